@@ -10,10 +10,10 @@ from fedhet.base.version import __version__
 
 if TYPE_CHECKING:
     from fedhet.data.spec import Dataset, Split
+    from fedhet.inference.api import Result as Result
     from fedhet.inference.api import compare as compare
     from fedhet.inference.api import load as load
     from fedhet.inference.api import run as run
-    from fedhet.inference.result import Result as Result
 
 __all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"]
 
@@ -25,7 +25,7 @@ _HOMES = {
     "run": "fedhet.inference.api",
     "load": "fedhet.inference.api",
     "compare": "fedhet.inference.api",
-    "Result": "fedhet.inference.result",
+    "Result": "fedhet.inference.api",
     "Dataset": "fedhet.data.spec",
     "Split": "fedhet.data.spec",
 }

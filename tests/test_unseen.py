@@ -17,7 +17,7 @@ from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import check_deployable, resolve
 from fedhet.data.store import RunData
-from fedhet.inference.result import Result
+from fedhet.inference.api import Result
 from fedhet.methods.registry import all_methods
 from fedhet.models import build, load_weights
 from fedhet.report import compare, load_run

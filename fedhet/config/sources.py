@@ -207,7 +207,12 @@ class Layers:
     def values(self, method: str | None = None) -> dict[str, object]:
         """Return the layers' settings as a run of `method` has them. Raises FedhetError."""
         if self.resume is not None:
-            found = _of_run(self.resume, self.trust)
+            path = self.resume / "config.toml"
+            if not path.exists():
+                raise StateError(f"{self.resume} holds no run to resume: it has no config.toml")
+            found = read_toml(path)
+            check_trusted(found, self.trust, path)
+            found |= {"resume": True, "out": str(self.resume)}
         else:
             found = read_preset(self.preset) if self.preset is not None else {}
             found |= read_toml(self.config) if self.config is not None else {}
@@ -229,25 +234,11 @@ class Layers:
                 "resume takes its settings from the run's directory, and cannot be combined with "
                 "preset, config or out"
             )
-        return _overlaid(values, chosen)
-
-
-def _of_run(directory: Path, trust: str) -> dict[str, object]:
-    path = directory / "config.toml"
-    if not path.exists():
-        raise StateError(f"{directory} holds no run to resume: it has no config.toml")
-    found = read_toml(path)
-    check_trusted(found, trust, path)
-    return {**found, "resume": True, "out": str(directory)}
-
-
-def _overlaid(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, object]:
-    """Return `chosen` over `values`; a source of public data replaces the other one."""
-    kept = dict(values)
-    for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
-        if chosen.get(name):
-            kept.pop(rival, None)
-    return kept | dict(chosen)
+        # A source of public data replaces the other one.
+        for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
+            if chosen.get(name):
+                values.pop(rival, None)
+        return values | dict(chosen)
 
 
 # --- code that settings name
@@ -326,10 +317,13 @@ def validated(values: Mapping[str, object]) -> Given:
     A setting of another method is allowed only at its default, because Flower's run config lists
     the settings of every method.
     """
-    method = find_method(_text("method", values.get("method", RunSettings().method)))
+    named = values.get("method", RunSettings().method)
+    if not isinstance(named, str):
+        raise refused("method", named, "text in quotes")
+    method = find_method(named)
+    of_method, of_all = method.settings(), RunSettings.fields()
     own: dict[str, object] = {}
     shared: dict[str, object] = {}
-    of_method, of_all = method.settings(), RunSettings.fields()
     foreign: dict[str, object] = {}
     for name, value in values.items():
         info = (of_all | of_method).get(name)
@@ -338,32 +332,18 @@ def validated(values: Mapping[str, object]) -> Given:
             value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
         if name in of_method:
             own[name.partition(".")[2]] = value
-        elif name in of_all:
-            shared[name] = value
         else:
-            foreign[name] = value
-    if foreign:
-        _refuse_unless_default(foreign, method)
-    run = build(RunSettings, shared)
-    own_settings = build(method.spec.settings, own, f"{method.table}.")
-    return Given(method, run, own_settings, frozenset(values))
-
-
-def _refuse_unless_default(values: Mapping[str, object], method: Method) -> None:
-    known = all_settings()
-    for name, value in values.items():
+            (shared if name in of_all else foreign)[name] = value
+    known = all_settings() if foreign else {}
+    for name, value in foreign.items():
         if name not in known:
-            shared = RunSettings.fields()
-            in_a_table = any(full.endswith(f".{name}") for full in shared)
-            raise unknown(name, shared if in_a_table else known)
+            in_a_table = any(full.endswith(f".{name}") for full in of_all)
+            raise unknown(name, of_all if in_a_table else known)
         is_bool = known[name].annotation is bool
         if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
             raise SettingsError(
                 f"setting '{name}' = {value!r} is not one of {method.name}, the run's method"
             )
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise refused(name, value, "text in quotes")
-    return value
+    run = build(RunSettings, shared)
+    own_settings = build(method.spec.settings, own, f"{method.table}.")
+    return Given(method, run, own_settings, frozenset(values))

@@ -1,8 +1,7 @@
 """The use of what was trained: a client's models, their predictions, and files for elsewhere."""
 
-from fedhet.inference.client import Predictions, TrainedClient, open_client
+from fedhet.inference.client import Predictions, TrainedClient, clients_in, open_client
 from fedhet.inference.export import FORMATS, export
-from fedhet.inference.folders import clients_in
 from fedhet.inference.inputs import read_inputs, samples_for
 
 __all__ = [

@@ -1,9 +1,8 @@
-"""A client as a run left it: its models, and what they predict."""
+"""A client as a run left it: where its states are, its models, and what they predict."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,20 @@ from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.record import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
-from fedhet.inference.folders import best_round_of, find_store
 from fedhet.learning.training import evaluate, logits_of
 from fedhet.models import Refitted
 from fedhet.models.registry import Allocation
+from fedhet.runs.directory import read_records, read_run_name
+from fedhet.runs.measures import best_round
 from fedhet.runs.records import MOST_ROUNDS
 from fedhet.runs.storage import ClientStore
+from fedhet.runs.units import natural
 from fedhet.wire.identity import client_name
 
 TIMES_ITS_STATE = 8
 """How many times the bytes of a client's state its models may take while they are built."""
+STATE = "state"
+"""The folder of the private states in the directory of a simulated run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,13 +155,22 @@ def open_client(
     record = read_record(store.folder) or _record_of(root, store, trust)
     if (record.run, record.client) != (store.run, store.client):
         raise StateError(f"{store.folder} holds the record of {record.client} of {record.run}")
-    check_trusted(_without_data(record.settings), trust, store.folder / FILE)
+    settings = {k: v for k, v in record.settings.items() if k not in DATASETS}
+    check_trusted(settings, trust, store.folder / FILE)
     config = record.config()
     node = record.node(config, store.root)
     round = best_round_of(root, trust) if best else MOST_ROUNDS
-    with _within_its_state(store):
-        half = config.method.client(config, node, samples=record.without_data(config))
-        half.state.restore(store.run, before=round + 1)
+    largest = max(store.path(each).stat().st_size for each in store.rounds())
+    try:
+        # A record may name any shape; its models cannot be larger than what was saved of them.
+        with Allocation(TIMES_ITS_STATE * largest + 2**26):
+            half = config.method.client(config, node, samples=record.without_data(config))
+            half.state.restore(store.run, before=round + 1)
+    except (ModelError, RuntimeError) as error:
+        fault = words_of(error)
+        raise StateError(
+            f"{store.folder / FILE} does not fit the client's states: {fault}"
+        ) from None
     if any(isinstance(model, Refitted) for model in half.models.values()):
         check_trusted(record.settings, trust, store.folder / FILE)
         half = config.method.client(config, node)
@@ -169,28 +181,6 @@ def open_client(
             "them with --set keep-best=true"
         )
     return TrainedClient(record, config, half.state.round, half.state.participations, half, trust)
-
-
-def _without_data(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings without the datasets, which a network does not need."""
-    return {name: value for name, value in settings.items() if name not in DATASETS}
-
-
-@contextlib.contextmanager
-def _within_its_state(store: ClientStore) -> Iterator[None]:
-    """Raise StateError if models built inside the block take far more than the client's states.
-
-    A record may name any shape; its models cannot be larger than what was saved of them.
-    """
-    largest = max(store.path(round).stat().st_size for round in store.rounds())
-    try:
-        with Allocation(TIMES_ITS_STATE * largest + 2**26):
-            yield
-    except (ModelError, RuntimeError) as error:
-        fault = words_of(error)
-        raise StateError(
-            f"{store.folder / FILE} does not fit the client's states: {fault}"
-        ) from None
 
 
 def _record_of(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
@@ -215,3 +205,92 @@ def _record_of(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
     half = config.method.client(config, node)
     record: ClientRecord = half.recorder.record(store.run)
     return record
+
+
+# --- where a client's states are: in a run's directory, or in a site's own state folder
+
+
+def find_store(directory: Path, client: str) -> ClientStore:
+    """Return the states of `client`.
+
+    `directory` is a run's, or a folder of states: one that holds runs, that of one run, or that of
+    one client. Raises StateError, with the clients that are there, if there is not exactly one.
+    """
+    stores = list(_stores(directory))
+    found = [store for store in stores if store.client == client]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        runs = ", ".join(sorted(store.run for store in found))
+        raise StateError(
+            f"{directory} holds {client} of several runs: {runs}; name one of them, as in "
+            f"{directory / found[0].run}"
+        )
+    names = sorted({store.client for store in stores}, key=natural)
+    if not names:
+        if not directory.is_dir():
+            raise StateError(f"{directory}: no such folder")
+        if (directory / "run.json").exists():
+            raise StateError(
+                f"{directory} holds no states of clients: those of a deployed run are at its "
+                "sites, in their own state folders"
+            )
+        raise StateError(f"{directory} holds no clients' states and is not a run's directory")
+    raise StateError(
+        f"{directory} holds no client '{client}', but {', '.join(names)}{nearest(client, names)}"
+    )
+
+
+def clients_in(directory: Path) -> list[str]:
+    """Return the names of the clients whose states are in a run's directory, or state folder."""
+    return sorted({store.client for store in _stores(directory)}, key=natural)
+
+
+def best_round_of(directory: Path, trust: str = "") -> int:
+    """Return the round with the best headline accuracy of a run.
+
+    Raises StateError, and SettingsError if the method is in a module that `trust` does not name.
+    """
+    if not (directory / "metrics.jsonl").exists():
+        raise StateError(f"{directory} is not a run's directory, which names the best round")
+    settings = read_toml(directory / "config.toml")
+    check_trusted(settings, trust, directory / "config.toml")
+    config = resolve(settings)
+    records, _ = read_records(directory / "metrics.jsonl")
+    found = best_round(records, config.method.spec.headline)
+    if not found:
+        raise StateError(f"{directory}: no round was evaluated, so there is no best one")
+    return found
+
+
+def _stores(directory: Path) -> Iterator[ClientStore]:
+    """Yield the clients that have a state, in a folder of any of the four kinds."""
+    if (directory / "run.json").exists():
+        run = read_run_name(directory)
+        yield from _of_run(directory / STATE / run)
+        return
+    here = directory.resolve()
+    if any(directory.glob("round-*.safetensors")):
+        yield from _trained([here])
+        return
+    yield from _of_run(here)
+    for run_folder in _folders(here):
+        yield from _of_run(run_folder)
+
+
+def _of_run(folder: Path) -> Iterator[ClientStore]:
+    yield from _trained(_folders(folder))
+
+
+def _trained(folders: list[Path]) -> Iterator[ClientStore]:
+    for folder in folders:
+        try:
+            store = ClientStore(folder.parents[1], folder.parent.name, folder.name)
+        except (StateError, IndexError):  # a folder whose name no run or client can have
+            continue
+        if store.rounds():
+            yield store
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.is_dir())

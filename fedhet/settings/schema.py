@@ -263,32 +263,27 @@ def _allowed(kind: Any, metadata: Iterable[object], brief: bool) -> str:
     if origin is not None:
         return " or ".join(_allowed(part, (), brief) for part in parts)
     if kind in (int, float):
-        return " ".join([_NOUNS[kind], *_bounds(metadata, brief)])
+        return f"{_NOUNS[kind]} {_bounds(metadata, brief)}".rstrip()
     return "text in quotes" if kind is str and not brief else _NOUNS.get(kind, str(kind))
 
 
 _NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
-def _bounds(metadata: Iterable[object], brief: bool) -> list[str]:
-    rules = [rule for rule in _rules(metadata) if not (brief and _is_far(rule))]
-    return list(filter(None, [" and ".join(filter(None, map(_bound, rules)))]))
+def _bounds(metadata: Iterable[object], brief: bool) -> str:
+    """Return the ends of a range, such as ">= 0 and < 1"; "" if there are none."""
+    ends = []
+    for rule in _rules(metadata):
+        for kind, sign in ((Ge, ">="), (Gt, ">"), (Le, "<="), (Lt, "<")):
+            if isinstance(rule, kind):
+                end = getattr(rule, kind.__name__.lower())
+                ends += [] if brief and kind is Le and end >= FAR else [f"{sign} {end}"]
+    return " and ".join(ends)
 
 
 def _rules(metadata: Iterable[object]) -> Iterable[object]:
     for rule in metadata:
         yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
-
-
-def _is_far(rule: object) -> bool:
-    return isinstance(rule, Le) and isinstance(rule.le, int | float) and rule.le >= FAR
-
-
-def _bound(rule: object) -> str:
-    for kind, sign in ((Ge, ">="), (Gt, ">"), (Le, "<="), (Lt, "<")):
-        if isinstance(rule, kind):
-            return f"{sign} {getattr(rule, kind.__name__.lower())}"
-    return ""
 
 
 def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
@@ -306,17 +301,13 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
     except ValidationError as error:
         first: Any = error.errors()[0]
         reason = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else ""
-        name = next((n for n in _places(first["loc"]) if n in fields), "")
+        # The error's location may have extra parts after the setting's name.
+        places = (".".join(map(str, first["loc"][:n])) for n in range(1, len(first["loc"]) + 1))
+        name = next((each for each in places if each in fields), "")
         if not name:
             raise SettingsError(reason) from None
         rule = reason or f"it takes {takes(fields[name])}"
         raise _not_allowed(prefix + name, values.get(name), rule) from None
-
-
-def _places(where: tuple[object, ...]) -> Iterable[str]:
-    """Yield candidate setting names for pydantic's error location, which may have extra parts."""
-    for length in range(1, len(where) + 1):
-        yield ".".join(map(str, where[:length]))
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
