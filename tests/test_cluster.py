@@ -446,7 +446,7 @@ def test_no_dead_worker_is_used_again_though_its_machine_is_gone(ray):
 
 def test_if_all_machines_are_gone_the_run_ends(ray):
     workers, _ = pool(ray, A, B)
-    clients = ReachableClients(workers)
+    clients = ReachableClients(workers, 0)
     assert clients.all() == {}
     ray.gone = {A, B}
     with pytest.raises(LostError):

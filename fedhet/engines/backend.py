@@ -195,21 +195,23 @@ def engine_of(
     if config.run.engine.backend == "inline":
         notice, states = _notice(watchers), directory / "state"
         yield Engine(lambda parts: run_inline(config, data, states, parts, notice))
-    elif own is not None:
-        show_waiting(watchers, "waiting for Ray to start")
-        workers = own.workers()
-        starting = f"starting with {plural(workers.count, 'worker')}"
-        yield Engine(own.run, workers.count, starting, workers.clients)
-    else:
-        from fedhet.engines.ray.cluster import joined_workers
+        return
+    from fedhet.engines.ray.cluster import ReachableClients, fit, joined_workers
 
-        address = config.run.engine.ray_address
-        show_waiting(watchers, f"joining the Ray cluster {address}, asking its machines")
-        config = with_gpu_share(config, data)
-        with joined_workers(config, directory, _notice(watchers)) as workers:
-            machines = plural(workers.machines, "machine")
-            starting = f"starting with {plural(workers.count, 'worker')} on {machines}"
-            yield Engine(workers.run, workers.count, starting, workers.clients)
+    if own is not None:
+        show_waiting(watchers, "waiting for Ray to start")
+        pool = own.pool()
+        count = len(pool.places)
+        starting = f"starting with {plural(count, 'worker')}"
+        yield Engine(own.run, count, starting, ReachableClients(pool, config.run.clients))
+        return
+    address = config.run.engine.ray_address
+    show_waiting(watchers, f"joining the Ray cluster {address}, asking its machines")
+    config = with_gpu_share(config, data)
+    with joined_workers(config, directory, _notice(watchers)) as pool:
+        count, machines = len(pool.places), plural(len({*pool.places}), "machine")
+        starting = f"starting with {plural(count, 'worker')} on {machines}"
+        yield Engine(fit, count, starting, ReachableClients(pool, config.run.clients))
 
 
 def _notice(watchers: Sequence[Watcher]) -> Callable[[str], None]:

@@ -46,31 +46,14 @@ REQUIRED = ("flwr", "torch", "torchvision", "pydantic", "sklearn", "safetensors"
 """What must be installed on every machine; the code of fedhet itself is sent there."""
 
 
-class Workers:
-    """The workers of a run, on one machine or several, and its clients, which they train."""
-
-    def __init__(self, config: Config, pool: WorkerPool) -> None:
-        self.pool = pool
-        self.count, self.machines = len(pool.places), len(set(pool.places))
-        self.clients = ReachableClients(pool)
-        for partition in range(config.run.clients):
-            name = client_name(partition, config.run.clients)
-            self.clients.register(WorkerProxy(name, partition, pool))
-
-    def run(self, parts: ServerAppComponents) -> None:
-        """Run the server through its rounds. Raises FedhetError if no worker is left."""
-        server, rounds = parts.server, parts.config
-        assert isinstance(server, Server)
-        assert isinstance(rounds, ServerConfig)
-        server.fit(rounds.num_rounds, rounds.round_timeout)
-
-
 class ReachableClients(SimpleClientManager):
-    """Flower's list of clients, which ends the run when no worker is left for them."""
+    """The clients of a run, which any worker trains; they end the run when no worker is left."""
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: WorkerPool, clients: int) -> None:
         super().__init__()
         self._pool = pool
+        for partition in range(clients):
+            self.register(WorkerProxy(client_name(partition, clients), partition, pool))
 
     def all(self) -> dict[str, ClientProxy]:
         """Return all clients. Raises FedhetError if no worker is left."""
@@ -117,6 +100,14 @@ class ClientCallError(Exception):
     """A client that failed, or whose worker is lost or late, in its own words."""
 
 
+def fit(parts: ServerAppComponents) -> None:
+    """Run the server through its rounds. Raises FedhetError if no worker is left."""
+    server, rounds = parts.server, parts.config
+    assert isinstance(server, Server)
+    assert isinstance(rounds, ServerConfig)
+    server.fit(rounds.num_rounds, rounds.round_timeout)
+
+
 class LocalCluster:
     """A Ray cluster on this machine, which starts in a thread while the run loads its data."""
 
@@ -130,7 +121,7 @@ class LocalCluster:
         self._config, self._data, self._decoded = config, data, directory / "decoded"
         self._started = BACKGROUND.submit(self._start, directory / "state", notice)
 
-    def _start(self, states: Path, notice: Callable[[str], None]) -> Workers:
+    def _start(self, states: Path, notice: Callable[[str], None]) -> WorkerPool:
         start()
         try:
             import ray
@@ -140,27 +131,26 @@ class LocalCluster:
             machines = taking_clients(running_machines(), engine)
             actor, settings = actor_of(engine, on_gpu=on_gpu), ray.put(absolute(self._config))
             placed = places(machines, engine, self._config.run.clients, on_gpu=on_gpu)
-            pool = WorkerPool(
+            return WorkerPool(
                 placed, lambda _: actor.remote(settings, str(states), self._decoded), notice
             )
-            return Workers(self._config, pool)
         except BaseException:
             leave()
             raise
 
-    def workers(self) -> Workers:
+    def pool(self) -> WorkerPool:
         """Wait until it has started. Raises FedhetError if it cannot, or has too few processors."""
-        workers = self._started.result()
+        pool = self._started.result()
         if threading.current_thread() is threading.main_thread():
             # Restore Python's handler: Ray's own prints a stack trace on SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-        return workers
+        return pool
 
     def run(self, parts: ServerAppComponents) -> None:
         """Run the federation on data that all workers map from one copy. Raises FedhetError."""
         try:
             self._data.share(self._decoded)
-            self.workers().run(parts)
+            fit(parts)
         finally:
             shutil.rmtree(self._decoded, ignore_errors=True)
 
@@ -175,14 +165,14 @@ class LocalCluster:
 
     def _end(self) -> None:
         with contextlib.suppress(Exception):  # it has not started, and there is nothing to end
-            self.workers().pool.close()
+            self.pool().close()
             leave()
 
 
 @contextlib.contextmanager
 def joined_workers(
     config: Config, directory: Path, notice: Callable[[str], None]
-) -> Iterator[Workers]:
+) -> Iterator[WorkerPool]:
     """Join the cluster of `engine.ray-address`, and leave it in the end; the cluster keeps running.
 
     `notice` is called for each worker that is lost. Raises FedhetError, before anything is trained,
@@ -211,7 +201,7 @@ def joined_workers(
             )
             leaving.callback(pool.close)
             pool.wait(engine.join_timeout)
-        yield Workers(config, pool)
+        yield pool
 
 
 @contextlib.contextmanager
