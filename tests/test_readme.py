@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from fedhet import report
-from fedhet.cli import main, shown, training
-from fedhet.config.resolve import resolve
+from fedhet.cli import main, training
 from fedhet.deployment import local
 from fedhet.settings.text import as_text
 
@@ -81,11 +80,15 @@ def test_a_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
     taken = []
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training, "train_one", lambda values, *_: taken.append(resolve(values)))
-    monkeypatch.setattr(training, "train_seeds", lambda values, *_: taken.append(resolve(values)))
+    monkeypatch.setattr(
+        training, "train_one", lambda given, *_: taken.append(training.completed(given))
+    )
+    monkeypatch.setattr(
+        training, "train_seeds", lambda given, *_: taken.append(training.completed(given[0]))
+    )
     monkeypatch.setattr(local, "deploy_local", lambda config, *_: taken.append(config))
     monkeypatch.setattr(report, "write", lambda directory: None)
-    monkeypatch.setattr(shown, "show_run", lambda run: None)
+    monkeypatch.setattr(training, "show_run", lambda run: None)
     if words[0].startswith("PYTHONPATH="):
         monkeypatch.syspath_prepend(str(tmp_path / words[0].partition("=")[2]))
         words = words[1:]

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.methods.sizes import first_model, model_shapes
-from fedhet.methods.spec import MethodSpec, Protection
+from fedhet.methods.spec import MethodSpec, Protection, model_shapes
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -31,12 +30,16 @@ class CentralSettings(MethodSettings):
 
 def model_in(run: RunSettings, settings: CentralSettings) -> str:
     """Return the name of the model in a run: by default that of the first client."""
-    return settings.model or first_model(run)
+    if settings.model:
+        return settings.model
+    from fedhet.models import assign  # imports PyTorch
+
+    return assign(run.models.pool, run.clients, run.seed, run.models.assignment)[0]
 
 
 def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, and the tensor shapes of the model in a run."""
-    model = model_shapes(model_in(run, settings), client.shape, client.classes, kind=client.kind)
+    model = model_shapes(client, model_in(run, settings))
     return Sizes({"C": client.classes}, {"weights": model})
 
 

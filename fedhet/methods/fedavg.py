@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedhet.algorithms.choices import Part
-from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import DP_SGD, MethodSpec
+from fedhet.methods.spec import DP_SGD, MethodSpec, model_shapes
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -28,10 +27,7 @@ class FedAvgSettings(MethodSettings):
 def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, and the shapes of the part that travels."""
     part = model_shapes(
-        client.model,
-        client.shape,
-        client.classes,
-        kind=client.kind,
+        client,
         part=settings.part,
         feature_dim=settings.width,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import Field
 
 from fedhet.base.errors import ModelError
-from fedhet.methods.sizes import model_shapes
 from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defence import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive, refused
@@ -34,7 +33,9 @@ class FedGktSettings(MethodSettings):
 def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
     """Return the axes C and D (feature width), and the shapes of the server's model."""
     width = settings.feature_dim
-    model = model_shapes(settings.server_model, (width,), client.classes)
+    from fedhet.models import shapes  # imports PyTorch
+
+    model = shapes(settings.server_model, (width,), client.classes)
     return Sizes({"C": client.classes, "D": width}, {"server": model})
 
 

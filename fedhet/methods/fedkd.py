@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import BOTH_MODELS
+from fedhet.methods.spec import BOTH_MODELS, model_shapes
 from fedhet.settings.schema import ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.factors import FactorsField
@@ -43,7 +42,7 @@ class FedKdSettings(fedavg.FedAvgSettings):
 
 def mentee_sizes(settings: FedKdSettings, client: ClientInfo) -> Sizes:
     """Return the axis C and the mentee's shapes."""
-    mentee = model_shapes(settings.mentee, client.shape, client.classes, kind=client.kind)
+    mentee = model_shapes(client, settings.mentee)
     return Sizes({"C": client.classes}, {"weights": mentee, "update": mentee})
 
 

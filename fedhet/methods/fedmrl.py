@@ -7,8 +7,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import BOTH_MODELS
+from fedhet.methods.spec import BOTH_MODELS, model_shapes
 from fedhet.settings.schema import Count, ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -32,7 +31,7 @@ class FedMrlSettings(fedavg.FedAvgSettings):
 def shared_sizes(settings: FedMrlSettings, client: ClientInfo) -> Sizes:
     """Return the axis C and the shared model's shapes."""
     own, width = settings.shared, settings.shared_dim
-    shared = model_shapes(own, client.shape, client.classes, kind=client.kind, feature_dim=width)
+    shared = model_shapes(client, own, feature_dim=width)
     return Sizes({"C": client.classes}, {"weights": shared})
 
 

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedhet.algorithms.choices import LEAST_SCALE
-from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import BOTH_MODELS, MethodSpec
+from fedhet.methods.spec import BOTH_MODELS, MethodSpec, model_shapes
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
@@ -110,10 +109,8 @@ class FedTypeSettings(MethodSettings):
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, the proxy's shapes and, as "scale", those of its trained tensors."""
-    whole = model_shapes(settings.proxy, client.shape, client.classes, kind=client.kind)
-    trained = model_shapes(
-        settings.proxy, client.shape, client.classes, kind=client.kind, part="trained"
-    )
+    whole = model_shapes(client, settings.proxy)
+    trained = model_shapes(client, settings.proxy, part="trained")
     return Sizes({"C": client.classes}, {"proxy": whole, "scale": trained})
 
 

@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms.choices import FeatureNorm
-from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, model_shapes
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
@@ -44,9 +43,7 @@ class FeloSettings(MethodSettings):
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
     """Return the axes C and D (feature width), and the shapes of the client's architecture."""
     width = settings.feature_dim
-    own = model_shapes(
-        client.model, client.shape, client.classes, kind=client.kind, feature_dim=width
-    )
+    own = model_shapes(client, feature_dim=width)
     return Sizes({"C": client.classes, "D": width}, {"weights": own})
 
 

@@ -8,8 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import BOTH_MODELS
+from fedhet.methods.spec import BOTH_MODELS, model_shapes
 from fedhet.settings.schema import ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -31,7 +30,7 @@ class FmlSettings(fedavg.FedAvgSettings):
 
 def meme_sizes(settings: FmlSettings, client: ClientInfo) -> Sizes:
     """Return the axis C and the meme's shapes."""
-    meme = model_shapes(settings.meme, client.shape, client.classes, kind=client.kind)
+    meme = model_shapes(client, settings.meme)
     return Sizes({"C": client.classes}, {"weights": meme})
 
 

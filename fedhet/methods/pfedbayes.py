@@ -8,8 +8,7 @@ from pydantic import Field
 
 from fedhet.algorithms.choices import LEAST_SCALE
 from fedhet.methods import fedavg
-from fedhet.methods.sizes import model_shapes
-from fedhet.methods.spec import Protection
+from fedhet.methods.spec import Protection, model_shapes
 from fedhet.settings.schema import Count, NonNegative
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -34,9 +33,7 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
 def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, the shapes of the model and, as "scale", those of its trained tensors."""
     means = fedavg.part_sizes(settings, client)
-    trained = model_shapes(
-        client.model, client.shape, client.classes, kind=client.kind, part="trained"
-    )
+    trained = model_shapes(client, part="trained")
     return Sizes(means.axes, {**means.models, "scale": trained})
 
 

@@ -14,7 +14,6 @@ import pkgutil
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import entry_points
-from types import ModuleType
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -132,8 +131,14 @@ def _external(name: str, path: str) -> Method:
 
 
 def _half(name: str, path: str, base: str) -> Any:
-    """Return the one class in a module that extends `base` and has no subclass in it."""
-    found = _extending(importlib.import_module(path), base)
+    """Return the one class in a module that extends `base` and has no subclass in it.
+
+    The module of `base` is not imported for it.
+    """
+    classes = {
+        half for _, half in inspect.getmembers(importlib.import_module(path), inspect.isclass)
+    }
+    found = {half for half in classes if base in {c.__name__ for c in half.__mro__[1:]}}
     last = [half for half in found if not any(half in other.__mro__[1:] for other in found)]
     if len(last) != 1:
         names = ", ".join(sorted(half.__name__ for half in last)) or "none"
@@ -142,9 +147,3 @@ def _half(name: str, path: str, base: str) -> Any:
             f"{base} of {HALVES[base]}, it holds {names}"
         )
     return last[0]
-
-
-def _extending(module: ModuleType, base: str) -> set[type]:
-    """Return the classes in a module that extend `base`, which is not imported for it."""
-    classes = {half for _, half in inspect.getmembers(module, inspect.isclass)}
-    return {half for half in classes if base in {c.__name__ for c in half.__mro__[1:]}}

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from fedhet.algorithms.choices import Part
+from fedhet.base.arrays import Shapes
 from fedhet.kinds import Kind
 from fedhet.settings.defence import Average
 from fedhet.settings.run import TrainingSettings
@@ -41,6 +43,20 @@ def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
 
 def every_model(settings: Any, client: ClientInfo) -> None:
     """Ask nothing of a model."""
+
+
+def model_shapes(
+    client: ClientInfo, model: str = "", *, part: Part = "all", feature_dim: int | None = None
+) -> Shapes:
+    """Return the shape and dtype of each tensor of a client's model, or of a part of it.
+
+    `model` names another model for the client's samples. `feature_dim` is the width of the features
+    before the head; None: the model's own. Imports the models, and so PyTorch.
+    """
+    from fedhet.models.registry import shapes_of
+
+    name = model or client.model
+    return shapes_of(part, name, client.shape, client.classes, feature_dim, client.kind)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms.choices import Divergence, RelationKind
-from fedhet.methods.sizes import has_dropout, model_shapes
-from fedhet.methods.spec import MethodSpec, Protection
+from fedhet.methods.spec import MethodSpec, Protection, model_shapes
 from fedhet.settings.defence import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
@@ -53,7 +52,7 @@ class UmPfsslSettings(MethodSettings):
 
 def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, and the shapes of the architecture, for one model and for several."""
-    own = model_shapes(client.model, client.shape, client.classes, kind=client.kind)
+    own = model_shapes(client)
     return Sizes({"C": client.classes}, {"weights": own, "models": own})
 
 
@@ -98,7 +97,11 @@ REPLIES = Contract(
 
 def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
     """Raise SettingsError for a model without dropout, whose predictions would not vary."""
-    if not has_dropout(client):
+    from fedhet import models  # both import PyTorch
+    from fedhet.algorithms.uncertainty import has_dropout
+
+    model = models.build(client.model, client.shape, client.classes, seed=0, kind=client.kind)
+    if not has_dropout(model):
         rule = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
         raise refused("models.pool", client.model, rule)
 
