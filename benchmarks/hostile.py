@@ -34,7 +34,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import simulate
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
-from fedhet.server.hostile import hostile_clients
+from fedhet.server.attacks import hostile_clients
 from fedhet.wire.contract import floating
 
 CLIENTS, ROUNDS = 5, 5

@@ -43,7 +43,7 @@ from fedhet.engines.backend import InlineProxy
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.server.app import FederationServer, components
-from fedhet.server.direct_proxy import DirectProxy
+from fedhet.server.calls import DirectProxy
 from fedhet.wire.identity import client_name
 
 BOUND, MODEL = 1.2, "mlp"

@@ -21,7 +21,7 @@ from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
-from fedhet.server.reply_spool import SpooledReply
+from fedhet.server.reply import SpooledReply
 from fedhet.settings.run import RunSettings
 from fedhet.strategies.base import HetStrategy
 

@@ -13,10 +13,10 @@ from fedhet.base.arrays import OnDemand, group
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.methods.registry import find_method, method_names
+from fedhet.server.attacks import Hostile, hostile_clients
 from fedhet.server.defence import Defence, distances
-from fedhet.server.hostile import Hostile, hostile_clients
-from fedhet.server.magnitudes import excesses, scaled_down
 from fedhet.server.round import RoundState
+from fedhet.server.steps import excesses, scaled_down
 from fedhet.settings.defence import ROBUST, DefenceSettings
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge

@@ -9,7 +9,7 @@ from rounds import altered, reply_of
 
 from fedhet.algorithms.compression import energy_kept, factors, least_rank
 from fedhet.base.errors import KnowledgeError
-from fedhet.server.magnitudes import magnitudes_of
+from fedhet.server.reply import magnitudes_of
 from fedhet.server.steps import with_whole_changes
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.factors import FactorsField, most_rank, packed, unpacked

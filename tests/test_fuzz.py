@@ -22,8 +22,8 @@ from fedhet.methods.registry import find_method, shipped_names
 from fedhet.runs.directory import record_line
 from fedhet.runs.measures import relative, spread, summarise
 from fedhet.runs.records import RoundRecord
-from fedhet.server import exchange as exchanges
-from fedhet.server.exchange import Exchange
+from fedhet.server import codec as exchanges
+from fedhet.server.codec import Exchange
 from fedhet.server.published import Publisher
 from fedhet.server.round import RoundState
 from fedhet.settings.engine import WireSettings

@@ -19,7 +19,7 @@ from fedhet.engines import backend
 from fedhet.engines.backend import InlineProxy
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.storage import Checkpoints, ClientStore
-from fedhet.server.reply_spool import ReplySpool
+from fedhet.server.reply import ReplySpool
 from fedhet.wire import contract
 from fedhet.wire.contract import Contract
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
@@ -340,7 +340,7 @@ def test_a_run_in_which_nobody_answers_fails_on_ray_too(tmp_path, monkeypatch):
     def deaf(self, ins, timeout, group_id):
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr("fedhet.server.proxy.NamedProxy.fit", deaf)
+    monkeypatch.setattr("fedhet.server.calls.NamedProxy.fit", deaf)
     with pytest.raises(FedhetError, match="no client has answered in any round"):
         run(config, tmp_path / "run")
 

@@ -19,7 +19,7 @@ from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import load_run
 from fedhet.runs.storage import Checkpoints, ClientStore
-from fedhet.server.late_replies import LateReplies
+from fedhet.server.reply import LateReplies
 
 DEVICES = "client,sample-ms,mbit\n" + "".join(
     f"client-{k},{ms},{mbit}\n"

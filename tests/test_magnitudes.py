@@ -9,8 +9,8 @@ from flwr.common import ndarrays_to_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhet.server.magnitudes import excesses, magnitudes_of, medians, out_of_proportion
-from fedhet.server.reply_spool import ReplySpool
+from fedhet.server.reply import ReplySpool, magnitudes_of, medians
+from fedhet.server.steps import excesses, out_of_proportion
 from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 

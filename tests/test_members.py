@@ -16,8 +16,7 @@ from fedhet.client_runtime.node import read_node
 from fedhet.engines import backend
 from fedhet.engines.backend import InlineProxy
 from fedhet.runs.log import RunLog
-from fedhet.server.admission import Admission, commonest_task
-from fedhet.server.members import Member, Members, first_of_pool
+from fedhet.server.members import Admission, Member, Members, commonest_task, first_of_pool
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
 

@@ -10,11 +10,12 @@ from federation import settings
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedhet.algorithms.closing import Closing, asked, closing, usual, wanted
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.pace.clock import SimulatedClock, read_devices
-from fedhet.pace.closing import Closing, asked, closing, usual, wanted
-from fedhet.pace.staleness import buffered_rate, carried_over, staleness_weight
+from fedhet.server.pace import SimulatedClock, read_devices
+from fedhet.server.reply import staleness_weight
+from fedhet.server.steps import buffered_rate, carried_over
 from fedhet.settings.engine import PaceSettings
 
 TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)

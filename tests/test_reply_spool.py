@@ -16,8 +16,8 @@ from fedhet.algorithms.averaging import RunningAverage, average_weights
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.engines.backend import InlineProxy
-from fedhet.server import reply_spool
-from fedhet.server.reply_spool import ReplySpool
+from fedhet.server import reply as replies
+from fedhet.server.reply import ReplySpool
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
@@ -193,7 +193,7 @@ def memory_of_a_round(method, clients, directory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InlineProxy, "fit", repeated)
-        patch.setattr(reply_spool.mmap, "mmap", Counted)
+        patch.setattr(replies.mmap, "mmap", Counted)
         patch.setattr(averaging, "PART", 1000)
         Counted.alive = Counted.most = 0
         tracemalloc.start()

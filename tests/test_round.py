@@ -22,12 +22,12 @@ from flwr.common import (
 from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.methods.registry import find_method
 from fedhet.runs.measures import Measured
-from fedhet.server import clock
-from fedhet.server import exchange as exchanges
+from fedhet.server import codec as exchanges
+from fedhet.server import round as rounds
+from fedhet.server.calls import ClientFailureError, NamedProxy, reasons
 from fedhet.server.client_health import ClientHealth
-from fedhet.server.exchange import Exchange
+from fedhet.server.codec import Exchange
 from fedhet.server.members import Member
-from fedhet.server.proxy import ClientFailureError, NamedProxy, reasons
 from fedhet.server.round import RoundState, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
@@ -181,7 +181,7 @@ def test_figures_are_numbers_that_json_has(state):
 def test_where_the_time_went(monkeypatch, notices):
     """Two at once, three asked: 6 s of work take 3 s of the 5 s that were waited for."""
     now = iter([10.0, 11.0, 16.0, 18.0])
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now))
     state = RoundState(2, notices.append)
     state.start(1)
     state.ask(Selection(("a", "b", "c")))

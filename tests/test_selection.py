@@ -9,7 +9,7 @@ import pytest
 from federation import records, run, small
 from interruption import CutError, CutOff, resumed, same_but_for_the_name
 
-from fedhet.pace.selection import (
+from fedhet.server.selection import (
     History,
     Past,
     chosen,

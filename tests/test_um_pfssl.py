@@ -22,7 +22,7 @@ from fedhet.base.seeding import seeded
 from fedhet.config.resolve import resolve
 from fedhet.data.spec import Split
 from fedhet.learning.training import batches
-from fedhet.server.reply_spool import SpooledReply
+from fedhet.server.reply import SpooledReply
 from fedhet.wire.knowledge import Knowledge, decode
 
 MODEL = "cnn2-dropout"

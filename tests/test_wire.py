@@ -12,7 +12,7 @@ from interruption import cut_and_resumed
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, SettingsError
 from fedhet.server.published import MOST_VERSIONS, Publisher, publisher_of
-from fedhet.server.reply_spool import ReplySpool
+from fedhet.server.reply import ReplySpool
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import Contract, WeightsField
 from fedhet.wire.encodings import Coder, rules_of

@@ -14,6 +14,7 @@ from typing import Any
 import tomli_w
 
 from fedhet import models
+from fedhet.algorithms.closing import closing, honest_majority, wanted
 from fedhet.algorithms.robust import withstood
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
@@ -24,7 +25,6 @@ from fedhet.data.store import GENERATED, MADE_HERE, RunData
 from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
-from fedhet.pace.closing import closing, honest_majority, wanted
 from fedhet.privacy.sgd import refuse_unfit
 from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings

@@ -1,16 +1,19 @@
-"""Poisoning attacks on the clients' replies: PAF, LIE and OFOM, for every method.
+"""Poisoning of the clients' replies, for every method.
 
-Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al. (OFOM). The paper's
-adversary knows the benign updates of the round and perturbs the logits or weights of some clients
-on their way to the server. No client knows the others' updates, so the server applies the attack,
-just before the method gets the replies: the same on Ray, in one process and in a deployment. The
-clients themselves are honest, and are evaluated like the others. `hostile` has attacks that need
-no knowledge of the others.
+PAF, LIE and OFOM: Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al.
+(OFOM). The paper's adversary knows the benign updates of the round and perturbs the logits or
+weights of some clients on their way to the server. No client knows the others' updates, so the
+server applies the attack, just before the method gets the replies: the same on Ray, in one process
+and in a deployment. The clients themselves are honest, and are evaluated like the others.
+
+The other kinds need no knowledge of the others, and strike the same clients in all rounds.
+Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML 2018) have such Byzantine clients; the four
+kinds are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
@@ -22,7 +25,17 @@ from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.defence import AttackSettings
-from fedhet.wire.contract import Contract, Field, Sizes, TensorField, ids_of, poisonable
+from fedhet.settings.run import RunSettings
+from fedhet.wire.contract import (
+    VARIANCES,
+    Contract,
+    Field,
+    Sizes,
+    TensorField,
+    floating,
+    ids_of,
+    poisonable,
+)
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -250,3 +263,78 @@ def _aligned(own: Knowledge, other: Knowledge, name: str, ids: str) -> Array:
     _, here, there = np.intersect1d(own.tensors[ids], other.tensors[ids], return_indices=True)
     rows[here] = theirs[there]
     return rows
+
+
+SMALLEST = 1e-12
+"""The probability from which logits are formed, for a smaller one."""
+
+
+def hostile_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
+    """Return the hostile ones of a run's clients.
+
+    Each client has a draw of its own, whoever else joins or leaves.
+    """
+    order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
+    return set(order[:count])
+
+
+class Hostile:
+    """Changes the replies of the run's hostile clients: a step that a round's replies pass."""
+
+    def __init__(
+        self, run: RunSettings, contract: Contract, state: RoundState, members: Collection[str]
+    ) -> None:
+        """`contract` is that of the replies; `members` are the names of the run's clients."""
+        self.run, self.contract, self._state = run, contract, state
+        self.names = hostile_clients(run.seed, members, run.attack.attackers or 1)
+
+    def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Yield the replies, those of hostile clients changed."""
+        struck = 0
+        for reply in replies:
+            if reply.client.name in self.names:
+                struck += 1
+                changed = self.changed(self._state.record.round, reply.knowledge)
+                yield reply.with_knowledge(changed)
+            else:
+                yield reply
+        self._state.figures({"poisoned": float(struck)})
+
+    def changed(self, round: int, reply: Knowledge) -> Knowledge:
+        """Return a hostile client's reply in a round, from its honest one."""
+        tensors = dict(reply.tensors)
+        for field in floating(self.contract):
+            for name, value in reply.tensors.items():
+                own = name == field.name or name.startswith(field.name + "/")
+                if own and np.issubdtype(value.dtype, np.floating):
+                    tensors[name] = self._changed(round, name, value, field)
+        return Knowledge(tensors, reply.scalars)
+
+    def _changed(self, round: int, name: str, value: Array, field: Field) -> Array:
+        """Return a changed tensor within the field's limits; of probabilities, their logits are."""
+        wide = value.astype(np.float64)
+        if isinstance(field, TensorField) and field.distribution:
+            logits = np.log(np.maximum(wide, SMALLEST))
+            return softmax(self._moved(round, name, logits)).astype(value.dtype)
+        moved, low = self._moved(round, name, wide), getattr(field, "low", None)
+        if name.endswith(VARIANCES):
+            low = 0.0
+        return (moved if low is None else moved.clip(min=low)).astype(value.dtype)
+
+    def _moved(self, round: int, name: str, value: Array) -> Array:
+        kind, scale = self.run.attack.kind, self.run.attack.scale
+        if kind == "drift":
+            direction = numpy_rng(self.run.seed, "attack", "run", name).standard_normal(value.shape)
+            length = scale * round / self.run.rounds * np.linalg.norm(value)
+            return value + direction * (length / max(float(np.linalg.norm(direction)), SMALLEST))
+        factor = {"sign-flip": -1.0, "scale": scale}.get(kind)
+        if factor is None:  # alternating
+            factor = scale if round % 2 else -scale
+        return factor * value
+
+
+def softmax(logits: Array) -> Array:
+    """Return the probabilities [..., C] of logits [..., C]."""
+    powers = np.exp(logits - logits.max(-1, keepdims=True, initial=-np.inf))
+    probabilities: Array = powers / powers.sum(-1, keepdims=True)
+    return probabilities

@@ -8,10 +8,10 @@ from functools import partial
 
 from flwr.common import EvaluateIns, Parameters, Scalar
 
-from fedhet.server.exchange import Exchange
+from fedhet.server.calls import NamedProxy, OnAnswer
+from fedhet.server.codec import Exchange
 from fedhet.server.members import Member
-from fedhet.server.proxy import NamedProxy, OnAnswer
-from fedhet.server.reply_spool import ReplySpool
+from fedhet.server.reply import ReplySpool
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 

@@ -1,32 +1,136 @@
-"""The members of a federation: maps Flower's random node ids to the clients' own names."""
+"""The members of a federation: maps Flower's random node ids to the clients' own names.
+
+A client's description is a claim. It is bounded, checked against what the server knows, and put to
+the vote of all descriptions, so that one odd client neither ends a run nor decides its task.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+import numpy as np
 from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.base.errors import FedhetError, KnowledgeError, one_line, words_of
+from fedhet.base.errors import FedhetError, KnowledgeError, ModelError, one_line, words_of
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
-from fedhet.server.admission import (
-    Admission,
-    Task,
-    admission_of,
-    commonest,
-    commonest_task,
-    task_of,
-)
-from fedhet.server.client_health import pause_after
+from fedhet.methods.spec import MethodSpec
+from fedhet.models import is_registered, shapes
+from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
+from fedhet.server.client_health import CodeFaults, pause_after
 from fedhet.server.nodes import asked_again, called, registered_name
-from fedhet.server.own_code import CodeFaults
 from fedhet.settings.engine import EngineSettings
-from fedhet.wire.identity import ClientInfo, capped, read_properties
+from fedhet.settings.run import RunSettings, unseen_clients
+from fedhet.wire.identity import ClientInfo, capped, client_name, read_properties
+from fedhet.wire.knowledge import Knowledge
+
+Task = tuple[int, str, tuple[int, ...]]
+"""The number of classes, and the kind and the shape of a sample."""
+MOST_VALUES = 2**24
+"""The most values of one sample."""
+
+
+def unknown_task() -> Task | None:
+    """Return None: the server has no data of its own to compare with."""
+    return None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a run demands of its clients' descriptions."""
+
+    classes: int = 0
+    """The number of classes that the run has; 0: any."""
+    one_model: bool = False
+    """Whether all clients must have the same architecture."""
+    most_bytes: float = math.inf
+    """The largest model that may travel."""
+    servers_task: Callable[[], Task | None] = unknown_task
+    """Returns the task of the dataset that the server can read, which decides between equals."""
+
+    def fault_of(self, info: ClientInfo, pool: Collection[str] | None) -> str:
+        """Return what is wrong with a description by itself, or "".
+
+        `pool`: the run's models, or None if the server need not know the clients' models.
+        """
+        if math.prod(info.shape) > MOST_VALUES:
+            return f"it claims samples of shape {info.shape}, at most {MOST_VALUES} values may be"
+        if self.classes and info.classes != self.classes:
+            return f"its data has {info.classes} classes, 'models.num-classes' is {self.classes}"
+        if pool is None:
+            return ""
+        if not (info.model in pool or is_registered(info.model)):
+            # Only models in the run's own pool are imported here, never others that a client names.
+            return f"its model {info.model!r} is neither registered nor in the run's pool"
+        return self._model_fault(info) if is_registered(info.model) else ""
+
+    def _model_fault(self, info: ClientInfo) -> str:
+        """Return what is wrong with a registered model for the claimed task; it is not built."""
+        try:
+            tensors = shapes(info.model, info.shape, info.classes, kind=info.kind).values()
+        except ModelError as error:
+            return str(error)
+        size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in tensors)
+        if size > self.most_bytes:
+            limit = f"{self.most_bytes / 1e6:g} MB ('engine.max-payload-mb')"
+            return f"its model {info.model!r} would have {size / 1e6:.0f} MB, more than {limit}"
+        return ""
+
+
+def admission_of(config: Config, data: RunData) -> Admission:
+    """Return what a run demands of its clients' descriptions."""
+
+    def task() -> Task | None:
+        try:
+            dataset = data.dataset
+        except FedhetError:  # the sites' own data; the server lacks 'dataset'
+            return None
+        return len(dataset.classes), dataset.kind, dataset.shape
+
+    return Admission(
+        classes=config.run.models.num_classes,
+        one_model=config.method.spec.one_model,
+        most_bytes=config.run.engine.max_payload_mb * 1e6,
+        servers_task=task,
+    )
+
+
+def commonest_task(
+    infos: Sequence[ClientInfo], servers_task: Callable[[], Task | None] = unknown_task
+) -> Task:
+    """Return the most common task.
+
+    Among equally common ones the server's own is taken, or else the smallest: an invented size must
+    not decide what the server allocates.
+    """
+    counts = Counter(map(task_of, infos))
+    most = max(counts.values())
+    tied = sorted((task for task, n in counts.items() if n == most), key=_size)
+    own = servers_task() if len(tied) > 1 else None
+    return own if own in tied else tied[0]
+
+
+def commonest(names: Sequence[str]) -> str:
+    """Return the most common of the names that are not empty; of equals, the first; or ""."""
+    named = [name for name in names if name]
+    return Counter(named).most_common(1)[0][0] if named else ""
+
+
+def task_of(info: ClientInfo) -> Task:
+    """Return a client's task."""
+    return info.classes, info.kind, info.shape
+
+
+def _size(task: Task) -> tuple[int, int, tuple[int, ...], str]:
+    classes, kind, shape = task
+    return math.prod(shape), classes, shape, kind
 
 
 @dataclass(frozen=True)
@@ -281,3 +385,57 @@ class Members:
         if self._model and info.model != self._model:
             return f"its model is {info.model!r}, all others' {self._model!r}"
         return ""
+
+
+KINDS = (UNSEEN, UNSEEN_EPOCH)
+"""The kinds of model that they evaluate."""
+
+
+class HeldBack:
+    """The members that are held back, and what they are sent."""
+
+    def __init__(self, run: RunSettings, spec: MethodSpec) -> None:
+        self.names = frozenset(client_name(k, run.clients) for k in unseen_clients(run))
+        self.members: dict[str, Member] = {}
+        self._method, self._offers = run.method, spec.offers
+
+    def taken_from(self, members: Mapping[str, Member]) -> dict[str, Member]:
+        """Return the members that may train; the others are kept apart."""
+        self.members = {name: each for name, each in members.items() if name in self.names}
+        return {name: each for name, each in members.items() if name not in self.names}
+
+    def beside(self, members: Mapping[str, Member]) -> dict[str, Member]:
+        """Return all that may be asked to evaluate: the members, and those held back."""
+        return {**members, **self.members}
+
+    def member(self, name: str, members: Mapping[str, Member]) -> Member:
+        """Return one of those that may be asked to evaluate."""
+        return self.members[name] if name in self.members else members[name]
+
+    def kinds_of(self, name: str, spec: MethodSpec) -> Sequence[str]:
+        """Return the kinds of model that a client evaluates."""
+        return KINDS if name in self.names else spec.kinds
+
+    def tell(self, notice: Callable[[str], None]) -> None:
+        """Say what the user must know before the first round, if clients are held back."""
+        if self.names:
+            notice(self._notice)
+
+    def instructions(
+        self, instruction: Callable[[ClientInfo], Knowledge | None]
+    ) -> dict[str, Knowledge]:
+        """Return what each of them is sent to evaluate; nothing if the method offers nothing."""
+        if not self._offers:
+            return {}
+        made = {name: instruction(each.info) for name, each in self.members.items()}
+        return {name: knowledge for name, knowledge in made.items() if knowledge is not None}
+
+    @property
+    def _notice(self) -> str:
+        names = ", ".join(sorted(self.names))
+        fate = (
+            "they judge the global model after the last round"
+            if self._offers
+            else f"{self._method} offers them nothing, as it forms no model that all clients share"
+        )
+        return f"nobody trains with {names} ('data.unseen'): {fate}"

@@ -11,14 +11,13 @@ from fedhet.config.resolve import Config
 from fedhet.methods.spec import MethodSpec
 from fedhet.runs.log import RunLog
 from fedhet.runs.storage import Facts
-from fedhet.server.collector import Collector
+from fedhet.server.codec import Exchange
 from fedhet.server.dispatch import Dispatch
-from fedhet.server.exchange import Exchange
-from fedhet.server.late_replies import LateReplies
+from fedhet.server.pace import Collector
 from fedhet.server.published import Publisher, publisher_of
-from fedhet.server.reply_spool import ReplySpool
+from fedhet.server.reply import LateReplies, ReplySpool
 from fedhet.server.round import RoundState
-from fedhet.server.selecting import Selecting
+from fedhet.server.selection import Selecting
 
 PACE = "pace"
 """The fact of a checkpoint that holds who is at work, and what is known for the selection."""

@@ -7,18 +7,23 @@ replies holds all of them; the others take one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
+from statistics import fmean
 
-from fedhet.base.arrays import Array, OnDemand
-from fedhet.server.attacks import IN_THE_PAPER, Attack
+import numpy as np
+
+from fedhet.base.arrays import Array, Arrays, OnDemand
+from fedhet.base.errors import KnowledgeError
+from fedhet.methods.spec import MethodSpec
+from fedhet.server.attacks import IN_THE_PAPER, Attack, Hostile
 from fedhet.server.defence import Defence
-from fedhet.server.hostile import Hostile
-from fedhet.server.magnitudes import excesses, out_of_proportion, scaled_down
-from fedhet.server.reply import Reply, from_outside
+from fedhet.server.reply import Magnitudes, Reply, from_outside, staleness_weight
 from fedhet.server.round import RoundState
+from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
-from fedhet.wire.contract import Contract, Sizes, TensorField
+from fedhet.wire.contract import VARIANCES, Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.factors import FactorsField, unpacked
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -149,3 +154,171 @@ def clip(
             yield reply.with_knowledge(scaled_down(reply.knowledge, excess[name]))
         else:
             yield reply
+
+
+def buffered_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float) -> float:
+    """Return the factor of the mean change that makes an average FedBuff's step.
+
+    An average with weights n_k s(tau_k) divides by their sum. FedBuff divides by the buffer's size
+    (Algorithm 1, lines 8 to 12: w <- w + eta / K sum_k s(tau_k) Delta_k; here each client counts by
+    its samples n_k), so that a buffer of old changes moves the weights less.
+    """
+    aged = [n * staleness_weight(age) for n, age in zip(samples, ages, strict=True)]
+    return server_lr * sum(aged) / sum(samples) if sum(samples) > 0 else server_lr
+
+
+def carried_over(now: Array, trained: Array, start: Array, rate: float, low: float | None) -> Array:
+    """Return the server's tensor of now plus `rate` times a client's change of an older one.
+
+    That is now + rate (trained - start), not below `low`; counters stay as the client has them.
+    """
+    if not np.issubdtype(trained.dtype, np.floating):
+        return trained
+    change = trained.astype(np.float64) - start
+    moved = now + rate * change
+    return np.asarray(moved if low is None else moved.clip(min=low), dtype=trained.dtype)
+
+
+Now = Callable[[ClientInfo], Knowledge]
+"""Returns what a client would be sent now."""
+
+
+class CarriedOver:
+    """A step that replies pass: a late client's weights become those of now plus its change.
+
+    So an average moves the weights by the mean change (FedBuff), and does not draw them back to an
+    older version. A client that was sent no weights, or of other shapes, keeps its own.
+    """
+
+    def __init__(self, pace: PaceSettings, contract: Contract, now: Now) -> None:
+        """`contract` is that of the replies."""
+        self._pace, self._now = pace, now
+        # Of factors, whose kind is another, changes are sent already.
+        self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
+
+    def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Yield the replies; asynchronously, the rate of FedBuff needs all of them."""
+        if not self._pace.is_asynchronous:
+            yield from (self._carried(reply, 1.0) if reply.age else reply for reply in replies)
+            return
+        found = list(replies)
+        samples, ages = [reply.samples for reply in found], [reply.age for reply in found]
+        rate = buffered_rate(samples, ages, self._pace.server_lr)
+        yield from (self._carried(reply, rate) for reply in found)
+
+    def _carried(self, reply: Reply, rate: float) -> Reply:
+        if not self._fields or reply.sent is None or (rate == 1 and not reply.age):
+            return reply
+        now, sources = self._now(reply.client), dict[str, Array | Callable[[], Array]]()
+        for field in self._fields:
+            own = reply.knowledge.group(field.name)
+            groups: Sequence[Arrays] = [now.group(field.name), reply.sent.group(field.name)]
+            if own and all(_fits(own, each) for each in groups):
+                for name in own:
+                    low = 0.0 if name.endswith(VARIANCES) else field.low
+                    make = partial(_moved, groups[0], own, groups[1], name, rate, low)
+                    sources[f"{field.name}/{name}"] = make
+        return reply.with_knowledge(_replacing(reply.knowledge, sources)) if sources else reply
+
+
+def carried_over_by(pace: PaceSettings, spec: MethodSpec, now: Now) -> list[CarriedOver]:
+    """Return the step in a list, or none where no reply can be late, or has no average to enter."""
+    applies = pace.may_be_late and spec.late == "averaged"
+    return [CarriedOver(pace, spec.replies, now)] if applies else []
+
+
+def _moved(
+    now: Arrays, own: Arrays, sent: Arrays, name: str, rate: float, low: float | None
+) -> Array:
+    return carried_over(now[name], own[name], sent[name], rate, low)
+
+
+def _fits(own: Arrays, other: Arrays) -> bool:
+    """Return whether two models have the same tensors."""
+    return own.keys() == other.keys() and all(own[k].shape == other[k].shape for k in own)
+
+
+def _replacing(knowledge: Knowledge, sources: dict[str, Array | Callable[[], Array]]) -> Knowledge:
+    """Return the same knowledge, of which some tensors are made each time they are used."""
+    own = knowledge.tensors
+    kept = own.sources if isinstance(own, OnDemand) else dict(own)
+    return Knowledge(OnDemand({**kept, **sources}), knowledge.scalars)
+
+
+LEAST_REFERENCE = 0.01
+"""A root mean square to which others may always be compared: a reply of zeros makes nobody odd."""
+
+
+def out_of_proportion(
+    magnitudes: Mapping[str, Magnitudes], usual: Magnitudes, factor: float
+) -> dict[str, KnowledgeError]:
+    """Return the clients whose replies are out of proportion, with the error that says so.
+
+    `magnitudes`: by client, those of a round's replies; `usual`: the last round's medians. A field
+    is compared with the larger of the other clients' median and the usual one. With two clients
+    the larger is thus refused: it is the one that does harm. No client is judged by its own reply,
+    so nothing is refused where there is nothing to compare with.
+    """
+    found: dict[str, KnowledgeError] = {}
+    for name, field, size, others in _beside_the_others(magnitudes):
+        known = [*others, *([usual[field]] if field in usual else [])]
+        if known and size > factor * max(*known, LEAST_REFERENCE):
+            fault = (
+                f"its root mean square is {size:.3g}, the other clients' {max(known):.3g}: more "
+                f"than 'engine.outlier-factor' = {factor:g} times as large"
+            )
+            found.setdefault(name, KnowledgeError(name, field, fault))
+    return found
+
+
+def excesses(
+    magnitudes: Mapping[str, Magnitudes], limit: float, exempt: Collection[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Return, by client and field, how many times as large as allowed each field is; above 1 only.
+
+    Allowed is `limit` times the other clients' median. Fields in `exempt` are never too large.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, field, size, others in _beside_the_others(magnitudes):
+        most = limit * max(*others, LEAST_REFERENCE) if others else size
+        if size > most and field not in exempt:
+            found.setdefault(name, {})[field] = size / most
+    return found
+
+
+def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
+    """Return a reply with the floating-point tensors of each field in `excess` divided by it.
+
+    Those of a reply on disk are divided when they are used.
+    """
+    own = knowledge.tensors
+
+    def divided(name: str) -> Array:
+        value, by = own[name], excess.get(name.partition("/")[0])
+        if by is None or not np.issubdtype(value.dtype, np.floating):
+            return value
+        return (value / by).astype(value.dtype)
+
+    return Knowledge(OnDemand({name: partial(divided, name) for name in own}), knowledge.scalars)
+
+
+def _beside_the_others(
+    magnitudes: Mapping[str, Magnitudes],
+) -> Iterator[tuple[str, str, float, tuple[float, ...]]]:
+    """Yield each client's fields: name, field, size, and the median of the others, if any.
+
+    A median without one's own is a look-up in the sorted sizes: ten thousand clients cost no more
+    each than ten do.
+    """
+    ordered: dict[str, list[float]] = {}
+    for fields in magnitudes.values():
+        for field, size in fields.items():
+            ordered.setdefault(field, []).append(size)
+    for sizes in ordered.values():
+        sizes.sort()
+    for name, fields in magnitudes.items():
+        for field, size in fields.items():
+            others, sizes = len(ordered[field]) - 1, ordered[field]
+            own, middle = bisect_left(sizes, size), {(others - 1) // 2, others // 2}
+            median = (fmean(sizes[at + (at >= own)] for at in middle),) if others else ()
+            yield name, field, size, median

@@ -23,24 +23,22 @@ from fedhet.base.errors import FedhetError, StateError
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.data.store import RunData
+from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
+from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
-from fedhet.runs.measures import mean_figures
+from fedhet.runs.measures import Measured, mean_figures, placed
 from fedhet.runs.storage import Checkpoint
-from fedhet.server.client_health import ClientHealth
-from fedhet.server.collector import Collected
+from fedhet.server.calls import Failures, name_of, reasons
+from fedhet.server.client_health import ClientHealth, CodeFaults
 from fedhet.server.dispatch import NOTHING
-from fedhet.server.evaluation import measured_on
-from fedhet.server.held_back import HeldBack
-from fedhet.server.members import Member, Members, first_of_pool
+from fedhet.server.members import HeldBack, Member, Members, first_of_pool
 from fedhet.server.messaging import Messaging
-from fedhet.server.own_code import CodeFaults
-from fedhet.server.proxy import Failures, name_of, reasons
+from fedhet.server.pace import Collected
 from fedhet.server.published import without_versions
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState, Selection, learning
-from fedhet.server.staleness import carried_over_by
-from fedhet.server.steps import checks, through
+from fedhet.server.steps import carried_over_by, checks, through
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -326,7 +324,12 @@ class HetStrategy(Strategy):
         evaluated = self._evaluates(self.state.record.round)
         models = self.eval_models() if evaluated else {}
         if models and (common := self.common_test()) is not None:
-            self.state.measured(SERVER, measured_on(common, models, self.run))
+            compute = compute_for(self.run.engine)
+            scores = {
+                ("common", kind): judge(model, common, compute, self.run.metrics)
+                for kind, model in models.items()
+            }
+            self.state.measured(SERVER, Measured(placed(scores)))
         for name in self.state.enter_health(self.members):
             self.forget(name)
         self._messages.selecting.finish()

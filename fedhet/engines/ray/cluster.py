@@ -35,8 +35,8 @@ from fedhet.learning.devices import find_device
 from fedhet.models.user_model import is_user_model
 from fedhet.runs.directory import make_empty
 from fedhet.runs.units import plural
-from fedhet.server.direct_proxy import DirectProxy
-from fedhet.server.own_code import ClientCodeError
+from fedhet.server.calls import DirectProxy
+from fedhet.server.client_health import ClientCodeError
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
 from fedhet.wire.identity import client_name

@@ -1,7 +1,11 @@
-"""Messages of the server: encodes instructions, and decodes what clients answer."""
+"""The server's codec between `Knowledge` and Flower's records.
+
+It encodes the instructions to clients, remembers what each was sent, and decodes their replies.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flwr.common import Code, EvaluateRes, FitRes, Parameters
@@ -12,13 +16,11 @@ from fedhet.base.errors import ToldError
 from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
 from fedhet.runs.measures import SPENT, Measured, read_measures
+from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.members import Member
-from fedhet.server.proxy import Failures, name_of, reasons
 from fedhet.server.published import Instruction, LastMessages, Publisher
-from fedhet.server.reply import Reply, from_outside
-from fedhet.server.reply_spool import SpooledReply, bytes_of
+from fedhet.server.reply import Reply, SpooledReply, bytes_of, from_outside
 from fedhet.server.round import RoundState
-from fedhet.server.sent import SentInstructions
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
     Bases,
@@ -236,3 +238,42 @@ def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> To
     """Return a client's own error."""
     fault = str(metrics.get("error", message))[:300]
     return ToldError(name, fault, spent=metrics.get(SPENT) is True)
+
+
+class SentInstructions:
+    """What each client was sent to train on in a round, until it is forgotten; from any thread.
+
+    An object that several clients share is kept once.
+    """
+
+    def __init__(self, *, last_alone: bool = False) -> None:
+        """`last_alone`: all instructions are forgotten when those of another round are kept."""
+        self._lock, self._last_alone, self._round = threading.Lock(), last_alone, 0
+        self._by_client: dict[str, dict[int, tuple[Knowledge, int]]] = {}
+
+    def keep(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
+        """Keep the instruction of a round; one that is sent again replaces the earlier.
+
+        `digest` is that of its weights, 0: no reply can build on them.
+        """
+        with self._lock:
+            if self._last_alone and round != self._round:
+                self._by_client.clear()
+            self._round = round
+            self._by_client.setdefault(client, {})[round] = knowledge, digest
+
+    def get(self, client: str, round: int) -> tuple[Knowledge, int] | None:
+        """Return the instruction of a round, and the digest of its weights.
+
+        None: there was none, or it is forgotten.
+        """
+        with self._lock:
+            return self._by_client.get(client, {}).get(round)
+
+    def forget(self, client: str, round: int) -> None:
+        """Forget the instruction of a round, if it is kept."""
+        with self._lock:
+            rounds = self._by_client.get(client, {})
+            rounds.pop(round, None)
+            if not rounds:
+                self._by_client.pop(client, None)
