@@ -697,7 +697,7 @@ def test_a_restored_server_continues_bit_for_bit(tmp_path):
         assert same(instruction_of(one).tensors, instruction_of(two).tensors)
     answers = server.answers(asked)
     strategy = server.strategy
-    replies = list(strategy._messages.exchange.decode_all(answers, [], strategy.members))
+    replies = list(strategy._codec.decode_all(answers, [], strategy.members))
     assert server.strategy.aggregate(3, replies) == other.strategy.aggregate(3, replies)
     assert same(server.strategy.state_dict(), other.strategy.state_dict())
 

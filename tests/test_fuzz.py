@@ -23,7 +23,7 @@ from fedhet.runs.directory import record_line
 from fedhet.runs.measures import relative, spread, summarise
 from fedhet.runs.records import RoundRecord
 from fedhet.server import codec as exchanges
-from fedhet.server.codec import Exchange
+from fedhet.server.codec import Codec
 from fedhet.server.published import Publisher
 from fedhet.server.round import RoundState
 from fedhet.settings.engine import WireSettings
@@ -435,7 +435,7 @@ def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced, monkeyp
     publisher = Publisher(
         Coder(rules_of(WireSettings(encoding="int8")), method.spec.instructions, 0)
     )
-    exchange = Exchange("run-1", method, 10**6, state, publisher=publisher)
+    exchange = Codec("run-1", method, 10**6, state, publisher=publisher)
     exchange.encode_all(1, {"a": Knowledge(base_of(method))})
     weights = [f.name for f in method.spec.replies.fields if isinstance(f, WeightsField)]
     sizes = Sizes(AXES, dict.fromkeys(weights, MODEL))

@@ -337,10 +337,10 @@ def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path
 def test_a_run_in_which_nobody_answers_fails_on_ray_too(tmp_path, monkeypatch):
     config = five("local", rounds=1, clients=2, min_clients=0, backend="ray")
 
-    def deaf(self, ins, timeout, group_id):
+    def deaf(self, is_on_time):
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr("fedhet.server.calls.NamedProxy.fit", deaf)
+    monkeypatch.setattr("fedhet.server.calls.Call.run", deaf)
     with pytest.raises(FedhetError, match="no client has answered in any round"):
         run(config, tmp_path / "run")
 

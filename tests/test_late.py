@@ -317,17 +317,17 @@ def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkey
 def test_what_was_not_sent_is_not_remembered(tmp_path):
     config = small("fedavg", clients=4, models=["mlp"], enough=1.0)
     server = Server(config, tmp_path / "run")
-    exchange = server.strategy._messages.exchange
+    exchange = server.strategy._codec
     exchange._remember = True
     server.ask(1)
     exchange.withdraw(1, {"client-1", "client-3"})
-    there = [name for name in sorted(server.strategy.members) if exchange.sent_to(name, 1)]
+    there = [name for name in sorted(server.strategy.members) if exchange.sent(name, 1)[0]]
     assert there == ["client-0", "client-2"]
 
 
 def test_evaluations_that_were_not_sent_are_not_counted(tmp_path):
     server = Server(small("fedavg", clients=4, models=["mlp"]), tmp_path / "run")
-    exchange = server.strategy._messages.exchange
+    exchange = server.strategy._codec
     server.ask(1)
     sent = server.strategy.instruct(1, server.strategy.members["client-0"].info)
     exchange.encode_all(1, dict.fromkeys(server.strategy.members, sent), training=False)

@@ -26,8 +26,7 @@ from fedhet.server import codec as exchanges
 from fedhet.server import round as rounds
 from fedhet.server.calls import ClientFailureError, NamedProxy, reasons
 from fedhet.server.client_health import ClientHealth
-from fedhet.server.codec import Exchange
-from fedhet.server.members import Member
+from fedhet.server.codec import Codec
 from fedhet.server.round import RoundState, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
@@ -154,7 +153,7 @@ def test_what_a_client_says_of_its_failure_is_one_printable_line(exchange, state
 
 
 def test_reasons_of_failures_are_printable():
-    proxy = NamedProxy(Member(CLIENT, SimpleNamespace(cid="1")), lambda *_: None)
+    proxy = NamedProxy("a")
     result = FitRes(Status(Code.FIT_NOT_IMPLEMENTED, FORGED), answer(means()).parameters, 1, {})
     found = reasons([(proxy, result), ClientFailureError("b", FORGED)])
     assert found.keys() == {"a", "b"}
@@ -163,10 +162,9 @@ def test_reasons_of_failures_are_printable():
 
 def test_an_error_that_a_client_answers_is_printable():
     told = []
-    proxy = NamedProxy(Member(CLIENT, SimpleNamespace(cid="1")), lambda *each: told.append(each))
-    proxy._proxy.fit = lambda *_: FitRes(
-        Status(Code.OK, ""), Parameters([], ""), 0, {"error": FORGED}
-    )
+    result = FitRes(Status(Code.OK, ""), Parameters([], ""), 0, {"error": FORGED})
+    client = SimpleNamespace(cid="1", fit=lambda *_: result)
+    proxy = NamedProxy("a", client, on_reply=lambda *each: told.append(each))
     proxy.fit(FitIns(Parameters([], ""), {}), None, None)
     assert told[0][0] == "a"
     assert told[0][1].isprintable()
@@ -217,7 +215,7 @@ SIZES = Sizes({"C": 3, "D": 2}, {"weights": {}})
 
 @pytest.fixture
 def exchange(state):
-    return Exchange("run-1", small("felo").method, LIMIT, state)
+    return Codec("run-1", small("felo").method, LIMIT, state)
 
 
 def decoded(exchange, result):
@@ -255,25 +253,25 @@ def test_one_object_is_encoded_once_and_counted_for_each(exchange, state):
 
 
 def test_what_was_sent_to_train_is_remembered_until_it_is_forgotten(state):
-    exchange = Exchange("run-1", small("felo").method, LIMIT, state, remember=True)
+    exchange = Codec("run-1", small("felo").method, LIMIT, state, remember=True)
     same, other = means(), means(counts=np.array([2, 2]))
     exchange.encode_all(1, {"a": same, "b": same})
     exchange.encode_all(1, {"a": other}, training=False)
     exchange.encode(2, "a", other)
-    assert exchange.sent_to("a", 1) is exchange.sent_to("b", 1) is same
-    assert exchange.sent_to("a", 2) is other
+    assert exchange.sent("a", 1)[0] is exchange.sent("b", 1)[0] is same
+    assert exchange.sent("a", 2)[0] is other
     exchange.forget_sent("a", 1)
     exchange.forget_sent("a", 1)
     exchange.forget_sent("c", 1)
-    assert exchange.sent_to("a", 1) is exchange.sent_to("b", 2) is exchange.sent_to("c", 1) is None
-    assert exchange.sent_to("b", 1) is same
+    assert exchange.sent("a", 1)[0] is exchange.sent("b", 2)[0] is exchange.sent("c", 1)[0] is None
+    assert exchange.sent("b", 1)[0] is same
 
 
 def test_nothing_is_remembered_unless_it_is_asked_for(exchange):
     exchange.encode_all(1, {"a": means()})
     exchange.encode(2, "a", means())
     exchange.forget_sent("a", 1)
-    assert exchange.sent_to("a", 1) is exchange.sent_to("a", 2) is None
+    assert exchange.sent("a", 1)[0] is exchange.sent("a", 2)[0] is None
 
 
 def test_a_reply_is_read_and_counted(exchange, state):

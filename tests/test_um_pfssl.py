@@ -433,7 +433,7 @@ def test_a_restored_run_continues_bit_for_bit(tmp_path):
     other = Wire(config, tmp_path / "two")
     for folder in ("pool", "state"):
         shutil.copytree(tmp_path / "one" / folder, tmp_path / "two" / folder, dirs_exist_ok=True)
-    other.strategy._messages.exchange._run = wire.server.log.run_name
+    other.strategy._codec._run = wire.server.log.run_name
     other.strategy.load_state_dict(saved)
     for round in (4, 5):
         assert wire.play(round) == other.play(round)

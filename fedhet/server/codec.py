@@ -18,7 +18,7 @@ from fedhet.methods.registry import Method
 from fedhet.runs.measures import SPENT, Measured, read_measures
 from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.members import Member
-from fedhet.server.published import Instruction, LastMessages, Publisher
+from fedhet.server.published import Instruction, Publisher
 from fedhet.server.reply import Reply, SpooledReply, bytes_of, from_outside
 from fedhet.server.round import RoundState
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -33,8 +33,8 @@ from fedhet.wire.knowledge import (
 )
 
 
-class Exchange:
-    """The messages between a method's server half and its clients in one run."""
+class Codec:
+    """The codec between a method's server side and its clients in one run."""
 
     def __init__(
         self,
@@ -48,45 +48,38 @@ class Exchange:
         max_age: int = 0,
         publisher: Publisher | None = None,
     ) -> None:
-        """`max_bytes` limits a reply's size; `state` counts the bytes sent and received.
+        """Create the codec of a run.
 
-        `metrics` are those that clients measure. `remember` keeps what clients are sent to train
-        on, for `sent_to`. `max_age` is 'pace.max-age'. `publisher` encodes the instructions, None:
-        they travel as they are.
+        Args:
+            run: The run's name, which each message carries.
+            method: The method whose messages are encoded and decoded.
+            max_bytes: Maximum size of a reply.
+            state: The round, which counts the bytes sent and received.
+            metrics: Names of the metrics that clients measure.
+            remember: Whether to keep every training instruction until `forget_sent`; else only
+                those of the current round are kept on which a reply can build.
+            max_age: Maximum age of a late reply, in rounds ('pace.max-age').
+            publisher: Encodes the instructions; None sends them unchanged.
         """
         self._late, self._max_age = method.spec.late, max_age
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
-        self._max_bytes, self._metrics = max_bytes, metrics
-        self._state = state
+        self._max_bytes, self._metrics, self._state = max_bytes, metrics, state
         self._remember, self._publisher = remember, publisher or Publisher(None)
-        self._sent = SentInstructions(last_alone=not remember)
-        self._last = LastMessages()
+        self._lock = threading.Lock()
+        self._sent: dict[str, dict[int, tuple[Knowledge, int]]] = {}
+        """By client and round: its training instruction, and the digest of the weights in it."""
+        self._sent_round = 0
+        self._last: dict[str, Instruction] = {}
+        """The last message of each client that may lack its base weights."""
+        self._last_occasion = (0, True)
+        """The round of these messages, and whether they are to train."""
         self._sizes: dict[tuple[str, bool], tuple[int, int]] = {}
         """The round and the bytes of each client's last message to train (True) or to evaluate."""
 
-    def sent_to(self, client: str, round: int) -> Knowledge | None:
-        """Return what a client was sent to train on in a round, as it decodes it.
-
-        None: it was sent nothing, it is forgotten, or nothing is remembered.
-        """
-        found = self._sent.get(client, round)
-        return found[0] if found else None
-
-    def forget_sent(self, client: str, round: int) -> None:
-        """Forget what a client was sent to train on in a round."""
-        self._sent.forget(client, round)
-
-    def digest_of_sent(self, client: str, round: int) -> int:
-        """Return the digest of the weights that a client was sent in a round; 0: there is none."""
-        found = self._sent.get(client, round)
-        return found[1] if found else 0
-
-    def restore_sent(self, client: str, round: int, knowledge: Knowledge, digest: int) -> None:
-        """Remember again what a client was sent, which was kept elsewhere."""
-        self._sent.keep(client, round, knowledge, digest)
+    # Instructions: from Knowledge to Flower's Parameters.
 
     def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
-        """Return one client's instruction as a payload, and count its bytes."""
+        """Return one client's training instruction as a payload, and count its bytes."""
         instruction = self._instruction(round, knowledge, (), training=True)
         return self._payloads(round, {client: instruction}, training=True)[client]
 
@@ -107,19 +100,6 @@ class Exchange:
             made |= dict.fromkeys(names, instruction)
         return self._payloads(round, {name: made[name] for name in instructions}, training=training)
 
-    def again(self, client: str) -> Parameters | None:
-        """Return the last message to a client without what it lacks, and count its bytes.
-
-        None: the message built on nothing.
-        """
-        found = self._last.get(client)
-        if found is None:
-            return None
-        instruction, training = found
-        payload = instruction.anew().whole
-        self._state.sent(payload_bytes(payload), training=training)
-        return payload
-
     def _instruction(
         self, round: int, knowledge: Knowledge, clients: Collection[str], *, training: bool
     ) -> Instruction:
@@ -131,22 +111,39 @@ class Exchange:
         self, round: int, instructions: Mapping[str, Instruction], *, training: bool
     ) -> dict[str, Parameters]:
         """Return each client's payload; count and remember what it is sent."""
-        found: dict[str, Parameters] = {}
+        payloads: dict[str, Parameters] = {}
         for client, instruction in instructions.items():
-            found[client] = self._publisher.payload(client, instruction)
-            size = payload_bytes(found[client])
+            payloads[client] = self._publisher.payload(client, instruction)
+            size = payload_bytes(payloads[client])
             self._sizes[client, training] = round, size
             self._state.sent(size, training=training)
             digest = instruction.version.digest
             if digest:
-                self._last.keep(client, round, instruction.anew(), training=training)
+                with self._lock:
+                    if self._last_occasion != (round, training):
+                        self._last.clear()
+                    self._last_occasion = round, training
+                    self._last[client] = instruction.anew()
             if training and (self._remember or digest):
-                self._sent.keep(client, round, instruction.knowledge, digest)
+                self.keep_sent(client, round, instruction.knowledge, digest)
         self._publisher.tidy()
-        return found
+        return payloads
+
+    def without_base(self, client: str) -> Parameters | None:
+        """Return the last message to a client without base weights, and count its bytes.
+
+        None if the message has no base weights.
+        """
+        with self._lock:
+            instruction, (_, training) = self._last.get(client), self._last_occasion
+        if instruction is None:
+            return None
+        payload = instruction.anew().whole
+        self._state.sent(payload_bytes(payload), training=training)
+        return payload
 
     def withdraw(self, round: int, clients: Iterable[str], *, training: bool = True) -> None:
-        """Neither count nor remember messages of a round which were not sent after all."""
+        """Neither count nor remember messages of a round that were not sent after all."""
         for name in clients:
             of, size = self._sizes.get((name, training), (round, 0))
             if of == round:
@@ -154,14 +151,43 @@ class Exchange:
             if training:
                 self.forget_sent(name, round)
 
+    # The instructions that clients were sent, as they decode them; from any thread.
+
+    def sent(self, client: str, round: int) -> tuple[Knowledge | None, int]:
+        """Return a client's training instruction of a round, and the digest of the weights in it.
+
+        (None, 0) if there was none, or it is forgotten. The digest is 0 if no reply can build on
+        the instruction.
+        """
+        with self._lock:
+            return self._sent.get(client, {}).get(round, (None, 0))
+
+    def keep_sent(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
+        """Keep a client's training instruction of a round; it replaces an earlier one."""
+        with self._lock:
+            if not self._remember and round != self._sent_round:
+                self._sent.clear()
+            self._sent_round = round
+            self._sent.setdefault(client, {})[round] = knowledge, digest
+
+    def forget_sent(self, client: str, round: int) -> None:
+        """Forget a client's training instruction of a round, if it is kept."""
+        with self._lock:
+            rounds = self._sent.get(client, {})
+            rounds.pop(round, None)
+            if not rounds:
+                self._sent.pop(client, None)
+
     def bases_of(self, client: str) -> Bases:
-        """Return what finds the weights that a client was sent, on which its reply builds."""
+        """Return a function that finds the weights on which a client's reply builds."""
 
         def weights(envelope: Envelope, digest: int) -> Arrays | None:
-            sent, known = self._sent.get(client, envelope.round) or (None, 0)
-            return sent.tensors if sent and known == digest else None
+            sent, known = self.sent(client, envelope.round)
+            return sent.tensors if sent is not None and known == digest else None
 
         return weights
+
+    # Replies: from Flower's FitRes and EvaluateRes to Reply and Measured.
 
     def decode_all(
         self,
@@ -204,7 +230,7 @@ class Exchange:
             number = self._state.record.round - age
             expect(envelope, run=self._run, method=self._method, round=number, sender=name)
             measured = self._measures(name, result.metrics, client.classes, self._kinds)
-        return Reply(client, knowledge, measured, known, age, self.sent_to(name, number))
+        return Reply(client, knowledge, measured, known, age, self.sent(name, number)[0])
 
     def _too_late(self, name: str, members: Collection[str]) -> str:
         """Return why a late reply is not used, or ""; one that is not late is."""
@@ -238,42 +264,3 @@ def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> To
     """Return a client's own error."""
     fault = str(metrics.get("error", message))[:300]
     return ToldError(name, fault, spent=metrics.get(SPENT) is True)
-
-
-class SentInstructions:
-    """What each client was sent to train on in a round, until it is forgotten; from any thread.
-
-    An object that several clients share is kept once.
-    """
-
-    def __init__(self, *, last_alone: bool = False) -> None:
-        """`last_alone`: all instructions are forgotten when those of another round are kept."""
-        self._lock, self._last_alone, self._round = threading.Lock(), last_alone, 0
-        self._by_client: dict[str, dict[int, tuple[Knowledge, int]]] = {}
-
-    def keep(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
-        """Keep the instruction of a round; one that is sent again replaces the earlier.
-
-        `digest` is that of its weights, 0: no reply can build on them.
-        """
-        with self._lock:
-            if self._last_alone and round != self._round:
-                self._by_client.clear()
-            self._round = round
-            self._by_client.setdefault(client, {})[round] = knowledge, digest
-
-    def get(self, client: str, round: int) -> tuple[Knowledge, int] | None:
-        """Return the instruction of a round, and the digest of its weights.
-
-        None: there was none, or it is forgotten.
-        """
-        with self._lock:
-            return self._by_client.get(client, {}).get(round)
-
-    def forget(self, client: str, round: int) -> None:
-        """Forget the instruction of a round, if it is kept."""
-        with self._lock:
-            rounds = self._by_client.get(client, {})
-            rounds.pop(round, None)
-            if not rounds:
-                self._by_client.pop(client, None)

@@ -33,15 +33,14 @@ from fedhet.algorithms.closing import (
 from fedhet.base.errors import SettingsError, StateError, nearest, one_line
 from fedhet.base.seeding import numpy_rng
 from fedhet.server.calls import (
-    Answer,
     Call,
-    Callers,
+    CallOutcome,
+    CallPool,
     ClientFailureError,
-    FormerProxy,
     NamedProxy,
-    names_of,
+    client_names,
 )
-from fedhet.server.codec import Exchange
+from fedhet.server.codec import Codec
 from fedhet.server.reply import LateReplies, LateReply, ReplySpool, SpooledReply, bytes_of
 from fedhet.settings.engine import DRAWN_CLOCK, PaceSettings
 from fedhet.settings.run import RunSettings
@@ -158,7 +157,7 @@ Instructions = Sequence[tuple[ClientProxy, Any]]
 
 
 @dataclass
-class Job:
+class PendingCall:
     """A client that has been asked to train, and whose answer no round has got yet."""
 
     round: int
@@ -167,22 +166,22 @@ class Job:
     """None: it was made before the server was started again."""
     due: float = math.inf
     """When the answer comes, by the run's clock; infinity: it is not known yet."""
-    answer: Answer | None = None
+    answer: CallOutcome | None = None
     """None if `due` is known: the answer is on disk."""
 
     @property
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether the answer is there."""
         return math.isfinite(self.due)
 
     @property
     def is_usable(self) -> bool:
         """Whether the answer is there, and no failure."""
-        return self.is_there and (self.answer is None or self.answer.is_usable)
+        return self.has_arrived and (self.answer is None or self.answer.is_usable)
 
 
 @dataclass
-class Collected:
+class RoundResults:
     """What a round has got when it closes."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
@@ -198,7 +197,7 @@ class Collected:
     clock: float = math.nan
     """Simulated seconds since the run began."""
 
-    def add(self, proxy: ClientProxy, answer: Answer) -> None:
+    def add(self, proxy: ClientProxy, answer: CallOutcome) -> None:
         """Add an answer that is in memory."""
         if answer.error is not None:
             self.failures.append(answer.error)
@@ -210,28 +209,31 @@ class Collector:
     """The calls of one run, of which some outlast the rounds in which they are made."""
 
     def __init__(
-        self, run: RunSettings, exchange: Exchange, late: LateReplies, spool: ReplySpool | None
+        self, run: RunSettings, codec: Codec, late: LateReplies, spool: ReplySpool | None
     ) -> None:
         """`spool`: where replies are written, None: they stay in memory."""
-        self._pace, self._exchange, self._late, self._spool = run.pace, exchange, late, spool
+        self._pace, self._codec, self._late, self._spool = run.pace, codec, late, spool
         self._least = honest_majority(run)[2]
         self._clock = SimulatedClock(run.pace, run.seed) if run.pace.is_simulated else None
-        self._keep = partial(_keep, exchange, late)
-        self._callers = Callers(1, self._keep)
-        self._jobs: dict[str, Job] = {}
+        # A function of its own: the pool must not refer to the collector, or a run that has ended
+        # would keep the lock of its directory until the next garbage collection.
+        self._store_late = partial(_store_late, codec, late)
+        self._pool = CallPool(1, self._store_late)
+        self._jobs: dict[str, PendingCall] = {}
         self._evaluating: dict[str, Call] = {}
-        self._evaluated: list[Answer] = []
+        self._evaluated: list[CallOutcome] = []
         self._durations: list[float] = []
         self._simulated = 0.0
         """Simulated seconds since the run began."""
 
     def open(self, most: int) -> None:
         """Prepare to call `most` clients at once."""
-        self._callers = Callers(most, self._keep)
+        self._pool = CallPool(most, self._store_late)
 
     def close(self) -> None:
-        """End the threads that call clients, as they become free."""
-        self._callers.close()
+        """End the threads that call clients, as they become free; forget the calls."""
+        self._pool.shutdown()
+        self._jobs.clear()
 
     @property
     def busy(self) -> set[str]:
@@ -242,26 +244,26 @@ class Collector:
 
     def fit(
         self, round: int, instructions: Instructions, needed: int, timeout: float | None
-    ) -> Collected:
+    ) -> RoundResults:
         """Ask clients to train, and return what the round has got when it closes.
 
         It needs `needed` answers, or 'pace.enough' of them.
         """
         began, calls = self._now(), _calls(instructions, round, timeout)
-        self._jobs |= {call.name: Job(round, began, call) for call in calls}
-        awaited = names_of(calls)
+        self._jobs |= {call.name: PendingCall(round, began, call) for call in calls}
+        awaited = client_names(calls)
         if self._pace.is_asynchronous or not calls:
             awaited = set(self._jobs)
         rule = closing(
             self._pace, needed if calls else 1, len(awaited), self._durations, self._least
         )
-        found = Collected()
+        found = RoundResults()
         if self._clock is None:
             found.withdrawn = self._wait(calls, awaited, rule)
-            self._exchange.withdraw(round, found.withdrawn)
+            self._codec.withdraw(round, found.withdrawn)
             ends = self._now()
         else:
-            self._wait(calls, names_of(calls), Closing(len(calls)))
+            self._wait(calls, client_names(calls), Closing(len(calls)))
             jobs = [self._jobs[name] for name in awaited]
             ends = rule.closes_at([job.due for job in jobs if job.is_usable], began)
             self._simulated = found.clock = ends
@@ -272,7 +274,9 @@ class Collector:
         found.late = set(self._jobs)
         return found
 
-    def evaluate(self, round: int, instructions: Instructions, timeout: float | None) -> Collected:
+    def evaluate(
+        self, round: int, instructions: Instructions, timeout: float | None
+    ) -> RoundResults:
         """Ask clients to evaluate, and return the answers that come before the round closes.
 
         By a simulated clock evaluation takes no time, and all are awaited.
@@ -281,8 +285,8 @@ class Collector:
         if self._clock is None:
             rule = closing_of_evaluation(self._pace, len(calls), self._durations)
         self._evaluating |= {call.name: call for call in calls}
-        found = Collected(withdrawn=self._wait(calls, names_of(calls), rule))
-        self._exchange.withdraw(round, found.withdrawn, training=False)
+        found = RoundResults(withdrawn=self._wait(calls, client_names(calls), rule))
+        self._codec.withdraw(round, found.withdrawn, training=False)
         for answer in self._evaluated:
             found.add(answer.call.proxy, answer)
         self._evaluated = []
@@ -298,7 +302,7 @@ class Collector:
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of the clients at work, as JSON has it."""
         jobs = {
-            name: [job.round, job.began, job.due if job.is_there else None]
+            name: [job.round, job.began, job.due if job.has_arrived else None]
             for name, job in self._jobs.items()
         }
         return {"clock": self._simulated, "durations": self._durations, "jobs": jobs}
@@ -315,7 +319,7 @@ class Collector:
         rounds = {name: int(job[0]) for name, job in saved.items()}
         for name, round in self._late.restore(rounds).items():
             began, due = saved[name][1:] if self._clock else (0.0, 0.0)
-            self._jobs[name] = Job(round, float(began), due=float(due))
+            self._jobs[name] = PendingCall(round, float(began), due=float(due))
 
     # What these methods call.
 
@@ -329,26 +333,28 @@ class Collector:
         else to do then.
         """
         began = time.monotonic()
-        there = {name for name in awaited & self._jobs.keys() if self._jobs[name].is_there}
+        there = {name for name in awaited & self._jobs.keys() if self._jobs[name].has_arrived}
         usable = [self._jobs[name] for name in there if self._jobs[name].is_usable]
         times, missing = sorted(job.due - began for job in usable), awaited - there
-        self._callers.begin(calls)
+        self._pool.submit(calls)
         while (left := rule.waits(time.monotonic() - began, times, len(missing))) > 0:
-            answer = self._callers.next(left)
+            answer = self._pool.next_outcome(left)
             if answer is not None and self._receive(answer) in missing:
                 missing.remove(answer.call.name)
-                times += [answer.at - began] if answer.is_usable else []
-        withdrawn = names_of(self._callers.withdraw())
+                times += [answer.received_at - began] if answer.is_usable else []
+        withdrawn = client_names(self._pool.cancel_pending())
         for name in withdrawn:
             self._jobs.pop(name, None)
             self._evaluating.pop(name, None)
         begun = [call for call in calls if call.name in missing - withdrawn]
-        coming = {c.name for c in begun if self._callers.most == 1 or not c.closes()}
+        coming = {
+            c.name for c in begun if self._pool.max_concurrent == 1 or not self._pool.mark_late(c)
+        }
         while coming:
-            coming.discard(self._receive(self._callers.next()))
+            coming.discard(self._receive(self._pool.next_outcome()))
         return withdrawn
 
-    def _receive(self, answer: Answer | None) -> str:
+    def _receive(self, answer: CallOutcome | None) -> str:
         """Take note of an answer, and return whose it is; a late evaluation is of no use."""
         assert answer is not None
         call = answer.call
@@ -357,25 +363,25 @@ class Collector:
             self._evaluated += [] if answer.is_late else [answer]
             return call.name
         job = self._jobs[call.name]
-        job.answer, job.due = answer, answer.at
+        job.answer, job.due = answer, answer.received_at
         if self._clock is not None:
             job.due = job.began + self._seconds_of(answer)
         return call.name
 
-    def _seconds_of(self, answer: Answer) -> float:
+    def _seconds_of(self, answer: CallOutcome) -> float:
         """Return how long a client takes by the simulated clock; a failure is known at once."""
         call, result = answer.call, answer.result
         if not isinstance(result, FitRes) or not answer.is_usable or self._clock is None:
             return 0.0
-        size = call.proxy.sent + bytes_of(result.parameters)
-        return self._clock.seconds(call.name, call.round, answer.work, size)
+        size = answer.bytes_sent + bytes_of(result.parameters)
+        return self._clock.seconds(call.name, call.round, answer.samples_processed, size)
 
-    def _take(self, name: str, round: int, ends: float, found: Collected) -> None:
+    def _take(self, name: str, round: int, ends: float, found: RoundResults) -> None:
         """Hand a client's answer to the round if it is there in time, or else keep it."""
         job = self._jobs[name]
         if job.due > ends:
             if job.answer is not None and job.call is not None:
-                self._keep(job.call, job.answer.result)
+                self._store_late(job.call, job.answer.result)
                 job.answer = None
             return
         del self._jobs[name]
@@ -383,8 +389,8 @@ class Collector:
             found.arrived[name] = job.round
         if job.call is not None or self._clock is not None:
             found.seconds[name] = job.due - job.began
-        proxy = FormerProxy(name) if job.call is None else job.call.proxy
-        if job.answer is not None and not job.answer.is_kept:
+        proxy = NamedProxy(name) if job.call is None else job.call.proxy
+        if job.answer is not None and not job.answer.is_on_disk:
             found.add(proxy, job.answer)
             return
         try:
@@ -396,21 +402,21 @@ class Collector:
         """Return a late reply. Raises StateError or OSError."""
         late = self._late.get(name)
         if late.sent is not None:
-            self._exchange.restore_sent(name, late.round, late.sent, late.digest)
+            self._codec.keep_sent(name, late.round, late.sent, late.digest)
         if self._spool is not None:
             late.result.parameters = self._spool.put(name, late.result.parameters)
         return late.result
 
 
-def _keep(exchange: Exchange, late: LateReplies, call: Call, result: Any) -> None:
-    """Write a reply that is late, with what the client was sent. Raises StateError."""
+def _store_late(codec: Codec, late: LateReplies, call: Call, result: Any) -> None:
+    """Write a late reply to disk, with the client's instruction. Raises StateError."""
     payload, name, round = result.parameters, call.name, call.round
     if isinstance(payload, SpooledReply):
         payload = payload.payload()
     whole = FitRes(result.status, payload, result.num_examples, result.metrics)
-    sent, digest = exchange.sent_to(name, round), exchange.digest_of_sent(name, round)
+    sent, digest = codec.sent(name, round)
     late.put(name, LateReply(round, whole, sent, digest))
-    exchange.forget_sent(name, round)
+    codec.forget_sent(name, round)
 
 
 def _calls(instructions: Instructions, round: int, timeout: float | None) -> list[Call]:

@@ -92,29 +92,6 @@ class Instruction:
         return ndarrays_to_parameters(encode(self._envelope, knowledge, packing))
 
 
-class LastMessages:
-    """The last message to each client that may lack what it builds on; of one occasion alone."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._occasion = (0, True)
-        self._by_client: dict[str, Instruction] = {}
-
-    def keep(self, client: str, round: int, message: Instruction, *, training: bool) -> None:
-        """Keep a message of a round, to train or to evaluate; forget those of other occasions."""
-        with self._lock:
-            if self._occasion != (round, training):
-                self._by_client.clear()
-            self._occasion = round, training
-            self._by_client[client] = message
-
-    def get(self, client: str) -> tuple[Instruction, bool] | None:
-        """Return a client's message, and whether it is to train."""
-        with self._lock:
-            found = self._by_client.get(client)
-            return (found, self._occasion[1]) if found else None
-
-
 class Publisher:
     """Makes instructions under an encoding, and knows which weights each client has."""
 

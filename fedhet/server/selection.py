@@ -184,7 +184,7 @@ def chosen(
     return sorted(found)
 
 
-class Selecting:
+class ClientSampler:
     """Draws clients by the seed and the round, and remembers what 'pace.select' needs."""
 
     def __init__(self, run: RunSettings) -> None:

@@ -8,9 +8,11 @@ evaluation.
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
 from flwr.server.client_manager import ClientManager
@@ -29,21 +31,24 @@ from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, mean_figures, placed
 from fedhet.runs.storage import Checkpoint
-from fedhet.server.calls import Failures, name_of, reasons
+from fedhet.server.calls import NOTHING, Failures, NamedProxy, name_of, reasons
 from fedhet.server.client_health import ClientHealth, CodeFaults
-from fedhet.server.dispatch import NOTHING
+from fedhet.server.codec import Codec
 from fedhet.server.members import HeldBack, Member, Members, first_of_pool
-from fedhet.server.messaging import Messaging
-from fedhet.server.pace import Collected
-from fedhet.server.published import without_versions
-from fedhet.server.reply import Reply
+from fedhet.server.pace import Collector, RoundResults
+from fedhet.server.published import publisher_of, without_versions
+from fedhet.server.reply import LateReplies, Reply, ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
+from fedhet.server.selection import ClientSampler
 from fedhet.server.steps import carried_over_by, checks, through
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 __all__ = ["HetStrategy", "Reply", "Selection"]
+
+PACE = "pace"
+"""The metadata of a checkpoint on calls in progress and on the history of client selection."""
 
 
 class HetStrategy(Strategy):
@@ -60,11 +65,25 @@ class HetStrategy(Strategy):
         self._held_back = HeldBack(self.run, self.spec)
         self._code_faults = CodeFaults(log.notice, strict=self.run.engine.strict)
         self._members = Members.of(config, self.data, log.notice, self._code_faults)
-        engine = self.run.engine
+        engine, pace, spec = self.run.engine, self.run.pace, self.spec
         health = ClientHealth(engine.refusals, engine.silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        self._messages = Messaging.of(config, self.spec, log, self.state)
-        self.collector = self._messages.collector
+        # Messages to clients, and their replies.
+        limit = int(engine.max_payload_mb * 1e6)
+        self._publisher = publisher_of(self.run, spec)
+        self._codec = Codec(
+            *(log.run_name, config.method, limit, self.state, log.metrics),
+            remember=pace.may_be_late and spec.late != "refused",
+            max_age=pace.max_age,
+            publisher=self._publisher,
+        )
+        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies, self._codec.bases_of)
+        self._used_spool = self._spool if spec.large_messages or spec.replies.weights else None
+        # Large instructions are made just before they are sent, a few at a time.
+        self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
+        self._late = LateReplies(log.directory, log.run_name)
+        self.collector = Collector(self.run, self._codec, self._late, self._used_spool)
+        self._sampler = ClientSampler(self.run)
 
     # The hooks: what a method implements.
 
@@ -76,7 +95,7 @@ class HetStrategy(Strategy):
 
         `members` leaves out those that are still at work. `[pace]` says how clients are chosen.
         """
-        return Selection(tuple(self._messages.selecting.choose(round, members)))
+        return Selection(tuple(self._sampler.choose(round, members)))
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Return the instruction for `client`; an object shared by several clients is encoded once.
@@ -157,7 +176,9 @@ class HetStrategy(Strategy):
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for the clients, collect their descriptions, and initialise the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
-        self._messages.clear(resumed=bool(self.log.resumed))
+        self._spool.clear()  # of what an earlier process has left
+        if not self.log.resumed:
+            self._late.restore({})
         every = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.members = self._held_back.taken_from(every)
         infos = [member.info for member in every.values()]
@@ -184,25 +205,49 @@ class HetStrategy(Strategy):
         eligible = self.state.health.eligible(server_round, self.members)
         busy = self.collector.busy
         idle = [self.members[name].info for name in eligible if name not in busy]
-        self._messages.selecting.start(len(eligible) - len(idle))
+        self._sampler.start(len(eligible) - len(idle))
         selection = self.select(server_round, idle) if idle else Selection(())
-        self.state.ask(selection, self._messages.selecting.needed(selection), busy)
+        self.state.ask(selection, self._sampler.needed(selection), busy)
         self.log.round_started(server_round, selection.names, self.state.aside(self.members))
         at_once = self._evaluates(server_round) and not self.evaluates_after(server_round)
         evaluated = selection.training if at_once else ()
         asked = [self.members[name] for name in selection.names]
-        messages = self._messages.dispatch.to_train(server_round, asked, self.instruct)
-        instructions: list[tuple[ClientProxy, FitIns]] = [
-            (proxy, FitIns(payload, {"evaluate": proxy.name in evaluated, **self.log.kept_too}))
-            for proxy, payload in messages
-        ]
+        instructions: list[tuple[ClientProxy, FitIns]] = []
+        if not self.spec.large_messages:
+            made = {each.info.name: self.instruct(server_round, each.info) for each in asked}
+            payloads = self._codec.encode_all(server_round, made)
+        for member in asked:
+            name = member.info.name
+            config: dict[str, Scalar] = {"evaluate": name in evaluated, **self.log.kept_too}
+            if self.spec.large_messages:
+                make = partial(self._encoded, server_round, member.info)
+                proxy = self._proxy_of(member, instruction=make, turn=self._turn)
+                instructions.append((proxy, FitIns(NOTHING, config)))
+            else:
+                instructions.append((self._proxy_of(member), FitIns(payloads[name], config)))
         self.state.clock.wait()
         return instructions
 
-    def close_round(self, found: Collected) -> None:
+    def _encoded(self, round: int, client: ClientInfo) -> Parameters:
+        """Return the payload of a large instruction, just before it is sent."""
+        return self._codec.encode(round, client.name, self.instruct(round, client))
+
+    def _proxy_of(self, member: Member, **large: Any) -> NamedProxy:
+        """Return the recipient of a message to a member."""
+        name = member.info.name
+        return NamedProxy(
+            name,
+            member.proxy,
+            on_reply=self.log.client_answered,
+            whole=partial(self._codec.without_base, name),
+            spool=self._used_spool,
+            **large,
+        )
+
+    def close_round(self, found: RoundResults) -> None:
         """Take over which clients a round has got when it closed, and tell who is late."""
         self.state.closed(found.late, found.arrived, found.withdrawn, found.clock)
-        self._messages.selecting.seconds = found.seconds
+        self._sampler.seconds = found.seconds
         if not self.run.pace.is_simulated:
             self.state.tell_who_is_late()
 
@@ -212,10 +257,10 @@ class HetStrategy(Strategy):
         """Let the replies pass their steps, and the method aggregate those that are accepted."""
         self.state.clock.replied()
         self._code_faults.enter(failures)
-        with self._messages.spool.read():
+        with self._spool.read():
             trained = {*self.state.selection.training, *self.state.arrived}
             self.state.scores.outdate(trained & {*self.state.expected})
-            replies = self._messages.exchange.decode_all(results, failures, self.members)
+            replies = self._codec.decode_all(results, failures, self.members)
             now = partial(self.instruct, server_round)
             late = carried_over_by(self.run.pace, self.spec, now)
             steps = checks(self.run, self.spec.replies, self.sizes, self.state, self.members, late)
@@ -234,7 +279,7 @@ class HetStrategy(Strategy):
             with self.state.dropping(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
                 self.state.measured(reply.client.name, reply.measured)
-                self._messages.selecting.answered(reply, self.state.record.round)
+                self._sampler.answered(reply, self.state.record.round)
                 yield accepted
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
@@ -250,11 +295,17 @@ class HetStrategy(Strategy):
         if not instructions:
             self._close_round()
             return []
-        asked = self._messages.dispatch.to_evaluate(
-            server_round, self._held_back.beside(self.members), instructions, self._held_back.names
-        )
+        payloads = self._codec.encode_all(server_round, instructions, training=False)
+        every, unseen = self._held_back.beside(self.members), self._held_back.names
+        asked: list[tuple[ClientProxy, EvaluateIns]] = [
+            (
+                self._proxy_of(every[name]),
+                EvaluateIns(payload, {"unseen": True} if name in unseen else {}),
+            )
+            for name, payload in payloads.items()
+        ]
         self.state.clock.wait()
-        return list(asked)
+        return asked
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
@@ -269,8 +320,7 @@ class HetStrategy(Strategy):
             with self.state.not_evaluating(name):
                 info = self._held_back.member(name, self.members).info
                 kinds = self._held_back.kinds_of(name, self.spec)
-                decode = self._messages.exchange.decode_evaluation
-                self.state.measured(name, decode(info, result, kinds))
+                self.state.measured(name, self._codec.decode_evaluation(info, result, kinds))
         self._close_round()
         return None, {}
 
@@ -287,7 +337,10 @@ class HetStrategy(Strategy):
         """Resume after the last complete round. Raises StateError."""
         try:
             self.state.load_json(str(checkpoint.facts["state"]))
-            own = self._messages.load(checkpoint.tensors, checkpoint.facts)
+            pace = json.loads(str(checkpoint.facts[PACE]))
+            self.collector.load_dict(pace["collector"])
+            self._sampler.load_dict(pace["selection"])
+            own = self._publisher.load(checkpoint.tensors, checkpoint.facts)
             refuse_other_types(own, self.state_dict())
             self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -332,10 +385,11 @@ class HetStrategy(Strategy):
             self.state.measured(SERVER, Measured(placed(scores)))
         for name in self.state.enter_health(self.members):
             self.forget(name)
-        self._messages.selecting.finish()
+        self._sampler.finish()
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
-        tensors, facts = self._messages.state()
-        whole = {"state": self.state.to_json(), **facts}
-        self.log.checkpoint(record.round, {**self.state_dict(), **tensors}, whole, self.state.good)
+        pace = {"collector": self.collector.to_dict(), "selection": self._sampler.to_dict()}
+        facts = {"state": self.state.to_json(), PACE: json.dumps(pace), **self._publisher.facts()}
+        tensors = {**self.state_dict(), **self._publisher.state_dict()}
+        self.log.checkpoint(record.round, tensors, facts, self.state.good)
         self.collector.settled(self.state.arrived)
