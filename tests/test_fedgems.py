@@ -368,7 +368,7 @@ def all_of(server):
 
 def notices_of(server):
     said = []
-    server.strategy.state._notice = said.append
+    server.strategy.state.notice = said.append
     return said
 
 
@@ -439,11 +439,12 @@ def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
     for number in range(1, 6):
         answers = server.answers(server.ask(number))
         server.strategy.aggregate_fit(number, lie(answers) if number in (2, 4) else answers, [])
-        assert server.strategy.state.divergences == (number in (2, 4))
+        assert server.strategy.state.rollback.divergences == (number in (2, 4))
         text = server.strategy.state.to_json()
-    server.strategy.state.divergences, server.strategy.state.learned_once = 7, False
-    server.strategy.state.load_json(text)
-    assert (server.strategy.state.divergences, server.strategy.state.learned_once) == (0, True)
+    state = server.strategy.state
+    state.rollback.divergences, state.rollback.learned_once = 7, False
+    state.load_json(text)
+    assert (state.rollback.divergences, state.rollback.learned_once) == (0, True)
 
 
 # --- what is sent of the server's logits ----------------------------------------------------

@@ -333,7 +333,7 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
     state = RoundState(2, notices.append)
     state.start(1)
     assert state.settle(["a", "b"]) is False
-    assert (state.good, state.formed) == (0, 1)
+    assert (state.rollback.good, state.rollback.formed) == (0, 1)
     state.start(2)
     for number in range(unable):
         with state.dropping(f"unable-{number}"):
@@ -342,10 +342,10 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
     state.absent("silent-2", "no answer")
     assert state.settle([f"well-{n}" for n in range(answered)]) is back
     if answered and not back:
-        assert (state.good, state.formed) == (1, 2)
+        assert (state.rollback.good, state.rollback.formed) == (1, 2)
     if back:
         state.went_back()
-        assert (state.good, state.formed) == (2, 2)
+        assert (state.rollback.good, state.rollback.formed) == (2, 2)
         assert state.enter_health(["unable-0"]) == []
         state.start(3)
         with state.dropping("a"):

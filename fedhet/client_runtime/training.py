@@ -292,7 +292,7 @@ def straggles(run: RunSettings, client: str, round: int) -> bool:
 def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]:
     """Make the block take 'pace.slowdown' times as long if the client straggles in the round.
 
-    With a simulated clock that is the clock's part (`fedhet.pace.clock`), and no time is lost.
+    With a simulated clock that is the clock's part (`fedhet.server.pace`), and no time is lost.
     Raises DropOutError, before the block, if the client drops out of the round.
     """
     if drops_out(run, client, round):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -159,7 +158,15 @@ class Attack:
         benign = benign or [replies[name] for name in struck]
         poisoned = dict(replies)
         for turn, name in enumerate(struck):
-            craft = partial(self._craft, malicious=len(struck), turn=turn)
+            # The malicious update of attacker number `turn`, counted from 0.
+            def craft(known: Benign, direction: Array, turn: int = turn) -> Array:
+                if self.settings.kind == "lie":
+                    return lie(known, len(struck))
+                far = far_vector(known.mean, self.settings.scale, direction)
+                if self.settings.kind == "paf":
+                    return paf(known, far)
+                return ofom(known, far, second=turn % 2 == 1)
+
             numbers = (rows or {}).get(name, {})
             poisoned[name] = self._poisoned(round, replies[name], benign, numbers, craft)
         return poisoned
@@ -204,15 +211,6 @@ class Attack:
         most = int(rows.max()) + 1 if len(rows) else 0
         return rng.standard_normal((most, *shape[1:]))[rows]
 
-    def _craft(self, benign: Benign, direction: Array, *, malicious: int, turn: int) -> Array:
-        """Return the malicious update of attacker number `turn`, counted from 0."""
-        if self.settings.kind == "lie":
-            return lie(benign, malicious)
-        far = far_vector(benign.mean, self.settings.scale, direction)
-        if self.settings.kind == "paf":
-            return paf(benign, far)
-        return ofom(benign, far, second=turn % 2 == 1)
-
 
 def _is_of(field: Field, name: str) -> bool:
     return name == field.name or name.startswith(field.name + "/")
@@ -241,7 +239,14 @@ def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> 
     honest = own.tensors[name].astype(np.float64)
     seen = np.full((max(len(benign), 1), *honest.shape), np.nan)
     for place, reply in enumerate(benign):
-        seen[place] = _aligned(own, reply, name, ids)
+        theirs = reply.tensors[name].astype(np.float64)
+        if ids:  # rows that the other client lacks stay NaN
+            _, here, there = np.intersect1d(
+                own.tensors[ids], reply.tensors[ids], return_indices=True
+            )
+            seen[place][here] = theirs[there]
+        else:
+            seen[place] = theirs
     unknown = np.isnan(seen).all(0)
     seen[0, ...][unknown] = honest[unknown]
     return Benign(len(seen), np.nanmean(seen, axis=0), np.nanstd(seen, axis=0))
@@ -252,17 +257,6 @@ def _numbers(field: Field, numbers: Rows) -> Array | None:
     if not isinstance(field, TensorField):
         return None
     return numbers.get(str(field.axes[0])) if field.axes else None
-
-
-def _aligned(own: Knowledge, other: Knowledge, name: str, ids: str) -> Array:
-    """Return another client's tensor in the shape of one's own; NaN for rows that it lacks."""
-    mine, theirs = own.tensors[name], other.tensors[name].astype(np.float64)
-    if not ids:
-        return theirs
-    rows = np.full(mine.shape, np.nan)
-    _, here, there = np.intersect1d(own.tensors[ids], other.tensors[ids], return_indices=True)
-    rows[here] = theirs[there]
-    return rows
 
 
 SMALLEST = 1e-12
@@ -305,8 +299,7 @@ class Hostile:
         tensors = dict(reply.tensors)
         for field in floating(self.contract):
             for name, value in reply.tensors.items():
-                own = name == field.name or name.startswith(field.name + "/")
-                if own and np.issubdtype(value.dtype, np.floating):
+                if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
                     tensors[name] = self._changed(round, name, value, field)
         return Knowledge(tensors, reply.scalars)
 

@@ -61,17 +61,16 @@ class ClientHealth:
                 f"{len(names)} clients were refused in {self._most_refused} consecutive rounds "
                 "('engine.refusals')"
             )
-        return [name for name in left if not self._rests(round, name)] or left
-
-    def rests(self, round: int, name: str) -> bool:
-        """Return whether a client is not asked in a round as long as there are others."""
-        return bool(self.left_out(round, name))
+        return [name for name in left if not self.left_out(round, name)] or left
 
     def left_out(self, round: int, name: str) -> str:
         """Return why a client is not asked in a round: "excluded", "resting", or ""."""
         if self._is_aside(name):
             return "excluded"
-        return "resting" if self._rests(round, name) else ""
+        if not self._is_silent(name):
+            return ""
+        count, last = self._silent[name]
+        return "resting" if round < last + pause_after(count - self._most_silent + 1) else ""
 
     def enter(
         self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]
@@ -79,11 +78,34 @@ class ClientHealth:
         """Record the asked clients' outcomes (None: usable); return whom the method must forget."""
         before = self._forgettable()
         for name in sorted(outcomes):
-            self._enter(round, name, outcomes[name])
-        self._enter_gone(members)
-        for name in sorted(self._forgettable() - before):
-            self._notice(self._verdict(name))
-        return sorted(self._forgettable() - before)
+            refused, (silent, _) = self._refused.pop(name, 0), self._silent.pop(name, (0, 0))
+            if outcomes[name] == "refused":
+                self._refused[name] = refused + 1
+            elif outcomes[name] is not None:
+                self._silent[name] = (silent + 1, round)
+                if refused:  # silence does not clear a client whose replies were refused
+                    self._refused[name] = refused
+        # Former members: one that returns starts from zero.
+        self._gone |= dict.fromkeys(members, 0)
+        for name in self._gone.keys() - set(members):
+            self._gone[name] += 1
+            self._silent.pop(name, None)
+        forgotten = sorted(self._forgettable() - before)
+        for name in forgotten:
+            if self._is_aside(name):
+                fault = (
+                    f"is excluded: its replies were refused in {self._refused[name]} consecutive "
+                    "rounds ('engine.refusals')"
+                )
+            elif self._is_silent(name):
+                fault = (
+                    f"has not answered in {self._silent[name][0]} consecutive rounds: it is asked "
+                    "again only now and then ('engine.silences')"
+                )
+            else:
+                fault = "has left"
+            self._notice(f"client {name} {fault}; what it contributed before is dropped")
+        return forgotten
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts, as JSON holds them."""
@@ -96,55 +118,17 @@ class ClientHealth:
         self._refused, self._gone = dict(known["refused"]), dict(known["gone"])
         self._silent = {name: (n, known["last"][name]) for name, n in known["silent"].items()}
 
-    def _enter(self, round: int, name: str, outcome: Outcome | None) -> None:
-        refused, (silent, _) = self._refused.pop(name, 0), self._silent.pop(name, (0, 0))
-        if outcome == "refused":
-            self._refused[name] = refused + 1
-        elif outcome is not None:
-            self._silent[name] = (silent + 1, round)
-            if refused:  # silence does not clear a client whose replies were refused
-                self._refused[name] = refused
-
-    def _enter_gone(self, members: Collection[str]) -> None:
-        """Count the rounds without each former member; one that returns starts from zero."""
-        for name in members:
-            self._gone[name] = 0
-        for name in self._gone.keys() - set(members):
-            self._gone[name] += 1
-            self._silent.pop(name, None)
-
     def _is_aside(self, name: str) -> bool:
         return 0 < self._most_refused <= self._refused.get(name, 0)
 
     def _is_silent(self, name: str) -> bool:
         return 0 < self._most_silent <= self._silent.get(name, (0, 0))[0]
 
-    def _rests(self, round: int, name: str) -> bool:
-        if not self._is_silent(name):
-            return False
-        count, last = self._silent[name]
-        return round < last + pause_after(count - self._most_silent + 1)
-
     def _forgettable(self) -> set[str]:
         """Return the clients whose earlier contributions must not count any longer."""
         known = {*self._refused, *self._silent}
         gone = {name for name, count in self._gone.items() if 0 < self._most_silent <= count}
         return gone | {name for name in known if self._is_aside(name) or self._is_silent(name)}
-
-    def _verdict(self, name: str) -> str:
-        if self._is_aside(name):
-            count = self._refused[name]
-            return (
-                f"client {name} is excluded: its replies were refused in {count} consecutive "
-                "rounds ('engine.refusals'); what it contributed before is dropped"
-            )
-        if self._is_silent(name):
-            count = self._silent[name][0]
-            return (
-                f"client {name} has not answered in {count} consecutive rounds: it is asked again "
-                "only now and then ('engine.silences'); what it contributed before is dropped"
-            )
-        return f"client {name} has left; what it contributed before is dropped"
 
 
 LOG = logging.getLogger("flwr")
@@ -183,7 +167,12 @@ class CodeFault:
         of_model = isinstance(error, OwnModelError)
         raised = error.__cause__ if of_model else error
         frames = traceback.extract_tb(raised.__traceback__) if raised else []
-        own = [frame for frame in frames if _is_own(frame.filename)] or frames[-LAST:]
+        paths = [Path(frame.filename).resolve() for frame in frames]
+        own = [
+            frame
+            for frame, path in zip(frames, paths, strict=True)
+            if path.is_file() and not any(path.is_relative_to(each) for each in _LIBRARIES)
+        ] or frames[-LAST:]
         place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
         return cls(
             f"{words_of(error) if of_model else typed(error)}{place}",
@@ -217,21 +206,12 @@ class CodeFaults:
             self._shown.add(fault.reason)
             LOG.error("%s", fault.whole)
             if self._strict:
-                raise _ends_the_run(fault)
+                error = StateError(
+                    f"a client's code failed: {fault.reason}; the whole traceback is in the run's "
+                    "flower.log, and --no-strict lets a run go on without such clients"
+                )
+                if fault.short:
+                    error.add_note(fault.short)
+                raise error
             for line in [*fault.short.splitlines(), fault.reason]:
                 self._notice(line)
-
-
-def _ends_the_run(fault: CodeFault) -> StateError:
-    error = StateError(
-        f"a client's code failed: {fault.reason}; the whole traceback is in the run's flower.log, "
-        "and --no-strict lets a run go on without such clients"
-    )
-    if fault.short:
-        error.add_note(fault.short)
-    return error
-
-
-def _is_own(file: str) -> bool:
-    path = Path(file).resolve()
-    return path.is_file() and not any(path.is_relative_to(folder) for folder in _LIBRARIES)

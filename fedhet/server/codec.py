@@ -206,7 +206,8 @@ class Codec:
             if name not in answers:
                 self._state.absent(name, why.get(name, "did not answer in time"))
             elif why_not := self._too_late(name, members):
-                self._state.too_late(name, why_not)
+                of = self._state.arrived[name]
+                self._state.notice(f"client {name}'s answer to round {of} is not used: {why_not}")
                 self._state.received(bytes_of(answers[name].parameters))
             else:
                 with self._state.dropping(name):

@@ -79,18 +79,16 @@ class Defence:
                     self.settings.share, least,
                 )  # fmt: skip
         if self.settings.average in CHOOSING:
-            yield from self._chosen(found)
+            for reply, kept in zip(found, self.kept([r.knowledge for r in found]), strict=True):
+                if kept:
+                    yield reply
+                else:
+                    self._state.measured(reply.client.name, reply.measured)
+                    self._state.left_out(reply.client.name, self.settings.average)
         else:
-            yield from self._combined(found)
-
-    def _chosen(self, replies: Sequence[Reply]) -> Iterator[Reply]:
-        keep = self.kept([reply.knowledge for reply in replies])
-        for reply, kept in zip(replies, keep, strict=True):
-            if kept:
-                yield reply
-            else:
-                self._state.measured(reply.client.name, reply.measured)
-                self._state.left_out(reply.client.name, self.settings.average)
+            values = self.combined([reply.knowledge for reply in found])
+            for reply, tensors in zip(found, values, strict=True):
+                yield reply.with_knowledge(reply.knowledge.replacing(tensors))
 
     def kept(self, replies: Sequence[Knowledge]) -> Array:
         """Return which replies the average is made of, bool [K]."""
@@ -99,11 +97,6 @@ class Defence:
             return np.ones(len(replies), bool)
         choose = krum if self.settings.average == "krum" else filtered
         return choose(squared, self._share)
-
-    def _combined(self, replies: Sequence[Reply]) -> Iterator[Reply]:
-        values = self.combined([reply.knowledge for reply in replies])
-        for reply, tensors in zip(replies, values, strict=True):
-            yield reply.with_knowledge(reply.knowledge.replacing(tensors))
 
     def combined(self, replies: Sequence[Knowledge]) -> list[dict[str, Array]]:
         """Return what replaces each reply's tensors: the robust value of those with the same."""
@@ -226,15 +219,22 @@ def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> li
     alike: dict[object, list[int]] = {}
     values: dict[int, Mapping[str, Array]] = {}
     for client, reply in enumerate(replies):
-        own = _tensors(field, reply)
+        names = [n for n in reply.tensors if n == field.name or n.startswith(field.name + "/")]
+        own = {n: v for n in names if np.issubdtype((v := reply.tensors[n]).dtype, np.floating)}
         if not own or not all(value.size for value in own.values()):
             continue
         if labels:
             own = {name: class_means(v, reply.tensors[labels]) for name, v in own.items()}
         values[client] = own
         apart = not (ids or labels or (isinstance(field, WeightsField) and field.nested))
-        alike.setdefault(_architecture(own) if apart else tuple(own), []).append(client)
-    numbers = {c: _numbers(replies[c], ids, labels) for c in values} if ids or labels else {}
+        architecture = tuple((name, value.shape) for name, value in own.items())
+        alike.setdefault(architecture if apart else tuple(own), []).append(client)
+    numbers: dict[int, Array] = {}
+    if ids or labels:
+        numbers = {
+            c: replies[c].tensors[ids] if ids else np.unique(replies[c].tensors[labels])
+            for c in values
+        }
     return [
         Group(
             tuple(clients),
@@ -244,20 +244,6 @@ def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> li
         )
         for clients in alike.values()
     ]
-
-
-def _tensors(field: Field, reply: Knowledge) -> Mapping[str, Array]:
-    """Return a reply's floating-point tensors of a field."""
-    names = [n for n in reply.tensors if n == field.name or n.startswith(field.name + "/")]
-    return {n: v for n in names if np.issubdtype((v := reply.tensors[n]).dtype, np.floating)}
-
-
-def _architecture(tensors: Mapping[str, Array]) -> object:
-    return tuple((name, value.shape) for name, value in tensors.items())
-
-
-def _numbers(reply: Knowledge, ids: str, labels: str) -> Array:
-    return reply.tensors[ids] if ids else np.unique(reply.tensors[labels])
 
 
 def class_means(values: Array, labels: Array) -> Array:

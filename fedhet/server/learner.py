@@ -18,7 +18,6 @@ from fedhet.base.transfer import all_to_device
 from fedhet.learning.devices import compute_for
 from fedhet.learning.training import (
     LossOfBatch,
-    Optimization,
     all_finite,
     logits_of,
     optimization,
@@ -66,7 +65,11 @@ class Learner:
         DivergedError, with the model as it was, if it or its logits are of no more use.
         """
         before = copy.deepcopy(self.model.state_dict())
-        optimizing, seed = self._optimization(round), self.run.seed
+        training, seed = self.run.training, self.run.seed
+        factor = rate_factor(training, round, self.run.rounds, self.plateau)
+        now = training.model_copy(update={"lr": training.lr * factor})
+        optimizing = optimization(self.model.parameters(), now, self.compute)
+        optimizing.load_state(self.model, self._known)
         self.model.train()
         with seeded(seed, SERVER, round, device=self.compute.device):
             loss = train_epochs(
@@ -75,7 +78,7 @@ class Learner:
                 loss_of,
                 optimizing,
                 epochs=epochs,
-                batch_size=self.run.training.batch_size,
+                batch_size=training.batch_size,
                 generator=torch_generator(seed, SERVER, round),
                 compute=self.compute,
                 before_epoch=before_epoch,
@@ -85,7 +88,10 @@ class Learner:
         if not (math.isfinite(loss) and all_finite(self.model) and within):
             self.model.load_state_dict(before)
             raise DivergedError(f"the loss is {loss:.3g}")
-        self._learned(optimizing, error_of(logits) if error_of else loss)
+        error = error_of(logits) if error_of else loss
+        self.plateau = self.plateau.after(error, patience=training.patience, decay=training.decay)
+        if training.keep_optimizer:
+            self._known = optimizing.state(self.model)
         return logits
 
     def state_dict(self) -> dict[str, Array]:
@@ -104,18 +110,3 @@ class Learner:
         kept = {k: torch.tensor(v) for k, v in group(state, "optimizer").items()}
         self._known = all_to_device(kept, self.compute.device)
         self.plateau = Plateau(**{k: v.item() for k, v in group(state, "plateau").items()})
-
-    def _learned(self, optimizing: Optimization, error: float) -> None:
-        training = self.run.training
-        self.plateau = self.plateau.after(error, patience=training.patience, decay=training.decay)
-        if training.keep_optimizer:
-            self._known = optimizing.state(self.model)
-
-    def _optimization(self, round: int) -> Optimization:
-        """Return an optimiser at the round's learning rate, with its kept state, if any."""
-        training = self.run.training
-        factor = rate_factor(training, round, self.run.rounds, self.plateau)
-        now = training.model_copy(update={"lr": training.lr * factor})
-        made = optimization(self.model.parameters(), now, self.compute)
-        made.load_state(self.model, self._known)
-        return made

@@ -37,11 +37,6 @@ MOST_VALUES = 2**24
 """The most values of one sample."""
 
 
-def unknown_task() -> Task | None:
-    """Return None: the server has no data of its own to compare with."""
-    return None
-
-
 @dataclass(frozen=True)
 class Admission:
     """What a run demands of its clients' descriptions."""
@@ -52,7 +47,7 @@ class Admission:
     """Whether all clients must have the same architecture."""
     most_bytes: float = math.inf
     """The largest model that may travel."""
-    servers_task: Callable[[], Task | None] = unknown_task
+    servers_task: Callable[[], Task | None] = lambda: None
     """Returns the task of the dataset that the server can read, which decides between equals."""
 
     def fault_of(self, info: ClientInfo, pool: Collection[str] | None) -> str:
@@ -69,11 +64,9 @@ class Admission:
         if not (info.model in pool or is_registered(info.model)):
             # Only models in the run's own pool are imported here, never others that a client names.
             return f"its model {info.model!r} is neither registered nor in the run's pool"
-        return self._model_fault(info) if is_registered(info.model) else ""
-
-    def _model_fault(self, info: ClientInfo) -> str:
-        """Return what is wrong with a registered model for the claimed task; it is not built."""
-        try:
+        if not is_registered(info.model):
+            return ""
+        try:  # a registered model is measured for the claimed task, not built
             tensors = shapes(info.model, info.shape, info.classes, kind=info.kind).values()
         except ModelError as error:
             return str(error)
@@ -103,7 +96,7 @@ def admission_of(config: Config, data: RunData) -> Admission:
 
 
 def commonest_task(
-    infos: Sequence[ClientInfo], servers_task: Callable[[], Task | None] = unknown_task
+    infos: Sequence[ClientInfo], servers_task: Callable[[], Task | None] = lambda: None
 ) -> Task:
     """Return the most common task.
 
@@ -262,31 +255,27 @@ class Members:
         self._refused &= proxies.keys()
         self._silent = {node: pair for node, pair in self._silent.items() if node in proxies}
         self._asked += 1
-        new = [proxies[node] for node in sorted(proxies.keys() - self._infos.keys())]
-        self._welcome([proxy for proxy in new if self._is_due(proxy.cid)])
-        members = {i.name: Member(i, self._proxies[node]) for node, i in self._infos.items()}
-        return self._capped(dict(sorted(members.items())))
-
-    def _capped(self, members: dict[str, Member]) -> dict[str, Member]:
-        """Return the members with the samples they count with; a notice names a new limit."""
-        counted = capped([member.info for member in members.values()], self._samples_cap)
-        for name, member in members.items():
-            most, claimed = counted[name], member.info.samples
-            if most < claimed and self._counted.get(name) != most:
+        due: list[ClientProxy] = []
+        for node in sorted(proxies.keys() - self._infos.keys() - self._refused):
+            count, last = self._silent.get(node, (0, 0))
+            if self._asked - last >= pause_after(max(count - 1, 0)):
+                due.append(proxies[node])
+        self._welcome(due)
+        proxies_of = {info.name: self._proxies[node] for node, info in self._infos.items()}
+        infos = sorted(self._infos.values(), key=lambda info: info.name)
+        counted = capped(infos, self._samples_cap)
+        for info in infos:
+            name, most = info.name, counted[info.name]
+            if most < info.samples and self._counted.get(name) != most:
                 self._counted[name] = most
                 self._notice(
-                    f"client {name} claims {claimed} samples and counts with {most}: 'engine."
+                    f"client {name} claims {info.samples} samples and counts with {most}: 'engine."
                     f"samples-cap' allows {self._samples_cap:g} times the median client's"
                 )
         return {
-            name: replace(member, info=replace(member.info, samples=counted[name]))
-            for name, member in members.items()
+            info.name: Member(replace(info, samples=counted[info.name]), proxies_of[info.name])
+            for info in infos
         }
-
-    def _is_due(self, node: str) -> bool:
-        count, last = self._silent.get(node, (0, 0))
-        rested = self._asked - last >= pause_after(max(count - 1, 0))
-        return node not in self._refused and rested
 
     def _welcome(self, proxies: list[ClientProxy]) -> None:
         self._late = False
@@ -387,7 +376,7 @@ class Members:
         return ""
 
 
-KINDS = (UNSEEN, UNSEEN_EPOCH)
+UNSEEN_KINDS = (UNSEEN, UNSEEN_EPOCH)
 """The kinds of model that they evaluate."""
 
 
@@ -408,19 +397,6 @@ class HeldBack:
         """Return all that may be asked to evaluate: the members, and those held back."""
         return {**members, **self.members}
 
-    def member(self, name: str, members: Mapping[str, Member]) -> Member:
-        """Return one of those that may be asked to evaluate."""
-        return self.members[name] if name in self.members else members[name]
-
-    def kinds_of(self, name: str, spec: MethodSpec) -> Sequence[str]:
-        """Return the kinds of model that a client evaluates."""
-        return KINDS if name in self.names else spec.kinds
-
-    def tell(self, notice: Callable[[str], None]) -> None:
-        """Say what the user must know before the first round, if clients are held back."""
-        if self.names:
-            notice(self._notice)
-
     def instructions(
         self, instruction: Callable[[ClientInfo], Knowledge | None]
     ) -> dict[str, Knowledge]:
@@ -431,11 +407,12 @@ class HeldBack:
         return {name: knowledge for name, knowledge in made.items() if knowledge is not None}
 
     @property
-    def _notice(self) -> str:
+    def notice(self) -> str:
+        """What the user must know before the first round, if clients are held back; or ""."""
         names = ", ".join(sorted(self.names))
         fate = (
             "they judge the global model after the last round"
             if self._offers
             else f"{self._method} offers them nothing, as it forms no model that all clients share"
         )
-        return f"nobody trains with {names} ('data.unseen'): {fate}"
+        return f"nobody trains with {names} ('data.unseen'): {fate}" if names else ""

@@ -99,7 +99,10 @@ class Transfers:
         """Wait until fewer than the most are under way that are not overdue; then do the block."""
         own = object()
         with self._changed:
-            while self._under_way() >= self._most:
+            while (
+                sum(time.monotonic() - begun < self._seconds for begun in self._begun.values())
+                >= self._most
+            ):
                 self._changed.wait(min(1.0, self._seconds))
             self._begun[own] = time.monotonic()
         try:
@@ -108,10 +111,6 @@ class Transfers:
             with self._changed:
                 del self._begun[own]
                 self._changed.notify()
-
-    def _under_way(self) -> int:
-        now = time.monotonic()
-        return sum(now - begun < self._seconds for begun in self._begun.values())
 
 
 class AskingAgain:
@@ -191,7 +190,7 @@ def registered_name(proxy: ClientProxy) -> str:
     if grid is None:
         return ""
     assert isinstance(proxy, GridClientProxy)
-    return _nodes_of(grid).name(proxy.node_id)
+    return _shared_by(grid)[0].name(proxy.node_id)
 
 
 def called(proxy: ClientProxy) -> str:
@@ -207,20 +206,14 @@ def asked_again(proxy: ClientProxy) -> ClientProxy:
     if grid is None:
         return proxy
     assert isinstance(proxy, GridClientProxy)
-    asking: Any = AskingAgain(grid, _nodes_of(grid), _transfers_of(grid))
+    asking: Any = AskingAgain(grid, *_shared_by(grid))
     return GridClientProxy(proxy.node_id, asking, proxy.run_id)
 
 
 @lru_cache(maxsize=1)
-def _nodes_of(grid: Any) -> Nodes:
-    """Return the nodes of a grid, one object for all its proxies."""
-    return Nodes(grid)
-
-
-@lru_cache(maxsize=1)
-def _transfers_of(grid: Any) -> Transfers:
-    """Return the turns of a grid's messages, one object for all its proxies."""
-    return Transfers()
+def _shared_by(grid: Any) -> tuple[Nodes, Transfers]:
+    """Return the nodes of a grid, and the turns of its messages: one object for all its proxies."""
+    return Nodes(grid), Transfers()
 
 
 def _grid_of(proxy: ClientProxy) -> Any:

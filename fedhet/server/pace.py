@@ -80,13 +80,19 @@ class SimulatedClock:
         `work` is the number of training samples, each counted as often as it was used; `size` the
         bytes of the two messages.
         """
-        taken = self.device(client).seconds(work, size)
-        return taken * (self._pace.slowdown if self._straggles(client, round) else 1.0)
+        taken, share = self.device(client).seconds(work, size), self._pace.stragglers
+        if share > 0 and numpy_rng(self._seed, client, round, "straggler").random() < share:
+            taken *= self._pace.slowdown
+        return taken
 
     def device(self, client: str) -> Device:
         """Return a client's device. Raises SettingsError if the file names others only."""
         if self._named:
-            return self._of_name(client)
+            if client not in self._named:
+                hint = nearest(client, self._named)
+                fault = f"{self._pace.clock}: has no row for the client {client!r}{hint}"
+                raise SettingsError(fault)
+            return self._named[client]
         if self._rows:
             row = int(numpy_rng(self._seed, client, "device").integers(len(self._rows)))
             return self._rows[row][1]
@@ -97,16 +103,6 @@ class SimulatedClock:
             self._pace.mbit * math.exp(spread * bandwidth),
         )
 
-    def _of_name(self, client: str) -> Device:
-        if client not in self._named:
-            hint = nearest(client, self._named)
-            raise SettingsError(f"{self._pace.clock}: has no row for the client {client!r}{hint}")
-        return self._named[client]
-
-    def _straggles(self, client: str, round: int) -> bool:
-        share = self._pace.stragglers
-        return share > 0 and numpy_rng(self._seed, client, round, "straggler").random() < share
-
 
 def read_devices(path: Path) -> list[tuple[str, Device]]:
     """Return the devices of a CSV file, each with the client that it names, or "".
@@ -114,42 +110,35 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
     Its header names the columns `sample-ms` and `mbit`, and may name `client`. Raises SettingsError
     that names the line and what is allowed.
     """
-    where = f"setting 'pace.clock' = {str(path)!r}"
+    where, rows = f"setting 'pace.clock' = {str(path)!r}", list[tuple[str, Device]]()
     try:
         if path.stat().st_size > MOST_BYTES:
             raise SettingsError(f"{where} is larger than {MOST_BYTES >> 20} MB")
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.DictReader(file)
-            _check_header(where, lines.fieldnames or ())
-            rows = [_device(f"{where}, line {lines.line_num}", row) for row in lines]
+            names = lines.fieldnames or ()
+            if not {SAMPLE_MS, MBIT} <= set(names) or not set(names) <= set(COLUMNS):
+                found = one_line(", ".join(map(str, names)) or "nothing")
+                rule = f"{SAMPLE_MS} and {MBIT}, and {CLIENT} if its rows are of named clients"
+                raise SettingsError(f"{where} has the columns {found}: it takes {rule}")
+            for row in lines:
+                numbers = []
+                for name in (SAMPLE_MS, MBIT):
+                    try:
+                        numbers.append(float(row.get(name) or ""))
+                    except ValueError:
+                        numbers.append(math.nan)
+                    if not 0 < numbers[-1] < 1e9:
+                        given = f"{name} is {one_line(repr(row.get(name)))}"
+                        line = f"{where}, line {lines.line_num}"
+                        raise SettingsError(f"{line}: {given}, it takes a number > 0")
+                rows.append(((row.get(CLIENT) or "").strip(), Device(*numbers)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         rule = "it takes none, log-normal, or a CSV file of devices"
         raise SettingsError(f"{where} cannot be read ({one_line(str(error))}): {rule}") from None
     if not rows:
         raise SettingsError(f"{where} has no device: it takes a row for each")
     return rows
-
-
-def _check_header(where: str, names: Sequence[str]) -> None:
-    if not {SAMPLE_MS, MBIT} <= set(names) or not set(names) <= set(COLUMNS):
-        found = ", ".join(map(str, names)) or "nothing"
-        rule = f"it takes {SAMPLE_MS} and {MBIT}, and {CLIENT} if its rows are of named clients"
-        raise SettingsError(f"{where} has the columns {one_line(found)}: {rule}")
-
-
-def _device(where: str, row: Mapping[str, str | None]) -> tuple[str, Device]:
-    numbers = [_positive(where, name, row.get(name)) for name in (SAMPLE_MS, MBIT)]
-    return (row.get(CLIENT) or "").strip(), Device(*numbers)
-
-
-def _positive(where: str, name: str, text: str | None) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e9:
-        raise SettingsError(f"{where}: {name} is {one_line(repr(text))}, it takes a number > 0")
-    return value
 
 
 Instructions = Sequence[tuple[ClientProxy, Any]]
@@ -365,16 +354,14 @@ class Collector:
         job = self._jobs[call.name]
         job.answer, job.due = answer, answer.received_at
         if self._clock is not None:
-            job.due = job.began + self._seconds_of(answer)
+            job.due = job.began  # a failure is known at once
+            if isinstance(result := answer.result, FitRes) and answer.is_usable:
+                size, work = (
+                    answer.bytes_sent + bytes_of(result.parameters),
+                    answer.samples_processed,
+                )
+                job.due += self._clock.seconds(call.name, call.round, work, size)
         return call.name
-
-    def _seconds_of(self, answer: CallOutcome) -> float:
-        """Return how long a client takes by the simulated clock; a failure is known at once."""
-        call, result = answer.call, answer.result
-        if not isinstance(result, FitRes) or not answer.is_usable or self._clock is None:
-            return 0.0
-        size = answer.bytes_sent + bytes_of(result.parameters)
-        return self._clock.seconds(call.name, call.round, answer.samples_processed, size)
 
     def _take(self, name: str, round: int, ends: float, found: RoundResults) -> None:
         """Hand a client's answer to the round if it is there in time, or else keep it."""
@@ -394,18 +381,14 @@ class Collector:
             found.add(proxy, job.answer)
             return
         try:
-            found.results.append((proxy, self._read(name)))
+            late = self._late.get(name)
+            if late.sent is not None:
+                self._codec.keep_sent(name, late.round, late.sent, late.digest)
+            if self._spool is not None:
+                late.result.parameters = self._spool.put(name, late.result.parameters)
+            found.results.append((proxy, late.result))
         except (StateError, OSError) as error:
             found.failures.append(ClientFailureError(name, str(error)))
-
-    def _read(self, name: str) -> FitRes:
-        """Return a late reply. Raises StateError or OSError."""
-        late = self._late.get(name)
-        if late.sent is not None:
-            self._codec.keep_sent(name, late.round, late.sent, late.digest)
-        if self._spool is not None:
-            late.result.parameters = self._spool.put(name, late.result.parameters)
-        return late.result
 
 
 def _store_late(codec: Codec, late: LateReplies, call: Call, result: Any) -> None:

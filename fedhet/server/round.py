@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -47,6 +47,35 @@ class Selection:
         return sorted((*self.training, *self.assisting))
 
 
+@dataclass
+class Rollback:
+    """The server's last state that clients could use, to which it can roll back."""
+
+    usual: dict[str, float] = field(default_factory=dict)
+    """The median size of each field of a reply, in the last round that worked."""
+    good: int = 0
+    """The round of the last state that clients could use; 0 before the first round."""
+    formed: int = 0
+    """The round of the last state; 0 before the first round."""
+    divergences: int = 0
+    """The consecutive rounds in which the training of the server's own model diverged."""
+    learned_once: bool = False
+    """Whether a round's training or averaging on the server has succeeded."""
+
+    def settle(self, round: int, unable: int, answered: int, sizes: Iterable[Magnitudes]) -> bool:
+        """Record a round, with the magnitudes of its replies; return whether to roll back.
+
+        The server must if more clients than have answered could not use its instructions, or sent
+        an unusable reply, and earlier instructions have worked.
+        """
+        if unable > answered:
+            return self.formed > self.good
+        if answered:
+            self.good, self.formed = round - 1, round
+            self.usual |= medians(sizes)
+        return False
+
+
 class RoundState:
     """The record of the current round, and what is known of the clients across rounds."""
 
@@ -62,30 +91,23 @@ class RoundState:
         """The late clients whose answers this round has got, and the rounds that these are of."""
         self.health = health or ClientHealth(0, 0, notice)
         self.scores, self.clock = Scoreboard(), RoundClock()
-        self.usual: dict[str, float] = {}
-        """The median size of each field of a reply, in the last round that worked."""
-        self.good = self.formed = 0
-        """The round of the server's last state that clients could use, and that of its last state;
-        0: before the first round."""
-        self.divergences = 0
-        """The consecutive rounds in which the training of the server's own model diverged."""
-        self.learned_once = False
-        """Has a round's training or averaging on the server succeeded?"""
+        self.rollback = Rollback()
+        self.magnitudes: Mapping[str, Magnitudes] = {}
+        """The magnitudes of this round's replies, by client, if they are compared."""
+        self.notice = notice
         self._workers = workers
-        self._notice = notice
         self._lock = threading.Lock()
         self._losses: dict[str, float] = {}
         self._epsilon: dict[str, float] = {}
         """What the run has cost each client's samples, of those that are protected."""
         self._outcomes: dict[str, Outcome] = {}
-        self._magnitudes: Mapping[str, Magnitudes] = {}
         self._peak_memory_mb = 0.0
 
     def start(self, number: int) -> None:
         """Start a round."""
         with self._lock:
             self.record, self._losses = RoundRecord(number), {}
-            self._outcomes, self._magnitudes, self.arrived = {}, {}, {}
+            self._outcomes, self.magnitudes, self.arrived = {}, {}, {}
             self.clock.start()
 
     def ask(self, selection: Selection, needed: int = 0, at_work: Collection[str] = ()) -> None:
@@ -94,19 +116,29 @@ class RoundState:
         self.needed, self.record.late = needed, sorted(at_work)
 
     def closed(
-        self, late: Iterable[str], arrived: Mapping[str, int], unasked: Iterable[str], clock: float
+        self,
+        late: Iterable[str],
+        arrived: Mapping[str, int],
+        unasked: Iterable[str],
+        clock: float,
+        *,
+        quiet: bool,
     ) -> None:
-        """Record which clients are late, which late ones have answered, and who was not needed."""
-        self.record.asked = sorted({*self.record.asked} - {*unasked})
-        self.record.late, self.arrived, self.record.clock = sorted(late), dict(arrived), clock
+        """Record which clients are late, which late ones have answered, and who was not needed.
 
-    def tell_who_is_late(self) -> None:
-        """Show which clients are late since this round, and whose late answers have come."""
-        number, asked = self.record.round, {*self.record.asked}
-        if new := [name for name in self.record.late if name in asked]:
-            self._notice(f"round {number} has closed without {', '.join(new)}: late, still at work")
+        Unless `quiet`, notices name the clients that are late since this round, or have answered.
+        """
+        record = self.record
+        record.asked = sorted({*record.asked} - {*unasked})
+        record.late, self.arrived, record.clock = sorted(late), dict(arrived), clock
+        if quiet:
+            return
+        if new := [name for name in record.late if name in {*record.asked}]:
+            self.notice(
+                f"round {record.round} has closed without {', '.join(new)}: late, still at work"
+            )
         for name, of in sorted(self.arrived.items()):
-            self._notice(f"client {name}'s answer to round {of} has come, in round {number}")
+            self.notice(f"client {name}'s answer to round {of} has come, in round {record.round}")
 
     @property
     def expected(self) -> list[str]:
@@ -118,10 +150,6 @@ class RoundState:
         """Return the rounds since a client of this round was asked; 0: it was asked in this one."""
         return self.record.round - self.arrived.get(name, self.record.round)
 
-    def too_late(self, name: str, reason: str) -> None:
-        """Record that a late answer is not used, which is nobody's fault."""
-        self._notice(f"client {name}'s answer to round {self.arrived[name]} is not used: {reason}")
-
     def sent(self, size: int, *, training: bool = True) -> None:
         """Count the bytes of a message to a client, to train or to evaluate."""
         with self._lock:
@@ -129,10 +157,6 @@ class RoundState:
                 self.record.bytes_down += size
             else:
                 self.record.bytes_evaluation += size
-
-    def missing(self, names: Collection[str]) -> None:
-        """Record the clients that have joined before and are not connected."""
-        self.record.absent = sorted(names)
 
     def aside(self, names: Collection[str]) -> dict[str, str]:
         """Return why each client that is not asked, of `names` and of the absent, is left out."""
@@ -154,7 +178,7 @@ class RoundState:
         asked in the round.
         """
         silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
-        resting = {n for n in names if self.health.rests(self.record.round, n)}
+        resting = {n for n in names if self.health.left_out(self.record.round, n)}
         return sorted(set(names) - silent - (resting - set(self.record.asked)))
 
     def measured(self, name: str, measured: Measured) -> None:
@@ -183,7 +207,7 @@ class RoundState:
         if outcome is not None:
             self._outcomes.setdefault(name, outcome)
         self.record.unevaluated[name] = one_line(reason)
-        self._notice(f"client {name} was not evaluated: {reason}")
+        self.notice(f"client {name} was not evaluated: {reason}")
 
     @contextlib.contextmanager
     def not_evaluating(self, name: str) -> Iterator[None]:
@@ -214,7 +238,7 @@ class RoundState:
         if outcome is not None:
             self._outcomes[name] = outcome
         self.record.failed[name] = reason
-        self._notice(f"client {name} is dropped from round {self.record.round}: {reason}")
+        self.notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
     def left_out(self, name: str, average: str) -> None:
         """Record that a reply stands out so that it is left out of a robust average.
@@ -223,67 +247,29 @@ class RoundState:
         """
         reason = f"its reply stands out from the others ('defence.average' = {average!r})"
         self.record.failed[name] = reason
-        self._notice(f"client {name} is left out of round {self.record.round}: {reason}")
-
-    def scaled_down(self, name: str, excess: Mapping[str, float]) -> None:
-        """Record that fields of a client's reply are divided by `excess`, as they are too large."""
-        which = ", ".join(f"{field} by {times:.3g}" for field, times in sorted(excess.items()))
-        self._notice(
-            f"client {name}'s reply in round {self.record.round} is scaled down, as it is larger "
-            f"than 'defence.clip-factor' allows: {which}"
-        )
-
-    def compared(self, magnitudes: Mapping[str, Magnitudes]) -> None:
-        """Record the magnitudes of this round's replies, by client."""
-        self._magnitudes = magnitudes
+        self.notice(f"client {name} is left out of round {self.record.round}: {reason}")
 
     def settle(self, answered: Sequence[str]) -> bool:
-        """Record the clients whose replies were accepted; return whether the server must go back.
-
-        It must if more clients than these could not use its instructions, or sent an unusable
-        reply, and earlier instructions have worked.
-        """
+        """Record the clients whose replies were accepted; return whether to roll back."""
         self.record.answered = list(answered)
         self.record.ages = {name: age for name in answered if (age := self.age_of(name))}
         unable = sum(outcome != "silent" for outcome in self._outcomes.values())
-        if unable > len(answered):
-            return self.formed > self.good
-        if answered:
-            self.good, self.formed = self.record.round - 1, self.record.round
-            known = self._magnitudes
-            self.usual |= medians(known[name] for name in answered if name in known)
-        return False
+        sizes = [self.magnitudes[name] for name in answered if name in self.magnitudes]
+        return self.rollback.settle(self.record.round, unable, len(answered), sizes)
 
     def went_back(self) -> None:
         """Record that the server's state is again the last one that worked.
 
         No client is blamed for this round: the instructions may have been at fault.
         """
-        state = f"of round {self.good}" if self.good else "before the first round"
-        self._notice(
+        good = self.rollback.good
+        state = f"of round {good}" if good else "before the first round"
+        self.notice(
             f"most clients could not use the server's instructions of round {self.record.round}: "
             f"it goes back to its state {state}"
         )
-        self.good = self.formed = self.record.round
+        self.rollback.good = self.rollback.formed = self.record.round
         self._outcomes = {n: how for n, how in self._outcomes.items() if how == "silent"}
-
-    def diverged(self, fault: str) -> None:
-        """Record that the server's training on the round's replies diverged.
-
-        No client is blamed: the reply that caused it, if one did, is not known.
-        """
-        self.divergences += 1
-        self.figures({"diverged": 1.0})
-        clients = ", ".join(self.record.answered)
-        self._notice(
-            f"the training of the server's model diverged in round {self.record.round} ({fault}): "
-            f"it keeps its earlier weights, and what it learned from {clients} in this round is "
-            "dropped"
-        )
-
-    def learned(self) -> None:
-        """Record that the server has learned from the round's replies."""
-        self.divergences, self.learned_once = 0, True
 
     def enter_health(self, members: Collection[str]) -> list[str]:
         """Record the clients' outcomes of the round; return whom the method must forget."""
@@ -310,12 +296,8 @@ class RoundState:
             {
                 **self.scores.to_dict(),
                 "health": self.health.to_dict(),
-                "usual": self.usual,
                 "epsilon": self._epsilon,
-                "good": self.good,
-                "formed": self.formed,
-                "divergences": self.divergences,
-                "learned_once": self.learned_once,
+                **vars(self.rollback),
             }
         )
 
@@ -324,10 +306,14 @@ class RoundState:
         known = json.loads(text)
         self.scores.load_dict(known)
         self.health.load_dict(known["health"])
-        self.usual = {field: float(size) for field, size in known["usual"].items()}
         self._epsilon = {name: float(each) for name, each in known.get("epsilon", {}).items()}
-        self.good, self.formed = int(known["good"]), int(known["formed"])
-        self.divergences, self.learned_once = int(known["divergences"]), bool(known["learned_once"])
+        self.rollback = Rollback(
+            {field: float(size) for field, size in known["usual"].items()},
+            int(known["good"]),
+            int(known["formed"]),
+            int(known["divergences"]),
+            bool(known["learned_once"]),
+        )
 
 
 @contextlib.contextmanager
@@ -337,19 +323,27 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
     The block does so if it raises DivergedError. Raises StateError if the training has diverged in
     'engine.divergences' consecutive rounds, or in all rounds up to the last.
     """
+    record, known = state.record, state.rollback
     try:
         yield
     except DivergedError as error:
-        state.diverged(str(error))
-        never = state.record.round == run.rounds and not state.learned_once
-        if never or 0 < run.engine.divergences <= state.divergences:
+        # No client is blamed: the reply that caused it, if one did, is not known.
+        known.divergences += 1
+        state.figures({"diverged": 1.0})
+        state.notice(
+            f"the training of the server's model diverged in round {record.round} ({error}): it "
+            f"keeps its earlier weights, and what it learned from {', '.join(record.answered)} in "
+            "this round is dropped"
+        )
+        never = record.round == run.rounds and not known.learned_once
+        if never or 0 < run.engine.divergences <= known.divergences:
             raise StateError(
-                f"the training of the server's model has diverged in {state.divergences} "
-                f"consecutive rounds, up to round {state.record.round} ('engine.divergences'); a "
+                f"the training of the server's model has diverged in {known.divergences} "
+                f"consecutive rounds, up to round {record.round} ('engine.divergences'); a "
                 "smaller 'training.lr', or 'training.clip', may help"
             ) from error
     else:
-        state.learned()
+        known.divergences, known.learned_once = 0, True
 
 
 def _outcome_of(error: KnowledgeError) -> Outcome | None:

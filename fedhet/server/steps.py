@@ -125,8 +125,8 @@ def check_magnitude(
     """
     replies = list(replies)
     magnitudes = {reply.client.name: reply.magnitudes() for reply in replies}
-    state.compared(magnitudes)
-    odd = out_of_proportion(magnitudes, state.usual, factor)
+    state.magnitudes = magnitudes
+    odd = out_of_proportion(magnitudes, state.rollback.usual, factor)
     for reply in replies:
         with state.dropping(reply.client.name):
             if reply.client.name in odd:
@@ -150,7 +150,11 @@ def clip(
     excess = excesses({name: each.magnitudes() for name, each in found.items()}, limit, exempt)
     for name, reply in found.items():
         if name in excess:
-            state.scaled_down(name, excess[name])
+            which = ", ".join(f"{f} by {by:.3g}" for f, by in sorted(excess[name].items()))
+            state.notice(
+                f"client {name}'s reply in round {state.record.round} is scaled down, as it is "
+                f"larger than 'defence.clip-factor' allows: {which}"
+            )
             yield reply.with_knowledge(scaled_down(reply.knowledge, excess[name]))
         else:
             yield reply

@@ -34,7 +34,7 @@ from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import NOTHING, Failures, NamedProxy, name_of, reasons
 from fedhet.server.client_health import ClientHealth, CodeFaults
 from fedhet.server.codec import Codec
-from fedhet.server.members import HeldBack, Member, Members, first_of_pool
+from fedhet.server.members import UNSEEN_KINDS, HeldBack, Member, Members, first_of_pool
 from fedhet.server.pace import Collector, RoundResults
 from fedhet.server.published import publisher_of, without_versions
 from fedhet.server.reply import LateReplies, Reply, ReplySpool
@@ -183,7 +183,8 @@ class HetStrategy(Strategy):
         self.members = self._held_back.taken_from(every)
         infos = [member.info for member in every.values()]
         self.log.begin(infos, self._class_names(infos))
-        self._held_back.tell(self.log.notice)
+        if self._held_back.notice:
+            self.log.notice(self._held_back.notice)
         self.state.scores.outdate(self.members)
         self.spec.suits(self.settings, self.task)
         self.init()
@@ -200,7 +201,8 @@ class HetStrategy(Strategy):
         present = self._held_back.taken_from(self._members.present(client_manager))
         self.members = present or self.members
         self.log.joined(member.info for member in self.members.values())
-        self.state.missing(self.log.models.keys() - self.members.keys() - self._held_back.names)
+        absent = self.log.models.keys() - self.members.keys() - self._held_back.names
+        self.state.record.absent = sorted(absent)
         self.state.scores.outdate(self._held_back.names)
         eligible = self.state.health.eligible(server_round, self.members)
         busy = self.collector.busy
@@ -246,10 +248,9 @@ class HetStrategy(Strategy):
 
     def close_round(self, found: RoundResults) -> None:
         """Take over which clients a round has got when it closed, and tell who is late."""
-        self.state.closed(found.late, found.arrived, found.withdrawn, found.clock)
+        simulated = self.run.pace.is_simulated
+        self.state.closed(found.late, found.arrived, found.withdrawn, found.clock, quiet=simulated)
         self._sampler.seconds = found.seconds
-        if not self.run.pace.is_simulated:
-            self.state.tell_who_is_late()
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
@@ -315,11 +316,12 @@ class HetStrategy(Strategy):
         self._code_faults.enter(failures)
         for name, reason in sorted(reasons(failures).items()):
             self.state.not_evaluated(name, reason, "silent")
+        everyone = self._held_back.beside(self.members)
         answers = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(answers.items()):
             with self.state.not_evaluating(name):
-                info = self._held_back.member(name, self.members).info
-                kinds = self._held_back.kinds_of(name, self.spec)
+                unseen, info = name in self._held_back.names, everyone[name].info
+                kinds = UNSEEN_KINDS if unseen else self.spec.kinds
                 self.state.measured(name, self._codec.decode_evaluation(info, result, kinds))
         self._close_round()
         return None, {}
@@ -351,7 +353,7 @@ class HetStrategy(Strategy):
 
     def _go_back(self) -> None:
         """Restore the last state whose instructions the clients could use."""
-        good = self.state.good
+        good = self.state.rollback.good
         kept = self.log.state_after(good) if good else {}
         self.init()
         if good:
@@ -391,5 +393,5 @@ class HetStrategy(Strategy):
         pace = {"collector": self.collector.to_dict(), "selection": self._sampler.to_dict()}
         facts = {"state": self.state.to_json(), PACE: json.dumps(pace), **self._publisher.facts()}
         tensors = {**self.state_dict(), **self._publisher.state_dict()}
-        self.log.checkpoint(record.round, tensors, facts, self.state.good)
+        self.log.checkpoint(record.round, tensors, facts, self.state.rollback.good)
         self.collector.settled(self.state.arrived)
