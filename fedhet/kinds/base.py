@@ -77,6 +77,8 @@ class Kind:
     """What a model of the kind takes, in words."""
     fits: Callable[[Shape], bool]
     """(shape) -> whether a sample of the kind may have this shape."""
+    example: Shape
+    """A shape that all models of the kind take."""
     pool: tuple[str, ...]
     """The default pool of models."""
     model: str

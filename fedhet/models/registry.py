@@ -16,7 +16,7 @@ from fedhet.base.arrays import Shapes
 from fedhet.base.errors import ModelError, OwnModelError, SettingsError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded
 from fedhet.data.texts import is_encoder
-from fedhet.kinds import KINDS, Shape
+from fedhet.kinds import IMAGE, KINDS, Shape
 from fedhet.models import sequences, small, vision
 from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
 from fedhet.models.het import HetModel, join, names_of, output_shape
@@ -62,8 +62,6 @@ DRAWN = MappingProxyType({info.name: info for info in small.DRAWN})
 """Names in a pool for which each client draws a model."""
 MIXING = frozenset({"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"})
 """Recurrent and attentive networks, of which Opacus cannot tell the gradient of each sample."""
-TRIED: tuple[Shape, ...] = ((3, 64, 64), (3, 64), (8,))
-"""Shapes of which a network of numbers takes one: an image, a signal, a row."""
 MOST_COMPUTED = 2**16
 """Values of a sample up to which a model's width is found by computing."""
 _DRAWABLE = MappingProxyType({k: v for drawn in small.DRAWN for k, v in drawn.models.items()})
@@ -99,17 +97,8 @@ def _has_batch_norms(name: str) -> bool:
     info = find(name)
     if info.takes is not None and not info.takes.is_numeric:
         return False
-    shape = next(each for each in TRIED if _takes(info, each))
     with seeded(0, "norms", name), torch.device("meta"):
-        return has_batch_norms(info.extractor(shape))
-
-
-def _takes(info: ModelInfo, shape: Shape) -> bool:
-    try:
-        info.check(shape)
-    except ModelError:
-        return False
-    return True
+        return has_batch_norms(info.extractor((info.takes or IMAGE).example))
 
 
 def private_pool(pool: Sequence[str]) -> tuple[str, ...]:
