@@ -155,8 +155,8 @@ def test_a_text_is_described_and_read_back():
     for odd in ("0,24", "0,0,50", "0,24,0", "0,24,70000", "0,1,1,1", "3,0,8"):
         with pytest.raises(KnowledgeError, match="shape"):
             read_properties({**info.properties(), "shape": odd}, "node")
-    for kind in ("cloud", "", 3):
-        with pytest.raises(KnowledgeError, match="must be one of image, table, text, signal"):
+    for kind in ("", "film", 3):
+        with pytest.raises(KnowledgeError, match="must be one of image, table"):
             read_properties({**info.properties(), "kind": kind}, "node")
 
 

@@ -322,7 +322,13 @@ def understand(
     training = {name: _samples_of(found[name], bare, unused) for name in names if name in found}
     for name, own in training.items():
         if not own and (whole or _is_used(found[name])):
-            _refuse_empty(found[name][0], files)
+            empty = found[name][0]
+            unread = empty.all_unused(bare=False)
+            what = f"only {unread}" if len(unread) else "nothing"
+            raise DataError(
+                f"{empty.path}: no valid file for the class, expected {files.noun} "
+                f"({', '.join(files.endings)}), got {what}"
+            )
     tests = None
     if held is not None:
         for name in [each for each in held.folders if each.lower() in UNLABELLED]:
@@ -539,7 +545,7 @@ def _class_level(folder: Folder, files: Files, bare: bool) -> int:
                 f"{again[0]}: has the name of another class directory. Move or remove it, or set "
                 f"{setting} if its files belong to the class {name}."
             )
-    nested = [each for each in classes.values() if not _holds_samples(each, bare)]
+    nested = [each for each in classes.values() if not (each.files or (bare and each.bare))]
     # Directories that add no level: cat/cat/*, and cat/images/* next to cat/masks.
     plain = [
         each
@@ -560,10 +566,6 @@ def _class_level(folder: Folder, files: Files, bare: bool) -> int:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-
-def _holds_samples(folder: Folder, bare: bool) -> bool:
-    return bool(folder.files or (bare and folder.bare))
 
 
 def _is_used(folders: Sequence[Folder]) -> bool:
@@ -616,15 +618,6 @@ def _check_names(folder: Folder, found: dict[str, list[Folder]], classes: Sequen
             raise DataError(f"{folders[0].path}: not a class of the training set{close}")
         if name not in classes:
             del found[name]
-
-
-def _refuse_empty(folder: Folder, files: Files) -> NoReturn:
-    held = folder.all_unused(bare=False)
-    what = f"only {held}" if len(held) else "nothing"
-    raise DataError(
-        f"{folder.path}: no valid file for the class, expected {files.noun} "
-        f"({', '.join(files.endings)}), got {what}"
-    )
 
 
 def _refuse_no_classes(folder: Folder, files: Files, bare: bool, root: Path) -> NoReturn:

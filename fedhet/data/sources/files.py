@@ -28,12 +28,6 @@ from fedhet.data.texts import TEXTS, find_rows, labelled, shape_of_texts
 from fedhet.data.values import class_words
 from fedhet.kinds import IMAGE, SIGNAL, TABLE, TEXT, Kind
 
-
-def read_images(place: str, spec: DataSpec) -> Dataset:
-    """Read the tree. Raises DataError for any fault of its folders and files."""
-    return read_tree(place, spec, IMAGES)
-
-
 _PARTS = ("train", "test")
 
 
@@ -215,7 +209,13 @@ def _read_rows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
 
 
 SOURCES = (
-    Source("imagefolder", "a tree of images", read_images, "PATH", is_mapped=True),
+    Source(
+        "imagefolder",
+        "a tree of images",
+        lambda place, spec: read_tree(place, spec, IMAGES),
+        "PATH",
+        is_mapped=True,
+    ),
     Source(
         "npz",
         "images or rows, one file for each client",
