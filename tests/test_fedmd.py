@@ -335,11 +335,11 @@ def test_the_public_samples_are_drawn_anew_each_round(tmp_path):
 def test_transfer_learning_is_of_the_first_participation_alone(tmp_path):
     client = opened(md("fedmd", **{"own_public-epochs": 3}), tmp_path)
     learned = []
-    client._learn_public_labels = lambda round, optimizing: learned.append(round)
+    client.train_epochs = lambda *given, epochs: learned.append((number, epochs))
     asked = Knowledge({"asked": np.arange(10, dtype=np.uint8)})
     for number in (4, 5, 6):
         fitted(client, number, asked)
-    assert learned == [4]
+    assert learned == [(4, 3)]
 
 
 # State

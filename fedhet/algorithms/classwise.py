@@ -160,11 +160,7 @@ class Teacher(nn.Module):
         self.register_buffer("known", known)
         self.scale = scale
 
-    def drawn(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """Return what is drawn for a batch's targets; here nothing."""
-        return ()
-
-    def targets(self, labels: Tensor, *drawn: Tensor) -> Tensor:
+    def targets(self, labels: Tensor) -> Tensor:
         """Return the target features for samples of these classes: [N] -> [N, D]."""
         return self.features[labels]
 
@@ -215,14 +211,9 @@ class VariedTeacher(Teacher):
             teacher.features.device,
         )
 
-    def drawn(self, labels: Tensor) -> tuple[Tensor, ...]:
-        """Return the number of a feature for each sample, [N]."""
-        return (self._picks.take(len(labels)),)
-
-    def targets(self, labels: Tensor, *drawn: Tensor) -> Tensor:
+    def targets(self, labels: Tensor) -> Tensor:
         """Return a random feature of its class for each sample: [N] -> [N, D]."""
-        (pick,) = drawn or self.drawn(labels)
-        return self.features[labels, pick]
+        return self.features[labels, self._picks.take(len(labels))]
 
 
 def newest(classes: Array, most: int) -> Array:
@@ -271,7 +262,6 @@ def class_feature_loss(
     labels: Tensor,
     teacher: Teacher,
     norm: FeatureNorm = "none",
-    drawn: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return l_mse of Felo's Eq. 1 per sample, [N]: its features against its class's entry.
 
@@ -286,7 +276,7 @@ def class_feature_loss(
     - `unit`: every vector, a sample's and an entry's, at a root mean square of 1. Directions alone
       are compared.
     """
-    own, target = features.float(), teacher.targets(labels, *drawn)
+    own, target = features.float(), teacher.targets(labels)
     if norm == "unit":
         own, target = at_unit_scale(own), at_unit_scale(target)
     elif norm == "rms":
@@ -328,7 +318,6 @@ def felo_loss(
     labels: Tensor,
     teacher: Teacher | None,
     terms: Terms,
-    drawn: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl), weighed by `terms`.
 
@@ -338,7 +327,7 @@ def felo_loss(
     loss = F.cross_entropy(logits.float(), labels)
     if teacher is None:
         return loss
-    mse = class_feature_loss(features, labels, teacher, terms.norm, drawn)
+    mse = class_feature_loss(features, labels, teacher, terms.norm)
     kl = class_logit_loss(logits, labels, teacher)
     return loss + terms.alpha * torch.mean(terms.feature * mse + terms.logit * kl)
 

@@ -23,20 +23,6 @@ START_SCALE = 0.01
 """Standard deviation of every weight of a new variational proxy."""
 
 
-class Anchor(nn.Module):
-    """Weights by name, as buffers of a module: what a term of the loss compares a model with."""
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__()
-        self._places = {name: f"weight{place}" for place, name in enumerate(weights)}
-        for name, value in weights.items():
-            self.register_buffer(self._places[name], value, persistent=False)
-
-    def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = getattr(self, self._places[name])
-        return found
-
-
 class LocalModel:
     """FedAvg: a model that is averaged as it is.
 
@@ -60,10 +46,6 @@ class LocalModel:
         """Return the term added to the model's loss; a scalar."""
         return 0.0
 
-    def compared(self) -> list[nn.Module]:
-        """Return the modules with the tensors that `regulariser` compares the model with."""
-        return []
-
     def stepped(self) -> None:
         """Called after each optimiser step."""
 
@@ -78,15 +60,10 @@ class ProximalModel(LocalModel):
     def __init__(self, model: nn.Module, anchor: Weights, mu: float) -> None:
         super().__init__(model, anchor)
         self.mu = mu
-        self._near = Anchor(self.anchor)
 
     def regulariser(self) -> Tensor:
         """Return the proximal term."""
-        return self.mu / 2 * squared_distance(self.model, self._near)
-
-    def compared(self) -> list[nn.Module]:
-        """Return the server's weights."""
-        return [self._near]
+        return self.mu / 2 * squared_distance(self.model, self.anchor)
 
 
 class MoreauModel(LocalModel):
@@ -235,7 +212,7 @@ class LocalizedModel(VariationalModel):
         self.anchor_scale = {name: s.detach() for name, s in self.local_scale().items()}
 
 
-def squared_distance(model: nn.Module, anchor: Weights | Anchor) -> Tensor:
+def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
     """Return ||p - anchor||^2 over the parameters of `model`."""
     named = dict(model.named_parameters())
     pairs = zip(joined(list(named.values())), joined([anchor[n] for n in named]), strict=True)

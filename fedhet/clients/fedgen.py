@@ -54,7 +54,16 @@ class FedGenClient(FedAvgClient):
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the private model; what the server teaches is kept for its training."""
-        self._teacher = self._taught_by(round, knowledge)
+        self._teacher: Teacher | None = None  # in the first round there is none
+        weights, own = knowledge.group("generator"), self.settings
+        if not weights:
+            return super().local_model(round, knowledge)
+        generator = Generator(self.info.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
+        load_weights(generator, weights).eval().requires_grad_(requires_grad=False)
+        move(generator, self.compute.device)
+        prior = torch.tensor(knowledge.tensors["prior"])[self.space.cpu()]
+        draws = self.generator(round, "generated")
+        self._teacher = Teacher(generator, prior, own.decay ** (round - 1), draws)
         return super().local_model(round, knowledge)
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
@@ -64,18 +73,6 @@ class FedGenClient(FedAvgClient):
             classes, counts = np.unique(self.y.cpu().numpy(), return_counts=True)
             sent |= {"classes": classes.astype(np.int64), "counts": counts.astype(np.int64)}
         return sent
-
-    def _taught_by(self, round: int, knowledge: Knowledge) -> Teacher | None:
-        """Return the generator that came, or None: in the first round there is none."""
-        weights, own = knowledge.group("generator"), self.settings
-        if not weights:
-            return None
-        generator = Generator(self.info.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
-        load_weights(generator, weights).eval().requires_grad_(requires_grad=False)
-        move(generator, self.compute.device)
-        prior = torch.tensor(knowledge.tensors["prior"])[self.space.cpu()]
-        draws = self.generator(round, "generated")
-        return Teacher(generator, prior, own.decay ** (round - 1), draws)
 
     def _learn(self, round: int, local: LocalModel) -> None:
         """Train on cross-entropy, a divergence of own samples, and generated ones (Eq. 5)."""

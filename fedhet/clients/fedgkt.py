@@ -54,22 +54,14 @@ class FedGktClient(HetClient):
         Samples keep their order, and images are not augmented: logits belong to the images as they
         are. In its first round a client has no logits of the server's, and learns from labels.
         """
-        self._learn(round, knowledge)
-        features = logits_of(self.network.extractor, self.x, self.compute)
-        logits = _finite(logits_of(self.private, self.x, self.compute))
-        labels = self.y.cpu().numpy().astype(smallest_uint(self.info.classes))
-        sent = {"features": features.cpu().numpy(), "logits": logits.cpu().numpy()}
-        return Knowledge({**sent, "labels": labels})
-
-    def _learn(self, round: int, knowledge: Knowledge) -> None:
         model, own = self.network.train(), self.settings
         taught = knowledge.tensors.get("logits")
         teacher = None if taught is None else torch.tensor(taught, device=self.compute.device)
-        labels = torch.searchsorted(self.space, self.y)
+        targets = torch.searchsorted(self.space, self.y)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             logits = self.samples.own_columns(model(x)).float()
-            loss = F.cross_entropy(logits, labels[rows])
+            loss = F.cross_entropy(logits, targets[rows])
             if teacher is None:
                 return loss
             given = self.samples.own_columns(teacher[rows])
@@ -79,6 +71,11 @@ class FedGktClient(HetClient):
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         self.train_epochs(self.x, rows, loss_of, optimizing, generator, augment=False)
+        features = logits_of(self.network.extractor, self.x, self.compute)
+        logits = _finite(logits_of(self.private, self.x, self.compute))
+        labels = self.y.cpu().numpy().astype(smallest_uint(self.info.classes))
+        sent = {"features": features.cpu().numpy(), "logits": logits.cpu().numpy()}
+        return Knowledge({**sent, "labels": labels})
 
 
 def _finite(logits: Tensor) -> Tensor:

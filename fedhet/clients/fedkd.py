@@ -7,7 +7,6 @@ learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from fedhet.algorithms.averaging import changed
 from fedhet.algorithms.compression import energy_kept, factors
 from fedhet.algorithms.distillation import Adapting, View, mutual_losses
-from fedhet.base.arrays import Array, Arrays, group, grouped
+from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded
 from fedhet.base.transfer import all_to_device
@@ -69,16 +68,45 @@ class FedKdClient(HetClient):
         return {kind: self.samples.within_space(model) for kind, model in models.items()}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Start from the server's mentee, train both models, and return the mentee's change."""
+        """Start from the server's mentee, train both models, and return the mentee's change.
+
+        Both learn for the local epochs, on the sum of their losses (Eqs. 6 and 7).
+        """
         mentee, start = self.models["proxy"], self._received(knowledge)
         assert isinstance(mentee, HetModel)
         load_weights(mentee, start)
-        figures = self._learn(round, mentee.train())
-        self._remember(round, knowledge, start)
+        mentee.train()
+        mentor, own = self.network.train(), self.settings
+        assert isinstance(mentor, Mentor)
+        how = Adapting(own.intensity == "sample", own.intensity_learned, own.hidden_weight)
+        means = EpochMeans(("intensity",), self.compute.device)
+
+        def loss_of(x: Tensor, y: Tensor) -> Tensor:
+            hidden, logits = mentor.features_and_logits(x)
+            other_hidden, other_logits = mentee.features_and_logits(x)
+            logits, target = self.own_classes(logits, y)
+            other_logits, _ = self.own_classes(other_logits, y)
+            views = View(logits, hidden), View(other_logits, mentor.bridge(other_hidden))
+            first, second, intensity = mutual_losses(*views, target, how)
+            means.add(intensity.unsqueeze(0), len(y))
+            return first + second
+
+        optimizing = self.optimization(mentor.parameters(), mentee.parameters())
+        batches = self.generator(round, "batches")
+        self.train_own(loss_of, self.private, optimizing, batches, before_epoch=means.clear)
+
+        # Keep the mentee with which the round began: the next change will be added to it.
+        self._begun = weakref.ref(knowledge)
+        copies = {name: torch.tensor(value) for name, value in start.items()}
+        kept = all_to_device(copies, self.compute.device)
+        self.state.tensors = {**self.state.tensors, **grouped(MENTEE, kept)}
+        self.state.facts[MENTEE] = round
+
         change = {name: value - start[name] for name, value in to_arrays(mentee).items()}
-        sent = self._packed(round, change)
+        energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
+        sent = packed(change, partial(factors, energy=energy))
         sizes = [sum(value.size for value in part.values()) for part in (sent, change)]
-        return Knowledge(grouped("update", sent), {**figures, "sent_up": sizes[0] / sizes[1]})
+        return Knowledge(grouped("update", sent), {**means.read(), "sent_up": sizes[0] / sizes[1]})
 
     def _new_mentee(self) -> HetModel:
         info, seed = self.info, self.run.seed
@@ -101,38 +129,3 @@ class FedKdClient(HetClient):
             raise KnowledgeError(SERVER, "update", fault)
         shapes = self.sizes().models["update"]
         return changed(last, unpacked(knowledge.group("update"), shapes))
-
-    def _remember(self, round: int, knowledge: Knowledge, start: Arrays) -> None:
-        """Keep the mentee with which a round began, to which the next change will be added."""
-        self._begun = weakref.ref(knowledge)
-        copies = {name: torch.tensor(value) for name, value in start.items()}
-        kept = all_to_device(copies, self.compute.device)
-        self.state.tensors = {**self.state.tensors, **grouped(MENTEE, kept)}
-        self.state.facts[MENTEE] = round
-
-    def _packed(self, round: int, change: Mapping[str, Array]) -> dict[str, Array]:
-        own = self.settings
-        energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
-        return packed(change, partial(factors, energy=energy))
-
-    def _learn(self, round: int, mentee: HetModel) -> dict[str, float]:
-        """Train for the local epochs on the losses of both (Eqs. 6 and 7); return the figures."""
-        mentor, own = self.network.train(), self.settings
-        assert isinstance(mentor, Mentor)
-        how = Adapting(own.intensity == "sample", own.intensity_learned, own.hidden_weight)
-        means = EpochMeans(("intensity",), self.compute.device)
-
-        def loss_of(x: Tensor, y: Tensor) -> Tensor:
-            hidden, logits = mentor.features_and_logits(x)
-            other_hidden, other_logits = mentee.features_and_logits(x)
-            logits, target = self.own_classes(logits, y)
-            other_logits, _ = self.own_classes(other_logits, y)
-            views = View(logits, hidden), View(other_logits, mentor.bridge(other_hidden))
-            first, second, intensity = mutual_losses(*views, target, how)
-            means.add(intensity.unsqueeze(0), len(y))
-            return first + second
-
-        optimizing = self.optimization(mentor.parameters(), mentee.parameters())
-        batches = self.generator(round, "batches")
-        self.train_own(loss_of, self.private, optimizing, batches, before_epoch=means.clear)
-        return means.read()

@@ -62,7 +62,9 @@ class FedMdClient(HetClient):
         """
         optimizing = self.optimization(self.network.train().parameters())
         if self.state.participations == 0 and self.settings.public_epochs:
-            self._learn_public_labels(round, optimizing)
+            x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs
+            loss_of, generator = CrossEntropy(self.network), self.generator(round, "labels")
+            self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
         self.learn(round, self._consensus(knowledge), optimizing)
         return self._answer(knowledge)
 
@@ -85,11 +87,6 @@ class FedMdClient(HetClient):
             knowledge.tensors[self.settings.exchanged], device=self.compute.device
         )
         return Consensus(self._public_images(knowledge, "rows"), scores)
-
-    def _learn_public_labels(self, round: int, optimizing: Optimization) -> None:
-        loss_of, generator = CrossEntropy(self.network), self.generator(round, "labels")
-        x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs
-        self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
 
     def _digest(self, round: int, consensus: Consensus, optimizing: Optimization) -> None:
         self.train_epochs(

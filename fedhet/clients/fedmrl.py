@@ -54,7 +54,16 @@ class FedMrlClient(HetClient):
         if own.feature_dim < least:
             own = self.build_model(least)
         with seeded(self.run.seed, "projector"):
-            fusion = Fusion(self._new_shared(), own)
+            info, width = self.info, self.settings.shared_dim
+            shared = build(
+                self.settings.shared,
+                info.shape,
+                info.classes,
+                kind=info.kind,
+                seed=self.run.seed,
+                feature_dim=width,
+            )
+            fusion = Fusion(shared, own)
         return {"private": HetModel(fusion, own.classifier, own.feature_dim)}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
@@ -67,25 +76,15 @@ class FedMrlClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Start from the averaged shared model, train all parts, and return the shared one."""
-        shared = fusion_of(self.network).shared
-        load_weights(shared, knowledge.group("weights"))
-        figures = self._learn(round, self.network.train())
-        return Knowledge(grouped("weights", to_arrays(shared)), figures)
+        """Start from the averaged shared model, train all parts, and return the shared one.
 
-    def _new_shared(self) -> HetModel:
-        info, own = self.info, self.settings
-        width, seed = own.shared_dim, self.run.seed
-        return build(
-            own.shared, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=width
-        )
-
-    def _learn(self, round: int, model: HetModel) -> dict[str, float]:
-        """Train on m^F times the own head's loss plus m^G times the shared one's.
-
-        Returns the means of both over the last epoch.
+        The loss is m^F times the own head's plus m^G times the shared one's; the means of both over
+        the last epoch are figures.
         """
-        fusion, device = fusion_of(model), self.compute.device
+        model, device = self.network, self.compute.device
+        fusion = fusion_of(model)
+        load_weights(fusion.shared, knowledge.group("weights"))
+        model.train()
         weights = torch.tensor([self.settings.own_weight, self.settings.shared_weight]).to(device)
         means = EpochMeans(("fine_loss", "coarse_loss"), device)
 
@@ -100,7 +99,7 @@ class FedMrlClient(HetClient):
         optimizing = self.optimization(model.parameters())
         batches = self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, batches, before_epoch=means.clear)
-        return means.read()
+        return Knowledge(grouped("weights", to_arrays(fusion.shared)), means.read())
 
 
 def fusion_of(model: HetModel) -> Fusion:

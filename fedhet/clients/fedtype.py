@@ -21,7 +21,7 @@ from fedhet.algorithms.local_models import (
     ProximalModel,
     VariationalModel,
 )
-from fedhet.base.arrays import Array, grouped
+from fedhet.base.arrays import grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import derive, numpy_rng
 from fedhet.base.transfer import all_to_device, rows_of
@@ -82,7 +82,10 @@ class FedTypeClient(HetClient):
             learning.run_epoch(epoch)
         if (accuracy := learning.imitation.accuracy) is not None:
             self.state.facts["proxy_accuracy"] = accuracy
-        return Knowledge(self._upload(proxy), learning.imitation.figures())
+        sent = grouped("proxy", on_host(proxy.upload()))
+        if isinstance(proxy, VariationalModel):
+            sent |= grouped("scale", on_host(proxy.scale()))
+        return Knowledge(sent, learning.imitation.figures())
 
     @property
     def accuracy(self) -> float | None:
@@ -100,7 +103,10 @@ class FedTypeClient(HetClient):
         )
 
     def _proxy(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the proxy, with the training that its kind of aggregation needs."""
+        """Return the proxy, with the training that its kind of aggregation needs.
+
+        Raises KnowledgeError if the standard deviations of a variational proxy are missing.
+        """
         model, chosen = self.models["proxy"], self.settings
         anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         match chosen.aggregation:
@@ -109,25 +115,13 @@ class FedTypeClient(HetClient):
             case "pfedme":
                 return MoreauModel(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
             case "pfedbayes":
+                if not (scale := knowledge.group("scale")):
+                    raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
+                placed = {name: torch.tensor(value) for name, value in scale.items()}
+                placed = all_to_device(placed, self.compute.device)
                 seed = derive(self.run.seed, self.info.name, round, "weights")
-                return VariationalModel(
-                    model, anchor, self._scale(knowledge), chosen.bayes_zeta, seed
-                )
+                return VariationalModel(model, anchor, placed, chosen.bayes_zeta, seed)
         return LocalModel(model, anchor)
-
-    def _scale(self, knowledge: Knowledge) -> dict[str, Tensor]:
-        """Return a variational proxy's standard deviations. Raises KnowledgeError if missing."""
-        scale = knowledge.group("scale")
-        if not scale:
-            raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
-        placed = {name: torch.tensor(value) for name, value in scale.items()}
-        return all_to_device(placed, self.compute.device)
-
-    def _upload(self, proxy: LocalModel) -> dict[str, Array]:
-        sent = grouped("proxy", on_host(proxy.upload()))
-        if isinstance(proxy, VariationalModel):
-            sent |= grouped("scale", on_host(proxy.scale()))
-        return sent
 
 
 class Reciprocity:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedhet.algorithms.classwise import ClassMeans, ClassSums, Teacher, Terms, felo_loss
+from fedhet.algorithms.classwise import ClassSums, Teacher, Terms, felo_loss
 from fedhet.base.arrays import grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.felo import FeloSettings
@@ -44,7 +44,22 @@ class FeloClient(HetClient):
             load_weights(self.network, weights)
         first = self.state.participations == 0
         teacher = None if first else self.read_teacher(round, knowledge)
-        return self._answer(self._learn(round, teacher))
+        model, last = self.network.train(), self.training.local_epochs - 1
+        sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
+        own = self.settings
+        terms = Terms(own.alpha, own.feature_weight, own.logit_weight, own.feature_norm)
+        objective = FeloObjective(model, teacher, sums, terms)
+
+        def before_epoch(epoch: int) -> None:  # the class means are those of the last epoch
+            objective.gathering = epoch == last
+
+        optimizing = self.optimization(model.parameters())
+        generator = self.generator(round, "batches")
+        self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
+        tensors = dict(vars(self.promise.class_means(sums, model)))
+        if own.share_weights:
+            tensors |= grouped("weights", to_arrays(model))
+        return Knowledge(tensors)
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
         """Return the server's averages, arranged by class, or None if it sent none."""
@@ -61,26 +76,6 @@ class FeloClient(HetClient):
 
     def _new_model(self) -> HetModel:
         return self.build_model(self.settings.feature_dim)
-
-    def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
-        """Train for the local epochs on Eq. 1; return the class means of the last epoch."""
-        model, last = self.network.train(), self.training.local_epochs - 1
-        sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
-        objective = FeloObjective(model, teacher, sums, terms_of(self.settings))
-
-        def before_epoch(epoch: int) -> None:
-            objective.gathering = epoch == last
-
-        optimizing = self.optimization(model.parameters())
-        generator = self.generator(round, "batches")
-        self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
-        return self.promise.class_means(sums, model)
-
-    def _answer(self, means: ClassMeans) -> Knowledge:
-        tensors = dict(vars(means))
-        if self.settings.share_weights:
-            tensors |= grouped("weights", to_arrays(self.network))
-        return Knowledge(tensors)
 
 
 class FeloObjective(nn.Module):
@@ -99,9 +94,3 @@ class FeloObjective(nn.Module):
         if self.gathering:
             self.sums.add(features, logits, y)
         return felo_loss(features, logits, y, self.teacher, self.terms)
-
-
-def terms_of(settings: FeloSettings) -> Terms:
-    """Return how the terms of Eq. 1 are weighted and measured."""
-    weights = settings.alpha, settings.feature_weight, settings.logit_weight
-    return Terms(*weights, settings.feature_norm)

@@ -36,20 +36,15 @@ class FmlClient(HetClient):
         """Start from the averaged meme, train both models, and return the meme."""
         meme = self.models["proxy"]
         load_weights(meme, knowledge.group("weights"))
-        self._learn(round, self.network.train(), meme.train())
+        private, shares = self.network.train(), (self.settings.alpha, self.settings.beta)
+        objective = MutualObjective(private, meme.train(), self.own_classes, shares)
+        optimizing = self.optimization(private.parameters(), meme.parameters())
+        self.train_own(objective, self.private, optimizing, self.generator(round, "batches"))
         return Knowledge(grouped("weights", to_arrays(meme)))
 
     def _new_meme(self) -> HetModel:
         info, seed = self.info, self.run.seed
         return build(self.settings.meme, info.shape, info.classes, kind=info.kind, seed=seed)
-
-    def _learn(self, round: int, private: nn.Module, meme: nn.Module) -> None:
-        """Train for the local epochs on both models' losses, each with the other as its teacher."""
-        shares = self.settings.alpha, self.settings.beta
-        objective = MutualObjective(private, meme, self.own_classes, shares)
-        optimizing = self.optimization(private.parameters(), meme.parameters())
-        generator = self.generator(round, "batches")
-        self.train_own(objective, self.private, optimizing, generator)
 
 
 class MutualObjective(nn.Module):
