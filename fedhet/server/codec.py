@@ -203,16 +203,23 @@ class Codec:
         answers = {name_of(proxy): result for proxy, result in results}
         why = reasons(failures)
         for name in self._state.expected:
+            age, why_not = self._state.age_of(name), ""
+            if age and name not in members:
+                why_not = "it has left"
+            elif age and self._late == "refused":
+                why_not = f"what {self._method} sends belongs to its round"
+            elif age > self._max_age:
+                why_not = f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
             if name not in answers:
                 self._state.absent(name, why.get(name, "did not answer in time"))
-            elif why_not := self._too_late(name, members):
+            elif why_not:
                 of = self._state.arrived[name]
                 self._state.notice(f"client {name}'s answer to round {of} is not used: {why_not}")
                 self._state.received(bytes_of(answers[name].parameters))
             else:
                 with self._state.dropping(name):
                     yield self.decode(members[name].info, answers[name])
-            self.forget_sent(name, self._state.record.round - self._state.age_of(name))
+            self.forget_sent(name, self._state.record.round - age)
 
     def decode(self, client: ClientInfo, result: FitRes) -> Reply:
         """Return a client's reply to this round. Raises KnowledgeError."""
@@ -232,19 +239,6 @@ class Codec:
             expect(envelope, run=self._run, method=self._method, round=number, sender=name)
             measured = self._measures(name, result.metrics, client.classes, self._kinds)
         return Reply(client, knowledge, measured, known, age, self.sent(name, number)[0])
-
-    def _too_late(self, name: str, members: Collection[str]) -> str:
-        """Return why a late reply is not used, or ""; one that is not late is."""
-        age = self._state.age_of(name)
-        if not age:
-            return ""
-        if name not in members:
-            return "it has left"
-        if self._late == "refused":
-            return f"what {self._method} sends belongs to its round"
-        if age > self._max_age:
-            return f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
-        return ""
 
     def decode_evaluation(
         self, client: ClientInfo, result: EvaluateRes, kinds: Sequence[str]

@@ -210,7 +210,11 @@ class SpooledReply(Parameters):
                     payload = ndarrays_to_parameters(encode(envelope, knowledge))
                 ends = list(accumulate(map(len, payload.tensors)))
                 self._places = list(zip([0, *ends], ends, strict=False))
-                self._message = envelope, self._on_disk(knowledge, weights)
+                sources: dict[str, Array | Callable[[], Array]] = {}
+                for number, (name, value) in enumerate(knowledge.tensors.items(), 1):
+                    mapped = name.startswith(weights) and value.size
+                    sources[name] = partial(self._array, number) if mapped else value.copy()
+                self._message = envelope, Knowledge(OnDemand(sources), knowledge.scalars)
         except KnowledgeError as error:  # raised when the round's replies are read
             self._fault = error.field, error.fault
         else:
@@ -230,13 +234,6 @@ class SpooledReply(Parameters):
             fault = f"its file has changed: it had {size} bytes"
             raise KnowledgeError(self._path.name, "payload", fault)
         return self._message
-
-    def _on_disk(self, knowledge: Knowledge, weights: tuple[str, ...]) -> Knowledge:
-        sources: dict[str, Array | Callable[[], Array]] = {}
-        for number, (name, value) in enumerate(knowledge.tensors.items(), 1):
-            mapped = name.startswith(weights) and value.size
-            sources[name] = partial(self._array, number) if mapped else value.copy()
-        return Knowledge(OnDemand(sources), knowledge.scalars)
 
     def _array(self, number: int) -> Array:
         start, end = self._places[number]

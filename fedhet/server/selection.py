@@ -91,7 +91,8 @@ def oort(
     """Return `count` clients: some never asked, the others drawn by their utility (Algorithm 1)."""
     known = [name for name in names if name in history.clients]
     fresh = [name for name in names if name not in history.clients]
-    explored = min(len(fresh), round_half_up(_exploration(round) * count))
+    share = max(LEAST_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
+    explored = min(len(fresh), round_half_up(share * count))
     explored = max(explored, min(len(fresh), count - len(known)))
     new = [fresh[int(i)] for i in rng.permutation(len(fresh))[:explored]]
     return [*_exploited(known, history, round, count - explored, rng), *new]
@@ -100,10 +101,6 @@ def oort(
 def round_half_up(value: float) -> int:
     """Return the nearest integer; of a half, the one above."""
     return int(value + 0.5)
-
-
-def _exploration(round: int) -> float:
-    return max(LEAST_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
 
 
 def _exploited(

@@ -54,7 +54,13 @@ def checks(
         steps.append(partial(multiply, contract=replies, sizes=sizes))
     steps += late
     if run.attack.kind != "none":
-        steps += [_attack(run, replies, sizes, state, members), contract]
+        in_the_paper = run.attack.kind in IN_THE_PAPER
+        attack: Step = (
+            Attack(run.attack, replies, run.seed, state, sizes)
+            if in_the_paper
+            else Hostile(run, replies, state, members)
+        )
+        steps += [attack, contract]
     if run.engine.outlier_factor:
         steps.append(partial(check_magnitude, factor=run.engine.outlier_factor, state=state))
     if run.defence.clip_factor:
@@ -62,18 +68,6 @@ def checks(
     if run.defence.average != "mean":
         steps.append(Defence(run.defence, replies, state))
     return steps
-
-
-def _attack(
-    run: RunSettings,
-    replies: Contract,
-    sizes: SizesOf,
-    state: RoundState,
-    members: Collection[str],
-) -> Step:
-    if run.attack.kind in IN_THE_PAPER:
-        return Attack(run.attack, replies, run.seed, state, sizes)
-    return Hostile(run, replies, state, members)
 
 
 def through(steps: Iterable[Step], replies: Iterable[Reply]) -> Iterable[Reply]:
@@ -222,7 +216,12 @@ class CarriedOver:
                     low = 0.0 if name.endswith(VARIANCES) else field.low
                     make = partial(_moved, groups[0], own, groups[1], name, rate, low)
                     sources[f"{field.name}/{name}"] = make
-        return reply.with_knowledge(_replacing(reply.knowledge, sources)) if sources else reply
+        if not sources:
+            return reply
+        own_tensors = reply.knowledge.tensors
+        kept = own_tensors.sources if isinstance(own_tensors, OnDemand) else dict(own_tensors)
+        changed = Knowledge(OnDemand({**kept, **sources}), reply.knowledge.scalars)
+        return reply.with_knowledge(changed)
 
 
 def carried_over_by(pace: PaceSettings, spec: MethodSpec, now: Now) -> list[CarriedOver]:
@@ -240,13 +239,6 @@ def _moved(
 def _fits(own: Arrays, other: Arrays) -> bool:
     """Return whether two models have the same tensors."""
     return own.keys() == other.keys() and all(own[k].shape == other[k].shape for k in own)
-
-
-def _replacing(knowledge: Knowledge, sources: dict[str, Array | Callable[[], Array]]) -> Knowledge:
-    """Return the same knowledge, of which some tensors are made each time they are used."""
-    own = knowledge.tensors
-    kept = own.sources if isinstance(own, OnDemand) else dict(own)
-    return Knowledge(OnDemand({**kept, **sources}), knowledge.scalars)
 
 
 LEAST_REFERENCE = 0.01
