@@ -81,8 +81,10 @@ class CofedStrategy(HetStrategy):
             return {}
         for reply in replies:
             tensors = reply.knowledge.tensors
-            space = np.sort(tensors["space"]).astype(np.int64)
-            self.votes[reply.client.name] = Vote(tensors["predictions"], space, self._weight(reply))
+            space, weight = np.sort(tensors["space"]).astype(np.int64), float(reply.samples)
+            if self.settings.credibility != "samples":
+                weight = self.weights.get(reply.client.name, 1.0)
+            self.votes[reply.client.name] = Vote(tensors["predictions"], space, weight)
         self._vote()
         return self._figures()
 
@@ -110,11 +112,6 @@ class CofedStrategy(HetStrategy):
     def _vote(self) -> None:
         votes = [self.votes[name] for name in sorted(self.votes)]
         self.pseudolabelled = aggregate(votes, self.task.classes, self.settings.threshold)
-
-    def _weight(self, reply: Reply) -> float:
-        if self.settings.credibility == "samples":
-            return float(reply.samples)
-        return self.weights.get(reply.client.name, 1.0)
 
     def _check_names(self) -> None:
         """Raise SettingsError for unknown names in `credibility`; notify if they may still join."""

@@ -72,7 +72,8 @@ class FedDfStrategy(HetStrategy):
         Raises KnowledgeError if its logits on the public data are not finite, or too large.
         """
         client, weights = reply.client, reply.knowledge.group("weights")
-        logits = self._logits(client.model, weights)
+        network = self._network(client.model, weights)
+        logits = logits_of(network, self.x, self.compute).cpu().numpy()
         if not (np.abs(logits) <= MAX_MAGNITUDE).all():  # False for NaN
             fault = "its logits on the public data are too large, or not finite"
             raise KnowledgeError(client.name, "weights", fault)
@@ -131,10 +132,6 @@ class FedDfStrategy(HetStrategy):
             self._networks[name] = self.compute.place(network)
         load_weights(self._networks[name], weights)
         return self._networks[name]
-
-    def _logits(self, name: str, weights: Arrays) -> Array:
-        """Return a model's logits [N, C] on the public samples."""
-        return logits_of(self._network(name, weights), self.x, self.compute).cpu().numpy()
 
     def _distil(
         self, round: int, name: str, average: Arrays, teacher: Tensor

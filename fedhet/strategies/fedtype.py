@@ -53,7 +53,8 @@ class FedTypeStrategy(HetStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Average the proxies by samples (Section 3.3), and the scales of variational proxies."""
-        self.proxy = moved_towards(_average(replies, "proxy"), self.proxy, self._beta)
+        beta = self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
+        self.proxy = moved_towards(_average(replies, "proxy"), self.proxy, beta)
         if self.settings.aggregation == "pfedbayes":
             self.scale = _average(replies, "scale") or self.scale
         self._instruct_all()
@@ -67,10 +68,6 @@ class FedTypeStrategy(HetStrategy):
         """Restore what `state_dict` returned."""
         self.proxy, self.scale = group(state, "proxy"), group(state, "scale")
         self._instruct_all()
-
-    @property
-    def _beta(self) -> float:
-        return self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
 
     def _instruct_all(self) -> None:
         """Build the one instruction that all clients share."""

@@ -39,7 +39,9 @@ class FeloStrategy(HetStrategy):
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send every class's averages, and the weights of the client's architecture (line 6)."""
         if client.model not in self._instructions_by_model:
-            self._instructions_by_model[client.model] = self._instruction_for(client.model)
+            weights = grouped("weights", self.weights.get(client.model, {}))
+            entries = self.entries() if self.means else {}
+            self._instructions_by_model[client.model] = Knowledge(weights | entries)
         return self._instructions_by_model[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
@@ -107,10 +109,6 @@ class FeloStrategy(HetStrategy):
         """
         mean = self.average()
         return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
-
-    def _instruction_for(self, model: str) -> Knowledge:
-        weights = grouped("weights", self.weights.get(model, {}))
-        return Knowledge(weights | (self.entries() if self.means else {}))
 
 
 def read_means(knowledge: Knowledge) -> ClassMeans:

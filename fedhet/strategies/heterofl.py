@@ -64,7 +64,13 @@ class HeteroFlStrategy(HetStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Average each element over the clients that hold it; the other elements do not change."""
-        self._keep(average_overlaps(self.weights, [self._submodel(reply) for reply in replies]))
+        models = []
+        for reply in replies:
+            labels = reply.knowledge.tensors["labels"] if self.settings.masked else None
+            by_samples = self.settings.weighting == "samples"
+            weight = reply.weight if by_samples else reply.freshness
+            models.append(SubModel(reply.knowledge.group("weights"), weight, labels))
+        self._keep(average_overlaps(self.weights, models))
         return {}
 
     def state_dict(self) -> dict[str, Array]:
@@ -85,9 +91,3 @@ class HeteroFlStrategy(HetStrategy):
         """Return whether a client's model is a part of the global one."""
         whole = self.sizes(replace(client, model=self.model)).models["weights"]
         return fits(self.sizes(client).models["weights"], whole)
-
-    def _submodel(self, reply: Reply) -> SubModel:
-        own, sent = self.settings, reply.knowledge
-        labels = sent.tensors["labels"] if own.masked else None
-        weight = reply.weight if own.weighting == "samples" else reply.freshness
-        return SubModel(sent.group("weights"), weight, labels)
