@@ -72,6 +72,12 @@ def test_a_page_has_no_gaps_and_no_dead_links(page):
             assert DOCS in found.resolve().parents or found.suffix != ".md", target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_descend_one_level_at_a_time(page):
+    levels = [0, *(len(marks) for marks in re.findall(r"^(#+) ", prose(page), re.MULTILINE))]
+    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+
+
 def test_every_command_is_explained():
     commands = typer.main.get_command(app).commands
     page = (DOCS / "commands.md").read_text()
