@@ -235,7 +235,10 @@ def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
     """Its numbers are all that is left of it."""
     whole = tmp_path / "whole"
     run(small("local", rounds=2, clients=2), whole)
+    (whole / "late").mkdir()  # replies that no round has used hold weights as well
+    (whole / "late" / "client-0.safetensors").write_bytes(b"weights")
     forget_models(whole)
+    assert not list(whole.rglob("*.safetensors"))
     numbers = (whole / "metrics.jsonl").read_bytes()
     longer = resumed(small("local", rounds=3, clients=2), whole)
     with pytest.raises(StateError, match="holds 2 whole rounds, and there is no checkpoint"):

@@ -40,8 +40,8 @@ LOCK = "run.lock"
 """The file that a run's process locks."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
 """Seconds after each try to lock it: who asks for a run's status has it locked for a moment."""
-WITH_MODELS = ("state", "checkpoints", "inbox", "pool")
-"""The folders of a run's directory that hold models: most of what it takes on disk."""
+WITH_MODELS = ("state", "checkpoints", "inbox", "late", "pool")
+"""The folders of a run's directory that hold models or replies: most of what it takes on disk."""
 
 
 def record_line(record: RoundRecord) -> str:
