@@ -274,6 +274,18 @@ def test_nothing_is_remembered_unless_it_is_asked_for(exchange):
     assert exchange.sent("a", 1)[0] is exchange.sent("a", 2)[0] is None
 
 
+def test_the_instruction_of_a_late_reply_leaves_those_of_the_round(exchange):
+    for number, client in ((1, "a"), (2, "a"), (2, "b")):
+        exchange.keep_sent(client, number, means(), digest=number)
+    assert exchange.sent("a", 1) == (None, 0), "a new round forgets the one before"
+    late = means()
+    exchange.keep_sent("c", 1, late, digest=1)
+    assert exchange.sent("c", 1)[0] is late
+    assert [exchange.sent(name, 2)[1] for name in "ab"] == [2, 2]
+    exchange.keep_sent("d", 2, means(), digest=2)
+    assert [exchange.sent(name, 2)[1] for name in "abd"] == [2, 2, 2]
+
+
 def test_a_reply_is_read_and_counted(exchange, state):
     result = answer(means(), {"accuracy.common.private": 0.5})
     reply = decoded(exchange, result)

@@ -268,6 +268,18 @@ def test_a_sites_texts_without_a_class(tmp_path):
     assert found.shape == (0, 128, 8192)
 
 
+def test_the_server_finds_the_common_test_set_of_texts(tmp_path):
+    write(tmp_path / "train.csv")
+    write(tmp_path / "test.csv", ROWS[:5])
+    store = RunData(spec(tmp_path, max_tokens=6))
+    shape = store.dataset.shape
+    assert shape == (0, 6, 8192)
+    found = store.common_test_of("text", shape)
+    assert found.x.tolist() == [by_hand(row[0], 8192, 6) for row in ROWS[:5]]
+    assert store.common_test_of("text", (0, 6, 100)) is None, "another vocabulary"
+    assert store.common_test_of("image", shape) is None
+
+
 def test_generated_texts_are_words_of_the_training_set(tmp_path):
     whole = spec(write(tmp_path / "a.csv"), public_dataset="generated", public_samples=300)
     data = load(whole)

@@ -99,13 +99,13 @@ class RunData:
         """The common test set, or None if there is none."""
         return self.dataset.test
 
-    def common_test_of(self, shape: Shape) -> Split | None:
-        """Return the common test set, or None if there is none of samples of that shape."""
+    def common_test_of(self, kind: str, shape: Shape) -> Split | None:
+        """Return the common test set, or None if no test samples have that kind and shape."""
         try:
-            common = self.common_test
+            dataset = self.dataset
         except DataError:  # the sites' own data; the server lacks 'dataset'
             return None
-        return common if common is not None and tuple(common.x.shape[1:]) == shape else None
+        return dataset.test if (dataset.kind, dataset.shape) == (kind, shape) else None
 
     def label_space(self, index: int) -> tuple[int, ...]:
         """Return the label space of client `index`, ascending: all classes, or those it drew."""

@@ -163,11 +163,14 @@ class Codec:
             return self._sent.get(client, {}).get(round, (None, 0))
 
     def keep_sent(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
-        """Keep a client's training instruction of a round; it replaces an earlier one."""
+        """Keep a client's training instruction of a round; it replaces an earlier one.
+
+        That of a late reply comes back from disk: those of the current round are kept besides it.
+        """
         with self._lock:
-            if not self._remember and round != self._sent_round:
+            if not self._remember and round > self._sent_round:
                 self._sent.clear()
-            self._sent_round = round
+            self._sent_round = max(round, self._sent_round)
             self._sent.setdefault(client, {})[round] = knowledge, digest
 
     def forget_sent(self, client: str, round: int) -> None:

@@ -169,7 +169,7 @@ class HetStrategy(Strategy):
 
     def common_test(self) -> Split | None:
         """Return the common test set, scaled, or None if there is none for the clients' task."""
-        return self.data.common_test_of(self.task.shape)
+        return self.data.common_test_of(self.task.kind, self.task.shape)
 
     # Flower's interface, in the order of a round.
 
