@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 import torch
 from federation import records, run, small
+from matplotlib.figure import Figure
 from torch import nn
 from typer.testing import CliRunner
 
 from fedhet import report
 from fedhet.base.errors import KnowledgeError, SettingsError, ToldError
-from fedhet.base.metrics import METRICS, Predictions, chosen, measure, measured_names, metric_of
+from fedhet.base.metrics import (
+    METRICS,
+    Metric,
+    Predictions,
+    chosen,
+    measure,
+    measured_names,
+    metric_of,
+)
 from fedhet.cli import app
 from fedhet.data.spec import Split
 from fedhet.data.store import RunData
@@ -23,6 +32,7 @@ from fedhet.learning.devices import CPU
 from fedhet.learning.training import evaluate
 from fedhet.models import build_any
 from fedhet.models.evaluation import judge
+from fedhet.report import figures
 from fedhet.runs.measures import Measured, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection
 from fedhet.settings.run import RunSettings
@@ -391,6 +401,68 @@ def test_the_command_compares_by_a_metric(judged, tmp_path):
     assert json.loads((tmp_path / "compare" / "compare.json").read_text())["metric"] == "test-loss"
     with pytest.raises(SettingsError, match="these runs have accuracy, balanced-accuracy"):
         report.compare([directory], metric="auroc")
+
+
+def kappa(made):
+    """Cohen's kappa of all samples, and each class's against the rest: from -1 to 1."""
+
+    def agreement(truth, guess):
+        chance = sum(np.mean(truth == c) * np.mean(guess == c) for c in np.unique(truth))
+        return float((np.mean(truth == guess) - chance) / (1 - chance))
+
+    return agreement(made.truth, made.predicted)
+
+
+def disagreement(made):
+    """Minus kappa of each class against the rest, of which lower values are better."""
+    own = [(str(c), made.truth == c, made.predicted == c) for c in made.present]
+    return {c: -kappa(Predictions(truth, guess, made.likely)) for c, truth, guess in own}
+
+
+@pytest.fixture
+def signed_metrics(monkeypatch):
+    """Two custom metrics that can be negative: kappa, and one by class that ranks low."""
+    for metric in (
+        Metric("kappa", "Cohen's kappa", kappa, lowest=-1.0),
+        Metric("disagreement", "disagreement", disagreement, lowest=-1.0, lower_is_better=True,
+               by_class=True),
+    ):  # fmt: skip
+        monkeypatch.setitem(METRICS, metric.name, metric)
+
+
+def test_a_class_of_a_metric_has_its_range_and_direction(signed_metrics):
+    found = metric_of("disagreement.3")
+    assert (found.name, found.title) == ("disagreement.3", "disagreement of class 3")
+    assert (found.lowest, found.highest, found.lower_is_better) == (-1.0, 1.0, True)
+
+
+def test_a_custom_metric_can_be_negative(signed_metrics, tmp_path):
+    """Through a simulation that resumes, its summary, its figures, and a comparison."""
+    names = ["accuracy", "kappa", "disagreement"]
+    slow = {"metrics": names, "lr": 1e-9, "clients": 3}  # models stay as good as chance
+    run(small("local", **slow, rounds=1), tmp_path / "run")
+    result = api.run(resume=tmp_path / "run", rounds=2, progress=False)
+    for record in records(tmp_path / "run"):
+        assert not record["failed"]
+        score = record["metrics"]["kappa"]["personal"]["private"]
+        assert min(score["per_client"].values()) == score["worst"] < 0
+        each = [found["personal"]["private"] for name, found in record["metrics"].items()
+                if name.startswith("disagreement.")]  # fmt: skip
+        assert each
+        assert all(max(found["per_client"].values()) == found["worst"] for found in each)
+    mean = result.summary.metrics["kappa"]["personal"]["private"].mean
+    found = report.compare([tmp_path / "run"], metric="kappa", protocol="personal")
+    assert found.target == math.floor((0.9 * (mean + 1) - 1) * 1000) / 1000 < mean
+    assert all(found.to_target(group, "bytes").n for group in found.groups)
+    assert found.said_target == f"{found.target:.4f}"
+    asked = report.compare([tmp_path / "run"], -0.5, metric="kappa", protocol="personal")
+    assert asked.target == -0.5
+    assert "kappa, " in (tmp_path / "run" / "report.html").read_text()
+    view = report.load_run(tmp_path / "run").measuring("kappa")
+    figure = Figure()
+    figures.metrics([("Cohen's kappa", view)]).draw(figure)
+    low = (view.curve(view.headline, "private")[["mean", "std"]] @ [1, -1]).min()
+    assert figure.axes[0].dataLim.ymin == pytest.approx(max(low, -1.0))
 
 
 def test_the_terminals_table_has_the_metrics(judged):

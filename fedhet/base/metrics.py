@@ -8,7 +8,7 @@ of a single class, is left out altogether, so that no metric is ever NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -104,19 +104,25 @@ class Metric:
     """As tables and figures call it."""
     compute: Callable[[Predictions], float | Mapping[str, float] | None]
     """(predictions) -> the value, the value of each class by its number, or None: not defined."""
-    least: float = 0.0
-    """The least value above 0."""
+    lowest: float = 0.0
     highest: float = 1.0
-    """The end of its range, which begins at 0."""
+    """The bounds of its values; the server rejects others."""
+    min_positive: float = 0.0
+    """The smallest value above 0."""
     lower_is_better: bool = False
     by_class: bool = False
     """Whether each class has a value of its own, reported as `recall.0`, `recall.1`, ..."""
+
+    @property
+    def is_fraction(self) -> bool:
+        """Whether its values are fractions, from 0 to 1."""
+        return (self.lowest, self.highest) == (0.0, 1.0)
 
 
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric(ACCURACY, "accuracy", _accuracy, least=LEAST_ACCURACY),
+        Metric(ACCURACY, "accuracy", _accuracy, min_positive=LEAST_ACCURACY),
         Metric("balanced-accuracy", "balanced accuracy", _balanced_accuracy),
         Metric("macro-f1", "macro F1", _macro_f1),
         Metric("auc", "AUC", _auc),
@@ -164,7 +170,7 @@ def metric_of(name: str) -> Metric:
     """Return the metric of a reported name, such as `auc` or `recall.3`; unknown ones rank high."""
     kind, _, label = name.partition(".")
     found = METRICS.get(kind, Metric(name, name, _accuracy))
-    return Metric(name, f"{found.title} of class {label}", found.compute) if label else found
+    return replace(found, name=name, title=f"{found.title} of class {label}") if label else found
 
 
 def in_order(name: str) -> tuple[int, int]:

@@ -139,8 +139,8 @@ class Comparison:
 
     @property
     def said_target(self) -> str:
-        """The target as it is shown: a percentage if the metric is a share."""
-        return percent(self.target) if self.metric.highest == 1.0 else score(self.target)
+        """The target as it is shown: a percentage if the metric is a fraction."""
+        return percent(self.target) if self.metric.is_fraction else score(self.target)
 
     @property
     def beside_accuracy(self) -> str:
@@ -202,10 +202,10 @@ def compare(
         notes.append(f"no paired differences over seeds: {' or '.join(sorted(faults))}")
     basis = ""
     if wanted is None:
-        lower = judged.lower_is_better
-        wanted = default_target(ranked, columns[0], lower_is_better=lower)
-        share = "110 % of the highest" if lower else "90 % of the lowest"
-        basis = f"{share} {judged.title}, so all reach it"
+        wanted = default_target(ranked, columns[0], judged)
+        share = "110 % of the highest" if judged.lower_is_better else "90 % of the lowest"
+        above = f" above {judged.lowest:g}" if judged.lowest else ""
+        basis = f"{share} {judged.title}{above}, so all reach it"
     own = chosen_figures(figures, sorted({name for group in groups for name in group.figures}))
     comparison = Comparison(tuple(ranked), columns, wanted, tuple(notes), own, pairs, judged, test)
     if basis:
@@ -215,7 +215,7 @@ def compare(
 
 
 def _wanted(target: float, metric: Metric) -> float:
-    if metric.highest > 1 and 0 < target <= metric.highest:
+    if not metric.is_fraction and metric.lowest < target <= metric.highest:
         return target
     if not 0 < target <= 100:
         raise SettingsError(
@@ -269,18 +269,20 @@ def chosen_figures(names: str, known: Sequence[str]) -> tuple[str, ...]:
     return wanted
 
 
-def default_target(
-    groups: Sequence[Group], column: Column, *, lower_is_better: bool = False
-) -> float:
+def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> float:
     """Return 90 % of the lowest last value of any run, so that all of them reach it.
 
-    Of a metric of which lower values are better, it is 110 % of the highest.
+    Of a metric of which lower values are better, it is 110 % of the highest. The percentage counts
+    from the metric's lowest possible value.
     """
     last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
-    if lower_is_better:
-        return math.ceil(1.1 * last.max() * 1000) / 1000 if last.count() else 0.0
-    target = 0.9 * last.min() if last.count() else 0.0
-    return math.floor(target * 1000) / 1000 or float(target)
+    if not last.count():
+        return metric.lowest
+    bound = float(last.max() if metric.lower_is_better else last.min())
+    if metric.lower_is_better:
+        return math.ceil((metric.lowest + 1.1 * (bound - metric.lowest)) * 1000) / 1000
+    target = metric.lowest + 0.9 * (bound - metric.lowest)
+    return math.floor(target * 1000) / 1000 or target
 
 
 def cautions(groups: Sequence[Group], column: Column) -> list[str]:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 
 from fedhet.base.disk import Folder
+from fedhet.base.metrics import metric_of
 from fedhet.report import canvas, style
 from fedhet.report.canvas import GAP
 from fedhet.report.run import STAGES, TEST_SETS, Run
@@ -102,13 +103,15 @@ def _baseline(ax: Axes, run: Run, protocol: str) -> None:
         style.line(ax, mean, style.OTHER_COLOUR, series=name, label=label, **look)
 
 
-def _curve(ax: Axes, curve: pd.DataFrame, kind: str, highest: float = 1.0) -> None:
+def _curve(
+    ax: Axes, curve: pd.DataFrame, kind: str, lowest: float = 0.0, highest: float = 1.0
+) -> None:
     if curve.empty:
         return
     colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
     mean, worst = curve["mean"], curve["worst"]
-    low = (mean - curve["std"]).clip(0, highest)
-    high = (mean + curve["std"]).clip(0, highest)
+    low = (mean - curve["std"]).clip(lowest, highest)
+    high = (mean + curve["std"]).clip(lowest, highest)
     style.line(ax, mean, colour, series=kind, label=f"{kind}{GAP}{mean.iloc[-1]:.3f}")
     if not np.allclose(worst, mean, equal_nan=True):
         look = {"size": 2, "alpha": 0.85, **style.DASHED}
@@ -279,7 +282,8 @@ def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
     def draw(ax: Axes, title: str) -> None:
         view = dict(views)[title]
         for kind in view.kinds(view.headline):
-            _curve(ax, view.curve(view.headline, kind), kind, highest=math.inf)
+            lowest = metric_of(view.metric).lowest
+            _curve(ax, view.curve(view.headline, kind), kind, lowest, math.inf)
         style.over_rounds(ax, view.costs.index)
         style.ticks(ax)
         where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""

@@ -173,9 +173,9 @@ def _score(sender: str, metrics: Mapping[str, object], place: Place) -> float:
     if accuracy not in metrics:
         raise KnowledgeError(sender, name, f"comes without {accuracy}")
     metric = metric_of(place[0])
-    value = _number(sender, metrics, name, high=metric.highest)
-    if 0 < value < metric.least:
-        fault = f"is {value}, must be 0 or from {metric.least:g} to {metric.highest:g}"
+    value = _number(sender, metrics, name, metric.lowest, metric.highest)
+    if 0 < value < metric.min_positive:
+        fault = f"is {value}, must be 0 or from {metric.min_positive:g} to {metric.highest:g}"
         raise KnowledgeError(sender, name, fault)
     return value
 

@@ -26,7 +26,7 @@ from fedhet.base.metrics import ACCURACY
 
 LARGEST = 1e18
 """The largest number in a run's files: beyond every sum of what clients may report."""
-ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=0, le=LARGEST)]]]]
+ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]]]]
 """protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> value."""
 ByMetric = dict[str, ByPlace]
 """metric -> protocol -> kind -> client -> value."""
