@@ -90,6 +90,8 @@ def test_the_frames_hold_what_the_files_hold(result):
                 assert row[f"accuracy.{protocol}.{kind}"] == pytest.approx(scores["mean"])
         assert row["loss"] == pytest.approx(record["loss"]["mean"])
         assert row["bytes_up"] == record["bytes_up"]
+    for frame in (result.history, result.clients, fedhet.compare([result]).to_frame()):
+        assert set(frame.columns) <= set(str(frame).split())  # not cut at the terminal's width
     tidy = result.to_frame()
     wanted = {
         (r["round"], client, protocol, kind): value

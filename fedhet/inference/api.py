@@ -177,6 +177,14 @@ def _named(setting: str, value: Any, inline: bool) -> Any:
 # --- results: frames, models, and a small card
 
 
+class _Frame(pd.DataFrame):  # type: ignore[misc]
+    """A data frame that is printed with all its columns; what is derived from it is a plain one."""
+
+    def __repr__(self) -> str:
+        with pd.option_context("display.max_columns", None):
+            return str(super().__repr__())
+
+
 class Result:
     """A run on disk: its records as data frames, and its clients' models."""
 
@@ -226,7 +234,7 @@ class Result:
         }
         costs = self._run.costs[["bytes_up", "bytes_down", "seconds"]]
         found = pd.DataFrame(columns, index=costs.index)
-        return found.assign(loss=self._run.mean_loss).join(costs)
+        return _Frame(found.assign(loss=self._run.mean_loss).join(costs))
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row per round, client, protocol and kind of model, with its accuracy.
@@ -274,7 +282,7 @@ class Result:
             for column in view.columns
         }
         loss = {"loss": [last.get(name, NAN) for name in run.clients]}
-        return pd.DataFrame({**about, **loss, **scores}, index=index)
+        return _Frame({**about, **loss, **scores}, index=index)
 
     @property
     def figures(self) -> pd.DataFrame:
@@ -372,7 +380,7 @@ class ComparedRuns:
             for group in content["groups"]
         ]
         labels = [group["label"] for group in content["groups"]]
-        return pd.DataFrame(rows, index=pd.Index(labels, name="run"))
+        return _Frame(rows, index=pd.Index(labels, name="run"))
 
     def __repr__(self) -> str:
         return str(self.to_frame())
