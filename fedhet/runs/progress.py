@@ -471,7 +471,7 @@ class Status(BaseModel):
         clients = [
             ClientStatus(
                 name=each.name, model=each.model, state=each.state.words, accuracy=each.accuracy,
-                loss=each.loss, seconds=round(progress.seconds_of(each), 1), line=each.line,
+                loss=each.loss, seconds=round(progress.seconds_of(each), 3), line=each.line,
             )
             for each in sorted(progress.clients.values(), key=lambda client: natural(client.name))
         ]  # fmt: skip
