@@ -21,7 +21,7 @@ from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
-from fedhet.server.reply import SpooledReply
+from fedhet.server.reply import SpooledPayload
 from fedhet.settings.run import RunSettings
 from fedhet.strategies.base import HetStrategy
 
@@ -135,7 +135,7 @@ class Server:
         """Let every client train; a reply on disk can be read here after the round, too."""
         answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
         for _, result in answers:
-            if isinstance(stored := result.parameters, SpooledReply):
+            if isinstance(stored := result.parameters, SpooledPayload):
                 whole = stored._mapped()
                 stored.tensors = [bytes(whole[start:end]) for start, end in stored._places]
         return answers

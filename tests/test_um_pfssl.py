@@ -22,7 +22,7 @@ from fedhet.base.seeding import seeded
 from fedhet.config.resolve import resolve
 from fedhet.data.spec import Split
 from fedhet.learning.training import batches
-from fedhet.server.reply import SpooledReply
+from fedhet.server.reply import SpooledPayload
 from fedhet.wire.knowledge import Knowledge, decode
 
 MODEL = "cnn2-dropout"
@@ -490,7 +490,7 @@ def test_a_list_that_cannot_be_is_ignored(tmp_path, numbers, fault):
 def test_replies_wait_on_disk(tmp_path):
     wire = Wire(um(clients=3), tmp_path / "run")
     answers = wire.server.answers(wire.ask(1))
-    assert all(isinstance(result.parameters, SpooledReply) for _, result in answers)
+    assert all(isinstance(result.parameters, SpooledPayload) for _, result in answers)
     assert len(list((tmp_path / "run" / "inbox").iterdir())) == 3
     wire.strategy.aggregate_fit(1, answers, [])
     assert not list((tmp_path / "run" / "inbox").iterdir())

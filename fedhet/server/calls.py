@@ -1,4 +1,4 @@
-"""Calls to clients: what a call is, the pool that makes calls, and the outcomes that it yields.
+"""Calls to clients, and the pool that makes them: a call is a future, which holds its outcome.
 
 `Call.run` sends a message: all messages to clients pass through it, except the question for their
 descriptions (`members`). Flower's own server waits until every call of a round has finished. Here,
@@ -15,9 +15,8 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from flwr.common import Code, DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
@@ -101,40 +100,79 @@ class NamedProxy(DirectProxy):
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
         """Call the client's method `name`. Raises ClientFailureError if it does not reply."""
         if isinstance(instruction, FitIns | EvaluateIns):
-            return Call(self, instruction, 0, timeout).run()[0]
+            return Call(self, 0, instruction, timeout).run()
         return getattr(self._proxy, name)(instruction, timeout, 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
-    """A call to one client: a message, and the round that the client replies to."""
+    """A call to one client: a message and, once the client has replied or failed, the outcome."""
 
     proxy: NamedProxy
-    message: FitIns | EvaluateIns
     round: int
-    timeout: float | None
+    """The round that the client replies to."""
+    message: FitIns | EvaluateIns | None = None
+    """None if the call was made before the server was started again."""
+    timeout: float | None = None
+    began: float = 0.0
+    """When the call began, by the run's clock."""
+    due: float = math.inf
+    """When the reply arrives, by the run's clock; infinity if it is not known yet."""
+    result: Result | None = None
+    """The client's result; None before it has arrived, and if the reply is late and on disk."""
+    error: BaseException | None = None
+    is_usable: bool = False
+    """Whether the client has replied successfully and reported no error."""
+    is_late: bool | None = None
+    """None until the reply arrives or the round closes."""
+    received_at: float = math.inf
+    """Time of arrival, as returned by `time.monotonic`."""
+    bytes_sent: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def name(self) -> str:
         """The client's name."""
         return self.proxy.name
 
-    def run(self, is_on_time: Callable[[], bool] = lambda: True) -> tuple[Result, int]:
-        """Send the message; return the client's result, and the bytes that it was sent.
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the outcome is known to the round."""
+        return math.isfinite(self.due)
+
+    @property
+    def samples_processed(self) -> float:
+        """Number of training samples processed, as reported by the client, clamped to [0, MOST]."""
+        reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
+        return min(max(float(reported), 0.0), MOST) if isinstance(reported, int | float) else 0.0
+
+    def decide(self, *, late: bool) -> bool:
+        """Decide whether the reply is late unless that is decided; return whether it is late.
+
+        Whichever comes first decides: the reply arrives, or the round closes.
+        """
+        with self._lock:
+            if self.is_late is None:
+                self.is_late = late
+            return self.is_late
+
+    def run(self) -> Result:
+        """Send the message; return the client's result, which the call keeps as well.
 
         A client that lacks the base weights of the message is sent the message without them. A
         reply that arrives on time is written to the proxy's spool. Raises ClientFailureError.
         """
         to, message = self.proxy, self.message
+        assert message is not None
         training = isinstance(message, FitIns)
         try:
             with to.turn:
                 if to.instruction is not None:
                     message = replace(message, parameters=to.instruction())
-                size, result = payload_bytes(message.parameters), self._send(message)
+                self.bytes_sent, result = payload_bytes(message.parameters), self._send(message)
                 if result.metrics.get(LACKS) is True and (whole := to.whole()):
                     result = self._send(replace(message, parameters=whole))
-                if isinstance(result, FitRes) and is_on_time() and to.spool is not None:
+                if isinstance(result, FitRes) and not self.decide(late=False) and to.spool:
                     result.parameters = to.spool.put(self.name, result.parameters)
         except Exception as error:
             if training:
@@ -142,7 +180,9 @@ class Call:
             raise ClientFailureError(self.name, words_of(error)) from error
         if training:
             to.on_reply(self.name, one_line(str(result.metrics.get("error", ""))))
-        return result, size
+        self.is_usable = result.status.code is Code.OK and "error" not in result.metrics
+        self.result = result
+        return result
 
     def _send(self, message: FitIns | EvaluateIns) -> Result:
         proxy = self.proxy._proxy
@@ -152,57 +192,20 @@ class Call:
         return proxy.evaluate(message, self.timeout, self.round)
 
 
-@dataclass(frozen=True)
-class CallOutcome:
-    """The outcome of a finished call: the client's result, or the exception raised."""
-
-    call: Call
-    result: Result | None
-    error: BaseException | None
-    received_at: float
-    """Time of arrival, as returned by `time.monotonic`."""
-    is_late: bool
-    bytes_sent: int = 0
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the client replied successfully and reported no error."""
-        result = self.result
-        return (
-            result is not None and result.status.code is Code.OK and "error" not in result.metrics
-        )
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether the reply was late and has been stored on disk."""
-        return self.is_late and self.error is None
-
-    @property
-    def samples_processed(self) -> float:
-        """Number of training samples processed, as reported by the client, clamped to [0, MOST]."""
-        reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
-        return min(max(float(reported), 0.0), MOST) if isinstance(reported, int | float) else 0.0
-
-
 class CallPool:
     """Thread pool for the client calls of one run."""
 
-    def __init__(
-        self, max_concurrent: int, store_late_reply: Callable[[Call, FitRes], None]
-    ) -> None:
+    def __init__(self, max_concurrent: int, store_late_reply: Callable[[Call], None]) -> None:
         """Create the pool; its threads start on demand.
 
         Args:
             max_concurrent: Maximum number of clients called at the same time.
-            store_late_reply: Called with each training reply that arrives after its round closed.
+            store_late_reply: Moves each training reply that arrives after its round closed to disk.
         """
         self.max_concurrent, self._store_late_reply = max_concurrent, store_late_reply
         self._pending: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._num_threads = 0
-        self._lock = threading.Lock()
-        self._late: dict[Call, bool] = {}
-        """Whether a call is late, as soon as its reply has arrived or its round has closed."""
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue calls in order, and start as many threads as needed and allowed."""
@@ -212,32 +215,21 @@ class CallPool:
             self._num_threads += 1
             threading.Thread(target=self._run_calls, daemon=True).start()
 
-    def next_outcome(self, timeout: float = math.inf) -> CallOutcome | None:
-        """Return the next outcome, or None if no call finishes within `timeout` seconds."""
+    def next_finished(self, timeout: float = math.inf) -> Call | None:
+        """Return the next finished call, or None if none finishes within `timeout` seconds."""
         try:
-            outcome = self._outcomes.get(timeout=None if math.isinf(timeout) else timeout)
+            return self._finished.get(timeout=None if math.isinf(timeout) else timeout)
         except queue.Empty:
             return None
-        with self._lock:
-            del self._late[outcome.call]
-        return outcome
 
-    def cancel_pending(self) -> list[Call]:
-        """Cancel the calls that have not started, and return them."""
-        cancelled: list[Call] = []
+    def cancel_pending(self) -> set[str]:
+        """Cancel the calls that have not started, and return the names of their clients."""
+        cancelled: set[str] = set()
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._pending.get_nowait()
-                cancelled += [call] if call is not None else []
+                cancelled |= {call.name} if call is not None else set()
         return cancelled
-
-    def mark_late(self, call: Call) -> bool:
-        """Mark a call as late unless its reply has arrived; return whether it is late.
-
-        Whichever comes first decides, and the decision is final.
-        """
-        with self._lock:
-            return self._late.setdefault(call, True)
 
     def shutdown(self) -> None:
         """Cancel pending calls, and let each thread exit after its current call."""
@@ -248,23 +240,15 @@ class CallPool:
 
     def _run_calls(self) -> None:
         while (call := self._pending.get()) is not None:
-            self._outcomes.put(self._run(call))
-
-    def _run(self, call: Call) -> CallOutcome:
-        result, error, size = None, None, 0
-        try:
-            result, size = call.run(partial(self._is_on_time, call))
-            if not self._is_on_time(call) and isinstance(result, FitRes):
-                self._store_late_reply(call, result)
-        except BaseException as raised:  # report every failure to the round
-            error = raised
-        late = not self._is_on_time(call)
-        return CallOutcome(call, result, error, time.monotonic(), late, size)
-
-    def _is_on_time(self, call: Call) -> bool:
-        """Record that a reply has arrived, and return whether it is on time."""
-        with self._lock:
-            return not self._late.setdefault(call, False)
+            try:
+                if isinstance(call.run(), FitRes) and call.is_late:
+                    self._store_late_reply(call)
+            except BaseException as raised:  # report every failure to the round
+                call.error = raised
+            call.received_at = time.monotonic()
+            call.decide(late=False)
+            self._finished.put(call)
+            del call  # an idle thread must not keep its reply in memory
 
 
 class ClientFailureError(Exception):
@@ -273,11 +257,6 @@ class ClientFailureError(Exception):
     def __init__(self, client: str, reason: str) -> None:
         super().__init__(f"{client}: {reason}")
         self.client, self.reason = client, reason
-
-
-def client_names(calls: Iterable[Call]) -> set[str]:
-    """Return the names of the clients being called."""
-    return {call.name for call in calls}
 
 
 def name_of(proxy: ClientProxy) -> str:

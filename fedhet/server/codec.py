@@ -19,7 +19,7 @@ from fedhet.runs.measures import SPENT, Measured, read_measures
 from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.members import Member
 from fedhet.server.published import Instruction, Publisher
-from fedhet.server.reply import Reply, SpooledReply, bytes_of, from_outside
+from fedhet.server.reply import Reply, SpooledPayload, bytes_of, from_outside
 from fedhet.server.round import RoundState
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
@@ -228,7 +228,7 @@ class Codec:
         """Return a client's reply to this round. Raises KnowledgeError."""
         payload, name, known = result.parameters, client.name, None
         with from_outside(name):
-            spooled = payload if isinstance(payload, SpooledReply) else None
+            spooled = payload if isinstance(payload, SpooledPayload) else None
             self._state.received(bytes_of(payload))
             if result.status.code != Code.OK or "error" in result.metrics:
                 raise _error_of(name, result.metrics, result.status.message)

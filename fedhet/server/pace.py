@@ -15,12 +15,12 @@ import csv
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flwr.common import EvaluateIns, FitRes
+from flwr.common import EvaluateIns, FitIns, FitRes
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.algorithms.closing import (
@@ -32,16 +32,9 @@ from fedhet.algorithms.closing import (
 )
 from fedhet.base.errors import SettingsError, StateError, nearest, one_line
 from fedhet.base.seeding import numpy_rng
-from fedhet.server.calls import (
-    Call,
-    CallOutcome,
-    CallPool,
-    ClientFailureError,
-    NamedProxy,
-    client_names,
-)
+from fedhet.server.calls import Call, CallPool, ClientFailureError, NamedProxy
 from fedhet.server.codec import Codec
-from fedhet.server.reply import LateReplies, LateReply, ReplySpool, SpooledReply, bytes_of
+from fedhet.server.reply import LateReplies, ReplySpool, SpooledPayload, bytes_of
 from fedhet.settings.engine import DRAWN_CLOCK, PaceSettings
 from fedhet.settings.run import RunSettings
 
@@ -141,42 +134,18 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
     return rows
 
 
-Instructions = Sequence[tuple[ClientProxy, Any]]
-"""Flower's pairs of a client, by its `NamedProxy`, and a message."""
-
-
-@dataclass
-class PendingCall:
-    """A client that has been asked to train, and whose answer no round has got yet."""
-
-    round: int
-    began: float
-    call: Call | None = None
-    """None: it was made before the server was started again."""
-    due: float = math.inf
-    """When the answer comes, by the run's clock; infinity: it is not known yet."""
-    answer: CallOutcome | None = None
-    """None if `due` is known: the answer is on disk."""
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the answer is there."""
-        return math.isfinite(self.due)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the answer is there, and no failure."""
-        return self.has_arrived and (self.answer is None or self.answer.is_usable)
+Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
+"""Flower's pairs of a client and a message."""
 
 
 @dataclass
 class RoundResults:
-    """What a round has got when it closes."""
+    """The outcome of a round when it closes."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[Any] = field(default_factory=list)
     arrived: dict[str, int] = field(default_factory=dict)
-    """The clients that answer an earlier round, and which."""
+    """The clients that reply to an earlier round, and which."""
     late: set[str] = field(default_factory=set)
     """The clients that are still at work."""
     withdrawn: set[str] = field(default_factory=set)
@@ -186,12 +155,12 @@ class RoundResults:
     clock: float = math.nan
     """Simulated seconds since the run began."""
 
-    def add(self, proxy: ClientProxy, answer: CallOutcome) -> None:
-        """Add an answer that is in memory."""
-        if answer.error is not None:
-            self.failures.append(answer.error)
+    def add(self, call: Call) -> None:
+        """Add a finished call whose outcome is in memory."""
+        if call.error is not None:
+            self.failures.append(call.error)
         else:
-            self.results.append((proxy, answer.result))
+            self.results.append((call.proxy, call.result))
 
 
 class Collector:
@@ -208,9 +177,10 @@ class Collector:
         # would keep the lock of its directory until the next garbage collection.
         self._store_late = partial(_store_late, codec, late)
         self._pool = CallPool(1, self._store_late)
-        self._jobs: dict[str, PendingCall] = {}
+        self._calls: dict[str, Call] = {}
+        """By client: the call to train whose outcome no round has got yet."""
         self._evaluating: dict[str, Call] = {}
-        self._evaluated: list[CallOutcome] = []
+        self._evaluated: list[Call] = []
         self._durations: list[float] = []
         self._simulated = 0.0
         """Simulated seconds since the run began."""
@@ -222,27 +192,29 @@ class Collector:
     def close(self) -> None:
         """End the threads that call clients, as they become free; forget the calls."""
         self._pool.shutdown()
-        self._jobs.clear()
+        self._calls.clear()
 
     @property
     def busy(self) -> set[str]:
-        """The clients that are not asked: they are at work, or their answer awaits a round."""
-        return self._jobs.keys() | self._evaluating.keys()
+        """The clients that are not called: they are at work, or their reply awaits a round."""
+        return self._calls.keys() | self._evaluating.keys()
 
     # A round.
 
     def fit(
         self, round: int, instructions: Instructions, needed: int, timeout: float | None
     ) -> RoundResults:
-        """Ask clients to train, and return what the round has got when it closes.
+        """Call clients to train, and return what the round has got when it closes.
 
-        It needs `needed` answers, or 'pace.enough' of them.
+        It needs `needed` replies, or 'pace.enough' of them.
         """
-        began, calls = self._now(), _calls(instructions, round, timeout)
-        self._jobs |= {call.name: PendingCall(round, began, call) for call in calls}
-        awaited = client_names(calls)
+        began = self._now()
+        calls = _calls(instructions, round, timeout, began)
+        called = {call.name: call for call in calls}
+        self._calls |= called
+        awaited = set(called)
         if self._pace.is_asynchronous or not calls:
-            awaited = set(self._jobs)
+            awaited = set(self._calls)
         rule = closing(
             self._pace, needed if calls else 1, len(awaited), self._durations, self._least
         )
@@ -252,54 +224,54 @@ class Collector:
             self._codec.withdraw(round, found.withdrawn)
             ends = self._now()
         else:
-            self._wait(calls, client_names(calls), Closing(len(calls)))
-            jobs = [self._jobs[name] for name in awaited]
-            ends = rule.closes_at([job.due for job in jobs if job.is_usable], began)
-            self._simulated = found.clock = ends
-        if ends > began:  # a simulated round without an answer takes no time
+            self._wait(calls, set(called), Closing(len(calls)))
+            dues = [self._calls[name].due for name in awaited if self._calls[name].is_usable]
+            ends = self._simulated = found.clock = rule.closes_at(dues, began)
+        if ends > began:  # a simulated round without a reply takes no time
             self._durations = [*self._durations, ends - began][-RECENT:]
-        for name in sorted(self._jobs):
-            self._take(name, round, ends, found)
-        found.late = set(self._jobs)
+        for name in sorted(self._calls):
+            self._take(self._calls[name], round, ends, found)
+        found.late = set(self._calls)
         return found
 
     def evaluate(
         self, round: int, instructions: Instructions, timeout: float | None
     ) -> RoundResults:
-        """Ask clients to evaluate, and return the answers that come before the round closes.
+        """Call clients to evaluate, and return the replies that come before the round closes.
 
         By a simulated clock evaluation takes no time, and all are awaited.
         """
-        calls, rule = _calls(instructions, round, timeout), Closing(len(instructions))
+        calls = _calls(instructions, round, timeout)
+        called, rule = {call.name: call for call in calls}, Closing(len(calls))
         if self._clock is None:
             rule = closing_of_evaluation(self._pace, len(calls), self._durations)
-        self._evaluating |= {call.name: call for call in calls}
-        found = RoundResults(withdrawn=self._wait(calls, client_names(calls), rule))
+        self._evaluating |= called
+        found = RoundResults(withdrawn=self._wait(calls, set(called), rule))
         self._codec.withdraw(round, found.withdrawn, training=False)
-        for answer in self._evaluated:
-            found.add(answer.call.proxy, answer)
+        for call in self._evaluated:
+            found.add(call)
         self._evaluated = []
         found.late = set(self._evaluating)
         return found
 
     def settled(self, arrived: Iterable[str]) -> None:
         """Remove the late replies that the last round has used: its checkpoint is written."""
-        self._late.remove(set(arrived) - self._jobs.keys())
+        self._late.remove(set(arrived) - self._calls.keys())
 
     # What a checkpoint holds.
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of the clients at work, as JSON has it."""
         jobs = {
-            name: [job.round, job.began, job.due if job.has_arrived else None]
-            for name, job in self._jobs.items()
+            name: [call.round, call.began, call.due if call.has_arrived else None]
+            for name, call in self._calls.items()
         }
         return {"clock": self._simulated, "durations": self._durations, "jobs": jobs}
 
     def load_dict(self, known: Mapping[str, Any]) -> None:
         """Restore what `to_dict` returned, of clients whose late replies are on disk.
 
-        The others were at work when the server ended, and are asked again. Raises ValueError,
+        The others were at work when the server ended, and are called again. Raises ValueError,
         KeyError or TypeError.
         """
         self._simulated = float(known["clock"])
@@ -307,8 +279,9 @@ class Collector:
         saved = {str(name): job for name, job in known["jobs"].items()}
         rounds = {name: int(job[0]) for name, job in saved.items()}
         for name, round in self._late.restore(rounds).items():
-            began, due = saved[name][1:] if self._clock else (0.0, 0.0)
-            self._jobs[name] = PendingCall(round, float(began), due=float(due))
+            began, due = map(float, saved[name][1:] if self._clock else (0.0, 0.0))
+            call = Call(NamedProxy(name), round, began=began, due=due, is_usable=True)
+            self._calls[name] = call
 
     # What these methods call.
 
@@ -322,86 +295,79 @@ class Collector:
         else to do then.
         """
         began = time.monotonic()
-        there = {name for name in awaited & self._jobs.keys() if self._jobs[name].has_arrived}
-        usable = [self._jobs[name] for name in there if self._jobs[name].is_usable]
-        times, missing = sorted(job.due - began for job in usable), awaited - there
+        known = [self._calls[name] for name in awaited & self._calls.keys()]
+        arrived = [call for call in known if call.has_arrived]
+        missing = awaited - {call.name for call in arrived}
+        times = sorted(call.due - began for call in arrived if call.is_usable)
         self._pool.submit(calls)
         while (left := rule.waits(time.monotonic() - began, times, len(missing))) > 0:
-            answer = self._pool.next_outcome(left)
-            if answer is not None and self._receive(answer) in missing:
-                missing.remove(answer.call.name)
-                times += [answer.received_at - began] if answer.is_usable else []
-        withdrawn = client_names(self._pool.cancel_pending())
+            call = self._pool.next_finished(left)
+            if call is not None and self._receive(call) in missing:
+                missing.remove(call.name)
+                times += [call.received_at - began] if call.is_usable else []
+        withdrawn = self._pool.cancel_pending()
         for name in withdrawn:
-            self._jobs.pop(name, None)
+            self._calls.pop(name, None)
             self._evaluating.pop(name, None)
-        begun = [call for call in calls if call.name in missing - withdrawn]
-        coming = {
-            c.name for c in begun if self._pool.max_concurrent == 1 or not self._pool.mark_late(c)
-        }
+        begun, alone = missing - withdrawn, self._pool.max_concurrent == 1
+        coming = {c.name for c in calls if c.name in begun and (alone or not c.decide(late=True))}
         while coming:
-            coming.discard(self._receive(self._pool.next_outcome()))
+            coming.discard(self._receive(self._pool.next_finished()))
         return withdrawn
 
-    def _receive(self, answer: CallOutcome | None) -> str:
-        """Take note of an answer, and return whose it is; a late evaluation is of no use."""
-        assert answer is not None
-        call = answer.call
+    def _receive(self, call: Call | None) -> str:
+        """Take note of a finished call, and return whose it is; a late evaluation is of no use."""
+        assert call is not None
         if isinstance(call.message, EvaluateIns):
             del self._evaluating[call.name]
-            self._evaluated += [] if answer.is_late else [answer]
+            self._evaluated += [] if call.is_late else [call]
             return call.name
-        job = self._jobs[call.name]
-        job.answer, job.due = answer, answer.received_at
+        call.due = call.received_at
         if self._clock is not None:
-            job.due = job.began  # a failure is known at once
-            if isinstance(result := answer.result, FitRes) and answer.is_usable:
-                size, work = (
-                    answer.bytes_sent + bytes_of(result.parameters),
-                    answer.samples_processed,
-                )
-                job.due += self._clock.seconds(call.name, call.round, work, size)
+            call.due = call.began  # a failure is known at once
+            if isinstance(call.result, FitRes) and call.is_usable:
+                size = call.bytes_sent + bytes_of(call.result.parameters)
+                work = call.samples_processed
+                call.due += self._clock.seconds(call.name, call.round, work, size)
         return call.name
 
-    def _take(self, name: str, round: int, ends: float, found: RoundResults) -> None:
-        """Hand a client's answer to the round if it is there in time, or else keep it."""
-        job = self._jobs[name]
-        if job.due > ends:
-            if job.answer is not None and job.call is not None:
-                self._store_late(job.call, job.answer.result)
-                job.answer = None
+    def _take(self, call: Call, round: int, ends: float, found: RoundResults) -> None:
+        """Hand a client's reply to the round if it has arrived in time, or else keep it."""
+        name = call.name
+        if call.due > ends:
+            if call.result is not None:
+                self._store_late(call)
             return
-        del self._jobs[name]
-        if job.round != round:
-            found.arrived[name] = job.round
-        if job.call is not None or self._clock is not None:
-            found.seconds[name] = job.due - job.began
-        proxy = NamedProxy(name) if job.call is None else job.call.proxy
-        if job.answer is not None and not job.answer.is_on_disk:
-            found.add(proxy, job.answer)
-            return
-        try:
-            late = self._late.get(name)
-            if late.sent is not None:
-                self._codec.keep_sent(name, late.round, late.sent, late.digest)
-            if self._spool is not None:
-                late.result.parameters = self._spool.put(name, late.result.parameters)
-            found.results.append((proxy, late.result))
-        except (StateError, OSError) as error:
-            found.failures.append(ClientFailureError(name, str(error)))
+        del self._calls[name]
+        if call.round != round:
+            found.arrived[name] = call.round
+        if call.message is not None or self._clock is not None:
+            found.seconds[name] = call.due - call.began
+        if call.result is None and call.error is None:  # it is on disk
+            try:
+                call.result, of, sent, digest = self._late.get(name)
+                if sent is not None:
+                    self._codec.keep_sent(name, of, sent, digest)
+                if self._spool is not None:
+                    call.result.parameters = self._spool.put(name, call.result.parameters)
+            except (StateError, OSError) as error:
+                call.error = ClientFailureError(name, str(error))
+        found.add(call)
 
 
-def _store_late(codec: Codec, late: LateReplies, call: Call, result: Any) -> None:
-    """Write a late reply to disk, with the client's instruction. Raises StateError."""
-    payload, name, round = result.parameters, call.name, call.round
-    if isinstance(payload, SpooledReply):
-        payload = payload.payload()
-    whole = FitRes(result.status, payload, result.num_examples, result.metrics)
-    sent, digest = codec.sent(name, round)
-    late.put(name, LateReply(round, whole, sent, digest))
+def _calls(
+    instructions: Instructions, round: int, timeout: float | None, began: float = 0.0
+) -> list[Call]:
+    named = [(to, each) for to, each in instructions if isinstance(to, NamedProxy)]
+    return [Call(to, round, each, timeout, began) for to, each in named]
+
+
+def _store_late(codec: Codec, late: LateReplies, call: Call) -> None:
+    """Move a late reply to disk, with the client's instruction. Raises StateError."""
+    result, name, round = call.result, call.name, call.round
+    assert isinstance(result, FitRes)
+    if isinstance(payload := result.parameters, SpooledPayload):
+        result = replace(result, parameters=payload.payload())
+    late.put(name, result, round, *codec.sent(name, round))
     codec.forget_sent(name, round)
-
-
-def _calls(instructions: Instructions, round: int, timeout: float | None) -> list[Call]:
-    named = [(proxy, message) for proxy, message in instructions if isinstance(proxy, NamedProxy)]
-    return [Call(proxy, message, round, timeout) for proxy, message in named]
+    call.result = None

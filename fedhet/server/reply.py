@@ -154,13 +154,14 @@ class ReplySpool:
 
         `bases_of` returns what has the weights on which a client's reply builds.
         """
-        self._folder, self._max_bytes, self._bases_of = folder, max_bytes, bases_of
+        self._folder = Folder(folder, folder.parent, private=True)
+        self._max_bytes, self._bases_of = max_bytes, bases_of
         self._weights = tuple(f"{name}/" for name in contract.weights)
 
-    def put(self, client: str, payload: Parameters) -> SpooledReply:
+    def put(self, client: str, payload: Parameters) -> SpooledPayload:
         """Decode a client's reply and write it. Raises OSError."""
         bases = self._bases_of(client)
-        return SpooledReply(self._folder / client, payload, self._max_bytes, self._weights, bases)
+        return SpooledPayload(client, payload, self._folder, self._max_bytes, self._weights, bases)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
@@ -172,11 +173,11 @@ class ReplySpool:
 
     def clear(self) -> None:
         """Remove all replies, also those that a killed server has left."""
-        _folder(self._folder).clear()
+        self._folder.clear()
 
 
-class SpooledReply(Parameters):
-    """A payload that lies on disk instead of in memory.
+class SpooledPayload(Parameters):
+    """A reply's payload that lies on disk instead of in memory.
 
     It is decoded once, as it arrives. Of its tensors, only those that are not weights stay in
     memory. Weights are mapped each time they are used, until the spool is cleared.
@@ -184,8 +185,9 @@ class SpooledReply(Parameters):
 
     def __init__(
         self,
-        path: Path,
+        client: str,
         payload: Parameters,
+        folder: Folder,
         max_bytes: int,
         weights: tuple[str, ...],
         bases: Bases,
@@ -195,15 +197,15 @@ class SpooledReply(Parameters):
         """Bytes of the payload."""
         self.magnitudes: Magnitudes = {}
         """The root mean square of each field."""
-        self._path = path
+        self._path = folder.path / client
         self._fault: tuple[str, str] | None = None
         """The field and the fault for which it is refused: an error would keep its frames alive."""
         self._places: list[tuple[int, int]] = []
         """Where each array is in the file."""
         try:
-            with from_outside(path.name):
-                arrays = read_arrays(payload, path.name, max_bytes)
-                envelope, knowledge = decode(arrays, path.name, bases, max_bytes)
+            with from_outside(client):
+                arrays = read_arrays(payload, client, max_bytes)
+                envelope, knowledge = decode(arrays, client, bases, max_bytes)
                 self.magnitudes = magnitudes_of(knowledge)
                 values = knowledge.tensors.values()
                 if not all(one is other for one, other in zip(values, arrays[1:], strict=False)):
@@ -217,8 +219,14 @@ class SpooledReply(Parameters):
                 self._message = envelope, Knowledge(OnDemand(sources), knowledge.scalars)
         except KnowledgeError as error:  # raised when the round's replies are read
             self._fault = error.field, error.fault
-        else:
-            _write(path, payload)
+            return
+        try:
+            written = folder.open(client, os.O_WRONLY | os.O_TRUNC, 0o600)
+            with os.fdopen(written, "wb") as file:
+                file.writelines(payload.tensors)
+        except OSError:
+            folder.remove([client])
+            raise
 
     def payload(self) -> Parameters:
         """Return the payload, read from the disk."""
@@ -254,38 +262,10 @@ class SpooledReply(Parameters):
 
 def bytes_of(payload: Parameters) -> int:
     """Return the bytes of a payload, wherever it lies."""
-    return payload.size if isinstance(payload, SpooledReply) else payload_bytes(payload)
-
-
-def _write(path: Path, payload: Parameters) -> None:
-    """Write a payload to a file that only its owner can read."""
-    folder = _folder(path.parent)
-    try:
-        written = folder.open(path.name, os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(written, "wb") as file:
-            file.writelines(payload.tensors)
-    except OSError:
-        folder.remove([path.name])
-        raise
-
-
-def _folder(path: Path) -> Folder:
-    return Folder(path, path.parent, private=True)
+    return payload.size if isinstance(payload, SpooledPayload) else payload_bytes(payload)
 
 
 FOLDER, SUFFIX = "late", ".safetensors"
-
-
-@dataclass(frozen=True)
-class LateReply:
-    """A client's reply to a round, as it came, and what it was sent to train on."""
-
-    round: int
-    result: FitRes
-    sent: Knowledge | None
-    """None: it is not known, or was not asked for."""
-    digest: int = 0
-    """That of the weights in `sent`, if the reply is encoded as the difference to them."""
 
 
 class LateReplies:
@@ -294,78 +274,78 @@ class LateReplies:
     def __init__(self, directory: Path, run: str) -> None:
         self._directory, self._path, self._run = directory, directory / FOLDER, run
 
-    def put(self, client: str, reply: LateReply) -> None:
-        """Write a reply atomically. Raises StateError."""
-        result, sent = reply.result, reply.sent or Knowledge()
+    def put(
+        self, client: str, result: FitRes, round: int, sent: Knowledge | None, digest: int
+    ) -> None:
+        """Write a client's reply to a round atomically. Raises StateError.
+
+        `sent` is what the client was sent to train on, None if that is not known or not needed;
+        `digest` that of its weights, if the reply is encoded as the difference to them.
+        """
         payload = {
             str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
             for number, data in enumerate(result.parameters.tensors)
         }
+        known = sent or Knowledge()
         base = {
             name: torch.from_numpy(np.array(value, order="C"))
-            for name, value in sent.tensors.items()
+            for name, value in known.tensors.items()
         }
         facts: dict[str, int | float | str] = {
             "run": self._run,
             "client": client,
-            "round": reply.round,
+            "round": round,
             "code": result.status.code.value,
             "message": result.status.message,
             "samples": result.num_examples,
             "metrics": json.dumps(dict(result.metrics), default=repr),
             "arrays": len(payload),
-            "sent": reply.sent is not None,
-            "digest": reply.digest,
-            "scalars": json.dumps(dict(sent.scalars)),
+            "sent": sent is not None,
+            "digest": digest,
+            "scalars": json.dumps(dict(known.scalars)),
         }
         tensors = grouped("payload", payload) | grouped("sent", base)
         save(self._file(client), tensors, facts, self._directory)
 
-    def get(self, client: str) -> LateReply:
-        """Return a client's late reply. Raises StateError."""
+    def get(self, client: str) -> tuple[FitRes, int, Knowledge | None, int]:
+        """Return a client's late reply, and the rest of what `put` was given. Raises StateError."""
         path = self._file(client)
         tensors, facts = load(path, torch.device("cpu"))
         payload, base = group(tensors, "payload"), group(tensors, "sent")
         try:
             arrays = [payload[str(n)].numpy().tobytes() for n in range(int(facts["arrays"]))]
-            sent = Knowledge(
-                {name: value.numpy() for name, value in base.items()},
-                json.loads(str(facts["scalars"])),
-            )
             result = FitRes(
                 Status(Code(facts["code"]), str(facts["message"])),
                 Parameters(arrays, "numpy.ndarray"),
                 int(facts["samples"]),
                 json.loads(str(facts["metrics"])),
             )
-            known, digest = sent if facts["sent"] else None, int(facts["digest"])
-            return LateReply(int(facts["round"]), result, known, digest)
+            sent = Knowledge(
+                {name: value.numpy() for name, value in base.items()},
+                json.loads(str(facts["scalars"])),
+            )
+            known = sent if facts["sent"] else None
+            return result, int(facts["round"]), known, int(facts["digest"])
         except (LookupError, ValueError, TypeError, RecursionError) as error:
             raise StateError(f"{path} is not a late reply that fedhet saved: {error!r}") from error
 
     def remove(self, clients: Collection[str]) -> None:
         """Remove the replies of these clients."""
         if clients:
-            self._folder.remove(self._file(client).name for client in clients)
+            folder = Folder(self._path, self._directory)
+            folder.remove(self._file(client).name for client in clients)
 
     def restore(self, rounds: Mapping[str, int]) -> dict[str, int]:
         """Return which of these clients' replies to these rounds are there; remove all others."""
         names = {path.stem for path in self._path.glob(f"*{SUFFIX}") if is_name(path.stem)}
-        found = {name: rounds[name] for name in names if self._is_of(name, rounds.get(name))}
+        found: dict[str, int] = {}
+        for name in names & rounds.keys():
+            with contextlib.suppress(StateError):
+                facts = load_facts(self._file(name))
+                if (facts.get("run"), facts.get("round")) == (self._run, rounds[name]):
+                    found[name] = rounds[name]
         self.remove(names - found.keys())
         return found
-
-    def _is_of(self, client: str, round: int | None) -> bool:
-        """Return whether a client's file is of this run and round."""
-        try:
-            facts = load_facts(self._file(client))
-        except StateError:
-            return False
-        return (facts.get("run"), facts.get("round")) == (self._run, round)
-
-    @property
-    def _folder(self) -> Folder:
-        return Folder(self._path, self._directory)
 
     def _file(self, client: str) -> Path:
         return self._path / f"{client}{SUFFIX}"
