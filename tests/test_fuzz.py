@@ -23,12 +23,11 @@ from fedhet.runs.directory import record_line
 from fedhet.runs.measures import relative, spread, summarise
 from fedhet.runs.records import RoundRecord
 from fedhet.server import codec as exchanges
-from fedhet.server.codec import Codec
-from fedhet.server.published import Publisher
+from fedhet.server.codec import Codec, InstructionEncoder
 from fedhet.server.round import RoundState
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import ScalarField, Sizes, TensorField, WeightsField
-from fedhet.wire.encodings import Coder, Encoded, Float16, Int8, TopK, rules_of
+from fedhet.wire.encodings import Coder, Encoded, Float16, Int8, TopK
 from fedhet.wire.factors import FactorsField
 from fedhet.wire.identity import ClientInfo, read_properties
 from fedhet.wire.knowledge import PLAIN, Envelope, Knowledge, Packing, digest_of, encode
@@ -432,10 +431,8 @@ def test_a_damaged_reply_is_refused_or_within_the_contract(name, traced, monkeyp
     method, rng = find_method(name), random.Random(f"replies of {name}")
     state = RoundState(1, print)
     state.start(1)
-    publisher = Publisher(
-        Coder(rules_of(WireSettings(encoding="int8")), method.spec.instructions, 0)
-    )
-    exchange = Codec("run-1", method, 10**6, state, publisher=publisher)
+    coder = Coder.of(WireSettings(encoding="int8"), method.spec.instructions, 0)
+    exchange = Codec("run-1", method, 10**6, state, encoder=InstructionEncoder(coder))
     exchange.encode_all(1, {"a": Knowledge(base_of(method))})
     weights = [f.name for f in method.spec.replies.fields if isinstance(f, WeightsField)]
     sizes = Sizes(AXES, dict.fromkeys(weights, MODEL))

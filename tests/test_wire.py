@@ -11,7 +11,7 @@ from interruption import cut_and_resumed
 
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, SettingsError
-from fedhet.server.published import MOST_VERSIONS, Publisher, publisher_of
+from fedhet.server.codec import MOST_VERSIONS, InstructionEncoder
 from fedhet.server.reply import ReplySpool
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import Contract, WeightsField
@@ -233,7 +233,7 @@ def test_what_is_sent_and_left_is_all_that_was_learned(tmp_path):
     assert compared >= 8
 
 
-# --- the publisher ----------------------------------------------------------------------------
+# --- the encoder ------------------------------------------------------------------------------
 
 SENT = Contract((WeightsField("weights", "a model"),))
 
@@ -243,8 +243,8 @@ def weights(seed, size=300):
     return Knowledge({"weights/w": rng.normal(size=size).astype(np.float32)})
 
 
-def publisher(encoding="int8"):
-    return Publisher(Coder(rules_of(WireSettings(encoding=encoding)), SENT, 0))
+def encoder(encoding="int8"):
+    return InstructionEncoder(Coder.of(WireSettings(encoding=encoding), SENT, 0))
 
 
 def decoded(parameters, base=None):
@@ -258,7 +258,7 @@ def place(round):
 
 
 def test_each_way_to_send_a_version_gives_the_same_numbers():
-    made, clients = publisher(), ("a", "b", "c")
+    made, clients = encoder(), ("a", "b", "c")
     first = made.instruction(place(1), "train", weights(1), clients)
     for client in clients[:2]:
         made.payload(client, first)
@@ -277,7 +277,7 @@ def test_each_way_to_send_a_version_gives_the_same_numbers():
 
 
 def test_errors_of_what_is_sent_do_not_add_up():
-    made, last = publisher(), None
+    made, last = encoder(), None
     for round in range(1, 40):
         last = made.instruction(place(round), "train", weights(round), ["a"])
         made.payload("a", last)
@@ -287,7 +287,7 @@ def test_errors_of_what_is_sent_do_not_add_up():
 
 
 def test_weights_that_are_sent_again_are_the_same_version():
-    made = publisher()
+    made = encoder()
     one = made.instruction(place(1), "evaluate", weights(1), ["a"])
     made.payload("a", one)
     made.tidy()
@@ -297,7 +297,7 @@ def test_weights_that_are_sent_again_are_the_same_version():
 
 
 def test_versions_that_nobody_has_are_forgotten():
-    made = publisher()
+    made = encoder()
     for number in range(20):
         made.payload(f"c{number}", made.instruction(place(1), "train", weights(number), ()))
         made.tidy()
@@ -309,7 +309,7 @@ def test_versions_that_nobody_has_are_forgotten():
 
 
 def test_a_server_comes_back_with_what_its_clients_have():
-    made, back = publisher(), publisher()
+    made, back = encoder(), encoder()
     made.payload("a", made.instruction(place(1), "train", weights(1), ["a"]))
     kept = made.state_dict() | {"other": np.ones(2)}
     assert back.load(kept, json.loads(json.dumps(made.facts()))).keys() == {"other"}
@@ -319,7 +319,7 @@ def test_a_server_comes_back_with_what_its_clients_have():
 
 
 def test_plain_instructions_leave_no_trace():
-    plain = publisher_of(small().run, small().method.spec)
+    plain = InstructionEncoder(Coder.of(small().run.wire, SENT, 0))
     plain.payload("a", plain.instruction(place(1), "train", weights(1), ["a"]))
     assert plain.state_dict() == plain.facts() == plain.held == {}
 

@@ -1,36 +1,53 @@
 """The server's codec between `Knowledge` and Flower's records.
 
-It encodes the instructions to clients, remembers what each was sent, and decodes their replies.
+`Codec` encodes the instructions to clients, remembers what each was sent, and decodes replies.
+
+Under an encoding, the server decodes what it sends as its clients do. From the version of the
+weights that clients have, and the new weights, comes the next version, whose numbers are those of
+half precision: a client is sent the difference to the version before it, nothing if it has this
+one, or the whole, and in each case has the same numbers. So nothing that is computed depends on
+what a client has lost.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from flwr.common import Code, EvaluateRes, FitRes, Parameters
+from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_parameters
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.base.arrays import Arrays
+from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.base.errors import ToldError
 from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
 from fedhet.runs.measures import SPENT, Measured, read_measures
+from fedhet.runs.storage import Facts
 from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.members import Member
-from fedhet.server.published import Instruction, Publisher
 from fedhet.server.reply import Reply, SpooledPayload, bytes_of, from_outside
 from fedhet.server.round import RoundState
+from fedhet.wire.encodings import Coder, Encoded, Place
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
     Bases,
     Envelope,
     Knowledge,
+    Packing,
     decode,
+    digest_of,
+    encode,
     expect,
     payload_bytes,
     read_arrays,
 )
+
+VERSIONS = "wire"
+"""The group of a checkpoint's tensors, and its fact, that the versions of weights are kept in."""
+MOST_VERSIONS = 8
+"""Versions of weights in memory; a client that has none of them is sent the whole."""
 
 
 class Codec:
@@ -46,7 +63,7 @@ class Codec:
         *,
         remember: bool = False,
         max_age: int = 0,
-        publisher: Publisher | None = None,
+        encoder: InstructionEncoder | None = None,
     ) -> None:
         """Create the codec of a run.
 
@@ -59,18 +76,18 @@ class Codec:
             remember: Whether to keep every training instruction until `forget_sent`; else only
                 those of the current round are kept on which a reply can build.
             max_age: Maximum age of a late reply, in rounds ('pace.max-age').
-            publisher: Encodes the instructions; None sends them unchanged.
+            encoder: Encodes the instructions; None sends them unchanged.
         """
         self._late, self._max_age = method.spec.late, max_age
         self._run, self._method, self._kinds = run, method.name, method.spec.kinds
         self._max_bytes, self._metrics, self._state = max_bytes, metrics, state
-        self._remember, self._publisher = remember, publisher or Publisher(None)
+        self._remember, self.encoder = remember, encoder or InstructionEncoder(None)
         self._lock = threading.Lock()
         self._sent: dict[str, dict[int, tuple[Knowledge, int]]] = {}
         """By client and round: its training instruction, and the digest of the weights in it."""
         self._sent_round = 0
         self._last: dict[str, Instruction] = {}
-        """The last message of each client that may lack its base weights."""
+        """The last message of each client that may lack its base weights, without payloads."""
         self._last_occasion = (0, True)
         """The round of these messages, and whether they are to train."""
         self._sizes: dict[tuple[str, bool], tuple[int, int]] = {}
@@ -105,7 +122,7 @@ class Codec:
     ) -> Instruction:
         envelope = Envelope(self._run, self._method, round, SERVER)
         use = "train" if training else "evaluate"
-        return self._publisher.instruction(envelope, use, knowledge, clients)
+        return self.encoder.instruction(envelope, use, knowledge, clients)
 
     def _payloads(
         self, round: int, instructions: Mapping[str, Instruction], *, training: bool
@@ -113,7 +130,7 @@ class Codec:
         """Return each client's payload; count and remember what it is sent."""
         payloads: dict[str, Parameters] = {}
         for client, instruction in instructions.items():
-            payloads[client] = self._publisher.payload(client, instruction)
+            payloads[client] = self.encoder.payload(client, instruction)
             size = payload_bytes(payloads[client])
             self._sizes[client, training] = round, size
             self._state.sent(size, training=training)
@@ -123,10 +140,10 @@ class Codec:
                     if self._last_occasion != (round, training):
                         self._last.clear()
                     self._last_occasion = round, training
-                    self._last[client] = instruction.anew()
+                    self._last[client] = replace(instruction, made={})
             if training and (self._remember or digest):
                 self.keep_sent(client, round, instruction.knowledge, digest)
-        self._publisher.tidy()
+        self.encoder.tidy()
         return payloads
 
     def without_base(self, client: str) -> Parameters | None:
@@ -138,7 +155,7 @@ class Codec:
             instruction, (_, training) = self._last.get(client), self._last_occasion
         if instruction is None:
             return None
-        payload = instruction.anew().whole
+        payload = replace(instruction, made={}).payload_for()
         self._state.sent(payload_bytes(payload), training=training)
         return payload
 
@@ -203,7 +220,7 @@ class Codec:
         A client without a reply, or with one that cannot be decoded, is dropped from the round. A
         late one whose method has no use for it, or that has left, is refused without a mark.
         """
-        answers = {name_of(proxy): result for proxy, result in results}
+        arrived = {name_of(proxy): result for proxy, result in results}
         why = reasons(failures)
         for name in self._state.expected:
             age, why_not = self._state.age_of(name), ""
@@ -213,27 +230,26 @@ class Codec:
                 why_not = f"what {self._method} sends belongs to its round"
             elif age > self._max_age:
                 why_not = f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
-            if name not in answers:
+            if name not in arrived:
                 self._state.absent(name, why.get(name, "did not answer in time"))
             elif why_not:
                 of = self._state.arrived[name]
                 self._state.notice(f"client {name}'s answer to round {of} is not used: {why_not}")
-                self._state.received(bytes_of(answers[name].parameters))
+                self._state.received(bytes_of(arrived[name].parameters))
             else:
                 with self._state.dropping(name):
-                    yield self.decode(members[name].info, answers[name])
+                    yield self.decode(members[name].info, arrived[name])
             self.forget_sent(name, self._state.record.round - age)
 
     def decode(self, client: ClientInfo, result: FitRes) -> Reply:
         """Return a client's reply to this round. Raises KnowledgeError."""
         payload, name, known = result.parameters, client.name, None
         with from_outside(name):
-            spooled = payload if isinstance(payload, SpooledPayload) else None
             self._state.received(bytes_of(payload))
             if result.status.code != Code.OK or "error" in result.metrics:
                 raise _error_of(name, result.metrics, result.status.message)
-            if spooled:
-                (envelope, knowledge), known = spooled.message(), spooled.magnitudes
+            if isinstance(payload, SpooledPayload):
+                (envelope, knowledge), known = payload.message(), payload.magnitudes
             else:
                 arrays = read_arrays(payload, name, self._max_bytes)
                 envelope, knowledge = decode(arrays, name, self.bases_of(name), self._max_bytes)
@@ -256,6 +272,176 @@ class Codec:
         self, name: str, metrics: Mapping[str, object], classes: int, kinds: Sequence[str]
     ) -> Measured:
         return read_measures(name, metrics, kinds, measured_names(self._metrics, classes))
+
+
+@dataclass(frozen=True)
+class Version:
+    """Weights as clients decode them."""
+
+    digest: int
+    source: int
+    """Digest of the weights that the method sent."""
+    tensors: Arrays
+    whole: Mapping[str, Encoded]
+    """Those that travel in half precision, where the whole is sent."""
+    before: int = 0
+    """Digest of the version to which `differences` are; 0: there are none."""
+    differences: Mapping[str, Encoded] = field(default_factory=dict)
+
+
+NONE = Version(0, 0, {}, {})
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A message to clients that all decode to the same, in each of the ways to send it."""
+
+    envelope: Envelope
+    knowledge: Knowledge
+    """What clients decode."""
+    version: Version = NONE
+    values: Mapping[str, Encoded] = field(default_factory=dict)
+    """The tensors that travel encoded, besides weights."""
+    made: dict[int, Parameters] = field(default_factory=dict)
+    """The payloads that were made, by the digest of their base."""
+
+    def payload_for(self, held: int = 0) -> Parameters:
+        """Return the message for a client that has the version of digest `held`; 0: none."""
+        version, knowledge = self.version, self.knowledge
+        base = held if held in (version.digest, version.before) else 0
+        if base in self.made:
+            return self.made[base]
+        if not base:
+            packing = Packing({**self.values, **version.whole})
+        elif base == version.digest:
+            own = knowledge.tensors
+            rest = {name: own[name] for name in own if name not in version.tensors}
+            knowledge = Knowledge(rest, knowledge.scalars)
+            packing = Packing(self.values, base, held=True)
+        else:
+            packing = Packing({**self.values, **version.differences}, base)
+        payload = ndarrays_to_parameters(encode(self.envelope, knowledge, packing))
+        return self.made.setdefault(base, payload)
+
+
+class InstructionEncoder:
+    """Makes instructions under an encoding, and knows which weights each client has."""
+
+    def __init__(self, coder: Coder | None) -> None:
+        """`coder` is that of the instructions; None: they travel as they are."""
+        self.held: dict[str, int] = {}
+        """The digest of the version that each client was last sent."""
+        self._coder, self._lock = coder, threading.Lock()
+        self._versions: dict[int, Version] = {}
+        """By digest, the one published last at the end."""
+
+    def instruction(
+        self, envelope: Envelope, use: str, knowledge: Knowledge, clients: Collection[str]
+    ) -> Instruction:
+        """Return the message that carries `knowledge` to `clients`.
+
+        Differences are to the newest version that one of them has; of no clients, there are none.
+        `use` tells the messages of a round apart, whose draws differ.
+        """
+        if self._coder is None:
+            return Instruction(envelope, knowledge)
+        place = (envelope.sender, envelope.round, use)
+        weights = self._coder.weights_of(knowledge.tensors)
+        others = {name: v for name, v in knowledge.tensors.items() if name not in weights}
+        values = self._coder.values(place, others)
+        with self._lock:
+            version = self._version(self._coder, place, weights, clients) if weights else NONE
+        decoded = {name: each.values for name, each in values.items()}
+        sent = knowledge.replacing({**decoded, **version.tensors})
+        travels = {name: each.travels for name, each in values.items()}
+        return Instruction(envelope, sent, version, travels)
+
+    def payload(self, client: str, instruction: Instruction) -> Parameters:
+        """Return the message for one client, which then has its weights."""
+        payload = instruction.payload_for(self.held.get(client, 0))
+        if instruction.version.digest:
+            self.held[client] = instruction.version.digest
+        return payload
+
+    def tidy(self) -> None:
+        """Forget the versions that no client has, and the oldest of too many."""
+        with self._lock:
+            wanted = self._wanted()[-MOST_VERSIONS:]
+            self._versions = {digest: self._versions[digest] for digest in wanted}
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the versions that clients have; `facts` returns the rest of the state."""
+        kept: dict[str, Array] = {}
+        for digest in self._wanted():
+            kept |= grouped(f"{VERSIONS}/{digest}", self._versions[digest].tensors)
+        return kept
+
+    def facts(self) -> dict[str, str]:
+        """Return what a checkpoint keeps of the versions and the clients."""
+        if self._coder is None:
+            return {}
+        sources = [(digest, self._versions[digest].source) for digest in self._wanted()]
+        return {VERSIONS: json.dumps({"sources": sources, "held": self.held}, sort_keys=True)}
+
+    def load(self, state: Arrays, facts: Facts) -> dict[str, Array]:
+        """Restore what the two returned; return the other tensors, which are the method's.
+
+        Raises ValueError, TypeError or LookupError.
+        """
+        if self._coder is not None:
+            known = json.loads(str(facts[VERSIONS]))
+            self.held = {str(client): int(digest) for client, digest in known["held"].items()}
+            for digest, source in known["sources"]:
+                weights = group(state, f"{VERSIONS}/{int(digest)}")
+                self._keep(replace(_whole(self._coder, (), weights), source=int(source)))
+        return without_versions(state)
+
+    def _version(
+        self, coder: Coder, place: Place, weights: Arrays, clients: Collection[str]
+    ) -> Version:
+        source = digest_of(weights)
+        known = [each for each in self._versions.values() if each.source == source]
+        if known:
+            return known[-1]
+        theirs = {self.held.get(client, 0) for client in clients} if coder.rules.received else set()
+        before = next((v for d, v in reversed(self._versions.items()) if d in theirs), NONE)
+        if _types(before.tensors) != _types(weights):
+            return self._keep(replace(_whole(coder, place, weights), source=source))
+        found = coder.differences(place, weights, before.tensors)
+        decoded = {name: each.values for name, each in found.items()}
+        differences = {name: each.travels for name, each in found.items()}
+        whole = _whole(coder, place, {**weights, **decoded})
+        next_one = replace(whole, source=source, before=before.digest, differences=differences)
+        return self._keep(next_one)
+
+    def _keep(self, version: Version) -> Version:
+        """Keep a version as the newest."""
+        self._versions.pop(version.digest, None)
+        self._versions[version.digest] = version
+        return version
+
+    def _wanted(self) -> list[int]:
+        return [digest for digest in self._versions if digest in self.held.values()]
+
+
+def without_versions(state: Arrays) -> dict[str, Array]:
+    """Return the tensors of a checkpoint that are the method's own."""
+    return {name: value for name, value in state.items() if not name.startswith(f"{VERSIONS}/")}
+
+
+def _whole(coder: Coder, place: Place, weights: Arrays) -> Version:
+    """Return weights as a version that is sent in half precision, as far as that is possible.
+
+    Weights of half precision stay as they are.
+    """
+    halves = coder.values(place, weights)
+    tensors = {**weights, **{name: each.values for name, each in halves.items()}}
+    travels = {name: each.travels for name, each in halves.items()}
+    return Version(digest_of(tensors), 0, tensors, travels)
+
+
+def _types(weights: Arrays) -> dict[str, object]:
+    return {name: (value.dtype, value.shape) for name, value in weights.items()}
 
 
 def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> ToldError:

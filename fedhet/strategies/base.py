@@ -33,15 +33,15 @@ from fedhet.runs.measures import Measured, mean_figures, placed
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import NOTHING, Failures, NamedProxy, name_of, reasons
 from fedhet.server.client_health import ClientHealth, CodeFaults
-from fedhet.server.codec import Codec
+from fedhet.server.codec import Codec, InstructionEncoder, without_versions
 from fedhet.server.members import UNSEEN_KINDS, HeldBack, Member, Members, first_of_pool
 from fedhet.server.pace import Collector, RoundResults
-from fedhet.server.published import publisher_of, without_versions
 from fedhet.server.reply import LateReplies, Reply, ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
 from fedhet.server.selection import ClientSampler
 from fedhet.server.steps import carried_over_by, checks, through
 from fedhet.wire.contract import Sizes
+from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
@@ -70,12 +70,11 @@ class HetStrategy(Strategy):
         self.state = RoundState(log.workers, log.notice, health)
         # Messages to clients, and their replies.
         limit = int(engine.max_payload_mb * 1e6)
-        self._publisher = publisher_of(self.run, spec)
         self._codec = Codec(
             *(log.run_name, config.method, limit, self.state, log.metrics),
             remember=pace.may_be_late and spec.late != "refused",
             max_age=pace.max_age,
-            publisher=self._publisher,
+            encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
         )
         self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies, self._codec.bases_of)
         self._used_spool = self._spool if spec.large_messages or spec.replies.weights else None
@@ -342,7 +341,7 @@ class HetStrategy(Strategy):
             pace = json.loads(str(checkpoint.facts[PACE]))
             self.collector.load_dict(pace["collector"])
             self._sampler.load_dict(pace["selection"])
-            own = self._publisher.load(checkpoint.tensors, checkpoint.facts)
+            own = self._codec.encoder.load(checkpoint.tensors, checkpoint.facts)
             refuse_other_types(own, self.state_dict())
             self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -391,7 +390,11 @@ class HetStrategy(Strategy):
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
         pace = {"collector": self.collector.to_dict(), "selection": self._sampler.to_dict()}
-        facts = {"state": self.state.to_json(), PACE: json.dumps(pace), **self._publisher.facts()}
-        tensors = {**self.state_dict(), **self._publisher.state_dict()}
+        facts = {
+            "state": self.state.to_json(),
+            PACE: json.dumps(pace),
+            **self._codec.encoder.facts(),
+        }
+        tensors = {**self.state_dict(), **self._codec.encoder.state_dict()}
         self.log.checkpoint(record.round, tensors, facts, self.state.rollback.good)
         self.collector.settled(self.state.arrived)

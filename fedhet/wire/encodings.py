@@ -284,6 +284,12 @@ class Coder:
         self.rules, self._seed = rules, seed
         self._fields = {each.name: each for each in contract.fields}
 
+    @classmethod
+    def of(cls, settings: WireSettings, contract: Contract, seed: int) -> Coder | None:
+        """Return the coder of a contract's messages; None if they travel as they are."""
+        rules = rules_of(settings)
+        return cls(rules, contract, seed) if rules else None
+
     def weights_of(self, tensors: Arrays) -> dict[str, Array]:
         """Return the weights of single models, on which other messages may build."""
         return {name: value for name, value in tensors.items() if self._is_one_model(name)}
