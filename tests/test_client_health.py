@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fedhet.base.errors import FedhetError
-from fedhet.server.client_health import ClientHealth
+from fedhet.server.members import ClientHealth
 
 NAMES = ["a", "b", "c"]
 

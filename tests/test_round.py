@@ -25,8 +25,8 @@ from fedhet.runs.measures import Measured
 from fedhet.server import codec as exchanges
 from fedhet.server import round as rounds
 from fedhet.server.calls import ClientFailureError, NamedProxy, reasons
-from fedhet.server.client_health import ClientHealth
 from fedhet.server.codec import Codec
+from fedhet.server.members import ClientHealth
 from fedhet.server.round import RoundState, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo

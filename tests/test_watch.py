@@ -24,7 +24,7 @@ from fedhet.report.watch import serve
 from fedhet.runs.directory import claimed
 from fedhet.runs.log import Watcher
 from fedhet.runs.progress import read_status
-from fedhet.server.client_health import ClientHealth
+from fedhet.server.members import ClientHealth
 
 
 class Looking(Watcher):

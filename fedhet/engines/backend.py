@@ -33,8 +33,7 @@ from fedhet.learning.devices import compute_for, find_device
 from fedhet.models import Refitted, assign, build_any
 from fedhet.runs.log import Watcher
 from fedhet.runs.units import plural
-from fedhet.server.calls import DirectProxy
-from fedhet.server.client_health import ClientCodeError, CodeFault, is_of_code
+from fedhet.server.calls import ClientCodeError, CodeFault, DirectProxy, is_of_code
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
 

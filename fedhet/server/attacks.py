@@ -40,6 +40,8 @@ from fedhet.wire.knowledge import Knowledge
 
 IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
 """Clients poisoned per round, Section 4.3."""
+SMALLEST = 1e-12
+"""The probability from which logits are formed, for a smaller one."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +183,17 @@ class Attack:
     ) -> Knowledge:
         tensors = dict(own.tensors)
         for field in poisonable(self.contract):
-            ids = ids_of(self.contract, field)
+            ids, rows = ids_of(self.contract, field), None
+            if ids:
+                rows = own.tensors[ids]
+            elif isinstance(field, TensorField) and field.axes:
+                rows = numbers.get(str(field.axes[0]))
             alike = _alike(field, own, benign, ids)
             for name, value in own.tensors.items():
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
                     known = _known(name, own, alike, ids)
-                    rows = own.tensors[ids] if ids else _numbers(field, numbers)
                     crafted = craft(known, self._direction(round, name, value.shape, rows))
-                    if name.endswith("running_var"):  # a negative variance makes outputs NaN
+                    if name.endswith(VARIANCES):  # a negative variance makes outputs NaN
                         crafted = crafted.clip(min=0)
                     if isinstance(field, TensorField) and field.distribution:
                         crafted = nearby_distributions(crafted)
@@ -223,12 +228,11 @@ def _alike(field: Field, own: Knowledge, benign: Sequence[Knowledge], ids: str) 
     """
     if ids:
         return [reply for reply in benign if ids in reply.tensors]
-    shapes = _shapes(field, own)
-    return [reply for reply in benign if _shapes(field, reply) == shapes]
 
+    def shapes(reply: Knowledge) -> dict[str, tuple[int, ...]]:
+        return {name: value.shape for name, value in reply.tensors.items() if _is_of(field, name)}
 
-def _shapes(field: Field, reply: Knowledge) -> dict[str, tuple[int, ...]]:
-    return {name: value.shape for name, value in reply.tensors.items() if _is_of(field, name)}
+    return [reply for reply in benign if shapes(reply) == shapes(own)]
 
 
 def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> Benign:
@@ -252,22 +256,8 @@ def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> 
     return Benign(len(seen), np.nanmean(seen, axis=0), np.nanstd(seen, axis=0))
 
 
-def _numbers(field: Field, numbers: Rows) -> Array | None:
-    """Return the numbers of a field's rows in a larger set, if its first axis has such rows."""
-    if not isinstance(field, TensorField):
-        return None
-    return numbers.get(str(field.axes[0])) if field.axes else None
-
-
-SMALLEST = 1e-12
-"""The probability from which logits are formed, for a smaller one."""
-
-
 def hostile_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
-    """Return the hostile ones of a run's clients.
-
-    Each client has a draw of its own, whoever else joins or leaves.
-    """
+    """Return the hostile clients of a run: each has a draw of its own, whoever joins or leaves."""
     order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
     return set(order[:count])
 
@@ -305,25 +295,21 @@ class Hostile:
 
     def _changed(self, round: int, name: str, value: Array, field: Field) -> Array:
         """Return a changed tensor within the field's limits; of probabilities, their logits are."""
-        wide = value.astype(np.float64)
-        if isinstance(field, TensorField) and field.distribution:
-            logits = np.log(np.maximum(wide, SMALLEST))
-            return softmax(self._moved(round, name, logits)).astype(value.dtype)
-        moved, low = self._moved(round, name, wide), getattr(field, "low", None)
-        if name.endswith(VARIANCES):
-            low = 0.0
-        return (moved if low is None else moved.clip(min=low)).astype(value.dtype)
-
-    def _moved(self, round: int, name: str, value: Array) -> Array:
-        kind, scale = self.run.attack.kind, self.run.attack.scale
+        wide, kind, scale = value.astype(np.float64), self.run.attack.kind, self.run.attack.scale
+        is_distribution = isinstance(field, TensorField) and field.distribution
+        if is_distribution:
+            wide = np.log(np.maximum(wide, SMALLEST))
         if kind == "drift":
             direction = numpy_rng(self.run.seed, "attack", "run", name).standard_normal(value.shape)
-            length = scale * round / self.run.rounds * np.linalg.norm(value)
-            return value + direction * (length / max(float(np.linalg.norm(direction)), SMALLEST))
-        factor = {"sign-flip": -1.0, "scale": scale}.get(kind)
-        if factor is None:  # alternating
-            factor = scale if round % 2 else -scale
-        return factor * value
+            length = scale * round / self.run.rounds * np.linalg.norm(wide)
+            moved = wide + direction * (length / max(float(np.linalg.norm(direction)), SMALLEST))
+        else:
+            alternating = scale if round % 2 else -scale
+            moved = {"sign-flip": -1.0, "scale": scale}.get(kind, alternating) * wide
+        if is_distribution:
+            return softmax(moved).astype(value.dtype)
+        low = 0.0 if name.endswith(VARIANCES) else getattr(field, "low", None)
+        return (moved if low is None else moved.clip(min=low)).astype(value.dtype)
 
 
 def softmax(logits: Array) -> Array:

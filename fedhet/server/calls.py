@@ -10,19 +10,32 @@ does not keep the process alive.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
+import sysconfig
 import threading
 import time
+import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 from flwr.common import Code, DisconnectRes, EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.base.errors import one_line, words_of
+from fedhet.base.errors import (
+    DropOutError,
+    FedhetError,
+    OwnModelError,
+    StateError,
+    one_line,
+    typed,
+    words_of,
+)
 from fedhet.runs.measures import LACKS, MOST, WORK
 from fedhet.server.reply import ReplySpool
 from fedhet.wire.knowledge import payload_bytes
@@ -32,6 +45,15 @@ Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes]
 OnReply = Callable[[str, str], None]
 """Called with the name of a client that replied, and the error message or an empty string."""
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
+LOG = logging.getLogger("flwr")
+NOT_OF_CODE = (FedhetError, DropOutError, MemoryError, OSError, torch.OutOfMemoryError)
+"""Errors that the machine or the settings cause: the client is dropped, and the run continues."""
+_LIBRARIES = [
+    Path(__file__).parents[1],
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
+]
+LAST = 3
+"""Frames that are shown of a traceback without any file of one's own."""
 
 
 class DirectProxy(ClientProxy):
@@ -275,3 +297,80 @@ def reasons(failures: Failures) -> dict[str, str]:
             proxy, result = failure
             found[name_of(proxy)] = one_line(result.status.message)[:300] or "failed"
     return found
+
+
+def is_of_code(error: BaseException) -> bool:
+    """Return whether an error is one of a client's code, a user's own model included."""
+    if isinstance(error, OwnModelError):
+        return not isinstance(error.__cause__, MemoryError)
+    return not isinstance(error, NOT_OF_CODE)
+
+
+@dataclass(frozen=True)
+class CodeFault:
+    """An error of a client's code in words, since not every exception travels to a process.
+
+    A method or a model of one's own may have a mistake that shows only in training. Its traceback
+    is shown once, shortened to the frames of one's own files; the whole of it is in flower.log.
+    """
+
+    reason: str
+    """Type, message, file and line."""
+    short: str
+    """The traceback's frames in one's own files."""
+    whole: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> CodeFault:
+        """Return the fault of an error that has been raised."""
+        of_model = isinstance(error, OwnModelError)
+        raised = error.__cause__ if of_model else error
+        frames = traceback.extract_tb(raised.__traceback__) if raised else []
+        paths = [Path(frame.filename).resolve() for frame in frames]
+        own = [
+            frame
+            for frame, path in zip(frames, paths, strict=True)
+            if path.is_file() and not any(path.is_relative_to(each) for each in _LIBRARIES)
+        ] or frames[-LAST:]
+        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        return cls(
+            f"{words_of(error) if of_model else typed(error)}{place}",
+            "".join(traceback.format_list(own)).rstrip(),
+            "".join(traceback.format_exception(error)),
+        )
+
+
+class ClientCodeError(Exception):
+    """A client of a simulation failed by an error of its code."""
+
+    def __init__(self, fault: CodeFault) -> None:
+        super().__init__(fault.reason)
+        self.fault = fault
+
+
+class CodeFaults:
+    """What follows from errors of the clients' code: the first of each kind is shown."""
+
+    def __init__(self, notice: Callable[[str], None], *, strict: bool) -> None:
+        """`strict`: the first one ends the run."""
+        self._notice, self._strict = notice, strict
+        self._shown: set[str] = set()
+
+    def enter(self, errors: Iterable[object]) -> None:
+        """Show what is new among the errors of a round. Raises StateError if it ends the run."""
+        causes = (getattr(error, "__cause__", None) or error for error in errors)
+        for fault in [cause.fault for cause in causes if isinstance(cause, ClientCodeError)]:
+            if fault.reason in self._shown:
+                continue
+            self._shown.add(fault.reason)
+            LOG.error("%s", fault.whole)
+            if self._strict:
+                error = StateError(
+                    f"a client's code failed: {fault.reason}; the whole traceback is in the run's "
+                    "flower.log, and --no-strict lets a run go on without such clients"
+                )
+                if fault.short:
+                    error.add_note(fault.short)
+                raise error
+            for line in [*fault.short.splitlines(), fault.reason]:
+                self._notice(line)

@@ -101,37 +101,27 @@ class Defence:
     def combined(self, replies: Sequence[Knowledge]) -> list[dict[str, Array]]:
         """Return what replaces each reply's tensors: the robust value of those with the same."""
         found: list[dict[str, Array]] = [{} for _ in replies]
+        share = 0.5 if self.settings.average == "median" else self._share
         for field in floating(self.contract):
             for group in groups(self.contract, field, replies):
                 if len(group.clients) < LEAST:
                     continue
-                weights = self._weights(group)
+                weights = None
+                if self.settings.average == "geometric-median":  # of a field as a whole
+                    stacks = map(group.stack, group.names)
+                    squares = [np.nan_to_num(mean_squares(flat(s))) * s[0].size for s in stacks]
+                    weights = geometric_weights(np.asarray(sum(squares)))
                 for name in group.names:
-                    value = self._value(group.stack(name), weights, field)
+                    stack = group.stack(name)
+                    if weights is None:
+                        value = trimmed_mean(stack, share)
+                    else:
+                        value = weighted_mean(stack, weights)
+                    if isinstance(field, TensorField) and field.distribution:
+                        value = value / value.sum(-1, keepdims=True)
                     for client in group.clients:
                         found[client][name] = group.part(value, name, client)
         return found
-
-    def _weights(self, group: Group) -> Array | None:
-        """Return the weights [K] of the geometric median, which is of a field as a whole."""
-        if self.settings.average != "geometric-median":
-            return None
-        sums = [
-            (np.nan_to_num(mean_squares(flat(stack))), stack[0].size)
-            for stack in map(group.stack, group.names)
-        ]
-        total = sum(squared * size for squared, size in sums)
-        return geometric_weights(np.asarray(total))
-
-    def _value(self, stack: Array, weights: Array | None, field: Field) -> Array:
-        if weights is not None:
-            value = weighted_mean(stack, weights)
-        else:
-            share = 0.5 if self.settings.average == "median" else self._share
-            value = trimmed_mean(stack, share)
-        if isinstance(field, TensorField) and field.distribution:
-            value = value / value.sum(-1, keepdims=True)
-        return value
 
 
 def distances(contract: Contract, replies: Sequence[Knowledge], share: float) -> Array | None:
@@ -148,7 +138,15 @@ def distances(contract: Contract, replies: Sequence[Knowledge], share: float) ->
     for field in floating(contract):
         for group in groups(contract, field, replies):
             if len(group.clients) >= LEAST:
-                mean = _of_group(group, share)
+                # The mean over the field's tensors, by size, of their relative squared distances.
+                size = len(group.clients)
+                sums, sizes = np.zeros((size, size)), np.zeros((size, size))
+                for name in group.names:
+                    stack = group.stack(name)
+                    squared = relative(mean_squares(flat(stack)), share)
+                    sums += np.nan_to_num(squared) * stack[0].size
+                    sizes += ~np.isnan(squared) * stack[0].size
+                mean = np.divide(sums, sizes, out=np.full_like(sums, np.nan), where=sizes > 0)
                 here = np.ix_(group.clients, group.clients)
                 total[here] += np.nan_to_num(mean)
                 count[here] += ~np.isnan(mean)
@@ -157,18 +155,6 @@ def distances(contract: Contract, replies: Sequence[Knowledge], share: float) ->
     squared = np.divide(total, count, out=np.ones_like(total), where=count > 0)
     np.fill_diagonal(squared, 0.0)
     return squared
-
-
-def _of_group(group: Group, share: float) -> Array:
-    """Return the mean over a field's tensors, by size, of their relative squared distances."""
-    clients = len(group.clients)
-    total, count = np.zeros((clients, clients)), np.zeros((clients, clients))
-    for name in group.names:
-        stack = group.stack(name)
-        squared = relative(mean_squares(flat(stack)), share)
-        total += np.nan_to_num(squared) * stack[0].size
-        count += ~np.isnan(squared) * stack[0].size
-    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
 
 
 @dataclass(frozen=True)

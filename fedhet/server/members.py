@@ -1,7 +1,8 @@
-"""The members of a federation: maps Flower's random node ids to the clients' own names.
+"""The members of a federation: who they are, how they fare, and who is held out.
 
-A client's description is a claim. It is bounded, checked against what the server knows, and put to
-the vote of all descriptions, so that one odd client neither ends a run nor decides its task.
+Flower's random node ids are mapped to the clients' own names. A client's description is a claim. It
+is bounded, checked against what the server knows, and put to the vote of all descriptions, so that
+one odd client neither ends a run nor decides its task.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from flwr.common import Code, GetPropertiesIns
@@ -24,7 +26,7 @@ from fedhet.data.store import RunData
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import is_registered, shapes
 from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
-from fedhet.server.client_health import CodeFaults, pause_after
+from fedhet.server.calls import CodeFaults
 from fedhet.server.nodes import asked_again, called, registered_name
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.run import RunSettings, unseen_clients
@@ -35,6 +37,10 @@ Task = tuple[int, str, tuple[int, ...]]
 """The number of classes, and the kind and the shape of a sample."""
 MOST_VALUES = 2**24
 """The most values of one sample."""
+Outcome = Literal["silent", "error", "refused"]
+"""No answer; an answer with an error of the client's own; a reply that the server refuses."""
+LONGEST_PAUSE = 16
+"""The most rounds between two attempts to reach a client or a node that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +83,6 @@ class Admission:
         return ""
 
 
-def admission_of(config: Config, data: RunData) -> Admission:
-    """Return what a run demands of its clients' descriptions."""
-
-    def task() -> Task | None:
-        try:
-            dataset = data.dataset
-        except FedhetError:  # the sites' own data; the server lacks 'dataset'
-            return None
-        return len(dataset.classes), dataset.kind, dataset.shape
-
-    return Admission(
-        classes=config.run.models.num_classes,
-        one_model=config.method.spec.one_model,
-        most_bytes=config.run.engine.max_payload_mb * 1e6,
-        servers_task=task,
-    )
-
-
 def commonest_task(
     infos: Sequence[ClientInfo], servers_task: Callable[[], Task | None] = lambda: None
 ) -> Task:
@@ -105,9 +93,9 @@ def commonest_task(
     """
     counts = Counter(map(task_of, infos))
     most = max(counts.values())
-    tied = sorted((task for task, n in counts.items() if n == most), key=_size)
+    tied = [task for task, count in counts.items() if count == most]
     own = servers_task() if len(tied) > 1 else None
-    return own if own in tied else tied[0]
+    return own if own in tied else min(tied, key=lambda t: (math.prod(t[2]), t[0], t[2], t[1]))
 
 
 def commonest(names: Sequence[str]) -> str:
@@ -119,11 +107,6 @@ def commonest(names: Sequence[str]) -> str:
 def task_of(info: ClientInfo) -> Task:
     """Return a client's task."""
     return info.classes, info.kind, info.shape
-
-
-def _size(task: Task) -> tuple[int, int, tuple[int, ...], str]:
-    classes, kind, shape = task
-    return math.prod(shape), classes, shape, kind
 
 
 @dataclass(frozen=True)
@@ -195,10 +178,18 @@ class Members:
         cls, config: Config, data: RunData, notice: Callable[[str], None], faults: CodeFaults
     ) -> Members:
         """Return the members that a run demands, of which there are none yet."""
-        engine, spec = config.run.engine, config.method.spec
-        carry_weights = spec.instructions.weights or spec.replies.weights
-        pool = config.run.models.pool if carry_weights else None
-        rules = admission_of(config, data)
+
+        def task() -> Task | None:
+            try:
+                dataset = data.dataset
+            except FedhetError:  # the sites' own data; the server lacks 'dataset'
+                return None
+            return len(dataset.classes), dataset.kind, dataset.shape
+
+        engine, spec, models = config.run.engine, config.method.spec, config.run.models
+        pool = models.pool if spec.instructions.weights or spec.replies.weights else None
+        most_bytes = engine.max_payload_mb * 1e6
+        rules = Admission(models.num_classes, spec.one_model, most_bytes, task)
         return cls(engine.join_timeout, pool, notice, rules, engine.samples_cap, faults.enter)
 
     def first(
@@ -209,9 +200,21 @@ class Members:
         If nodes that are late are needed, they are asked again until the round's timeout: a slow
         machine may take longer to load its data. Raises FedhetError if there are too few.
         """
-        self._wait(manager, wanted, engine)
+        least = engine.min_clients or wanted
+        if manager.num_available() < wanted:
+            count = manager.num_available()
+            self._notice(f"waiting for {wanted} clients; {count} are connected")
+            if not manager.wait_for(wanted, int(engine.join_timeout)):
+                count, seconds = manager.num_available(), engine.join_timeout
+                there = f"{count} of {wanted} clients are connected after {seconds:g} s"
+                if count < least:
+                    raise FedhetError(
+                        f"{there}: start the others, or change 'clients', 'engine.join-timeout' or "
+                        "'engine.min-clients'"
+                    )
+                self._notice(f"{there}; the run starts with them")
         end = time.monotonic() + engine.round_timeout
-        members, least = self.present(manager), engine.min_clients or wanted
+        members = self.present(manager)
         while len(members) < least and self._late and time.monotonic() < end:
             self._notice(f"{len(members)} of {least} clients have registered; asking again")
             self._silent.clear()
@@ -222,22 +225,6 @@ class Members:
                 "notices; 'engine.min-clients' lets a run start with fewer"
             )
         return members
-
-    def _wait(self, manager: ClientManager, wanted: int, engine: EngineSettings) -> None:
-        """Wait until `wanted` clients have joined. Raises FedhetError if too few join in time."""
-        if manager.num_available() >= wanted:
-            return
-        self._notice(f"waiting for {wanted} clients; {manager.num_available()} are connected")
-        if manager.wait_for(wanted, int(engine.join_timeout)):
-            return
-        count, seconds = manager.num_available(), engine.join_timeout
-        there = f"{count} of {wanted} clients are connected after {seconds:g} s"
-        if count < (engine.min_clients or wanted):
-            raise FedhetError(
-                f"{there}: start the others, or change 'clients', 'engine.join-timeout' or "
-                "'engine.min-clients'"
-            )
-        self._notice(f"{there}; the run starts with them")
 
     def present(self, manager: ClientManager) -> dict[str, Member]:
         """Return the connected clients by name, sorted; new nodes are asked for their description.
@@ -282,14 +269,19 @@ class Members:
         if not proxies:
             return
         with ThreadPoolExecutor(max_workers=len(proxies)) as pool:
-            answers = list(pool.map(self._ask, proxies))
-        known = [(p, a) for p, a in zip(proxies, answers, strict=True) if isinstance(a, ClientInfo)]
+            told = list(pool.map(self._ask, proxies))
+        known = [(p, a) for p, a in zip(proxies, told, strict=True) if isinstance(a, ClientInfo)]
         sound = [
             (proxy, info)
             for proxy, info in sorted(known, key=lambda pair: pair[1].name)
             if not self._left_out(proxy, info, self._rules.fault_of(info, self._pool))
         ]
-        self._vote([info for _, info in sound])
+        if self._task is None and sound:  # the first clients decide
+            self._task = commonest_task([info for _, info in sound], self._rules.servers_task)
+            of_task = [info for _, info in sound if task_of(info) == self._task]
+            self._order = commonest([info.order for info in of_task])
+            if self._rules.one_model:
+                self._model = commonest([info.model for info in of_task])
         taken = {info.name for info in self._infos.values()}
         for proxy, info in sound:
             if info.name in taken:
@@ -303,9 +295,9 @@ class Members:
                 if info.name in self._left:
                     self._notice(f"client {info.name} is connected again")
                 self._order = self._order or info.order
-        for answer in answers:
-            if isinstance(answer, str):
-                self._notice(answer)
+        for fault in told:
+            if isinstance(fault, str):
+                self._notice(fault)
 
     def _left_out(self, proxy: ClientProxy, info: ClientInfo, fault: str) -> bool:
         """Leave a client out, with a notice, if there is a fault; return whether there is."""
@@ -314,29 +306,23 @@ class Members:
             self._notice(f"client {info.name} is left out: {fault}")
         return bool(fault)
 
-    def _vote(self, infos: Sequence[ClientInfo]) -> None:
-        """Let the first clients decide the run's task, the order of its classes, and its model."""
-        if self._task is not None or not infos:
-            return
-        self._task = commonest_task(infos, self._rules.servers_task)
-        of_task = [info for info in infos if task_of(info) == self._task]
-        self._order = commonest([info.order for info in of_task])
-        if self._rules.one_model:
-            self._model = commonest([info.model for info in of_task])
-
     def _ask(self, proxy: ClientProxy) -> ClientInfo | str:
         """Return the client's description, or an error message if there is none to be used."""
         started = time.monotonic()
         try:
             asked = asked_again(proxy)
-            answer = asked.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
+            found = asked.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
             self._silent.pop(proxy.cid, None)
-            if answer.status.code != Code.OK:
-                return f"node {called(proxy)} is left out: {one_line(answer.status.message)[:300]}"
-            info = read_properties(answer.properties, f"node {called(proxy)}")
-            if fault := self._name_fault(proxy, info.name):
-                self._refused.add(proxy.cid)
-                return f"node {called(proxy)} is left out: {fault}"
+            if found.status.code != Code.OK:
+                return f"node {called(proxy)} is left out: {one_line(found.status.message)[:300]}"
+            info = read_properties(found.properties, f"node {called(proxy)}")
+            # A name belongs to the key that was registered with it; a node keeps the name it had.
+            claim, registered = f"it claims the name {info.name!r}", registered_name(proxy)
+            had = self._names.get(proxy.cid, info.name)
+            if registered and registered != info.name:
+                raise FedhetError(f"{claim}, its key was registered as {registered!r}")
+            if had != info.name:
+                raise FedhetError(f"{claim}, and was client {had} before")
             return info
         except FedhetError as error:
             self._refused.add(proxy.cid)
@@ -349,17 +335,6 @@ class Members:
             self._silent[proxy.cid] = (count + 1, self._asked)
             self._late = self._late or time.monotonic() - started >= self._timeout
             return f"node {called(proxy)} did not register: {words_of(error)[:300]}"
-
-    def _name_fault(self, proxy: ClientProxy, name: str) -> str:
-        """Return why a node may not have the name that it claims, or "".
-
-        A name belongs to the key that was registered with it; a node keeps the name that it had.
-        """
-        registered = registered_name(proxy)
-        if registered and registered != name:
-            return f"it claims the name {name!r}, its key was registered as {registered!r}"
-        had = self._names.get(proxy.cid, name)
-        return f"it claims the name {name!r}, and was client {had} before" if had != name else ""
 
     def _fault(self, info: ClientInfo) -> str:
         if task_of(info) != self._task:
@@ -416,3 +391,112 @@ class HeldBack:
             else f"{self._method} offers them nothing, as it forms no model that all clients share"
         )
         return f"nobody trains with {names} ('data.unseen'): {fate}" if names else ""
+
+
+def pause_after(failures: int) -> int:
+    """Return the rounds to wait before the next attempt: twice as many after each failure."""
+    return min(1 << failures, LONGEST_PAUSE)
+
+
+class ClientHealth:
+    """Counts each client's consecutive rounds without a usable reply.
+
+    A client whose replies are refused in several consecutive rounds is excluded for the rest of the
+    run. One that is silent, or replies with errors, is called again less and less often. What
+    either has contributed is dropped. The counts are part of each checkpoint: a resumed run calls
+    the same clients.
+    """
+
+    def __init__(self, refusals: int, silences: int, notice: Callable[[str], None]) -> None:
+        """`refusals`, `silences`: consecutive rounds until a client is excluded, or pauses.
+
+        0: never.
+        """
+        self._most_refused, self._most_silent, self._notice = refusals, silences, notice
+        self._refused: dict[str, int] = {}
+        self._silent: dict[str, tuple[int, int]] = {}
+        """The consecutive rounds without an answer, and the last of them."""
+        self._gone: dict[str, int] = {}
+        """The consecutive rounds in which a former member was not connected."""
+
+    def eligible(self, round: int, names: Collection[str]) -> list[str]:
+        """Return, in their order, the clients that may be asked in a round.
+
+        If all of them pause, all are asked: a round needs clients. Raises FedhetError if all are
+        excluded.
+        """
+        left = [name for name in names if not self._is_aside(name)]
+        if not left:
+            raise FedhetError(
+                f"no client is left to be asked in round {round}: the replies of all "
+                f"{len(names)} clients were refused in {self._most_refused} consecutive rounds "
+                "('engine.refusals')"
+            )
+        return [name for name in left if not self.left_out(round, name)] or left
+
+    def left_out(self, round: int, name: str) -> str:
+        """Return why a client is not asked in a round: "excluded", "resting", or ""."""
+        if self._is_aside(name):
+            return "excluded"
+        if not self._is_silent(name):
+            return ""
+        count, last = self._silent[name]
+        return "resting" if round < last + pause_after(count - self._most_silent + 1) else ""
+
+    def enter(
+        self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]
+    ) -> list[str]:
+        """Record the asked clients' outcomes (None: usable); return whom the method must forget."""
+        before = self._forgettable()
+        for name in sorted(outcomes):
+            refused, (silent, _) = self._refused.pop(name, 0), self._silent.pop(name, (0, 0))
+            if outcomes[name] == "refused":
+                self._refused[name] = refused + 1
+            elif outcomes[name] is not None:
+                self._silent[name] = (silent + 1, round)
+                if refused:  # silence does not clear a client whose replies were refused
+                    self._refused[name] = refused
+        # Former members: one that returns starts from zero.
+        self._gone |= dict.fromkeys(members, 0)
+        for name in self._gone.keys() - set(members):
+            self._gone[name] += 1
+            self._silent.pop(name, None)
+        forgotten = sorted(self._forgettable() - before)
+        for name in forgotten:
+            if self._is_aside(name):
+                fault = (
+                    f"is excluded: its replies were refused in {self._refused[name]} consecutive "
+                    "rounds ('engine.refusals')"
+                )
+            elif self._is_silent(name):
+                fault = (
+                    f"has not answered in {self._silent[name][0]} consecutive rounds: it is asked "
+                    "again only now and then ('engine.silences')"
+                )
+            else:
+                fault = "has left"
+            self._notice(f"client {name} {fault}; what it contributed before is dropped")
+        return forgotten
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """Return the counts, as JSON holds them."""
+        silent = {name: count for name, (count, _) in self._silent.items()}
+        last = {name: round for name, (_, round) in self._silent.items()}
+        return {"refused": self._refused, "silent": silent, "last": last, "gone": self._gone}
+
+    def load_dict(self, known: Mapping[str, Mapping[str, int]]) -> None:
+        """Restore what `to_dict` returned. Raises ValueError, KeyError or TypeError."""
+        self._refused, self._gone = dict(known["refused"]), dict(known["gone"])
+        self._silent = {name: (n, known["last"][name]) for name, n in known["silent"].items()}
+
+    def _is_aside(self, name: str) -> bool:
+        return 0 < self._most_refused <= self._refused.get(name, 0)
+
+    def _is_silent(self, name: str) -> bool:
+        return 0 < self._most_silent <= self._silent.get(name, (0, 0))[0]
+
+    def _forgettable(self) -> set[str]:
+        """Return the clients whose earlier contributions must not count any longer."""
+        known = {*self._refused, *self._silent}
+        gone = {name for name, count in self._gone.items() if 0 < self._most_silent <= count}
+        return gone | {name for name in known if self._is_aside(name) or self._is_silent(name)}

@@ -29,7 +29,7 @@ from fedhet.base.errors import (
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured, Place, relative, spread, summarise
 from fedhet.runs.records import ByMetric, RoundRecord, Seconds
-from fedhet.server.client_health import ClientHealth, Outcome
+from fedhet.server.members import ClientHealth, Outcome
 from fedhet.server.reply import Magnitudes, medians
 from fedhet.settings.run import RunSettings
 

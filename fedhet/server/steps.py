@@ -31,36 +31,36 @@ from fedhet.wire.knowledge import Knowledge
 Step = Callable[[Iterable[Reply]], Iterable[Reply]]
 SizesOf = Callable[[ClientInfo], Sizes]
 """Returns the sizes that the fields of a client's reply must have."""
+Now = Callable[[ClientInfo], Knowledge]
+"""Returns what a client would be sent now."""
 
 
 def checks(
     run: RunSettings,
-    replies: Contract,
+    spec: MethodSpec,
     sizes: SizesOf,
     state: RoundState,
-    members: Collection[str] = (),
-    late: Iterable[Step] = (),
+    members: Collection[str],
+    now: Now,
 ) -> list[Step]:
     """Return the steps between decoding a reply and the method's `accept`, in their order.
 
-    `members`: the names of the run's clients. `late`: what is done with replies that are late.
+    `members`: the names of the run's clients.
 
     The contract is checked again after an attack, whose replies the server would refuse as well.
     Changes that came as factors are compared, poisoned and averaged as whole tensors.
     """
+    replies = spec.replies
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
     steps: list[Step] = [contract]
     if any(isinstance(field, FactorsField) for field in replies.fields):
         steps.append(partial(multiply, contract=replies, sizes=sizes))
-    steps += late
-    if run.attack.kind != "none":
-        in_the_paper = run.attack.kind in IN_THE_PAPER
-        attack: Step = (
-            Attack(run.attack, replies, run.seed, state, sizes)
-            if in_the_paper
-            else Hostile(run, replies, state, members)
-        )
-        steps += [attack, contract]
+    if run.pace.may_be_late and spec.late == "averaged":
+        steps.append(CarriedOver(run.pace, replies, now))
+    if run.attack.kind in IN_THE_PAPER:
+        steps += [Attack(run.attack, replies, run.seed, state, sizes), contract]
+    elif run.attack.kind != "none":
+        steps += [Hostile(run, replies, state, members), contract]
     if run.engine.outlier_factor:
         steps.append(partial(check_magnitude, factor=run.engine.outlier_factor, state=state))
     if run.defence.clip_factor:
@@ -177,10 +177,6 @@ def carried_over(now: Array, trained: Array, start: Array, rate: float, low: flo
     return np.asarray(moved if low is None else moved.clip(min=low), dtype=trained.dtype)
 
 
-Now = Callable[[ClientInfo], Knowledge]
-"""Returns what a client would be sent now."""
-
-
 class CarriedOver:
     """A step that replies pass: a late client's weights become those of now plus its change.
 
@@ -210,35 +206,27 @@ class CarriedOver:
         now, sources = self._now(reply.client), dict[str, Array | Callable[[], Array]]()
         for field in self._fields:
             own = reply.knowledge.group(field.name)
-            groups: Sequence[Arrays] = [now.group(field.name), reply.sent.group(field.name)]
-            if own and all(_fits(own, each) for each in groups):
+            there, sent = now.group(field.name), reply.sent.group(field.name)
+            if own and all(
+                own.keys() == each.keys() and all(own[k].shape == each[k].shape for k in own)
+                for each in (there, sent)
+            ):
                 for name in own:
                     low = 0.0 if name.endswith(VARIANCES) else field.low
-                    make = partial(_moved, groups[0], own, groups[1], name, rate, low)
+                    make = partial(_moved, there, own, sent, name, rate, low)
                     sources[f"{field.name}/{name}"] = make
         if not sources:
             return reply
-        own_tensors = reply.knowledge.tensors
-        kept = own_tensors.sources if isinstance(own_tensors, OnDemand) else dict(own_tensors)
+        tensors = reply.knowledge.tensors
+        kept = tensors.sources if isinstance(tensors, OnDemand) else tensors
         changed = Knowledge(OnDemand({**kept, **sources}), reply.knowledge.scalars)
         return reply.with_knowledge(changed)
-
-
-def carried_over_by(pace: PaceSettings, spec: MethodSpec, now: Now) -> list[CarriedOver]:
-    """Return the step in a list, or none where no reply can be late, or has no average to enter."""
-    applies = pace.may_be_late and spec.late == "averaged"
-    return [CarriedOver(pace, spec.replies, now)] if applies else []
 
 
 def _moved(
     now: Arrays, own: Arrays, sent: Arrays, name: str, rate: float, low: float | None
 ) -> Array:
     return carried_over(now[name], own[name], sent[name], rate, low)
-
-
-def _fits(own: Arrays, other: Arrays) -> bool:
-    """Return whether two models have the same tensors."""
-    return own.keys() == other.keys() and all(own[k].shape == other[k].shape for k in own)
 
 
 LEAST_REFERENCE = 0.01

@@ -31,15 +31,21 @@ from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, mean_figures, placed
 from fedhet.runs.storage import Checkpoint
-from fedhet.server.calls import NOTHING, Failures, NamedProxy, name_of, reasons
-from fedhet.server.client_health import ClientHealth, CodeFaults
+from fedhet.server.calls import NOTHING, CodeFaults, Failures, NamedProxy, name_of, reasons
 from fedhet.server.codec import Codec, InstructionEncoder, without_versions
-from fedhet.server.members import UNSEEN_KINDS, HeldBack, Member, Members, first_of_pool
+from fedhet.server.members import (
+    UNSEEN_KINDS,
+    ClientHealth,
+    HeldBack,
+    Member,
+    Members,
+    first_of_pool,
+)
 from fedhet.server.pace import Collector, RoundResults
 from fedhet.server.reply import LateReplies, Reply, ReplySpool
 from fedhet.server.round import RoundState, Selection, learning
 from fedhet.server.selection import ClientSampler
-from fedhet.server.steps import carried_over_by, checks, through
+from fedhet.server.steps import checks, through
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -262,8 +268,7 @@ class HetStrategy(Strategy):
             self.state.scores.outdate(trained & {*self.state.expected})
             replies = self._codec.decode_all(results, failures, self.members)
             now = partial(self.instruct, server_round)
-            late = carried_over_by(self.run.pace, self.spec, now)
-            steps = checks(self.run, self.spec.replies, self.sizes, self.state, self.members, late)
+            steps = checks(self.run, self.spec, self.sizes, self.state, self.members, now)
             accepted = list(through([*steps, self._accepted], replies))
             if self.state.settle([reply.client.name for reply in accepted]):
                 self._go_back()

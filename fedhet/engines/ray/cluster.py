@@ -35,8 +35,7 @@ from fedhet.learning.devices import find_device
 from fedhet.models.user_model import is_user_model
 from fedhet.runs.directory import make_empty
 from fedhet.runs.units import plural
-from fedhet.server.calls import DirectProxy
-from fedhet.server.client_health import ClientCodeError
+from fedhet.server.calls import ClientCodeError, DirectProxy
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
 from fedhet.wire.identity import client_name

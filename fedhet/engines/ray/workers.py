@@ -27,7 +27,7 @@ from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small
 from fedhet.learning.devices import find_device
-from fedhet.server.client_health import CodeFault, is_of_code
+from fedhet.server.calls import CodeFault, is_of_code
 from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
