@@ -30,7 +30,7 @@ from benchmarks.over_local import federation
 from fedhet.algorithms.choices import RelationKind
 from fedhet.algorithms.uncertainty import certainty, entropy, predictive, relation
 from fedhet.base.seeding import seeded
-from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import open_client
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import read_preset

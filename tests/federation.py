@@ -11,8 +11,7 @@ import pytest
 from flwr.common import FitIns, FitRes
 from flwr.server.client_manager import SimpleClientManager
 
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.node import open_client, read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name

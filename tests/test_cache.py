@@ -7,7 +7,7 @@ from federation import Server, client_of, small
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhet.client_runtime.cache import OpenClients
+from fedhet.client_runtime.node import OpenClients
 
 MOST = 100
 

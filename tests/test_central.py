@@ -12,8 +12,7 @@ from rounds import SPACES, instruction_of, reply_of
 from torch.nn import functional as F
 
 from fedhet.base.errors import DataError, SettingsError
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.node import open_client, read_node
 from fedhet.data.partition import labelled_parts
 from fedhet.data.store import RunData
 from fedhet.deployment.control import submit

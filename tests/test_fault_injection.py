@@ -9,7 +9,7 @@ from test_permissions import PARTITION, SHIPPED
 
 from fedhet.base.errors import SettingsError
 from fedhet.client_runtime.app import permitted
-from fedhet.client_runtime.training import drops_out, injected_faults, straggles
+from fedhet.client_runtime.local_training import drops_out, injected_faults, straggles
 from fedhet.config.resolve import check_deployable
 
 ROUNDS = range(1, 1001)

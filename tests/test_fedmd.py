@@ -24,7 +24,7 @@ from rounds import (
 )
 
 from fedhet.base.errors import SettingsError
-from fedhet.client_runtime.cache import open_client
+from fedhet.client_runtime.node import open_client
 from fedhet.clients.fedmd import Consensus
 from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
 from fedhet.base.errors import DataError, SettingsError
-from fedhet.client_runtime.training import FixMatch
+from fedhet.client_runtime.local_training import FixMatch
 from fedhet.data.spec import Split
 from fedhet.kinds import IMAGE, KINDS, check_changeable
 from fedhet.kinds.changes import strong, weak

@@ -20,7 +20,7 @@ from fedhet.algorithms.conformal import running_sums
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.base.transfer import Numbers, all_to_device, joined, separated
 from fedhet.cli.example import write_example
-from fedhet.client_runtime.cache import close_clients
+from fedhet.client_runtime.node import close_clients
 from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
 from fedhet.kinds import IMAGE

@@ -11,8 +11,7 @@ from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
 from fedhet.base.errors import FedhetError, KnowledgeError, StateError, shown
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.node import open_client, read_node
 from fedhet.engines import backend
 from fedhet.engines.backend import InlineProxy
 from fedhet.runs.log import RunLog

@@ -4,7 +4,6 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from flwr.app import Message, RecordDict
 from flwr.common import Code, FitIns, FitRes, GetPropertiesRes, Parameters, Status
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server.compat.grid_client_proxy import GridClientProxy
@@ -216,6 +215,11 @@ def test_a_node_that_restarts_again_is_asked_again_each_time(grid):
     grid.answers = lambda message: len(grid.sent) == 4
     assert asking(grid).num_examples == 7
     assert len(grid.sent) == 4
+    sent = [message for _, message in grid.sent]
+    assert len({each.object_id for each in sent}) == 4, "each is a message of its own"
+    assert len({each.metadata.dst_node_id for each in sent}) == 1
+    left = [each.metadata.ttl for each in sent]
+    assert left == sorted(left, reverse=True)
 
 
 def test_the_message_that_the_former_session_took_may_expire(grid):
@@ -302,13 +306,6 @@ def test_a_node_that_is_offline_for_a_while_is_asked_again_when_it_is_back(grid)
     grid.meanwhile = meanwhile
     grid.answers = lambda message: len(grid.sent) == 2
     assert asking(grid).num_examples == 7
-
-
-def test_messages_are_flowers_own(grid):
-    message = Message(RecordDict(), dst_node_id=5, message_type="train", group_id="3", ttl=9.0)
-    again = nodes._with_ttl(message, 4.0)
-    assert (again.metadata.dst_node_id, again.metadata.ttl) == (5, 4.0)
-    assert again.object_id != message.object_id
 
 
 def under_way(transfers, started, done):

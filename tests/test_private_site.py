@@ -14,8 +14,7 @@ from PIL import Image
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn, permitted, within_limits
-from fedhet.client_runtime.cache import close_clients
-from fedhet.client_runtime.node import NodeSettings
+from fedhet.client_runtime.node import NodeSettings, close_clients
 from fedhet.config.resolve import resolve
 from fedhet.data.site import Declaration
 from fedhet.settings.run import RunSettings

@@ -107,7 +107,7 @@ def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
     assert notices[0] == "client a is dropped from round 1: logits: missing"
     with pytest.raises(ZeroDivisionError), state.dropping("c"):
         1 / 0  # noqa: B018
-    state.absent("c", "did not answer in time")
+    state.drop("c", "did not answer in time", "silent")
     assert state.present(["a", "b", "c"]) == ["a", "b"], "who answered badly is still there"
 
 
@@ -148,7 +148,7 @@ def test_what_a_client_says_of_its_failure_is_one_printable_line(exchange, state
             decoded(exchange, result)
         assert "owned" in state.record.failed["a"]
         assert state.record.failed["a"].isprintable()
-    state.absent("b", FORGED)
+    state.drop("b", FORGED, "silent")
     assert all(text.isprintable() for text in [*state.record.failed.values(), *notices])
 
 
@@ -329,7 +329,7 @@ def test_who_rests_is_not_evaluated_and_nobody_left_ends_nothing(notices):
         state.ask(Selection(tuple(outcomes)))
         state.health.enter(number, outcomes, ["a", "b", "c"])
     assert state.present(["a", "b", "c"]) == ["c"]
-    state.absent("c", "no answer")
+    state.drop("c", "no answer", "silent")
     assert state.present(["a", "b", "c"]) == []
     state.ask(Selection(("b",)))
     assert state.present(["a", "b", "c"]) == ["b"], "it was asked, and has not been silent"
@@ -350,8 +350,8 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
     for number in range(unable):
         with state.dropping(f"unable-{number}"):
             raise KnowledgeError("x", "answer", "training diverged")
-    state.absent("silent-1", "no answer")
-    state.absent("silent-2", "no answer")
+    state.drop("silent-1", "no answer", "silent")
+    state.drop("silent-2", "no answer", "silent")
     assert state.settle([f"well-{n}" for n in range(answered)]) is back
     if answered and not back:
         assert (state.rollback.good, state.rollback.formed) == (1, 2)

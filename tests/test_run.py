@@ -9,8 +9,7 @@ from federation import Server, records, run, small, without_times
 from rounds import altered, instruction_of, reply_of
 
 from fedhet.base.errors import DataError, SettingsError, StateError
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.node import open_client, read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.engines import backend

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from fedhet.base.errors import SettingsError, nearest
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.node import open_client, read_node
 from fedhet.config.resolve import Config, resolve, resolve_items
 from fedhet.config.sources import (
     Layers,

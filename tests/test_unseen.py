@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from fedhet.base.errors import SettingsError
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.node import open_client, read_node
 from fedhet.config.resolve import check_deployable, resolve
 from fedhet.data.store import RunData
 from fedhet.inference.api import Result

@@ -24,11 +24,11 @@ from flwr.common import Context, NDArrays, Scalar
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError, StateError, words_of
-from fedhet.client_runtime.cache import open_client
 from fedhet.client_runtime.node import (
     ALLOW_MODELS_VARIABLE,
     ALLOW_PATHS_VARIABLE,
     NodeSettings,
+    open_client,
     read_node,
 )
 from fedhet.client_runtime.privacy import told_the_type_alone

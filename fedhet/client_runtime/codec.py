@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from flwr.common import NDArrays
@@ -21,17 +22,9 @@ from fedhet.config.resolve import Config
 from fedhet.models.het import on_host
 from fedhet.runs.storage import KEPT_STATES, ClientStore, ModelStore
 from fedhet.wire.contract import Sizes
-from fedhet.wire.encodings import Coder, rules_of
+from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, is_name
-from fedhet.wire.knowledge import (
-    PLAIN,
-    Envelope,
-    Knowledge,
-    Packing,
-    decode,
-    digest_of,
-    expect,
-)
+from fedhet.wire.knowledge import Envelope, Knowledge, Packing, decode, digest_of, encode, expect
 
 UNSENT = "unsent"
 """The group of the state's tensors that error feedback adds to the next reply."""
@@ -44,9 +37,10 @@ class ClientCodec:
     def __init__(self, config: Config, node: Node, state: ClientState) -> None:
         run, self._method = config.run, config.method
         self._node, self._state = node, state
-        rules, spec = rules_of(run.wire), self._method.spec
-        self._down = Coder(rules, spec.instructions, run.seed) if rules else None
-        self._up = Coder(rules, spec.replies, run.seed) if rules else None
+        self._down, self._up = (
+            Coder.of(run.wire, contract, run.seed)
+            for contract in (self._method.spec.instructions, self._method.spec.replies)
+        )
 
     def read(
         self, arrays: NDArrays, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
@@ -62,13 +56,21 @@ class ClientCodec:
             contract = self._method.spec.instructions
             contract.check(SERVER, knowledge.tensors, knowledge.scalars, sizes())
         if self._down and (weights := self._down.weights_of(knowledge.tensors)):
-            self._keep(envelope, weights)
+            # Keep weights that are new, and those of the last few rounds before. Those of later
+            # rounds are of a server that has resumed from an earlier one.
+            store, digest = self._store(envelope.run), digest_of(weights)
+            known = any(key[1] == digest for key in store.contents())
+            if not known or self._weights(envelope, digest) is None:
+                store.put((envelope.round, digest), weights)
+                past = [key for key in store.contents() if key[0] <= envelope.round]
+                store.keep(past[-KEPT_STATES:])
         return envelope, knowledge
 
-    def packed(self, envelope: Envelope, instruction: Knowledge, reply: Knowledge) -> Packing:
-        """Return how a reply travels; what it leaves unsent enters the state."""
+    def encode(self, envelope: Envelope, instruction: Knowledge, reply: Knowledge) -> NDArrays:
+        """Return the reply to an instruction as arrays; what it leaves unsent enters the state."""
+        own = replace(envelope, sender=self._node.name)
         if self._up is None or self._down is None:
-            return PLAIN
+            return encode(own, reply)
         base = self._down.weights_of(instruction.tensors)
         place = (self._node.name, envelope.round)
         before = on_host(group(self._state.tensors, UNSENT))
@@ -77,7 +79,7 @@ class ClientCodec:
         left = {name: torch.from_numpy(value) for name, value in unsent.items()}
         self._state.tensors = others | grouped(UNSENT, left)
         builds = any(each.difference for each in encoded.values())
-        return Packing(encoded, digest_of(base) if builds else 0)
+        return encode(own, reply, Packing(encoded, digest_of(base) if builds else 0))
 
     def _weights(self, envelope: Envelope, digest: int) -> Arrays | None:
         """Return the weights of a digest, if the client still has them, whole."""
@@ -91,19 +93,6 @@ class ClientCodec:
             LOG.warning("%s: %s", self._node.name, error)
             return None
         return weights if digest_of(weights) == digest else None
-
-    def _keep(self, envelope: Envelope, weights: Arrays) -> None:
-        """Keep weights that are new, and those of the last few rounds before.
-
-        Those of later rounds are of a server that has resumed from an earlier one.
-        """
-        store, digest = self._store(envelope.run), digest_of(weights)
-        known = store.contents()
-        if any(key[1] == digest for key in known) and self._weights(envelope, digest) is not None:
-            return
-        store.put((envelope.round, digest), weights)
-        past = [key for key in store.contents() if key[0] <= envelope.round]
-        store.keep(past[-KEPT_STATES:])
 
     def _store(self, run: str) -> ModelStore:
         folder = ClientStore(self._node.state_dir, run, self._node.name).folder

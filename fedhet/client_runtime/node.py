@@ -1,15 +1,21 @@
-"""A node's settings, from Flower's command line or from its place in a simulation."""
+"""A node's settings, and the clients that its process has open.
+
+The settings come from Flower's command line or from the node's place in a simulation. A worker
+process keeps the data and models of clients that it has trained.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
+import torch
+from flwr.client import Client
 from pydantic import Field
 
 from fedhet.base.disk import expanded
@@ -29,6 +35,10 @@ ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
 """The training settings that a node may override."""
+MOST_BYTES = 2 * 2**30
+"""Limit on the tensors of cached clients in one process, besides the client in use."""
+_assigned = lru_cache(maxsize=1)(assign)
+"""The clients' models, cached because each of many clients asks for its own."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +150,7 @@ class Node:
 
 
 def read_node(
-    config: Mapping[str, object],
-    run: RunSettings,
-    state_dir: str = "",
-    data: RunData | None = None,
+    config: Mapping[str, object], run: RunSettings, state_dir: str = "", data: RunData | None = None
 ) -> Node:
     """Return the node that `config` (Flower's node config) describes. Reads no samples.
 
@@ -158,7 +165,11 @@ def read_node(
             f"{run.clients - 1}; a site with its own data needs 'data' and 'name' instead"
         )
     name = settings.name or client_name(settings.partition_id, run.clients)
-    declared = None
+    model, declared = settings.model, None
+    if not model:
+        pool, rule = tuple(run.models.pool), run.models.assignment
+        assigned = _assigned(pool, run.clients, run.seed, rule)
+        model = assigned[settings.partition_id % len(assigned)]
     if settings.data and run.privacy.is_on:
         declared = Declaration.read(settings.data, settings.most_data_bytes)
         declared.check(run)
@@ -166,7 +177,7 @@ def read_node(
         name=name,
         partition=settings.partition_id,
         folder=settings.data,
-        model=settings.model or _assigned_model(run, settings.partition_id),
+        model=model,
         training=settings.training(run),
         device=settings.device or run.engine.device,
         state_dir=_state_dir(settings.state_dir or state_dir),
@@ -178,18 +189,86 @@ def read_node(
     )
 
 
-def _assigned_model(run: RunSettings, partition: int) -> str:
-    assigned = _assigned(tuple(run.models.pool), run.clients, run.seed, run.models.assignment)
-    return assigned[partition % len(assigned)]
-
-
-@lru_cache(maxsize=1)
-def _assigned(pool: tuple[str, ...], clients: int, seed: int, rule: str) -> Sequence[str]:
-    """Return the clients' models; cached, because each of many clients asks for its own."""
-    return assign(pool, clients, seed, rule)
-
-
 def _state_dir(given: str) -> Path:
     named = given or os.environ.get(STATE_DIR_VARIABLE)
     remedy = f"set node-config 'state-dir' or the environment variable {STATE_DIR_VARIABLE}"
     return expanded(named or "~/.local/state/fedhet", remedy)
+
+
+class OpenClient(Protocol):
+    """A method's client half, as its worker process uses it."""
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the tensors that the client holds in memory."""
+
+    def to_client(self) -> Client:
+        """Return the client as Flower's `Client`."""
+
+
+class OpenClients:
+    """Clients whose tensors take no more than `most` bytes, besides the one in use.
+
+    To make room, clients of other runs are closed first, beginning with the oldest, and then the
+    most recently used client of this run. Rounds visit a run's clients in turn, so that this one is
+    needed last; if they do not all fit, closing the oldest would always close the one needed next.
+
+    A client is measured when the next one is opened, since only the client in use changes its size.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._runs: dict[Hashable, dict[Hashable, OpenClient]] = {}
+        """Each run's clients; both in the order of their last use."""
+        self._bytes: dict[tuple[Hashable, Hashable], int] = {}
+        self._total = 0
+
+    def open(self, run: Hashable, name: Hashable, new: Callable[[], OpenClient]) -> OpenClient:
+        """Return a run's client, a new one if it is not kept; close others to make room."""
+        if self._runs:  # measure the client that was in use
+            last, clients = next(reversed(self._runs.items()))
+            used, held = next(reversed(clients.items()))
+            size = held.held_bytes()
+            self._total += size - self._bytes.get((last, used), 0)
+            self._bytes[last, used] = size
+        clients = self._runs.get(run, {})
+        self._total -= self._bytes.pop((run, name), 0)
+        client = clients.pop(name, None) or new()
+        self._runs.pop(run, None)
+        self._runs[run] = clients
+        while self._total > self.most:  # close a client
+            oldest, others = next(iter(self._runs.items()))
+            closed = next(reversed(others) if oldest == run else iter(others))
+            del others[closed]
+            self._total -= self._bytes.pop((oldest, closed))
+            if not others and oldest != run:
+                del self._runs[oldest]
+        clients[name] = client
+        return client
+
+    def clear(self) -> None:
+        """Close all clients."""
+        self._runs.clear()
+        self._bytes.clear()
+        self._total = 0
+
+    def kept(self) -> set[tuple[Hashable, Hashable]]:
+        """Return what is open: pairs of a run and a client."""
+        return {(run, name) for run, clients in self._runs.items() for name in clients}
+
+
+_open = OpenClients(MOST_BYTES)
+
+
+def close_clients() -> None:
+    """Close this process's clients: their states on disk are all that they need."""
+    _open.clear()
+
+
+def open_client(config: Config, node: Node) -> OpenClient:
+    """Return the client of `node`, from the cache if this process still has it.
+
+    Its state in memory is checked against its state on disk before each use, since another process
+    may have trained the client meanwhile.
+    """
+    torch.set_num_threads(config.run.engine.threads)
+    return _open.open(config, node, lambda: config.method.client(config, node))

@@ -1,14 +1,13 @@
 """A client's promise of differential privacy: what it trains and sends by, and what that costs.
 
 A client without it asks the same things of `Open`, which changes nothing. Everything that touches
-the client's own samples passes here: training, class means, measurements, errors, and the answers
+the client's own samples passes here: training, class means, measurements, errors, and the replies
 that are sent again instead of being computed twice.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -37,15 +36,7 @@ from fedhet.learning.devices import Compute, evaluation_batch
 from fedhet.learning.training import Optimization, evaluating
 from fedhet.models import HetModel
 from fedhet.models.evaluation import Evaluations
-from fedhet.privacy.accounting import (
-    Noise,
-    Plan,
-    Release,
-    combined,
-    epoch,
-    epsilon_of,
-    solved,
-)
+from fedhet.privacy.accounting import Noise, Plan, Release, combined, epoch, epsilon_of, solved
 from fedhet.privacy.ledger import Entry, Ledger, digest_of
 from fedhet.privacy.noise import SecretNoise, clipped, noised_means
 from fedhet.privacy.sgd import privately
@@ -55,9 +46,9 @@ from fedhet.wire.identity import LEAST_SAMPLES, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 LOG = logging.getLogger("fedhet")
-ANSWER, ANSWERS = "answer-{:06d}.npz", "answer-*.npz"
+REPLY, REPLIES = "answer-{:06d}.npz", "answer-*.npz"
 FAULT = "{} at a private client, whose own log says more"
-Answers = Callable[[Tensor], Tensor]
+FromLogits = Callable[[Tensor], Tensor]
 """Logits [N, C] -> what a method averages of them by class, [N, C]."""
 Evaluate = Callable[[Knowledge], Evaluations]
 """Evaluates the client's models, given the latest instruction."""
@@ -101,29 +92,28 @@ class Open:
         yield optimizing
 
     def class_means(
-        self, gathered: ClassSums, model: HetModel, answers: Answers | None = None
+        self, gathered: ClassSums, model: HetModel, from_logits: FromLogits | None = None
     ) -> ClassMeans:
         """Return the class means that may be sent: those `gathered` while `model` trained.
 
-        `answers`: what was gathered in place of logits, if it is not these.
+        `from_logits` returns what was gathered in place of logits, if it is not these.
         """
         return gathered.means(self._least)
 
-    def sent(self, answer: Knowledge) -> Knowledge:
+    def sent(self, reply: Knowledge) -> Knowledge:
         """Return what may be sent of a method's reply."""
-        return answer
+        return reply
 
     def measured(self, found: Measured) -> Measured:
         """Return what may be sent of the client's measurements."""
         return found
 
-    def answered(self) -> NDArrays | None:
-        """Return the answer of this round, if it was sent before and must be sent again."""
+    def sent_before(self) -> NDArrays | None:
+        """Return the reply of this round, if it was sent before and must be sent again."""
         return None
 
-    def keep(self, arrays: NDArrays) -> NDArrays:
-        """Return the round's answer, after what has to be done before it is sent."""
-        return arrays
+    def keep(self, arrays: NDArrays) -> None:
+        """Do what has to be done before the round's reply is sent."""
 
     def fault(self, error: FedhetError) -> dict[str, Scalar]:
         """Return what the server is told of an error."""
@@ -243,7 +233,7 @@ class Private(Open):
 
     @torch.no_grad()
     def class_means(
-        self, gathered: ClassSums, model: HetModel, answers: Answers | None = None
+        self, gathered: ClassSums, model: HetModel, from_logits: FromLogits | None = None
     ) -> ClassMeans:
         """Return class means of clipped and noised sums, in a pass of their own.
 
@@ -258,15 +248,15 @@ class Private(Open):
             size = evaluation_batch(model, own.x, self._compute)
             for x, y in zip(torch.split(own.x, size), torch.split(own.y, size), strict=True):
                 features, logits = model.features_and_logits(self._compute.images(x))
-                views = features, answers(logits) if answers else logits
+                views = features, from_logits(logits) if from_logits else logits
                 features, logits = (clipped(view.float(), norm) for view in views)
                 sums.add(features, logits, y)
         found = sums.features, sums.logits, sums.counts
         return noised_means(*found, self.noise, norm, self._least, SecretNoise())
 
-    def sent(self, answer: Knowledge) -> Knowledge:
+    def sent(self, reply: Knowledge) -> Knowledge:
         """Return the reply's tensors: its scalars are figures of the samples."""
-        return Knowledge(answer.tensors)
+        return Knowledge(reply.tensors)
 
     def measured(self, found: Measured) -> Measured:
         """Return the scores on the shared test set, and epsilon.
@@ -288,26 +278,25 @@ class Private(Open):
         spent = [each.release for each in self._ledger.entries() if each.run == self._run]
         return epsilon_of(spent, self._settings.delta)
 
-    def answered(self) -> NDArrays | None:
-        """Return the answer of this round, if it was sent before: a second one would cost anew."""
-        path = self._folder.path / ANSWER.format(self._round)
+    def sent_before(self) -> NDArrays | None:
+        """Return the reply of this round, if it was sent before: a second one would cost anew."""
+        path = self._folder.path / REPLY.format(self._round)
         if not path.is_file():
             return None
         with np.load(path, allow_pickle=False) as found:
             return [found[name] for name in found.files]
 
-    def keep(self, arrays: NDArrays) -> NDArrays:
-        """Return the round's answer after it was stored, with those of a few rounds before.
+    def keep(self, arrays: NDArrays) -> None:
+        """Store the round's reply, with those of a few rounds before.
 
         Those of later rounds are of a server that has resumed from an earlier one.
         """
-        folder, name = self._folder, ANSWER.format(self._round)
-        with folder.replacing(name, private=True) as path:
-            path.write_bytes(_packed(arrays))
-        stored = sorted(path.name for path in folder.path.glob(ANSWERS))
+        folder, name = self._folder, REPLY.format(self._round)
+        with folder.replacing(name, private=True) as path, path.open("wb") as file:
+            np.savez(file, *arrays)
+        stored = sorted(path.name for path in folder.path.glob(REPLIES))
         kept = [each for each in stored if each <= name][-KEPT_STATES:]
         folder.remove([each for each in stored if each not in kept])
-        return arrays
 
     def fault(self, error: FedhetError) -> dict[str, Scalar]:
         """Return what the server is told of an error: nothing that depends on the samples."""
@@ -394,12 +383,6 @@ def told_the_type_alone() -> Iterator[None]:
     except Exception as error:
         LOG.warning("%s: %s", type(error).__name__, error)
         raise StateError(FAULT.format(type(error).__name__)) from None
-
-
-def _packed(arrays: NDArrays) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, *arrays)
-    return file.getvalue()
 
 
 def promise(config: Config, node: Node, samples: ClientSamples, compute: Compute) -> Open:

@@ -1,27 +1,40 @@
-"""A client's samples on its device, and the public samples that it may use."""
+"""A client's samples on its device, and the record by which its models can be used after a run.
+
+A client writes ROOT/<run>/<client>/client.json by its states. Together they suffice to build its
+models and to use them as in training, without the run's directory and, for networks, without
+the data.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from torch import Tensor, nn
 
-from fedhet.base.errors import DataError
+from fedhet.base.disk import expanded, read_json, write_text
+from fedhet.base.errors import DataError, StateError
 from fedhet.client_runtime.node import Node
-from fedhet.config.resolve import Config
+from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labelled_parts
 from fedhet.data.schema import TableSchema
-from fedhet.data.spec import ClientData, Split, Stored
+from fedhet.data.spec import Split, Stored
 from fedhet.data.store import GENERATED, UNUSED, RunData, refuse_overlap
+from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import Within
-from fedhet.wire.identity import ClientInfo, order_of
+from fedhet.settings.run import PLACE
+from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, order_of
 
 LOG = logging.getLogger("fedhet")
 """The node's logger: its messages appear in the log of Flower's node."""
+FILE = "client.json"
+MOST_BYTES = 2**24
+"""A longer record is refused: one of a hundred thousand classes is shorter."""
 
 
 @dataclass
@@ -89,8 +102,12 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         order = order_of([*data.classes, data.schema.digest])
     own, rest = _placed(compute, own, rest)
     tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
-    if data.common is not None:
-        tests["common"] = _common(data, node, compute)
+    if (common := data.common) is not None:
+        if len(data.space) < len(data.classes):  # its rows are this client's alone
+            tests["common"] = _placed(compute, common)[0]
+        else:  # the clients of a process have one copy
+            key = f"test set on {compute.device}"
+            tests["common"] = node.data.once(key, lambda: _placed(compute, common)[0])
     return ClientSamples(
         ClientInfo(
             node.name,
@@ -112,15 +129,6 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         data.stored,
         data.schema,
     )
-
-
-def _common(data: ClientData, node: Node, compute: Compute) -> Split:
-    """Return the common test set on the device; the clients of a process have one copy."""
-    common = data.common
-    assert common is not None
-    if len(data.space) < len(data.classes):  # its rows are this client's alone
-        return _placed(compute, common)[0]
-    return node.data.once(f"test set on {compute.device}", lambda: _placed(compute, common)[0])
 
 
 def public_samples(
@@ -154,3 +162,126 @@ def _placed(compute: Compute, *splits: Split) -> list[Split]:
     """Return splits with their classes on the device, and their samples too if all have room."""
     samples = compute.kept(*(split.x for split in splits))
     return [Split(x, compute.held(split.y)) for x, split in zip(samples, splits, strict=True)]
+
+
+class ClientRecord(BaseModel):
+    """A client of one run: its settings, its model, and the model's inputs and classes."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    run: str
+    client: str
+    model: str
+    partition: int = Field(ge=-1, le=MAX_SAMPLES)
+    folder: str
+    """The site's own data folder; "" for a partition of the run's dataset."""
+    settings: dict[str, JsonValue]
+    """The settings with which the client trained, by their full names."""
+    classes: list[str] = Field(min_length=2, max_length=MAX_CLASSES)
+    """The names of all classes of the run, in order."""
+    space: list[int] = Field(min_length=1)
+    """The client's label space: its classes, ascending."""
+    kind: str
+    """The kind of its samples."""
+    shape: list[int] = Field(min_length=1, max_length=4)
+    """The shape of one sample."""
+    stored: Stored
+    samples: int = Field(ge=0, le=MAX_SAMPLES)
+    """The number of training samples."""
+    table: TableSchema | None = Field(None, strict=False)
+    """What the columns of a table of its owner's became."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> ClientRecord:
+        if self.space != sorted(set(self.space) & set(range(len(self.classes)))):
+            raise ValueError("space must be numbers of classes, ascending")
+        if (kind := KINDS.get(self.kind)) is None:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}")
+        shape = tuple(self.shape)
+        if not kind.fits(shape) or not all(1 <= size <= MAX_SIDE for size in kind.sizes(shape)):
+            raise ValueError(f"shape must be a {kind.name}'s, of sizes from 1 to {MAX_SIDE}")
+        return self
+
+    @classmethod
+    def of(cls, run: str, config: Config, node: Node, samples: ClientSamples) -> ClientRecord:
+        """Return the record of an open client; `config` has the client's own training."""
+        values = absolute(config).flat() | (node.declared.settings if node.declared else {})
+        return cls(
+            run=run,
+            client=node.name,
+            model=node.model,
+            partition=node.partition,
+            folder=str(expanded(node.folder).resolve()) if node.folder else "",
+            settings={name: value for name, value in values.items() if name not in PLACE},
+            classes=list(samples.classes) or list(map(str, range(samples.info.classes))),
+            space=samples.space.tolist(),
+            kind=samples.info.kind,
+            shape=list(samples.info.shape),
+            stored=samples.stored,
+            samples=samples.info.samples,
+            table=samples.schema,
+        )
+
+    def config(self) -> Config:
+        """Return the client's settings, in a precision that a CPU supports.
+
+        The kind of samples is known, so that a dataset of the user's is not imported for it.
+        """
+        config = resolve({**self.settings, "data.sample-kind": self.kind})
+        if config.run.engine.precision != "float16":
+            return config
+        return config.replacing(engine=config.run.engine.model_copy(update={"precision": "auto"}))
+
+    def node(
+        self, config: Config, state_dir: Path, device: str = "cpu", data: RunData | None = None
+    ) -> Node:
+        """Return the client's node, with its states in `state_dir`; as `read_node` does."""
+        training = config.run.training
+        return Node(
+            self.client,
+            self.partition,
+            self.folder,
+            self.model,
+            training,
+            device,
+            state_dir,
+            data or RunData.of(config.run),
+        )
+
+    def without_data(self, config: Config) -> ClientSamples:
+        """Return the client's task without any samples, which is enough to build its networks."""
+        nothing = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
+        info = ClientInfo(
+            self.client,
+            self.model,
+            self.samples,
+            len(self.classes),
+            self.kind,
+            tuple(self.shape),
+            order_of(self.classes),
+            config.run.training.describe(),
+        )
+        space: Tensor = torch.tensor(self.space)
+        names = tuple(self.classes)
+        return ClientSamples(info, nothing, nothing, {}, space, 0, names, self.stored)
+
+
+def write_record(folder: Path, record: ClientRecord) -> None:
+    """Write the record into the client's folder of the run, atomically. Raises StateError."""
+    root = folder.parents[1]  # of the states of all runs
+    write_text(folder / FILE, record.model_dump_json(indent=1), within=root, private=True)
+
+
+def read_record(folder: Path) -> ClientRecord | None:
+    """Return the record in a client's folder; None if it has none. Raises StateError."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        return ClientRecord.model_validate(read_json(path, MOST_BYTES))
+    except (OSError, ValueError, StateError) as error:
+        fault = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise StateError(f"{path} is not a client's record: {fault}") from None

@@ -107,17 +107,12 @@ class ClientState:
         try:
             yield
         finally:
-            self.rest()
-
-    def rest(self) -> None:
-        """Leave an accelerator's memory to other clients until the next `restore`."""
-        if self._compute.device.type == "cpu":
-            return
-        for model in self.models.values():
-            move(model, HOST)
-        self.tensors = all_to_device(self.tensors, HOST)
-        if self._compute.device.type == "cuda":
-            torch.cuda.empty_cache()
+            if self._compute.device.type != "cpu":
+                for model in self.models.values():
+                    move(model, HOST)
+                self.tensors = all_to_device(self.tensors, HOST)
+            if self._compute.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _place(self) -> None:
         """Put the state on the device."""
@@ -153,8 +148,7 @@ class ClientState:
         """Load the last whole state of `rounds`; return its version, or 0 for new models."""
         faults: dict[int, StateError] = {}
         for round in reversed(rounds):
-            self.models, self.tensors, self.facts = self._setup(), {}, {}
-            self.round = round
+            self._begin_anew(round)
             try:
                 version = self._load(self._opened, round)
             except StateError as error:
@@ -165,9 +159,11 @@ class ClientState:
             return version
         if faults:
             raise faults[rounds[-1]]
-        self.models, self.tensors, self.facts = self._setup(), {}, {}
-        self.round = 0
+        self._begin_anew(0)
         return 0
+
+    def _begin_anew(self, round: int) -> None:
+        self.models, self.tensors, self.facts, self.round = self._setup(), {}, {}, round
 
     def _load(self, store: ClientStore, round: int) -> int:
         tensors, facts = store.load(round, torch.device("cpu"))
@@ -175,7 +171,10 @@ class ClientState:
         refuse_other(path, facts, identity, "this client's")
         for kind, model in self.models.items():
             weights = group(tensors, kind)
-            _refuse_other_types(path, kind, weights, model)
+            for name, own in model.state_dict().items():  # PyTorch would convert types silently
+                if name in weights and (dtype := weights[name].dtype) != own.dtype:
+                    fault = f"{name} of the model {kind} is {dtype}, not {own.dtype}"
+                    raise StateError(f"{path}: {fault}")
             try:
                 model.load_state_dict(weights)
             except RuntimeError as error:
@@ -197,17 +196,6 @@ class ClientState:
     def _opened(self) -> ClientStore:
         assert self._store is not None, "restore comes first"
         return self._store
-
-
-def _refuse_other_types(
-    path: Path, kind: str, weights: Mapping[str, Tensor], model: nn.Module
-) -> None:
-    """Raise StateError for weights of another type: PyTorch would convert integers silently."""
-    for name, own in model.state_dict().items():
-        if name in weights and weights[name].dtype != own.dtype:
-            raise StateError(
-                f"{path}: {name} of the model {kind} is {weights[name].dtype}, not {own.dtype}"
-            )
 
 
 def _newest_version(store: ClientStore) -> int:

@@ -1,7 +1,7 @@
 """The client half of every method: a Flower NumPyClient that calls the hooks a method implements.
 
 `fit` shows the order of a round: read and check the server's instruction, restore the client's
-state, `train`, save the state, evaluate, answer.
+state, `train`, encode the reply, save the state, evaluate.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ from torch import Tensor, nn
 from fedhet.base.errors import FedhetError, OwnModelError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.client_runtime.codec import ClientCodec
+from fedhet.client_runtime.local_training import FixMatch, Predict, Recipe, injected_faults
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import promise
-from fedhet.client_runtime.record import Recorder
-from fedhet.client_runtime.samples import ClientSamples, load_samples, public_samples
+from fedhet.client_runtime.samples import (
+    ClientRecord,
+    ClientSamples,
+    load_samples,
+    public_samples,
+    write_record,
+)
 from fedhet.client_runtime.state import ClientState
-from fedhet.client_runtime.training import FixMatch, Predict, Recipe, injected_faults
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.kinds import KINDS
@@ -48,7 +53,7 @@ from fedhet.runs.measures import LACKS, Measured, peak_memory_mb, placed, timed,
 from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
-from fedhet.wire.knowledge import Knowledge, LackingError, encode
+from fedhet.wire.knowledge import Knowledge, LackingError
 
 
 class HetClient(NumPyClient):
@@ -82,7 +87,8 @@ class HetClient(NumPyClient):
         )
         self.codec = ClientCodec(self.config, node, self.state)
         self.recipe = Recipe(self.run, self.info, self.state, self.compute)
-        self.recorder = Recorder(self.config, node, self.samples)
+        self._recorded_in = ""
+        """The run in whose folder the client's record is."""
         self.prepare()
 
     # The hooks: what a method implements.
@@ -182,7 +188,7 @@ class HetClient(NumPyClient):
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
         """Return an optimiser over all of `parameters`, at the round's learning rate."""
-        return self.recipe.optimization(self.training, chain(*parameters))
+        return self.recipe.round_optimization(self.training, chain(*parameters))
 
     def train_epochs(
         self,
@@ -261,6 +267,10 @@ class HetClient(NumPyClient):
         options["before_epoch"] = optimizing.decaying(decay)
         self.train_own(loss_of, model, optimizing, generator, **options)
 
+    def record(self, run: str) -> ClientRecord:
+        """Return the record by which the client's models can be used after a run."""
+        return ClientRecord.of(run, self.config, self.node, self.samples)
+
     def held_bytes(self) -> int:
         """Return the bytes of the tensors that the client holds in memory."""
         return sum(t.nbytes for t in chain(self.samples.held_tensors(), self.state.held_tensors()))
@@ -283,27 +293,27 @@ class HetClient(NumPyClient):
                 envelope, instruction = self.codec.read(parameters, self.sizes)
                 run, round = envelope.run, envelope.round
                 self.promise.begin(run, round)
-                arrays, train_seconds = self.promise.answered(), 0.0
+                arrays, train_seconds = self.promise.sent_before(), 0.0
                 if arrays is not None:  # what must not be computed again is the same reply
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)
                     with injected_faults(self.run, self.info.name, round):
-                        answer, train_seconds = self._train(round, instruction)
-                    sent = self.promise.sent(answer)
-                    packing = self.codec.packed(envelope, instruction, sent)
+                        reply, train_seconds = self._train(round, instruction)
+                    arrays = self.codec.encode(envelope, instruction, self.promise.sent(reply))
                     self.state.save(round, best if isinstance(best, int) else 0)
-                    self.recorder.leave(self.state.folder, run)
-                    whole = replace(envelope, sender=self.info.name)
-                    arrays = self.promise.keep(encode(whole, sent, packing))
+                    if self._recorded_in != run:
+                        write_record(self.state.folder, self.record(run))
+                        self._recorded_in = run
+                    self.promise.keep(arrays)
                 scores, seconds = timed(self.promise.evaluated, evaluate, instruction)
                 measured = _measured(scores, train_seconds, seconds, self.loss, self.figures)
-                said = write_measures(self.promise.measured(measured)) | self.recipe.counted()
+                metrics = write_measures(self.promise.measured(measured)) | self.recipe.counted()
         except OwnModelError:
             raise
         except FedhetError as error:
             return [], 0, self._fault(error)
-        return arrays, self.info.samples, dict(said)
+        return arrays, self.info.samples, dict(metrics)
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Scalar]
@@ -346,10 +356,10 @@ class HetClient(NumPyClient):
         self.recipe.begin(round)
         self.loss, self.figures = None, {}
         with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
-            answer, seconds = timed(self.train, round, instruction)
+            reply, seconds = timed(self.train, round, instruction)
         self.recipe.end(self.training, None if self.promise.is_on else self.loss)
         self.state.facts["participations"] = self.state.participations + 1
-        return answer, seconds
+        return reply, seconds
 
     def _evaluate_unseen(self, round: int, instruction: Knowledge) -> Evaluations:
         """Return the scores of the model that the method offers to a client that never trained.
@@ -363,7 +373,7 @@ class HetClient(NumPyClient):
         learner, own = copy.deepcopy(model).train(), self.samples.own
         draw = self.info.name, round, "unseen"
         self.recipe.begin(round)
-        optimizing = self.recipe.optimization(self.run.training, learner.parameters())
+        optimizing = self.recipe.round_optimization(self.run.training, learner.parameters())
         options = self.recipe.options(self.run.training, len(own), True, {"epochs": 1})
         options["generator"] = torch_generator(self.run.seed, *draw)
         with seeded(self.run.seed, *draw, device=self.compute.device):

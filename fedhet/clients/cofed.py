@@ -228,7 +228,7 @@ class Trials:
         settings, device = client.training.model_copy(update=own), client.compute.device
         recipe.begin(self.round)
         with seeded(client.run.seed, client.info.name, self.round, "search", device=device):
-            optimizing = recipe.optimization(settings, model.parameters())
+            optimizing = recipe.round_optimization(settings, model.parameters())
             train_epochs(
                 data.x,
                 data.y,

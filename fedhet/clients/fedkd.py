@@ -19,7 +19,7 @@ from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded
 from fedhet.base.transfer import all_to_device
-from fedhet.client_runtime.training import EpochMeans
+from fedhet.client_runtime.local_training import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedkd import FedKdSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays

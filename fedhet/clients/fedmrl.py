@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedhet.algorithms.heads import Projector, matryoshka_losses
 from fedhet.base.arrays import grouped
 from fedhet.base.seeding import seeded
-from fedhet.client_runtime.training import EpochMeans
+from fedhet.client_runtime.local_training import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedmrl import FedMrlSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays

@@ -24,8 +24,7 @@ from flwr.server import Server, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import ClientManager
 
 from fedhet.base.errors import one_line
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import Node, read_node
+from fedhet.client_runtime.node import Node, open_client, read_node
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small, with_gpu_share

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.base.errors import FedhetError, one_line
-from fedhet.client_runtime.cache import close_clients
+from fedhet.client_runtime.node import close_clients
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.kinds import KINDS, Kind, Shape

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedhet.base.errors import DataError, ModelError, StateError, nearest, words_of
 from fedhet.client_runtime.node import read_node
-from fedhet.client_runtime.record import FILE, ClientRecord, read_record
+from fedhet.client_runtime.samples import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.learning.training import evaluate, logits_of
@@ -203,7 +203,7 @@ def _record_of(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
     place = {"partition-id": names.index(store.client), "num-partitions": clients}
     node = read_node({**place, "device": "cpu"}, config.run, str(store.root))
     half = config.method.client(config, node)
-    record: ClientRecord = half.recorder.record(store.run)
+    record: ClientRecord = half.record(store.run)
     return record
 
 

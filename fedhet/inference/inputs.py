@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedhet.base.errors import DataError
-from fedhet.client_runtime.record import ClientRecord
+from fedhet.client_runtime.samples import ClientRecord
 from fedhet.data.cells import read_table
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decoded

@@ -76,10 +76,7 @@ class Ledger:
         self.path = root / FOLDER / self._name
 
     def charge(
-        self,
-        releases: Sequence[Release],
-        check: Callable[[list[Entry]], None],
-        **about: str | int,
+        self, releases: Sequence[Release], check: Callable[[list[Entry]], None], **about: str | int
     ) -> None:
         """Append entries for `releases`, and return once they are on the disk.
 

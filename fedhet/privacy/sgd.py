@@ -202,12 +202,15 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
             one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True
         )
 
+    def set_mode(training: bool) -> None:
+        own.train(training)
+        for each in own.modules():
+            if isinstance(each, nn.modules.dropout._DropoutNd):
+                each.eval()
+
     def tested() -> str:
         for training in (True, False):
-            own.train(training)
-            for each in own.modules():
-                if isinstance(each, nn.modules.dropout._DropoutNd):
-                    each.eval()
+            set_mode(training)
             where = f"in {'training' if training else 'evaluation'} mode"
             with torch.no_grad():
                 for count in (2, 7, 40):
@@ -228,10 +231,7 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
                         return f"outputs depend on earlier calls or on random draws {where}"
         x = inputs(5)
         others = torch.cat([x[:1], inputs(3)])
-        own.train()
-        for each in own.modules():
-            if isinstance(each, nn.modules.dropout._DropoutNd):
-                each.eval()
+        set_mode(True)
         alone = gradients(x[:1])
         for batch in (x, others):
             if any(differ(*pair) for pair in zip(alone, gradients(batch), strict=True)):

@@ -43,7 +43,7 @@ class _StoppedEarly(Exception):  # noqa: N818
 class FederationServer(Server):
     """Flower's server, with rounds that need not wait for all, and that resumes where it ended.
 
-    A round has Flower's order: `configure_fit`, the clients' answers, `aggregate_fit`, and the same
+    A round has Flower's order: `configure_fit`, the clients' replies, `aggregate_fit`, and the same
     of the evaluation.
     """
 

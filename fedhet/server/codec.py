@@ -78,9 +78,8 @@ class Codec:
             max_age: Maximum age of a late reply, in rounds ('pace.max-age').
             encoder: Encodes the instructions; None sends them unchanged.
         """
-        self._late, self._max_age = method.spec.late, max_age
-        self._run, self._method, self._kinds = run, method.name, method.spec.kinds
-        self._max_bytes, self._metrics, self._state = max_bytes, metrics, state
+        self._run, self._method, self._state = run, method, state
+        self._max_bytes, self._metrics, self._max_age = max_bytes, metrics, max_age
         self._remember, self.encoder = remember, encoder or InstructionEncoder(None)
         self._lock = threading.Lock()
         self._sent: dict[str, dict[int, tuple[Knowledge, int]]] = {}
@@ -96,40 +95,37 @@ class Codec:
     # Instructions: from Knowledge to Flower's Parameters.
 
     def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
-        """Return one client's training instruction as a payload, and count its bytes."""
-        instruction = self._instruction(round, knowledge, (), training=True)
-        return self._payloads(round, {client: instruction}, training=True)[client]
+        """Return one client's training instruction as a payload, and count its bytes.
+
+        Its weights are not sent as differences, which would depend on the other clients.
+        """
+        return self.encode_all(round, {client: knowledge}, differences=False)[client]
 
     def encode_all(
-        self, round: int, instructions: Mapping[str, Knowledge], *, training: bool = True
+        self,
+        round: int,
+        instructions: Mapping[str, Knowledge],
+        *,
+        training: bool = True,
+        differences: bool = True,
     ) -> dict[str, Parameters]:
         """Return each client's payload, and count their bytes as those of training or evaluation.
 
-        An object shared by several clients is encoded once.
+        An object shared by several clients is encoded once. What clients are sent is remembered.
         """
+        envelope = Envelope(self._run, self._method.name, round, SERVER)
         sharing: dict[int, list[str]] = {}
         for name, knowledge in instructions.items():
             sharing.setdefault(id(knowledge), []).append(name)
         made: dict[str, Instruction] = {}
         for names in sharing.values():
+            use, clients = "train" if training else "evaluate", names if differences else ()
             knowledge = instructions[names[0]]
-            instruction = self._instruction(round, knowledge, names, training=training)
+            instruction = self.encoder.instruction(envelope, use, knowledge, clients)
             made |= dict.fromkeys(names, instruction)
-        return self._payloads(round, {name: made[name] for name in instructions}, training=training)
-
-    def _instruction(
-        self, round: int, knowledge: Knowledge, clients: Collection[str], *, training: bool
-    ) -> Instruction:
-        envelope = Envelope(self._run, self._method, round, SERVER)
-        use = "train" if training else "evaluate"
-        return self.encoder.instruction(envelope, use, knowledge, clients)
-
-    def _payloads(
-        self, round: int, instructions: Mapping[str, Instruction], *, training: bool
-    ) -> dict[str, Parameters]:
-        """Return each client's payload; count and remember what it is sent."""
         payloads: dict[str, Parameters] = {}
-        for client, instruction in instructions.items():
+        for client in instructions:
+            instruction = made[client]
             payloads[client] = self.encoder.payload(client, instruction)
             size = payload_bytes(payloads[client])
             self._sizes[client, training] = round, size
@@ -226,12 +222,12 @@ class Codec:
             age, why_not = self._state.age_of(name), ""
             if age and name not in members:
                 why_not = "it has left"
-            elif age and self._late == "refused":
-                why_not = f"what {self._method} sends belongs to its round"
+            elif age and self._method.spec.late == "refused":
+                why_not = f"what {self._method.name} sends belongs to its round"
             elif age > self._max_age:
                 why_not = f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
             if name not in arrived:
-                self._state.absent(name, why.get(name, "did not answer in time"))
+                self._state.drop(name, why.get(name, "did not answer in time"), "silent")
             elif why_not:
                 of = self._state.arrived[name]
                 self._state.notice(f"client {name}'s answer to round {of} is not used: {why_not}")
@@ -255,8 +251,9 @@ class Codec:
                 envelope, knowledge = decode(arrays, name, self.bases_of(name), self._max_bytes)
             age = self._state.age_of(name)
             number = self._state.record.round - age
-            expect(envelope, run=self._run, method=self._method, round=number, sender=name)
-            measured = self._measures(name, result.metrics, client.classes, self._kinds)
+            expect(envelope, run=self._run, method=self._method.name, round=number, sender=name)
+            known_metrics = measured_names(self._metrics, client.classes)
+            measured = read_measures(name, result.metrics, self._method.spec.kinds, known_metrics)
         return Reply(client, knowledge, measured, known, age, self.sent(name, number)[0])
 
     def decode_evaluation(
@@ -266,12 +263,8 @@ class Codec:
         with from_outside(client.name):
             if "error" in result.metrics:
                 raise _error_of(client.name, result.metrics)
-            return self._measures(client.name, result.metrics, client.classes, kinds)
-
-    def _measures(
-        self, name: str, metrics: Mapping[str, object], classes: int, kinds: Sequence[str]
-    ) -> Measured:
-        return read_measures(name, metrics, kinds, measured_names(self._metrics, classes))
+            known_metrics = measured_names(self._metrics, client.classes)
+            return read_measures(client.name, result.metrics, kinds, known_metrics)
 
 
 @dataclass(frozen=True)

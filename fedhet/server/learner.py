@@ -16,13 +16,7 @@ from fedhet.base.errors import DivergedError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.base.transfer import all_to_device
 from fedhet.learning.devices import compute_for
-from fedhet.learning.training import (
-    LossOfBatch,
-    all_finite,
-    logits_of,
-    optimization,
-    train_epochs,
-)
+from fedhet.learning.training import LossOfBatch, all_finite, logits_of, optimization, train_epochs
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.models.het import on_host
 from fedhet.settings.run import RunSettings

@@ -38,9 +38,9 @@ Task = tuple[int, str, tuple[int, ...]]
 MOST_VALUES = 2**24
 """The most values of one sample."""
 Outcome = Literal["silent", "error", "refused"]
-"""No answer; an answer with an error of the client's own; a reply that the server refuses."""
+"""No reply; a reply with an error of the client's own; a reply that the server refuses."""
 LONGEST_PAUSE = 16
-"""The most rounds between two attempts to reach a client or a node that does not answer."""
+"""The most rounds between two attempts to reach a client or a node that does not reply."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Members:
         self._pool = pool
         self._notice = notice
         self._rules = rules or Admission()
-        self._infos: dict[str, ClientInfo] = {}
-        self._proxies: dict[str, ClientProxy] = {}
+        self._members: dict[str, Member] = {}
+        """By node: the members that are connected."""
         self._names: dict[str, str] = {}
         """The name that each node has had as a member, also after it has left."""
         self._left: set[str] = set()
@@ -164,7 +164,7 @@ class Members:
         self._silent: dict[str, tuple[int, int]] = {}
         """How often a node has not described itself, and when it was last asked."""
         self._late = False
-        """Whether a node has not answered in time when new nodes were last asked."""
+        """Whether a node has not replied in time when new nodes were last asked."""
         self._asked = 0
         """How often new nodes were asked for their description: once a round."""
         self._task: Task | None = None
@@ -231,38 +231,35 @@ class Members:
 
         The first clients' most common task (classes and shape, the classes' names and order, and
         the model where all must have one) is the run's. A node with another one, a taken name, or a
-        model that the server does not know is left out with a notice. A node that does not answer
+        model that the server does not know is left out with a notice. A node that does not reply
         is asked again after 1, 2, 4, ... rounds.
         """
         # A copy, since Flower's thread changes the original as nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
-        for gone in sorted(self._infos.keys() - proxies.keys()):
-            self._left.add(name := self._infos.pop(gone).name)
+        for gone in sorted(self._members.keys() - proxies.keys()):
+            self._left.add(name := self._members.pop(gone).info.name)
             self._notice(f"client {name} is no longer connected")
         self._refused &= proxies.keys()
         self._silent = {node: pair for node, pair in self._silent.items() if node in proxies}
         self._asked += 1
         due: list[ClientProxy] = []
-        for node in sorted(proxies.keys() - self._infos.keys() - self._refused):
+        for node in sorted(proxies.keys() - self._members.keys() - self._refused):
             count, last = self._silent.get(node, (0, 0))
             if self._asked - last >= pause_after(max(count - 1, 0)):
                 due.append(proxies[node])
         self._welcome(due)
-        proxies_of = {info.name: self._proxies[node] for node, info in self._infos.items()}
-        infos = sorted(self._infos.values(), key=lambda info: info.name)
-        counted = capped(infos, self._samples_cap)
-        for info in infos:
-            name, most = info.name, counted[info.name]
+        counted = capped([each.info for each in self._members.values()], self._samples_cap)
+        present: dict[str, Member] = {}
+        for member in sorted(self._members.values(), key=lambda each: each.info.name):
+            info, name, most = member.info, member.info.name, counted[member.info.name]
             if most < info.samples and self._counted.get(name) != most:
                 self._counted[name] = most
                 self._notice(
                     f"client {name} claims {info.samples} samples and counts with {most}: 'engine."
                     f"samples-cap' allows {self._samples_cap:g} times the median client's"
                 )
-        return {
-            info.name: Member(replace(info, samples=counted[info.name]), proxies_of[info.name])
-            for info in infos
-        }
+            present[name] = replace(member, info=replace(info, samples=most))
+        return present
 
     def _welcome(self, proxies: list[ClientProxy]) -> None:
         self._late = False
@@ -270,44 +267,44 @@ class Members:
             return
         with ThreadPoolExecutor(max_workers=len(proxies)) as pool:
             told = list(pool.map(self._ask, proxies))
-        known = [(p, a) for p, a in zip(proxies, told, strict=True) if isinstance(a, ClientInfo)]
+        known = [each for each in told if isinstance(each, Member)]
         sound = [
-            (proxy, info)
-            for proxy, info in sorted(known, key=lambda pair: pair[1].name)
-            if not self._left_out(proxy, info, self._rules.fault_of(info, self._pool))
+            member
+            for member in sorted(known, key=lambda each: each.info.name)
+            if not self._left_out(member, self._rules.fault_of(member.info, self._pool))
         ]
         if self._task is None and sound:  # the first clients decide
-            self._task = commonest_task([info for _, info in sound], self._rules.servers_task)
-            of_task = [info for _, info in sound if task_of(info) == self._task]
+            infos = [member.info for member in sound]
+            self._task = commonest_task(infos, self._rules.servers_task)
+            of_task = [info for info in infos if task_of(info) == self._task]
             self._order = commonest([info.order for info in of_task])
             if self._rules.one_model:
                 self._model = commonest([info.model for info in of_task])
-        taken = {info.name for info in self._infos.values()}
-        for proxy, info in sound:
-            if info.name in taken:
+        taken = {member.info.name for member in self._members.values()}
+        for member in sound:
+            name, node = member.info.name, member.proxy.cid
+            if name in taken:
                 # Perhaps the same client, whose old node Flower still lists: asked again later.
-                self._notice(f"client {info.name} is left out: another node has that name")
-            elif not self._left_out(proxy, info, self._fault(info)):
-                taken.add(info.name)
-                self._infos[proxy.cid] = info
-                self._proxies[proxy.cid] = asked_again(proxy)
-                self._names[proxy.cid] = info.name
-                if info.name in self._left:
-                    self._notice(f"client {info.name} is connected again")
-                self._order = self._order or info.order
+                self._notice(f"client {name} is left out: another node has that name")
+            elif not self._left_out(member, self._fault(member.info)):
+                taken.add(name)
+                self._members[node], self._names[node] = member, name
+                if name in self._left:
+                    self._notice(f"client {name} is connected again")
+                self._order = self._order or member.info.order
         for fault in told:
             if isinstance(fault, str):
                 self._notice(fault)
 
-    def _left_out(self, proxy: ClientProxy, info: ClientInfo, fault: str) -> bool:
+    def _left_out(self, member: Member, fault: str) -> bool:
         """Leave a client out, with a notice, if there is a fault; return whether there is."""
         if fault:
-            self._refused.add(proxy.cid)
-            self._notice(f"client {info.name} is left out: {fault}")
+            self._refused.add(member.proxy.cid)
+            self._notice(f"client {member.info.name} is left out: {fault}")
         return bool(fault)
 
-    def _ask(self, proxy: ClientProxy) -> ClientInfo | str:
-        """Return the client's description, or an error message if there is none to be used."""
+    def _ask(self, proxy: ClientProxy) -> Member | str:
+        """Ask for a client's description; return an error message if it cannot be used."""
         started = time.monotonic()
         try:
             asked = asked_again(proxy)
@@ -323,7 +320,7 @@ class Members:
                 raise FedhetError(f"{claim}, its key was registered as {registered!r}")
             if had != info.name:
                 raise FedhetError(f"{claim}, and was client {had} before")
-            return info
+            return Member(info, asked)
         except FedhetError as error:
             self._refused.add(proxy.cid)
             fault = error.reason if isinstance(error, KnowledgeError) else str(error)
@@ -415,7 +412,7 @@ class ClientHealth:
         self._most_refused, self._most_silent, self._notice = refusals, silences, notice
         self._refused: dict[str, int] = {}
         self._silent: dict[str, tuple[int, int]] = {}
-        """The consecutive rounds without an answer, and the last of them."""
+        """The consecutive rounds without a reply, and the last of them."""
         self._gone: dict[str, int] = {}
         """The consecutive rounds in which a former member was not connected."""
 

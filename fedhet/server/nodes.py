@@ -1,7 +1,7 @@
 """What Flower knows of the nodes of a deployment: their registered names, and their sessions.
 
 A node that is killed and let in again within a minute has a new session, but Flower does not count
-it as gone. A message that its former session has taken is never answered; it is sent again here.
+it as gone. A message that its former session has taken never has a reply; it is sent again here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Nodes:
     def session(self, node_id: int, *, fresh: bool = False) -> str:
         """Return what distinguishes a node's sessions; empty if the node is not online.
 
-        Unless it must be fresh, the answer may be some seconds old.
+        Unless it must be fresh, the session may be some seconds old.
         """
         node = self._online(0.0 if fresh else FRESH_SECONDS).get(node_id)
         return str(node.last_activated_at) if node is not None else ""
@@ -139,8 +139,16 @@ class AskingAgain:
             time.sleep(self._nodes.pause(time.monotonic() - begun))
             now, left = self._nodes.session(node), end - time.monotonic()
             if now not in ("", session) and left > 0:
-                session = now
-                pending += self._send(_with_ttl(message, left))
+                session, to = now, message.metadata
+                pending += self._send(
+                    Message(
+                        message.content,
+                        dst_node_id=to.dst_node_id,
+                        message_type=to.message_type,
+                        group_id=to.group_id,
+                        ttl=left,
+                    )
+                )
 
     def _send(self, message: Message) -> list[Look]:
         with self._transfers.turn():
@@ -224,15 +232,3 @@ def _grid_of(proxy: ClientProxy) -> Any:
     from flwr.superlink.grid import InMemoryGrid
 
     return None if isinstance(proxy.grid, InMemoryGrid) else proxy.grid
-
-
-def _with_ttl(message: Message, ttl: float) -> Message:
-    """Return the same message as a new one, which lives as long as is left."""
-    of = message.metadata
-    return Message(
-        message.content,
-        dst_node_id=of.dst_node_id,
-        message_type=of.message_type,
-        group_id=of.group_id,
-        ttl=ttl,
-    )

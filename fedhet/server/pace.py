@@ -90,11 +90,9 @@ class SimulatedClock:
             row = int(numpy_rng(self._seed, client, "device").integers(len(self._rows)))
             return self._rows[row][1]
         speed, bandwidth = numpy_rng(self._seed, client, "device").standard_normal(2)
-        spread = self._pace.spread
-        return Device(
-            self._pace.sample_ms * math.exp(spread * speed),
-            self._pace.mbit * math.exp(spread * bandwidth),
-        )
+        pace, spread = self._pace, self._pace.spread
+        slower, faster = math.exp(spread * speed), math.exp(spread * bandwidth)
+        return Device(pace.sample_ms * slower, pace.mbit * faster)
 
 
 def read_devices(path: Path) -> list[tuple[str, Device]]:

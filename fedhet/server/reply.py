@@ -95,7 +95,7 @@ def medians(replies: Iterable[Magnitudes]) -> dict[str, float]:
 
 
 def staleness_weight(age: int) -> float:
-    """Return s(tau) = (1 + tau)^(-1/2), the weight of an answer that is `age` rounds old.
+    """Return s(tau) = (1 + tau)^(-1/2), the weight of a reply that is `age` rounds old.
 
     FedBuff, Section 5.1 (polynomial, a = 1/2).
     """

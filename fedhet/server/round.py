@@ -62,19 +62,6 @@ class Rollback:
     learned_once: bool = False
     """Whether a round's training or averaging on the server has succeeded."""
 
-    def settle(self, round: int, unable: int, answered: int, sizes: Iterable[Magnitudes]) -> bool:
-        """Record a round, with the magnitudes of its replies; return whether to roll back.
-
-        The server must if more clients than have answered could not use its instructions, or sent
-        an unusable reply, and earlier instructions have worked.
-        """
-        if unable > answered:
-            return self.formed > self.good
-        if answered:
-            self.good, self.formed = round - 1, round
-            self.usual |= medians(sizes)
-        return False
-
 
 class RoundState:
     """The record of the current round, and what is known of the clients across rounds."""
@@ -86,9 +73,9 @@ class RoundState:
         self.record = RoundRecord(0)
         self.selection = Selection(())
         self.needed = 0
-        """The answers that the round needs before 'pace.enough' is applied."""
+        """The replies that the round needs before 'pace.enough' is applied."""
         self.arrived: dict[str, int] = {}
-        """The late clients whose answers this round has got, and the rounds that these are of."""
+        """The late clients whose replies this round has got, and the rounds of the replies."""
         self.health = health or ClientHealth(0, 0, notice)
         self.scores, self.clock = Scoreboard(), RoundClock()
         self.rollback = Rollback()
@@ -124,9 +111,9 @@ class RoundState:
         *,
         quiet: bool,
     ) -> None:
-        """Record which clients are late, which late ones have answered, and who was not needed.
+        """Record which clients are late, which late ones have replied, and who was not needed.
 
-        Unless `quiet`, notices name the clients that are late since this round, or have answered.
+        Unless `quiet`, notices name the clients that are late since this round, or have replied.
         """
         record = self.record
         record.asked = sorted({*record.asked} - {*unasked})
@@ -142,7 +129,7 @@ class RoundState:
 
     @property
     def expected(self) -> list[str]:
-        """The clients whose answers the round has, or would have: those that are not late."""
+        """The clients whose replies the round has, or would have: those that are not late."""
         late = {*self.record.late}
         return sorted({name for name in self.record.asked if name not in late} | {*self.arrived})
 
@@ -153,10 +140,8 @@ class RoundState:
     def sent(self, size: int, *, training: bool = True) -> None:
         """Count the bytes of a message to a client, to train or to evaluate."""
         with self._lock:
-            if training:
-                self.record.bytes_down += size
-            else:
-                self.record.bytes_evaluation += size
+            self.record.bytes_down += size if training else 0
+            self.record.bytes_evaluation += 0 if training else size
 
     def aside(self, names: Collection[str]) -> dict[str, str]:
         """Return why each client that is not asked, of `names` and of the absent, is left out."""
@@ -195,12 +180,16 @@ class RoundState:
 
     def figures(self, figures: Mapping[str, float]) -> None:
         """Record metrics of the method, or of an attack."""
-        found = {name: float(value) for name, value in figures.items()}
-        self.record.method |= {k: v for k, v in found.items() if math.isfinite(v)}
+        found = ((name, float(value)) for name, value in figures.items())
+        self.record.method |= {name: value for name, value in found if math.isfinite(value)}
 
-    def absent(self, name: str, reason: str) -> None:
-        """Record that a client has not replied."""
-        self._drop(name, reason, "silent")
+    def drop(self, name: str, reason: str, outcome: Outcome | None) -> None:
+        """Drop a client from the round; without an outcome that is no fault of the client."""
+        reason = one_line(reason)
+        if outcome is not None:
+            self._outcomes[name] = outcome
+        self.record.failed[name] = reason
+        self.notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
     def not_evaluated(self, name: str, reason: str, outcome: Outcome | None) -> None:
         """Record that a client could not be evaluated."""
@@ -226,19 +215,12 @@ class RoundState:
         try:
             yield
         except KnowledgeError as error:
-            self._drop(name, error.reason, _outcome_of(error))
+            self.drop(name, error.reason, _outcome_of(error))
         except FedhetError as error:
-            self._drop(name, str(error), "refused")
+            self.drop(name, str(error), "refused")
         except (MemoryError, OverflowError, RecursionError) as error:
             fault = f"cannot be used ({type(error).__name__}: {words_of(error)})"
-            self._drop(name, fault, "refused")
-
-    def _drop(self, name: str, reason: str, outcome: Outcome | None) -> None:
-        reason = one_line(reason)
-        if outcome is not None:
-            self._outcomes[name] = outcome
-        self.record.failed[name] = reason
-        self.notice(f"client {name} is dropped from round {self.record.round}: {reason}")
+            self.drop(name, fault, "refused")
 
     def left_out(self, name: str, average: str) -> None:
         """Record that a reply stands out so that it is left out of a robust average.
@@ -250,12 +232,21 @@ class RoundState:
         self.notice(f"client {name} is left out of round {self.record.round}: {reason}")
 
     def settle(self, answered: Sequence[str]) -> bool:
-        """Record the clients whose replies were accepted; return whether to roll back."""
+        """Record the clients whose replies were accepted; return whether to roll back.
+
+        The server must if more clients than have replied could not use its instructions, or sent
+        an unusable reply, and earlier instructions have worked.
+        """
         self.record.answered = list(answered)
         self.record.ages = {name: age for name in answered if (age := self.age_of(name))}
         unable = sum(outcome != "silent" for outcome in self._outcomes.values())
-        sizes = [self.magnitudes[name] for name in answered if name in self.magnitudes]
-        return self.rollback.settle(self.record.round, unable, len(answered), sizes)
+        if unable > len(answered):
+            return self.rollback.formed > self.rollback.good
+        if answered:
+            number, known = self.record.round, self.magnitudes
+            self.rollback.good, self.rollback.formed = number - 1, number
+            self.rollback.usual |= medians([known[name] for name in answered if name in known])
+        return False
 
     def went_back(self) -> None:
         """Record that the server's state is again the last one that worked.
@@ -292,14 +283,8 @@ class RoundState:
 
     def to_json(self) -> str:
         """Return what is known of the clients after the round, for its checkpoint."""
-        return json.dumps(
-            {
-                **self.scores.to_dict(),
-                "health": self.health.to_dict(),
-                "epsilon": self._epsilon,
-                **vars(self.rollback),
-            }
-        )
+        known = {"health": self.health.to_dict(), "epsilon": self._epsilon}
+        return json.dumps({**self.scores.to_dict(), **known, **vars(self.rollback)})
 
     def load_json(self, text: str) -> None:
         """Restore what `to_json` returned. Raises ValueError, KeyError or TypeError."""

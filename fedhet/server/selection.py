@@ -41,7 +41,7 @@ FIRST_QUANTILE, QUANTILE_STEP = 0.3, 0.05
 
 @dataclass
 class Past:
-    """What the server knows of a client's last answer."""
+    """What the server knows of a client's last reply."""
 
     round: int
     loss: float
@@ -53,11 +53,11 @@ class Past:
 
 @dataclass
 class History:
-    """What is known of all clients that have answered, and what their rounds were worth."""
+    """What is known of all clients that have replied, and what their rounds were worth."""
 
     clients: dict[str, Past] = field(default_factory=dict)
     worth: list[float] = field(default_factory=list)
-    """The sum of the statistical utilities of each round's answers."""
+    """The sum of the statistical utilities of each round's replies."""
 
 
 def power_of_choice(
@@ -92,31 +92,20 @@ def oort(
     known = [name for name in names if name in history.clients]
     fresh = [name for name in names if name not in history.clients]
     share = max(LEAST_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
-    explored = min(len(fresh), round_half_up(share * count))
+    explored = min(len(fresh), int(share * count + 0.5))
     explored = max(explored, min(len(fresh), count - len(known)))
     new = [fresh[int(i)] for i in rng.permutation(len(fresh))[:explored]]
-    return [*_exploited(known, history, round, count - explored, rng), *new]
-
-
-def round_half_up(value: float) -> int:
-    """Return the nearest integer; of a half, the one above."""
-    return int(value + 0.5)
-
-
-def _exploited(
-    known: Sequence[str], history: History, round: int, count: int, rng: np.random.Generator
-) -> list[str]:
-    """Return `count` of the known clients, drawn by utility among those above the cutoff."""
+    count -= explored
     if count <= 0 or not known:
-        return []
+        return new
     utility = utilities({name: history.clients[name] for name in known}, round, preferred(history))
     order = sorted(known, key=lambda name: (-utility[name], name))
     least = CUTOFF * utility[order[min(count, len(order)) - 1]]
     pool = [name for name in order if utility[name] >= least]
     weight = np.array([utility[name] for name in pool])
-    share = weight / weight.sum() if weight.sum() > 0 else None
-    drawn = rng.choice(len(pool), size=min(count, len(pool)), replace=False, p=share)
-    return [pool[int(index)] for index in drawn]
+    chances = weight / weight.sum() if weight.sum() > 0 else None
+    drawn = rng.choice(len(pool), size=min(count, len(pool)), replace=False, p=chances)
+    return [*(pool[int(index)] for index in drawn), *new]
 
 
 def utilities(clients: Mapping[str, Past], round: int, preferred: float) -> dict[str, float]:
@@ -149,16 +138,12 @@ def preferred(history: History) -> float:
     It is a quantile of the clients' durations, which rises each time that the rounds of a window
     were worth less than those of the window before.
     """
-    sums = [sum(history.worth[at : at + WINDOW]) for at in _windows(len(history.worth))]
+    whole_windows = range(0, len(history.worth) - WINDOW + 1, WINDOW)
+    sums = [sum(history.worth[at : at + WINDOW]) for at in whole_windows]
     rises = sum(later < earlier for earlier, later in pairwise(sums))
     quantile = min(1.0, FIRST_QUANTILE + QUANTILE_STEP * rises)
     seconds = [past.seconds for past in history.clients.values()]
     return float(np.quantile(seconds, quantile)) if seconds else 0.0
-
-
-def _windows(rounds: int) -> range:
-    """Return where each whole window of rounds begins."""
-    return range(0, rounds - WINDOW + 1, WINDOW)
 
 
 def chosen(
@@ -188,7 +173,7 @@ class ClientSampler:
         self._run, self._pace = run, run.pace
         self._history = History()
         self._worth = 0.0
-        """What the answers of the current round have been worth."""
+        """The worth of the replies of the current round."""
         self._wanted: int | None = None
         self.seconds: Mapping[str, float] = {}
         """How long the clients of this round took, by the run's clock."""
@@ -220,8 +205,8 @@ class ClientSampler:
             training = self._wanted if self._pace.is_asynchronous else min(training, self._wanted)
         return training + len(selection.assisting)
 
-    def answered(self, reply: Reply, round: int) -> None:
-        """Remember a client's answer: its loss, and how long it took."""
+    def record_reply(self, reply: Reply, round: int) -> None:
+        """Remember a client's reply: its loss, and how long it took."""
         if self._pace.select != "random":
             measured, name = reply.measured, reply.client.name
             loss = math.nan if measured.loss is None else measured.loss

@@ -284,7 +284,7 @@ class HetStrategy(Strategy):
             with self.state.dropping(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
                 self.state.measured(reply.client.name, reply.measured)
-                self._sampler.answered(reply, self.state.record.round)
+                self._sampler.record_reply(reply, self.state.record.round)
                 yield accepted
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
@@ -298,7 +298,7 @@ class HetStrategy(Strategy):
         due = self._evaluates(server_round)
         instructions = self._eval_instructions(server_round) if due else {}
         if not instructions:
-            self._close_round()
+            self._finish_round()
             return []
         payloads = self._codec.encode_all(server_round, instructions, training=False)
         every, unseen = self._held_back.beside(self.members), self._held_back.names
@@ -321,13 +321,13 @@ class HetStrategy(Strategy):
         for name, reason in sorted(reasons(failures).items()):
             self.state.not_evaluated(name, reason, "silent")
         everyone = self._held_back.beside(self.members)
-        answers = {name_of(proxy): result for proxy, result in results}
-        for name, result in sorted(answers.items()):
+        arrived = {name_of(proxy): result for proxy, result in results}
+        for name, result in sorted(arrived.items()):
             with self.state.not_evaluating(name):
                 unseen, info = name in self._held_back.names, everyone[name].info
                 kinds = UNSEEN_KINDS if unseen else self.spec.kinds
                 self.state.measured(name, self._codec.decode_evaluation(info, result, kinds))
-        self._close_round()
+        self._finish_round()
         return None, {}
 
     # What these methods call.
@@ -379,7 +379,7 @@ class HetStrategy(Strategy):
         offer = partial(self.eval_instruction, round)
         return found | (self._held_back.instructions(offer) if last else {})
 
-    def _close_round(self) -> None:
+    def _finish_round(self) -> None:
         evaluated = self._evaluates(self.state.record.round)
         models = self.eval_models() if evaluated else {}
         if models and (common := self.common_test()) is not None:

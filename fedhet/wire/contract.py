@@ -199,29 +199,27 @@ class Contract:
         sizes: Sizes,
     ) -> None:
         """Raise KnowledgeError for the first violation in a message."""
-        self._check_names(sender, tensors, scalars)
-        axes = dict(sizes.axes)
-        for field in self.fields:
-            if isinstance(field, ScalarField):
-                _check_scalar(sender, field, scalars)
-            elif isinstance(field, WeightsField):
-                _check_weights(sender, field, tensors, sizes.models.get(field.name, {}), axes)
-            else:
-                _check_tensor(sender, field, tensors, axes)
-
-    def _check_names(
-        self, sender: str, tensors: Mapping[str, Array], scalars: Mapping[str, object]
-    ) -> None:
         scalar_names = {f.name for f in self.fields if isinstance(f, ScalarField)}
         tensor_names = {f.name for f in self.fields if isinstance(f, TensorField)}
-        groups = set(self.weights)
+        models = set(self.weights)
         for name in scalars:
             if name not in scalar_names:
                 raise _undeclared(sender, name, scalar_names)
         for name in tensors:
-            group, slash, _ = name.partition("/")
-            if name not in tensor_names and not (slash and group in groups):
-                raise _undeclared(sender, name, tensor_names | groups)
+            model, slash, _ = name.partition("/")
+            if name not in tensor_names and not (slash and model in models):
+                raise _undeclared(sender, name, tensor_names | models)
+        axes = dict(sizes.axes)
+        for field in self.fields:
+            if isinstance(field, WeightsField):
+                _check_weights(sender, field, tensors, sizes.models.get(field.name, {}), axes)
+            elif field.name not in (scalars if isinstance(field, ScalarField) else tensors):
+                if field.required:
+                    raise KnowledgeError(sender, field.name, "missing")
+            elif isinstance(field, ScalarField):
+                _check_scalar(sender, field, scalars[field.name])
+            else:
+                _check_tensor(sender, field, tensors, axes)
 
 
 def all_or_none(first: TensorField, *others: TensorField) -> tuple[TensorField, ...]:
@@ -285,88 +283,63 @@ def _undeclared(sender: str, name: str, names: set[str]) -> KnowledgeError:
     )
 
 
-def _check_scalar(
-    sender: str, field: ScalarField, scalars: Mapping[str, bool | int | float | str]
-) -> None:
-    if field.name not in scalars:
-        if field.required:
-            raise KnowledgeError(sender, field.name, "missing")
-        return
-    value = scalars[field.name]
+def _check_scalar(sender: str, field: ScalarField, value: bool | int | float | str) -> None:
+    fault = ""
     if type(value) is not field.type:
         fault = f"is {type(value).__name__}, must be {field.type.__name__}"
-        raise KnowledgeError(sender, field.name, fault)
-    if isinstance(value, float) and not np.isfinite(value):
-        raise KnowledgeError(sender, field.name, f"is {value}, must be finite")
-    if isinstance(value, int | float):
+    elif isinstance(value, float) and not np.isfinite(value):
+        fault = f"is {value}, must be finite"
+    elif isinstance(value, int | float):
         low = -MAX_MAGNITUDE if field.low is None else field.low
         high = MAX_MAGNITUDE if field.high is None else field.high
         if value < low:
-            raise KnowledgeError(sender, field.name, f"is {value}, must be at least {low}")
-        if value > high:
-            raise KnowledgeError(sender, field.name, f"is {value}, must be at most {high}")
+            fault = f"is {value}, must be at least {low}"
+        elif value > high:
+            fault = f"is {value}, must be at most {high}"
+    if fault:
+        raise KnowledgeError(sender, field.name, fault)
 
 
 def _check_tensor(
-    sender: str,
-    field: TensorField,
-    tensors: Mapping[str, Array],
-    sizes: dict[str, int],
+    sender: str, field: TensorField, tensors: Mapping[str, Array], sizes: dict[str, int]
 ) -> None:
-    if field.name not in tensors:
-        if field.required:
-            raise KnowledgeError(sender, field.name, "missing")
-        return
-    value = tensors[field.name]
-    dtype = field.dtype
+    value, dtype = tensors[field.name], field.dtype
+
+    def fault(text: str) -> KnowledgeError:
+        return KnowledgeError(sender, field.name, text)
+
     if dtype == "uint":
         dtype = smallest_uint(sizes[field.ids or field.numbers]).name
     if value.dtype != np.dtype(dtype):
-        raise KnowledgeError(sender, field.name, f"is {value.dtype}, must be {dtype}")
+        raise fault(f"is {value.dtype}, must be {dtype}")
     if value.ndim != len(field.axes):
-        fault = f"has shape {list(value.shape)}, must be {field.describe()}"
-        raise KnowledgeError(sender, field.name, fault)
+        raise fault(f"has shape {list(value.shape)}, must be {field.describe()}")
     for axis, size in zip(field.axes, value.shape, strict=True):
         expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
         if size != expected:
             where = "" if isinstance(axis, int) else f" with {axis} = {expected}"
-            fault = f"has shape {list(value.shape)}, must be {field.describe()}{where}"
-            raise KnowledgeError(sender, field.name, fault)
+            raise fault(f"has shape {list(value.shape)}, must be {field.describe()}{where}")
     check_finite(sender, field.name, value)
-    if field.numbers:
-        _check_below(sender, field.name, value, sizes[field.numbers])
+    for letter in filter(None, (field.numbers, field.ids)):
+        outside = value[(value < 0) | (value >= sizes[letter])]
+        if outside.size:
+            raise fault(f"holds {outside[0]}, must be from 0 to {sizes[letter] - 1}")
     if field.ids:
-        _check_ids(sender, field, value, sizes[field.ids])
+        ids, counts = np.unique(value, return_counts=True)
+        if (counts > 1).any():
+            raise fault(f"holds {ids[counts > 1][0]} more than once")
     _check_range(sender, field.name, value, field.low)
     if field.distribution:
-        _check_distribution(sender, field.name, value)
+        outside = value[(value < 0) | (value > 1)]
+        if outside.size:
+            raise fault(f"holds {outside[0]:.6g}, must be from 0 to 1")
+        sums = value.sum(-1, dtype=np.float64)
+        wrong = sums[np.abs(sums - 1) > SUM_TOLERANCE]
+        if wrong.size:
+            raise fault(f"has a row that sums to {wrong[0]:.6g}, must be 1")
     for name in field.needs:
         if name not in tensors:
             raise KnowledgeError(sender, name, f"missing, {field.name} needs it")
-
-
-def _check_ids(sender: str, field: TensorField, value: Array, size: int) -> None:
-    _check_below(sender, field.name, value, size)
-    ids, counts = np.unique(value, return_counts=True)
-    if (counts > 1).any():
-        raise KnowledgeError(sender, field.name, f"holds {ids[counts > 1][0]} more than once")
-
-
-def _check_distribution(sender: str, name: str, value: Array) -> None:
-    """Raise KnowledgeError unless each row is in [0, 1] and sums to 1 within the tolerance."""
-    outside = value[(value < 0) | (value > 1)]
-    if outside.size:
-        raise KnowledgeError(sender, name, f"holds {outside[0]:.6g}, must be from 0 to 1")
-    sums = value.sum(-1, dtype=np.float64)
-    wrong = sums[np.abs(sums - 1) > SUM_TOLERANCE]
-    if wrong.size:
-        raise KnowledgeError(sender, name, f"has a row that sums to {wrong[0]:.6g}, must be 1")
-
-
-def _check_below(sender: str, name: str, value: Array, size: int) -> None:
-    outside = value[(value < 0) | (value >= size)]
-    if outside.size:
-        raise KnowledgeError(sender, name, f"holds {outside[0]}, must be from 0 to {size - 1}")
 
 
 def _check_weights(
@@ -383,19 +356,16 @@ def _check_weights(
     for name in sorted(expected.keys() ^ found):
         fault = "missing" if name in expected else "not a tensor of this client's model"
         raise KnowledgeError(sender, name, fault)
-    for name, (one, dtype) in expected.items():
+    for name, (shape, dtype) in expected.items():
         value = tensors[name]
-        shape = (_stack(field, value, sizes), *one) if field.stacked else one
+        if field.stacked:  # the first field that uses the letter sets the number of models
+            count = sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
+            shape = (count, *shape)
         if value.shape != shape or value.dtype != np.dtype(dtype):
             fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"
             raise KnowledgeError(sender, name, fault)
         check_finite(sender, name, value)
         _check_range(sender, name, value, field.least(name))
-
-
-def _stack(field: WeightsField, value: Array, sizes: dict[str, int]) -> int:
-    """Return the number of models in a message, set by the first field that uses the letter."""
-    return sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
 
 
 def _check_range(sender: str, name: str, value: Array, low: float | None) -> None:

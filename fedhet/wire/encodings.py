@@ -183,23 +183,6 @@ class TopK(Encoding):
         return values
 
 
-class Whole(Encoding):
-    """None: a tensor travels as it is."""
-
-    name = ""
-
-    def size(self, shape: Shape) -> int:
-        """Return the bytes of the numbers themselves."""
-        return 4 * math.prod(shape)
-
-    def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Return None: there is nothing to encode."""
-        return None
-
-    def _decoded(self, data: Array, shape: Shape) -> Array:
-        raise EncodingError("has no encoding")
-
-
 ENCODINGS: Mapping[str, Encoding] = {each.name: each for each in (Float16(), Int8(), TopK())}
 """What this side decodes, by name."""
 
@@ -221,7 +204,7 @@ def _in_rows(values: Array, shape: Shape) -> Array:
 
 
 def _bits(count: int) -> int:
-    return (count + 7) // 8
+    return -(-count // 8)
 
 
 def _bytes(values: Array) -> Array:
@@ -240,28 +223,27 @@ STATISTICS = ("running_mean", VARIANCES)
 """The ends of the names of what batch normalisation keeps: no sum of changes, but averages."""
 LEAST_BYTES = 512
 """A smaller tensor travels whole."""
-HALF, WHOLE = Float16(), Whole()
+HALF = Float16()
 
 
 @dataclass(frozen=True)
 class Rules:
     """The encodings that one value of `wire.encoding` stands for."""
 
-    sent: Encoding
-    """Of differences of weights that a client sends."""
+    sent: Encoding | None
+    """Of differences of weights that a client sends; None: it sends them as they are."""
     received: Encoding | None
     """Of differences of weights that it is sent; None: it is sent them in half precision."""
-    values: Encoding
-    """Of tensors other than weights."""
-    weights: Encoding = HALF
-    """Of weights without a base."""
+    values: Encoding | None
+    """Of tensors other than weights; None: they travel as they are."""
+    weights: Encoding | None = HALF
+    """Of weights without a base; None: they travel as they are."""
 
 
 def rules_of(settings: WireSettings) -> Rules | None:
     """Return the rules that the settings stand for; None: everything travels as it is."""
-    exact = Rules(WHOLE, None, WHOLE, WHOLE)
     return {
-        "float32": None if settings.resend else exact,
+        "float32": None if settings.resend else Rules(None, None, None, None),
         "float16": Rules(HALF, None, HALF),
         "int8": Rules(Int8(), Int8(), Int8()),
         "top-k": Rules(TopK(settings.keep), Int8(), Int8()),
@@ -307,7 +289,7 @@ class Coder:
             before = base.get(name) if self._is_one_model(name) else None
             if before is None or (before.dtype, before.shape) != (value.dtype, value.shape):
                 found = self._value(place, name, value)
-            elif not self.rules.sent.is_biased:
+            elif self.rules.sent is None or not self.rules.sent.is_biased:
                 found = coded(self.rules.sent, value, self._rng(place, name), before)
             else:
                 whole = value + unsent[name] if name in unsent else value
@@ -369,9 +351,14 @@ class Coder:
 
 
 def coded(
-    encoding: Encoding, values: Array, rng: np.random.Generator, base: Array | None = None
+    encoding: Encoding | None, values: Array, rng: np.random.Generator, base: Array | None = None
 ) -> Coded | None:
-    """Return values, or their difference to a base, under an encoding; None: it cannot."""
+    """Return values, or their difference to a base, under an encoding; None: they are sent whole.
+
+    That is so without an encoding, and if the values are beyond its range.
+    """
+    if encoding is None:
+        return None
     with np.errstate(over="ignore", invalid="ignore"):
         data = encoding.encode(values if base is None else values - base, rng)
     if data is None:

@@ -8,7 +8,7 @@ message bounds what the receiver allocates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,7 +44,16 @@ class FactorsField(WeightsField):
                 wanted[name] = shape, dtype
                 continue
             rows, columns = as_matrix(shape)
-            rank = _checked_rank(sender, f"{self.name}/{name}", left, right, shape)
+            rank, most = left.shape[-1] if left.ndim else 0, most_rank(shape)
+            if rank > most:
+                fault = f"has rank {rank}, the most allowed is {most}"
+                raise KnowledgeError(sender, f"{self.name}/{name}", fault)
+            largest = [float(np.abs(each).max(initial=0.0)) for each in (left, right)]
+            product = rank * largest[0] * largest[1]
+            if not product <= contract.MAX_MAGNITUDE:  # also if one is NaN
+                fault = f"its factors may be {product:.3g} together"
+                fault = f"{fault}, at most {contract.MAX_MAGNITUDE:g}"
+                raise KnowledgeError(sender, f"{self.name}/{name}", fault)
             wanted |= {name + LEFT: ((rows, rank), dtype), name + RIGHT: ((rank, columns), dtype)}
         return wanted
 
@@ -79,31 +88,15 @@ def packed(changes: Arrays, factors_of: Callable[[Array], Factors]) -> dict[str,
 
 def unpacked(sent: Arrays, shapes: Shapes) -> OnDemand:
     """Return the changes of a whole model, the inverse of `packed`: products when they are used."""
-    sources: dict[str, Callable[[], Array]] = {}
-    for name, (shape, _) in shapes.items():
-        whole = name in sent
-        sources[name] = (
-            partial(sent.__getitem__, name) if whole else partial(_product, sent, name, shape)
-        )
-    return OnDemand(sources)
+
+    def change(name: str) -> Array:
+        if name in sent:
+            return sent[name]
+        product: Array = sent[name + LEFT] @ sent[name + RIGHT]
+        return product.reshape(shapes[name][0])
+
+    return OnDemand({name: partial(change, name) for name in shapes})
 
 
 def _is_matrix(shape: tuple[int, ...], dtype: str) -> bool:
     return len(shape) > 1 and np.issubdtype(np.dtype(dtype), np.floating)
-
-
-def _checked_rank(sender: str, name: str, left: Array, right: Array, shape: tuple[int, ...]) -> int:
-    """Return K. Raises KnowledgeError."""
-    rank, most = left.shape[-1] if left.ndim else 0, most_rank(shape)
-    if rank > most:
-        raise KnowledgeError(sender, name, f"has rank {rank}, the most allowed is {most}")
-    largest = [float(np.abs(each).max(initial=0.0)) for each in (left, right)]
-    if not rank * largest[0] * largest[1] <= contract.MAX_MAGNITUDE:  # also if one is NaN
-        fault = f"its factors may be {rank * largest[0] * largest[1]:.3g} together"
-        raise KnowledgeError(sender, name, f"{fault}, at most {contract.MAX_MAGNITUDE:g}")
-    return rank
-
-
-def _product(sent: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array:
-    product: Array = sent[name + LEFT] @ sent[name + RIGHT]
-    return product.reshape(shape)

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from fedhet.base.errors import FedhetError
-from fedhet.client_runtime.cache import open_client
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.node import open_client, read_node
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small

@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Recipe:
             now = self._plateau.after(loss, patience=settings.patience, decay=settings.decay)
             self._state.facts |= {f"{PLATEAU}.{name}": value for name, value in vars(now).items()}
 
-    def optimization(
+    def round_optimization(
         self, settings: TrainingSettings, parameters: Iterable[nn.Parameter]
     ) -> Optimization:
         """Return an optimiser over `parameters`, at the round's rate; with its kept state, if any.
@@ -201,7 +202,10 @@ class FixMatch:
         """The labelled samples of an epoch [N, ...], and their classes [N]."""
         self.batch_size = max(LEAST_BATCH, math.ceil(len(rows) / steps))
         """The labelled samples of a step."""
-        self._batches = self._endless(max(LEAST_BATCH, math.ceil(len(unlabelled) / steps)))
+        size = max(LEAST_BATCH, math.ceil(len(unlabelled) / steps))
+        # Batch after batch, in an order drawn each epoch.
+        epochs = (batches(len(unlabelled), size, draws, unlabelled.x.device) for _ in count())
+        self._batches = chain.from_iterable(epochs)
         self._counts = torch.zeros(4, device=compute.device)
         """Counts of predictions, of pseudo-labels, of those of known class, and of wrong ones."""
 
@@ -246,11 +250,6 @@ class FixMatch:
         seen, used, checked, wrong = self._counts.tolist()
         found = {"pseudo_labels": used / max(1, seen)}
         return found | ({"pseudo_error": wrong / checked} if checked else {})
-
-    def _endless(self, size: int) -> Iterator[Tensor]:
-        """Yield rows of the unlabelled samples, batch after batch, in an order drawn each epoch."""
-        while True:
-            yield from batches(len(self._unlabelled), size, self._draws, self._unlabelled.x.device)
 
 
 class EpochMeans:
