@@ -39,7 +39,7 @@ from fedhet.config.sources import read_preset
 from fedhet.engines.simulate import simulate
 from fedhet.inference.objects import dataset_name
 from fedhet.learning.devices import Compute, compute_for, find_device
-from fedhet.learning.training import CrossEntropy, optimization, train_epochs
+from fedhet.learning.training import CrossEntropy, optimization_for, train_epochs
 from fedhet.models import build
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
@@ -276,7 +276,7 @@ def epoch_of(where: Where, name: str, compute: Compute) -> Callable[[], None]:
     x = torch.randint(0, 256, (320, 1, 28, 28), dtype=torch.uint8, generator=rng)
     y = torch.randint(0, CLASSES, (320,), generator=rng).to(compute.device)
     model = compute.place(build(name, (1, 28, 28), CLASSES, seed=0)).train()
-    optimizing = optimization(model.parameters(), TrainingSettings(), compute)
+    optimizing = optimization_for(model.parameters(), TrainingSettings(), compute)
     loss_of = CrossEntropy(model)
 
     def train() -> None:

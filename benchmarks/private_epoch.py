@@ -16,7 +16,7 @@ import torch
 
 from fedhet import models
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import CrossEntropy, Optimization, optimization, train_epochs
+from fedhet.learning.training import CrossEntropy, Optimization, optimization_for, train_epochs
 from fedhet.privacy.sgd import privately
 from fedhet.settings.run import TrainingSettings
 
@@ -37,7 +37,7 @@ def main() -> None:
     print("| model | plain, ms | private over plain | range |\n|---|---|---|---|")
     for name in given.models.split(","):
         model = models.build(name, SHAPE, CLASSES, seed=0).train()
-        plain = optimization(model.parameters(), TrainingSettings(), CPU)
+        plain = optimization_for(model.parameters(), TrainingSettings(), CPU)
 
         def seconds(chosen: Optimization) -> float:
             started = time.perf_counter()

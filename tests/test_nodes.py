@@ -11,7 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedhet.server import nodes
 from fedhet.server.members import Members
-from fedhet.server.nodes import AskingAgain, Nodes, Transfers, asked_again, registered_name
+from fedhet.server.nodes import Nodes, RetryingGrid, TransferLimiter, registered_name, retrying
 
 GIVEN_UP = SimpleNamespace(reason="its time is over")
 SAYS = {"model": "mlp", "samples": 10, "classes": 3, "kind": "image", "shape": "1,8,8"}
@@ -179,7 +179,7 @@ def restarts(grid, look):
 
 def asking(grid, seconds=3600.0):
     grid.add(1, claims="site-a")
-    proxy = asked_again(GridClientProxy(1, grid, 1))
+    proxy = retrying(GridClientProxy(1, grid, 1))
     return proxy.fit(FitIns(Parameters([b"weights"], ""), {"evaluate": True}), seconds, 3)
 
 
@@ -316,7 +316,7 @@ def under_way(transfers, started, done):
 
 
 def test_only_a_few_messages_are_in_memory_at_once():
-    transfers, done = Transfers(most=2, seconds=60.0), threading.Event()
+    transfers, done = TransferLimiter(most=2, seconds=60.0), threading.Event()
     started = [threading.Event() for _ in range(3)]
     threads = [
         threading.Thread(target=under_way, args=(transfers, each, done), daemon=True)
@@ -338,7 +338,11 @@ def test_only_a_few_messages_are_in_memory_at_once():
 
 
 def test_a_transfer_that_hangs_keeps_nobody_waiting():
-    transfers, done, started = Transfers(most=1, seconds=0.1), threading.Event(), threading.Event()
+    transfers, done, started = (
+        TransferLimiter(most=1, seconds=0.1),
+        threading.Event(),
+        threading.Event(),
+    )
     hanging = threading.Thread(target=under_way, args=(transfers, started, done), daemon=True)
     hanging.start()
     assert started.wait(10)
@@ -349,7 +353,7 @@ def test_a_transfer_that_hangs_keeps_nobody_waiting():
 
 
 def test_an_error_ends_a_transfer():
-    transfers = Transfers(most=1)
+    transfers = TransferLimiter(most=1)
     with pytest.raises(OSError, match="cut"), transfers.turn():
         raise OSError("cut")
     with transfers.turn():
@@ -360,12 +364,12 @@ def test_every_message_of_a_deployment_takes_its_turn(grid):
     grid.add(1, claims="site-a", registered="site-a")
     taken = []
 
-    class Noting(Transfers):
+    class Noting(TransferLimiter):
         def turn(self):
             taken.append(len(grid.sent))
             return super().turn()
 
-    asking = AskingAgain(grid, Nodes(grid), Noting())
+    asking = RetryingGrid(grid, Nodes(grid), Noting())
     proxy = GridClientProxy(1, asking, 1)
     assert proxy.fit(FitIns(Parameters([], ""), {}), 100.0, 1).num_examples == 7
     assert taken == [0, 1]

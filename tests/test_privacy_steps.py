@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedhet import models
 from fedhet.base.errors import ModelError
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import CrossEntropy, optimization, train_epochs
+from fedhet.learning.training import CrossEntropy, optimization_for, train_epochs
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise
 from fedhet.privacy.noise import SecretNoise, clipped, noised_means
@@ -48,7 +48,7 @@ def transcribed(model, x, y, norm, batch_size, rate, weights=None):
 
 
 def stepped(model, x, y, *, noise=0.0, norm=0.3, batch_size=10, penalty=0.0, loss=None):
-    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     with sgd.privately(plain, [model], noise, norm, batch_size) as private:
         found = CrossEntropy(model)(x, y) if len(y) else None
         private.step(found if loss is None else loss(model, x, y), penalty)
@@ -106,7 +106,7 @@ def test_a_term_of_the_weights_is_added_after_the_noise_and_not_scaled_down():
 def test_a_loss_that_reaches_only_one_model_leaves_the_other_to_noise_alone():
     one, other = network("mlp"), network("cnn2-gn")
     before = [p.detach().clone() for p in other.parameters()]
-    plain = optimization([*one.parameters(), *other.parameters()], PLAIN_SGD, CPU)
+    plain = optimization_for([*one.parameters(), *other.parameters()], PLAIN_SGD, CPU)
     x, y = batch()
     with sgd.privately(plain, [one, other], 0.0, 0.3, 10) as private:
         private.step(CrossEntropy(one)(x, y))
@@ -117,7 +117,7 @@ def test_frozen_parameters_stay_and_are_not_counted():
     model = network()
     model.extractor.requires_grad_(False)
     before = [p.detach().clone() for p in model.extractor.parameters()]
-    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     with sgd.privately(plain, [model], 1.0, 0.3, 10) as private:
         for seed in range(3):
             x, y = batch(5 + seed, seed)
@@ -136,14 +136,14 @@ def test_nothing_of_it_is_left_on_a_model_afterwards():
 @pytest.mark.parametrize("name", ["cnn2", "resnet10", "vgg11"])
 def test_a_model_whose_samples_meet_is_refused(name):
     model = models.build(name, (3, 32, 32), 3, seed=0)
-    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     with pytest.raises(ModelError, match="DP-SGD"), sgd.privately(plain, [model], 1.0, 1.0, 8):
         pass
 
 
 def test_a_parameter_of_no_model_is_refused():
     alone = nn.Parameter(torch.zeros(3))
-    plain = optimization([*network().parameters(), alone], PLAIN_SGD, CPU)
+    plain = optimization_for([*network().parameters(), alone], PLAIN_SGD, CPU)
     refused = pytest.raises(ModelError, match="belongs to no model")
     with refused, sgd.privately(plain, [network()], 1.0, 1.0, 8):
         pass
@@ -151,7 +151,7 @@ def test_a_parameter_of_no_model_is_refused():
 
 def test_batches_are_poisson_samples_that_the_seed_does_not_know():
     model = network()
-    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     with sgd.privately(plain, [model], 1.0, 1.0, 8) as private:
         seed = torch.Generator().manual_seed(0)
         found = [list(private.batches(100, 8, seed, CPU.device)) for _ in range(80)]
@@ -168,7 +168,7 @@ def test_batches_are_poisson_samples_that_the_seed_does_not_know():
 def test_an_epoch_whose_batches_may_be_empty_trains():
     model = network()
     x, y = batch(4)
-    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     with sgd.privately(plain, [model], 1.0, 1.0, 1) as private:
         loss = train_epochs(
             x, y, CrossEntropy(model), private,
@@ -283,7 +283,7 @@ def test_a_custom_model_of_independent_samples_is_accepted(mix):
 def test_private_training_tests_its_models_too():
     sgd._TESTED.clear()
     model = owned(MIXES["mean"])
-    plain = optimization(model.parameters(), PLAIN_SGD, CPU)
+    plain = optimization_for(model.parameters(), PLAIN_SGD, CPU)
     refused = pytest.raises(ModelError, match="a sample's outputs depend on the other samples")
     with refused, sgd.privately(plain, [model], 1.0, 1.0, 8, "image", (1, 8, 8)):
         pass

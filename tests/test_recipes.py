@@ -22,7 +22,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE, TABLE, augmentation, changes
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import CrossEntropy, batches, optimization
+from fedhet.learning.training import CrossEntropy, batches, optimization_for
 from fedhet.settings.run import TrainingSettings, training_of
 
 
@@ -139,7 +139,7 @@ def test_a_gradients_norm_is_bounded(clip):
     nn.functional.cross_entropy(model(x), y).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     settings = TrainingSettings(optimizer="sgd", lr=1.0, momentum=0.0, clip=clip)
-    optimizing = optimization(model.parameters(), settings, CPU)
+    optimizing = optimization_for(model.parameters(), settings, CPU)
     optimizing.step(nn.functional.cross_entropy(model(x), y))
     moved = before - torch.cat([p.detach().flatten() for p in model.parameters()])
     norm = gradient.norm().item()
@@ -152,7 +152,7 @@ def test_adamw_is_torchs():
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     other.load_state_dict(model.state_dict())
     settings = TrainingSettings(optimizer="adamw", lr=0.1, weight_decay=0.5)
-    optimizing = optimization(model.parameters(), settings, CPU)
+    optimizing = optimization_for(model.parameters(), settings, CPU)
     theirs = torch.optim.AdamW(other.parameters(), lr=0.1, weight_decay=0.5)
     for seed in range(3):
         x = torch.randn(8, 3, generator=draws(seed))
@@ -161,7 +161,7 @@ def test_adamw_is_torchs():
         other(x).square().mean().backward()
         theirs.step()
     torch.testing.assert_close(model.weight, other.weight)
-    adam = optimization(nn.Linear(3, 2).parameters(), TrainingSettings(), CPU).optimizer
+    adam = optimization_for(nn.Linear(3, 2).parameters(), TrainingSettings(), CPU).optimizer
     assert type(adam) is torch.optim.Adam
 
 
@@ -381,13 +381,13 @@ def test_an_optimisers_state_comes_back_in_the_parameters_layout(optimizer):
 
     one, x = model(), images(5, 3, 6, 6)
     settings = TrainingSettings(optimizer=optimizer, lr=0.1)
-    first = optimization(one.parameters(), settings, CPU)
+    first = optimization_for(one.parameters(), settings, CPU)
     for _ in range(3):
         first.step(one(x).square().mean())
     saved = {name: value.contiguous().clone() for name, value in first.state(one).items()}
     other = model()
     other.load_state_dict(one.state_dict())
-    again = optimization(other.parameters(), settings, CPU)
+    again = optimization_for(other.parameters(), settings, CPU)
     again.load_state(other, saved)
     for _ in range(2):
         first.step(one(x).square().mean())
@@ -400,9 +400,9 @@ def test_an_optimisers_state_comes_back_in_the_parameters_layout(optimizer):
 @pytest.mark.parametrize("other", [nn.Linear(3, 5), nn.Sequential(nn.Linear(3, 2))])
 def test_a_state_that_does_not_fit_is_not_taken_over(other):
     one = nn.Linear(3, 2)
-    first = optimization(one.parameters(), TrainingSettings(), CPU)
+    first = optimization_for(one.parameters(), TrainingSettings(), CPU)
     first.step(one(torch.ones(4, 3)).sum())
-    again = optimization(other.parameters(), TrainingSettings(), CPU)
+    again = optimization_for(other.parameters(), TrainingSettings(), CPU)
     again.load_state(other, first.state(one))
     assert not again.optimizer.state
 
@@ -435,7 +435,7 @@ def test_fedgems_server_keeps_its_optimiser_and_lowers_its_rate(tmp_path, monkey
 
     def recorded(parameters, settings, compute):
         rates.append(settings.lr)
-        return optimization(parameters, settings, compute)
+        return optimization_for(parameters, settings, compute)
 
     monkeypatch.setattr("fedhet.server.learner.optimization", recorded)
     config = small(

@@ -19,7 +19,7 @@ from fedhet.learning.training import (
     CrossEntropy,
     evaluate,
     logits_of,
-    optimization,
+    optimization_for,
     train_epochs,
 )
 from fedhet.models.classical import Refitted
@@ -55,7 +55,7 @@ def test_bytes_are_learned_and_judged_as_the_numbers_that_they_become(channels_l
             compute.held(x),
             LABELS,
             CrossEntropy(model),
-            optimization(model.parameters(), TrainingSettings(), compute),
+            optimization_for(model.parameters(), TrainingSettings(), compute),
             epochs=2,
             batch_size=16,
             generator=torch.Generator().manual_seed(1),

@@ -30,7 +30,7 @@ from fedhet.learning.training import (
     batches,
     evaluate,
     logits_of,
-    optimization,
+    optimization_for,
     train_epochs,
 )
 from fedhet.models import build
@@ -141,7 +141,7 @@ RUNS = {
 def trained(run, epochs=3, compute=CPU, model=None, seed=4):
     model = model or small_net()
     x, y = data()
-    optimizing, draws = optimization(model.parameters(), run, compute), generator(seed)
+    optimizing, draws = optimization_for(model.parameters(), run, compute), generator(seed)
     given = x, y, CrossEntropy(model), optimizing
     usual = {"batch_size": run.batch_size, "generator": draws, "compute": compute}
     losses = [train_epochs(*given, epochs=1, **usual) for _ in range(epochs)]
@@ -171,7 +171,7 @@ def test_train_epochs_is_so_many_epochs(case):
     loss = train_epochs(
         *data(),
         CrossEntropy(model),
-        optimization(model.parameters(), run, CPU),
+        optimization_for(model.parameters(), run, CPU),
         epochs=3,
         batch_size=run.batch_size,
         generator=generator(4),
@@ -206,7 +206,7 @@ def test_training_leaves_the_data_alone():
     x, y = data()
     before = x.clone(), y.clone()
     model = small_net()
-    optimizing = optimization(model.parameters(), RUNS["adam"], CPU)
+    optimizing = optimization_for(model.parameters(), RUNS["adam"], CPU)
     options = {"batch_size": 16, "generator": generator(), "compute": CPU}
     train_epochs(x, y, CrossEntropy(model), optimizing, epochs=1, **options)
     assert torch.equal(x, before[0])
@@ -217,7 +217,7 @@ def test_only_the_given_parameters_learn():
     model = small_net()
     before = copy.deepcopy(model.state_dict())
     x, y = data()
-    optimizing = optimization(model[4].parameters(), RUNS["sgd"], CPU)
+    optimizing = optimization_for(model[4].parameters(), RUNS["sgd"], CPU)
     options = {"batch_size": 16, "generator": generator(), "compute": CPU}
     train_epochs(x, y, CrossEntropy(model), optimizing, epochs=1, **options)
     assert torch.equal(model[0].weight, before["0.weight"])
@@ -581,7 +581,7 @@ def test_compiled_steps_train_as_plain_ones_do():
     for compute in (CPU, compute_for(ComputeSettings(device="cpu", compile=True))):
         model = build("mlp", (1, 8, 8), 3, seed=0).train()
         loss_of = CrossEntropy(model)
-        optimizing = optimization(model.parameters(), TrainingSettings(), compute)
+        optimizing = optimization_for(model.parameters(), TrainingSettings(), compute)
         options = {"epochs": 2, "batch_size": 16, "generator": generator(), "compute": compute}
         loss = train_epochs(x, y, loss_of, optimizing, **options)
         trained.append((loss, model.state_dict()))

@@ -34,7 +34,7 @@ from fedhet.learning.training import (
     all_finite,
     batches,
     evaluating,
-    optimization,
+    optimization_for,
 )
 from fedhet.runs.measures import WORK
 from fedhet.settings.run import RunSettings, TrainingSettings
@@ -112,7 +112,7 @@ class Recipe:
         """
         factor = rate_factor(settings, self._round, self._rounds, self._plateau)
         now = settings.model_copy(update={"lr": settings.lr * factor})
-        made = optimization(parameters, now, self._compute)
+        made = optimization_for(parameters, now, self._compute)
         if settings.keep_optimizer:
             self._keep(settings.optimizer)
             if self._state.facts.get(OPTIMIZER) == settings.optimizer:

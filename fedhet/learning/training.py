@@ -142,7 +142,7 @@ class Optimization:
             self.optimizer.state[parameter][key] = value
 
 
-def optimization(
+def optimization_for(
     parameters: Iterable[Tensor], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
     """Return a new optimiser over `parameters`, as configured in the settings."""
@@ -161,7 +161,7 @@ def optimization(
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )
-    alike = partial(optimization, settings=settings, compute=compute)
+    alike = partial(optimization_for, settings=settings, compute=compute)
     return Optimization(chosen, scaler, settings.clip, alike)
 
 

@@ -16,7 +16,13 @@ from fedhet.base.errors import DivergedError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.base.transfer import all_to_device
 from fedhet.learning.devices import compute_for
-from fedhet.learning.training import LossOfBatch, all_finite, logits_of, optimization, train_epochs
+from fedhet.learning.training import (
+    LossOfBatch,
+    all_finite,
+    logits_of,
+    optimization_for,
+    train_epochs,
+)
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.models.het import on_host
 from fedhet.settings.run import RunSettings
@@ -62,7 +68,7 @@ class Learner:
         training, seed = self.run.training, self.run.seed
         factor = rate_factor(training, round, self.run.rounds, self.plateau)
         now = training.model_copy(update={"lr": training.lr * factor})
-        optimizing = optimization(self.model.parameters(), now, self.compute)
+        optimizing = optimization_for(self.model.parameters(), now, self.compute)
         optimizing.load_state(self.model, self._known)
         self.model.train()
         with seeded(seed, SERVER, round, device=self.compute.device):

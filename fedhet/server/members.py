@@ -27,7 +27,7 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.models import is_registered, shapes
 from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
 from fedhet.server.calls import CodeFaults
-from fedhet.server.nodes import asked_again, called, registered_name
+from fedhet.server.nodes import display_name, registered_name, retrying
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.run import RunSettings, unseen_clients
 from fedhet.wire.identity import ClientInfo, capped, client_name, read_properties
@@ -307,12 +307,12 @@ class Members:
         """Ask for a client's description; return an error message if it cannot be used."""
         started = time.monotonic()
         try:
-            asked = asked_again(proxy)
+            asked = retrying(proxy)
             found = asked.get_properties(GetPropertiesIns({}), self._timeout, group_id=0)
             self._silent.pop(proxy.cid, None)
             if found.status.code != Code.OK:
-                return f"node {called(proxy)} is left out: {one_line(found.status.message)[:300]}"
-            info = read_properties(found.properties, f"node {called(proxy)}")
+                return f"{display_name(proxy)} is left out: {one_line(found.status.message)[:300]}"
+            info = read_properties(found.properties, display_name(proxy))
             # A name belongs to the key that was registered with it; a node keeps the name it had.
             claim, registered = f"it claims the name {info.name!r}", registered_name(proxy)
             had = self._names.get(proxy.cid, info.name)
@@ -324,14 +324,14 @@ class Members:
         except FedhetError as error:
             self._refused.add(proxy.cid)
             fault = error.reason if isinstance(error, KnowledgeError) else str(error)
-            return f"node {called(proxy)} is left out: {fault}"
+            return f"{display_name(proxy)} is left out: {fault}"
         except Exception as error:
             # Any error of the transport: the node may be available again by a later round.
             self._failed([error])
             count, _ = self._silent.get(proxy.cid, (0, 0))
             self._silent[proxy.cid] = (count + 1, self._asked)
             self._late = self._late or time.monotonic() - started >= self._timeout
-            return f"node {called(proxy)} did not register: {words_of(error)[:300]}"
+            return f"{display_name(proxy)} did not register: {words_of(error)[:300]}"
 
     def _fault(self, info: ClientInfo) -> str:
         if task_of(info) != self._task:
@@ -352,21 +352,21 @@ UNSEEN_KINDS = (UNSEEN, UNSEEN_EPOCH)
 """The kinds of model that they evaluate."""
 
 
-class HeldBack:
-    """The members that are held back, and what they are sent."""
+class HeldOutClients:
+    """The members with which no client trains (`data.unseen`), and what they are sent."""
 
     def __init__(self, run: RunSettings, spec: MethodSpec) -> None:
         self.names = frozenset(client_name(k, run.clients) for k in unseen_clients(run))
         self.members: dict[str, Member] = {}
         self._method, self._offers = run.method, spec.offers
 
-    def taken_from(self, members: Mapping[str, Member]) -> dict[str, Member]:
+    def without(self, members: Mapping[str, Member]) -> dict[str, Member]:
         """Return the members that may train; the others are kept apart."""
         self.members = {name: each for name, each in members.items() if name in self.names}
         return {name: each for name, each in members.items() if name not in self.names}
 
-    def beside(self, members: Mapping[str, Member]) -> dict[str, Member]:
-        """Return all that may be asked to evaluate: the members, and those held back."""
+    def added_to(self, members: Mapping[str, Member]) -> dict[str, Member]:
+        """Return all that may be asked to evaluate: the members, and those held out."""
         return {**members, **self.members}
 
     def instructions(

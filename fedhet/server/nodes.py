@@ -86,7 +86,7 @@ class Nodes:
             return self._known
 
 
-class Transfers:
+class TransferLimiter:
     """Lets a few messages at a time be sent or received: each takes several times its size."""
 
     def __init__(self, most: int = TRANSFERS, seconds: float = TRANSFER_SECONDS) -> None:
@@ -113,12 +113,12 @@ class Transfers:
                 self._changed.notify()
 
 
-class AskingAgain:
+class RetryingGrid:
     """Flower's grid for messages to one node: a node that restarts meanwhile is asked again."""
 
-    def __init__(self, grid: Any, nodes: Nodes, transfers: Transfers | None = None) -> None:
+    def __init__(self, grid: Any, nodes: Nodes, transfers: TransferLimiter | None = None) -> None:
         self._grid, self._nodes = grid, nodes
-        self._transfers = transfers or Transfers()
+        self._transfers = transfers or TransferLimiter()
 
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
         """Send the one message; return its reply, or Flower's error once its time is over.
@@ -150,19 +150,19 @@ class AskingAgain:
                     )
                 )
 
-    def _send(self, message: Message) -> list[Look]:
+    def _send(self, message: Message) -> list[ReplyPoller]:
         with self._transfers.turn():
             numbers = list(self._grid.push_messages([message]))
-        return [Look(self._grid, number, self._transfers) for number in numbers]
+        return [ReplyPoller(self._grid, number, self._transfers) for number in numbers]
 
 
-class Look:
+class ReplyPoller:
     """Looks for the reply to one message, in a thread of its own.
 
     Of a node that was killed while it sent its reply, Flower waits minutes for the rest.
     """
 
-    def __init__(self, grid: Any, number: str, transfers: Transfers) -> None:
+    def __init__(self, grid: Any, number: str, transfers: TransferLimiter) -> None:
         self._grid, self._number, self._transfers = grid, number, transfers
         self._found: list[Message] = []
         self._fault: Exception | None = None
@@ -201,27 +201,27 @@ def registered_name(proxy: ClientProxy) -> str:
     return _shared_by(grid)[0].name(proxy.node_id)
 
 
-def called(proxy: ClientProxy) -> str:
-    """Return what a node is called in messages: by its registered name, or else by its number."""
+def display_name(proxy: ClientProxy) -> str:
+    """Return a node's name in messages: `node NAME`, or its number if it has no registered name."""
     with contextlib.suppress(Exception):  # of the transport: the node may be gone, or the server
-        return one_line(registered_name(proxy)) or proxy.cid
-    return proxy.cid
+        return f"node {one_line(registered_name(proxy)) or proxy.cid}"
+    return f"node {proxy.cid}"
 
 
-def asked_again(proxy: ClientProxy) -> ClientProxy:
+def retrying(proxy: ClientProxy) -> ClientProxy:
     """Return a node's proxy, which in a deployment asks it again when it has restarted."""
     grid = _grid_of(proxy)
     if grid is None:
         return proxy
     assert isinstance(proxy, GridClientProxy)
-    asking: Any = AskingAgain(grid, *_shared_by(grid))
+    asking: Any = RetryingGrid(grid, *_shared_by(grid))
     return GridClientProxy(proxy.node_id, asking, proxy.run_id)
 
 
 @lru_cache(maxsize=1)
-def _shared_by(grid: Any) -> tuple[Nodes, Transfers]:
+def _shared_by(grid: Any) -> tuple[Nodes, TransferLimiter]:
     """Return the nodes of a grid, and the turns of its messages: one object for all its proxies."""
-    return Nodes(grid), Transfers()
+    return Nodes(grid), TransferLimiter()
 
 
 def _grid_of(proxy: ClientProxy) -> Any:

@@ -36,7 +36,7 @@ from fedhet.server.codec import Codec, InstructionEncoder, without_versions
 from fedhet.server.members import (
     UNSEEN_KINDS,
     ClientHealth,
-    HeldBack,
+    HeldOutClients,
     Member,
     Members,
     first_of_pool,
@@ -68,7 +68,7 @@ class HetStrategy(Strategy):
         self.run, self.settings, self.log = config.run, config.own, log
         self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
-        self._held_back = HeldBack(self.run, self.spec)
+        self._held_out = HeldOutClients(self.run, self.spec)
         self._code_faults = CodeFaults(log.notice, strict=self.run.engine.strict)
         self._members = Members.of(config, self.data, log.notice, self._code_faults)
         engine, pace, spec = self.run.engine, self.run.pace, self.spec
@@ -185,11 +185,11 @@ class HetStrategy(Strategy):
         if not self.log.resumed:
             self._late.restore({})
         every = self._members.first(client_manager, self.run.clients, self.run.engine)
-        self.members = self._held_back.taken_from(every)
+        self.members = self._held_out.without(every)
         infos = [member.info for member in every.values()]
         self.log.begin(infos, self._class_names(infos))
-        if self._held_back.notice:
-            self.log.notice(self._held_back.notice)
+        if self._held_out.notice:
+            self.log.notice(self._held_out.notice)
         self.state.scores.outdate(self.members)
         self.spec.suits(self.settings, self.task)
         self.init()
@@ -203,12 +203,12 @@ class HetStrategy(Strategy):
         """Select clients and return an instruction for each."""
         self.state.start(server_round)
         self.run = self.log.ending(self.run)
-        present = self._held_back.taken_from(self._members.present(client_manager))
+        present = self._held_out.without(self._members.present(client_manager))
         self.members = present or self.members
         self.log.joined(member.info for member in self.members.values())
-        absent = self.log.models.keys() - self.members.keys() - self._held_back.names
+        absent = self.log.models.keys() - self.members.keys() - self._held_out.names
         self.state.record.absent = sorted(absent)
-        self.state.scores.outdate(self._held_back.names)
+        self.state.scores.outdate(self._held_out.names)
         eligible = self.state.health.eligible(server_round, self.members)
         busy = self.collector.busy
         idle = [self.members[name].info for name in eligible if name not in busy]
@@ -301,7 +301,7 @@ class HetStrategy(Strategy):
             self._finish_round()
             return []
         payloads = self._codec.encode_all(server_round, instructions, training=False)
-        every, unseen = self._held_back.beside(self.members), self._held_back.names
+        every, unseen = self._held_out.added_to(self.members), self._held_out.names
         asked: list[tuple[ClientProxy, EvaluateIns]] = [
             (
                 self._proxy_of(every[name]),
@@ -320,11 +320,11 @@ class HetStrategy(Strategy):
         self._code_faults.enter(failures)
         for name, reason in sorted(reasons(failures).items()):
             self.state.not_evaluated(name, reason, "silent")
-        everyone = self._held_back.beside(self.members)
+        everyone = self._held_out.added_to(self.members)
         arrived = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(arrived.items()):
             with self.state.not_evaluating(name):
-                unseen, info = name in self._held_back.names, everyone[name].info
+                unseen, info = name in self._held_out.names, everyone[name].info
                 kinds = UNSEEN_KINDS if unseen else self.spec.kinds
                 self.state.measured(name, self._codec.decode_evaluation(info, result, kinds))
         self._finish_round()
@@ -377,7 +377,7 @@ class HetStrategy(Strategy):
                 found[name] = knowledge or Knowledge()
         last = round == self.run.rounds
         offer = partial(self.eval_instruction, round)
-        return found | (self._held_back.instructions(offer) if last else {})
+        return found | (self._held_out.instructions(offer) if last else {})
 
     def _finish_round(self) -> None:
         evaluated = self._evaluates(self.state.record.round)

@@ -25,7 +25,7 @@ from fedhet.base.errors import DivergedError, KnowledgeError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.data.store import refuse_overlap
 from fedhet.learning.devices import Compute, compute_for
-from fedhet.learning.training import all_finite, batches, logits_of, optimization, train_epochs
+from fedhet.learning.training import all_finite, batches, logits_of, optimization_for, train_epochs
 from fedhet.methods.feddf import SPEC, FedDfSettings
 from fedhet.models import HetModel, build, load_weights, to_arrays
 from fedhet.strategies.base import HetStrategy, Reply
@@ -144,7 +144,7 @@ class FedDfStrategy(HetStrategy):
         own, student = self.settings, self._network(name, average).train()
         adam = {"optimizer": "adam", "lr": own.lr, "weight_decay": 0.0}
         training = self.run.training.model_copy(update=adam)
-        optimizing = optimization(student.parameters(), training, self.compute)
+        optimizing = optimization_for(student.parameters(), training, self.compute)
         rows = torch.arange(len(self.x), device=self.compute.device)
         steps = own.epochs * len(batches(len(rows), own.batch_size, torch.Generator()))
         annealing = CosineAnnealingLR(optimizing.optimizer, steps)

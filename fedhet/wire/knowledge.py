@@ -304,44 +304,39 @@ def digest_of(weights: Arrays) -> int:
 
 def _tensor(spec: wire.TensorSpec, array: Array, sender: str, base: Arrays) -> Array:
     """Return a message's tensor from the array that came for it. Raises KnowledgeError."""
-    if spec.encoding:
-        return _decoded(spec, array, sender, base)
-    if spec.difference:
-        raise KnowledgeError(sender, spec.name, "is a difference without an encoding")
-    listed, came = (spec.dtype, tuple(spec.shape)), (array.dtype.name, array.shape)
-    if spec.dtype not in DTYPES or listed != came:
-        fault = f"listed as {spec.dtype} {list(spec.shape)}, came as {array.dtype} "
-        raise KnowledgeError(sender, spec.name, f"{fault}{list(array.shape)}")
-    return array
 
+    def fault(text: str) -> KnowledgeError:
+        return KnowledgeError(sender, spec.name, text)
 
-def _decoded(spec: wire.TensorSpec, array: Array, sender: str, base: Arrays) -> Array:
-    """Return a tensor that travels under an encoding."""
-    encoding, shape = ENCODINGS.get(spec.encoding), tuple(spec.shape)
+    shape, came = tuple(spec.shape), f"came as {array.dtype} {list(array.shape)}"
+    if not spec.encoding:
+        if spec.difference:
+            raise fault("is a difference without an encoding")
+        if spec.dtype not in DTYPES or (spec.dtype, shape) != (array.dtype.name, array.shape):
+            raise fault(f"listed as {spec.dtype} {list(shape)}, {came}")
+        return array
+    encoding = ENCODINGS.get(spec.encoding)
     if encoding is None:
-        fault = f"is encoded as {spec.encoding!r}, this side decodes {', '.join(ENCODINGS)}"
-        raise KnowledgeError(sender, spec.name, fault)
+        known = ", ".join(ENCODINGS)
+        raise fault(f"is encoded as {spec.encoding!r}, this side decodes {known}")
     if spec.dtype != "float32" or len(shape) > MAX_RANK:
-        fault = f"{spec.dtype} of rank {len(shape)} cannot be encoded as {spec.encoding}"
-        raise KnowledgeError(sender, spec.name, fault)
+        raise fault(f"{spec.dtype} of rank {len(shape)} cannot be encoded as {spec.encoding}")
     if array.dtype != np.uint8 or array.ndim != 1:
-        fault = f"came as {array.dtype} {list(array.shape)}, must be uint8 [bytes]"
-        raise KnowledgeError(sender, spec.name, fault)
+        raise fault(f"{came}, must be uint8 [bytes]")
     before = base.get(spec.name) if spec.difference else None
     if spec.difference and (
         before is None or before.dtype.name != spec.dtype or before.shape != shape
     ):
-        raise KnowledgeError(sender, spec.name, "is a difference to a tensor that the base lacks")
+        raise fault("is a difference to a tensor that the base lacks")
     try:
         values = encoding.decode(array, shape)
     except EncodingError as error:
-        raise KnowledgeError(sender, spec.name, f"{spec.encoding}: {error}") from None
+        raise fault(f"{spec.encoding}: {error}") from None
     if before is None:
         return values
     if not spec.rounded:
         return before + values
     halves = halved(before + values)
     if not np.isfinite(halves).all():
-        fault = "is beyond half precision, to which it is rounded"
-        raise KnowledgeError(sender, spec.name, fault)
+        raise fault("is beyond half precision, to which it is rounded")
     return halves.astype(np.float32)
