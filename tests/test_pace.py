@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import weakref
+from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from federation import settings
+from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedhet.algorithms.closing import Closing, asked, closing, usual, wanted
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
+from fedhet.server.calls import Call, CallPool, NamedProxy
 from fedhet.server.pace import SimulatedClock, read_devices
 from fedhet.server.reply import staleness_weight
 from fedhet.server.steps import buffered_rate, carried_over
@@ -184,3 +189,29 @@ def test_a_file_of_devices_that_cannot_be_used_says_where(tmp_path, text, words)
 def test_a_file_of_devices_that_is_not_there(tmp_path):
     with pytest.raises(SettingsError, match="it takes none, log-normal, or a CSV file of devices"):
         read_devices(tmp_path / "lognormal")
+
+
+# Calls.
+
+
+def test_whichever_comes_first_decides_whether_a_reply_is_late():
+    early, late = (Call(NamedProxy("a"), 1) for _ in range(2))
+    assert [early.decide(late=each) for each in (False, True, False)] == [False] * 3
+    assert [late.decide(late=each) for each in (True, False, True)] == [True] * 3
+
+
+def test_an_idle_thread_keeps_no_reply_in_memory():
+    result = FitRes(Status(Code.OK, ""), Parameters([], ""), 1, {})
+    client = SimpleNamespace(cid="1", fit=lambda *_: result)
+    pool = CallPool(1, lambda call: None)
+    pool.submit([Call(NamedProxy("a", client), 1, FitIns(Parameters([], ""), {}))])
+    call = pool.next_finished(60.0)
+    assert call.result is result
+    assert call.is_usable
+    assert not call.is_late
+    gone, ends = weakref.ref(call), monotonic() + 60
+    del call
+    while gone() is not None:
+        assert monotonic() < ends
+        sleep(0.01)
+    pool.shutdown()

@@ -437,7 +437,7 @@ def test_fedgems_server_keeps_its_optimiser_and_lowers_its_rate(tmp_path, monkey
         rates.append(settings.lr)
         return optimization_for(parameters, settings, compute)
 
-    monkeypatch.setattr("fedhet.server.learner.optimization", recorded)
+    monkeypatch.setattr("fedhet.server.learner.optimization_for", recorded)
     config = small(
         "fedgems", rounds=3, models="mlp", lr=1e-30, optimizer="sgd", schedule="plateau",
         patience=0, keep_optimizer=True, **{"fedgems.server-model": "mlp"},
