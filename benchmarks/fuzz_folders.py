@@ -35,8 +35,7 @@ from fedhet import cli, report
 from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
-from fedhet.report.canvas import Chart
-from fedhet.report.style import Drawing
+from fedhet.report.style import Chart, Drawing
 from fedhet.report.watch import Pages
 from fedhet.runs.log import Watcher
 

@@ -21,8 +21,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedhet.config.resolve import Config, resolve
-from fedhet.experiments.declaration import SIZES, read_table, table_names
-from fedhet.experiments.plan import PlannedRun, each_once, plan
+from fedhet.experiments.plan import SIZES, PlannedRun, each_once, plan, read_table, table_names
 from fedhet.models import build
 from fedhet.models.registry import DRAWN, WITHOUT_GRADIENTS
 

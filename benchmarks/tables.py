@@ -20,8 +20,7 @@ from benchmarks.timing import seconds, show
 from fedhet.cli.training import RUNS_A_PROCESS
 from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate, train
-from fedhet.experiments.declaration import read_table
-from fedhet.experiments.plan import PlannedRun, plan
+from fedhet.experiments.plan import PlannedRun, plan, read_table
 from fedhet.runs.directory import read_summary
 from fedhet.runs.records import FinalScores
 

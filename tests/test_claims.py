@@ -23,9 +23,8 @@ from fedhet.experiments.claims import (
     read_finished,
     verdict_of,
 )
-from fedhet.experiments.declaration import paper_of, read_table, table_names
 from fedhet.experiments.paper import Finished
-from fedhet.experiments.plan import plan
+from fedhet.experiments.plan import paper_of, plan, read_table, table_names
 
 DOCS = Path(__file__).parent.parent / "docs"
 KEYS = {"paper", "table", "size", "claim", "verdict"}

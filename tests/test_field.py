@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
 from fedhet.config.resolve import check, resolve
-from fedhet.experiments.declaration import SIZES, read_field
 from fedhet.experiments.field import (
     collect,
     costs,
@@ -28,7 +27,7 @@ from fedhet.experiments.field import (
     ranks,
     write_latex,
 )
-from fedhet.experiments.plan import plan_field
+from fedhet.experiments.plan import SIZES, plan_field, read_field
 from fedhet.methods.registry import all_methods
 from fedhet.models import build
 from fedhet.report.tables import Cells

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from fedhet.cli import app
 from fedhet.report import compare
-from fedhet.report.tables import Cell, Cells, comparison_latex, escaped, tabular
+from fedhet.report.comparison_report import comparison_latex
+from fedhet.report.tables import Cell, Cells, escaped, tabular
 
 TOPS = {"local": 0.5, "felo": 0.9, "fedhe": 0.7}
 

@@ -23,17 +23,17 @@ from fedhet.cli import app
 from fedhet.cli import training as command
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_preset
-from fedhet.experiments import declaration
-from fedhet.experiments.declaration import (
+from fedhet.experiments import plan as planning
+from fedhet.experiments.paper import as_markdown, collect, overview, write_latex
+from fedhet.experiments.plan import (
     SIZES,
     PaperTable,
     paper_of,
+    plan,
     read_table,
     table_names,
     tables_of,
 )
-from fedhet.experiments.paper import as_markdown, collect, overview, write_latex
-from fedhet.experiments.plan import plan
 
 TABLE = """
 title = "Two methods"
@@ -346,7 +346,7 @@ def test_presets_and_settings_of_other_methods(tmp_path):
 )
 def test_a_faulty_table_says_what_and_where(old, new, fault, tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(TABLE.replace(old, new, 1))
-    monkeypatch.setattr(declaration, "FILES", tmp_path)
+    monkeypatch.setattr(planning, "FILES", tmp_path)
     with pytest.raises(SettingsError, match=f"table 'mine': .*{fault}"):
         read_table("mine")
 
@@ -388,20 +388,18 @@ def written(tmp_path, tops, kinds=("private",)):
 
 
 def accuracy(cell, seed, protocol="common"):
-    lines = (cell.planned.runs[seed].directory / "metrics.jsonl").read_text().splitlines()
+    lines = (cell.runs[seed].directory / "metrics.jsonl").read_text().splitlines()
     return 100 * json.loads(lines[-1])["accuracy"][protocol]["private"]["mean"]
 
 
 def test_means_and_spreads_are_of_the_last_round_in_percent(tmp_path):
     results = written(tmp_path, {"alone": [0.3, 0.4, 0.5], "together": [0.6, 0.7, None]})
-    cell = results.cells["alone", "all"]
-    values = [accuracy(cell, seed) for seed in range(3)]
-    assert cell.mean == pytest.approx(np.mean(values))
-    assert cell.std == pytest.approx(np.std(values, ddof=1))
-    assert set(results.cells["together", "all"].by_seed) == {0, 1}
-    own = results.cells["alone", "own"]
-    assert own.by_seed[1] == pytest.approx(accuracy(cell, 1, "personal"))
-    assert math.isnan(results.cells["alone", "all, longer"].mean)
+    cell, measured = results.cells["alone", "all"]
+    assert measured.tolist() == pytest.approx([accuracy(cell, seed) for seed in range(3)])
+    assert set(results.cells["together", "all"][1].index) == {0, 1}
+    _, own = results.cells["alone", "own"]
+    assert own[1] == pytest.approx(accuracy(cell, 1, "personal"))
+    assert results.cells["alone", "all, longer"][1].empty
     assert results.finished == 5
 
 
@@ -416,13 +414,13 @@ def test_means_and_spreads_are_of_the_last_round_in_percent(tmp_path):
 )
 def test_a_claim_holds_beyond_two_standard_errors(tops, outcome, tmp_path):
     results = written(tmp_path, tops)
-    verdict = next(v for v in results.verdicts if v.where == "all")
-    assert verdict.outcome == outcome
+    found = next(each for each in results.comparisons if each.where == "all")
+    assert found.outcome == outcome
     if outcome == "holds":
-        ours, theirs = (results.cells[row, "all"].by_seed for row in ("together", "alone"))
+        ours, theirs = (results.cells[row, "all"][1] for row in ("together", "alone"))
         each = np.array([ours[seed] - theirs[seed] for seed in range(3)])
-        assert verdict.difference.mean == pytest.approx(each.mean())
-        assert verdict.difference.se == pytest.approx(each.std(ddof=1) / np.sqrt(3))
+        assert found.difference == pytest.approx(each.mean())
+        assert found.se == pytest.approx(each.std(ddof=1) / np.sqrt(3))
 
 
 def test_a_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
@@ -431,13 +429,13 @@ def test_a_table_in_latex_marks_the_best_and_what_is_clear(tmp_path):
     text = write_latex(results, tmp_path).read_text()
     scores, _, tested = text.partition(r"\end{tabular}")
     rows = {line.split(" & ")[0]: line for line in scores.splitlines() if " & " in line}
-    better, worse = (results.cells[row, "all"].mean for row in ("together", "alone"))
+    better, worse = (results.cells[row, "all"][1].mean() for row in ("together", "alone"))
     assert rf"\textbf{{{better:.2f} $\pm$" in rows["together"]
     assert rf"\underline{{{worse:.2f} $\pm$" in rows["alone"]
     assert r"Kendall's $\tau$ & -- & 1.00 & -- \\" in scores, "no contest of numbers of its own"
-    verdict = next(v for v in results.verdicts if v.where == "all")
+    first = next(each for each in results.comparisons if each.where == "all")
     found = next(line for line in tested.splitlines() if line.count(" & all: "))
-    assert rf"{verdict.difference.mean:+.2f} $\pm$" in found
+    assert rf"{first.difference:+.2f} $\pm$" in found
     assert found.count(r"$^\dagger$") == 1
 
 
@@ -451,8 +449,8 @@ below = ["all"]
 where = ["alone"]
 """
     found = plan("x", table(TABLE + claim), "tiny", [0, 1], tmp_path)
-    verdicts = [v for v in collect(found).verdicts if v.claim.of == "columns"]
-    assert [(v.where, v.above, v.below, v.outcome) for v in verdicts] == [
+    own = [each for each in collect(found).comparisons if each.claim == "own is easier"]
+    assert [(each.where, each.above, each.below, each.outcome) for each in own] == [
         ("alone", "own", "all", "not measured")
     ]
 
@@ -482,7 +480,7 @@ def test_what_a_cell_may_show(metric, expected, tmp_path):
     cell = next(c for c in found.cells if c.column.name == "all")
     place(cell.runs[0].directory, kinds=("private", "global"))
     lines = (cell.runs[0].directory / "metrics.jsonl").read_text().splitlines()
-    value = collect(found).cells[cell.row.name, "all"].mean
+    value = collect(found).cells[cell.row.name, "all"][1].mean()
     assert value == pytest.approx(expected(json.loads(lines[-1])), nan_ok=True)
 
 
@@ -500,7 +498,7 @@ def test_bytes_are_the_mean_over_rounds_in_kib(way, tmp_path):
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
     results = collect(found)
     squares = [number**2 for number in range(1, len(records) + 1)]
-    assert results.cells[cell.row.name, "all"].mean == pytest.approx(np.mean(squares))
+    assert results.cells[cell.row.name, "all"][1].mean() == pytest.approx(np.mean(squares))
 
 
 def test_markdown_shows_measured_beside_printed(tmp_path):
@@ -529,7 +527,7 @@ def test_markdown_shows_measured_beside_printed(tmp_path):
 def mine(tmp_path, monkeypatch):
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "mine.toml").write_text(TABLE)
-    monkeypatch.setattr(declaration, "FILES", tmp_path / "tables")
+    monkeypatch.setattr(planning, "FILES", tmp_path / "tables")
     return tmp_path / "out"
 
 
@@ -611,7 +609,7 @@ def test_side_by_side_gives_the_same_numbers(mine):
 
 def test_only_the_rounds_that_a_table_shows_are_evaluated(mine):
     over = ["--seeds", "0", "--set", "rounds=6"]
-    source = declaration.FILES / "mine.toml"
+    source = planning.FILES / "mine.toml"
     source.write_text(TABLE.replace('"common/private"', '"common/private/tail"'))
     call("mine", *over, "--out", mine / "late")
     call("mine", *over, "--out", mine / "every", "--set", "evaluate-from=1")
@@ -688,7 +686,7 @@ def test_the_overview_counts_the_claims(tmp_path):
     cells = overview([found])
     row = dict(zip(cells.headers, (cell.text for cell in next(iter(cells.rows))), strict=True))
     assert row["runs"] == "6 of 12"
-    outcomes = [verdict.outcome for verdict in found.verdicts]
+    outcomes = [each.outcome for each in found.comparisons]
     for name in ("holds", "within noise", "does not hold", "not measured"):
         assert row[name] == str(outcomes.count(name))
     assert int(row["holds"]) > 0

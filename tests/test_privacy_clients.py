@@ -35,8 +35,7 @@ from fedhet.privacy import noise as secret_noise
 from fedhet.privacy import sgd
 from fedhet.privacy.accounting import Noise, Plan, Release, epsilon_of, solved
 from fedhet.privacy.ledger import Ledger, digest_of, read_ledger
-from fedhet.report.comparison_report import drawings
-from fedhet.report.tables import comparison_cells
+from fedhet.report.comparison_report import comparison_cells, drawings
 from fedhet.settings.schema import build
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 

@@ -30,10 +30,10 @@ from fedhet.report import (
     write_figures,
     write_report,
 )
+from fedhet.report.comparison_report import comparison_cells
 from fedhet.report.figures import drawings
 from fedhet.report.style import Drawing, told_apart
-from fedhet.report.tables import Cell, Cells, comparison_cells
-from fedhet.report.terminal import Blocks
+from fedhet.report.tables import Blocks, Cell, Cells
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
 FIGURES = {"accuracy", "bytes", "time", "loss", "labels", "clients", "method", "client-curves"}

@@ -105,11 +105,10 @@ def compare_command(
     """
     with loading("pandas and Matplotlib"):
         from fedhet import report
-        from fedhet.report.comparison import read_test
 
     found = report.compare(
         directories,
-        test=read_test(test),
+        test=test,
         target=target,
         kind=kind,
         figures=figures,

@@ -19,16 +19,18 @@ from pathlib import Path
 
 from fedhet.base.errors import StateError
 from fedhet.config.reference import in_markdown, with_part
-from fedhet.experiments.declaration import (
+from fedhet.experiments.paper import OUTCOMES, Comparison, Finished
+from fedhet.experiments.plan import (
     FIELD,
     SIZES,
+    as_options,
     paper_of,
+    plan,
+    plan_field,
     read_field,
     read_table,
     table_names,
 )
-from fedhet.experiments.paper import OUTCOMES, Comparison, Finished
-from fedhet.experiments.plan import as_options, plan, plan_field
 from fedhet.methods.registry import shipped_names
 from fedhet.report.tables import Cell, Cells, markdown, plain
 from fedhet.runs.directory import read_validated
@@ -110,14 +112,6 @@ class TestedClaim:
         found = min(refuting) if refuting else max(confirming, default=math.inf)
         return math.floor(found) + 1 if math.isfinite(found) else None
 
-    def as_json(self) -> dict[str, str]:
-        """Return the claim as an entry of `fedhet table claims --json`."""
-        table, size = self.finished.table, self.finished.size
-        return {
-            "paper": self.paper, "table": table, "size": size, "claim": self.says,
-            "verdict": self.verdict,
-        }  # fmt: skip
-
 
 def verdict_of(outcomes: Collection[str]) -> str:
     """Return what comes of a claim with these outcomes in the places that test it.
@@ -183,36 +177,27 @@ def results_part(claims: Sequence[TestedClaim]) -> str:
     """Return how many claims hold by paper and size, and then what came of each."""
     parts = [markdown(counted(claims))]
     for paper in dict.fromkeys(claim.paper for claim in claims):
+        rows = []
         of_paper = [claim for claim in claims if claim.paper == paper]
-        work = re.split(r", (?:Table|Fig|Section)", read_table(of_paper[0].finished.table).source)
-        rows = [
-            (
+        for claim in of_paper:
+            known = [each for each in claim.comparisons if each.difference is not None]
+            ordered = sorted(known, key=lambda each: each.difference or 0.0)
+            ends = (*ordered[:1], *ordered[1:][-1:])  # the smallest and the largest
+            seeds, decides = claim.seeds_to_decide, "–"
+            if claim.verdict == "not-told-apart":
+                decides = str(seeds) if seeds and seeds <= MOST_SEEDS else f"more than {MOST_SEEDS}"
+            row = (
                 plain(claim.says),
                 _link(claim.finished),
                 WORDS[claim.verdict],
                 ", ".join(f"{o} {claim.counts[o]}" for o in OUTCOMES if claim.counts[o]),
-                _differences(claim.comparisons),
-                _seeds(claim),
+                " to ".join(f"{each.difference:+.2f} ± {each.se:.2f}" for each in ends),
+                decides,
             )
-            for claim in of_paper
-        ]
+            rows.append(row)
+        work = re.split(r", (?:Table|Fig|Section)", read_table(of_paper[0].finished.table).source)
         parts.append(f"### {paper}\n\n{work[0]}.\n\n{in_markdown(CLAIM_COLUMNS, rows)}")
     return "\n".join(parts)
-
-
-def _seeds(claim: TestedClaim) -> str:
-    if claim.verdict != "not-told-apart":
-        return "–"
-    seeds = claim.seeds_to_decide
-    return str(seeds) if seeds and seeds <= MOST_SEEDS else f"more than {MOST_SEEDS}"
-
-
-def _differences(comparisons: Iterable[Comparison]) -> str:
-    """Return the difference of a claim, or the smallest and the largest of several."""
-    known = [each for each in comparisons if each.difference is not None]
-    ordered = sorted(known, key=lambda each: each.difference or 0.0)
-    ends = (*ordered[:1], *ordered[1:][-1:])
-    return " to ".join(f"{each.difference:+.2f} ± {each.se:.2f}" for each in ends)
 
 
 def _link(finished: Finished) -> str:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 
 from fedhet.base.disk import Folder, write_text
-from fedhet.experiments.declaration import FIELD
-from fedhet.experiments.plan import FieldPlan, Place, about
+from fedhet.experiments.plan import FIELD, FieldPlan, Place, about, command_of, finished_run
 from fedhet.methods.registry import find_method
-from fedhet.report.groups import Spread
+from fedhet.report.comparison import Spread
 from fedhet.report.page import render
-from fedhet.report.run import Run, load_run
-from fedhet.report.tables import LATEX_HEAD, MARK, Cell, Cells, markdown, plain, tabular
+from fedhet.report.run import Run
+from fedhet.report.tables import LATEX_HEAD, MARK, Cell, Cells, markdown, mean_cell, plain, tabular
 from fedhet.runs.records import NAN, PROTOCOLS
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
 
@@ -187,22 +186,16 @@ def collect(plan: FieldPlan) -> FieldResults:
         if run.finished
     ]
     ceilings = {
-        (each.cell, seed): _accuracies(_run(path))
+        (each.cell, seed): _accuracies(finished_run(path))
         for each, seed, path in done
         if each.method == CEILING
     }
     for each, seed, path in done:
-        run = _run(path)
+        run = finished_run(path)
         found = _measured(run, ceilings.get((each.cell, seed), {}))
         place: dict[str, Value] = {"architectures": each.cell[0], "split": each.cell[1]}
         rows.append({"method": each.method, **place, "seed": seed, **found})
     return FieldResults(plan, pd.DataFrame(rows))
-
-
-@lru_cache(maxsize=4096)
-def _run(path: Path) -> Run:
-    """Return a finished run, which does not change any more."""
-    return load_run(path)
 
 
 def kind_of(run: Run, protocol: str) -> str:
@@ -214,14 +207,23 @@ def kind_of(run: Run, protocol: str) -> str:
 def _measured(run: Run, ceiling: Mapping[str, Value]) -> dict[str, Value]:
     """Return all that is told of a run: accuracies, costs, costs up to a share of the ceiling."""
     federated = not find_method(run.method).spec.simulation_only
-    sent = run.totals["bytes_up"] + run.totals["bytes_down"]
-    costs: dict[str, Value] = {
+    sent, until = run.totals["bytes_up"] + run.totals["bytes_down"], dict[str, Value]()
+    elapsed = run.costs["clock"] if run.has_clock else run.costs["seconds"].cumsum()
+    for protocol in PROTOCOLS:
+        means = run.curve(protocol, kind_of(run, protocol))["mean"]
+        reached = means.index[means >= SHARE * float(ceiling.get(protocol, NAN))]
+        first = reached[0] if len(reached) else None
+        so_far = NAN if first is None or not federated else float(run.costs["bytes"][first])
+        until[f"bytes to 90 %, {protocol}"] = so_far
+        until[f"time to 90 %, {protocol}"] = NAN if first is None else float(elapsed[first])
+    return {
+        **_accuracies(run),
         "bytes": float(sent) if federated else NAN,
         "seconds": float(run.totals["seconds"]),
-        "simulated seconds": float(run.costs["clock"].iloc[-1]),
+        "simulated seconds": float(run.totals["clock"]),
         "memory": run.summary.peak_memory_mb * 1e6 if run.summary else NAN,
+        **until,
     }
-    return {**_accuracies(run), **costs, **_until(run, ceiling, federated=federated)}
 
 
 def _accuracies(run: Run) -> dict[str, Value]:
@@ -235,20 +237,6 @@ def _accuracies(run: Run) -> dict[str, Value]:
         "personal model": personal,
         "common model": common,
     }
-
-
-def _until(run: Run, ceiling: Mapping[str, Value], *, federated: bool) -> dict[str, Value]:
-    """Return bytes and seconds until a model first reaches its share of the ceiling's accuracy."""
-    found: dict[str, Value] = {}
-    elapsed = run.costs["clock"] if run.has_clock else run.costs["seconds"].cumsum()
-    for protocol in PROTOCOLS:
-        means = run.curve(protocol, kind_of(run, protocol))["mean"]
-        reached = means.index[means >= SHARE * float(ceiling.get(protocol, NAN))]
-        first = reached[0] if len(reached) else None
-        sent = NAN if first is None else float(run.costs["bytes"][first])
-        found[f"bytes to 90 %, {protocol}"] = sent if federated else NAN
-        found[f"time to 90 %, {protocol}"] = NAN if first is None else float(elapsed[first])
-    return found
 
 
 # --- the table as it is written --------------------------------------------------------------
@@ -269,7 +257,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
         title=plan.table.title,
         facts=(f"size {plan.size}", runs, plural(len(plan.methods), "method")),
         about=about(plan, results.finished),
-        command=plan.command,
+        command=command_of(plan),
         every=every(results),
         matrices=found,
         legend=LEGEND,
@@ -297,7 +285,7 @@ def as_markdown(results: FieldResults) -> str:
     parts = [
         f"## {plain(results.plan.table.title)}\n",
         f"{plain(about(results.plan, results.finished))}\n",
-        f"```bash\n{results.plan.command}\n```\n",
+        f"```bash\n{command_of(results.plan)}\n```\n",
     ]
     for measure, title in TITLES.items():
         parts += [f"### {title}\n", markdown(matrix(results, measure)), f"{LEGEND}\n"]
@@ -328,13 +316,11 @@ def every(results: FieldResults) -> Cells:
         "split": [Cell(each.cell[1]) for each in cells],
         "why not": [Cell(each.refused) for each in cells],
     }
-    for measure in ACCURACIES:
+    for measure in (*ACCURACIES, *COSTS):
+        each_cell = [results.by_seed(each.method, each.cell, measure) for each in cells]
         columns[measure] = [
-            _accuracy(results.by_seed(each.method, each.cell, measure)) for each in cells
-        ]
-    for measure, shown in COSTS.items():
-        columns[measure] = [
-            _cost(results.by_seed(each.method, each.cell, measure), shown) for each in cells
+            _cost(values, COSTS[measure]) if measure in COSTS else _accuracy(values)
+            for values in each_cell
         ]
     return Cells(columns, words=4)
 
@@ -400,8 +386,4 @@ def _accuracy(values: pd.Series) -> Cell:
 
 
 def _cost(values: pd.Series, shown: Callable[[float], str]) -> Cell:
-    """Return a mean over runs, with how many of them have the value if not all."""
-    known = int(values.count())
-    some = f" ({known} of {len(values)})" if 0 < known < len(values) else ""
-    mean = float(values.mean())
-    return Cell(shown(mean) + some, mean)
+    return mean_cell(Spread.of(values), shown, len(values))

@@ -24,14 +24,18 @@ from fedhet.cli.options import console, listing, say
 from fedhet.cli.training import counted, ending_at_once, fault_of, side_by_side
 from fedhet.config.resolve import Config, resolve
 from fedhet.experiments import claims, field, paper
-from fedhet.experiments.declaration import (
+from fedhet.experiments.plan import (
     FIELD,
     SIZES,
+    PlannedRun,
+    Values,
+    each_once,
+    plan,
+    plan_field,
     read_field,
     read_table,
     tables_of,
 )
-from fedhet.experiments.plan import PlannedRun, Values, each_once, plan, plan_field
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.report.tables import Cells
 from fedhet.runs.directory import forget_models, make_parent
@@ -65,11 +69,6 @@ class Wanted:
     latex: bool = False
     """Whether the table is written in LaTeX too."""
 
-    @property
-    def runs(self) -> Path:
-        """The directory of the runs."""
-        return self.out / "runs"
-
 
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     """Make the missing runs of tables, and show the tables.
@@ -81,7 +80,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
         table, size = read_table(name), wanted.size
         if size not in SIZES or size not in table.sizes:
             raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
-        plans.append(plan(name, table, size, wanted.seeds, wanted.runs, wanted.over))
+        plans.append(plan(name, table, size, wanted.seeds, wanted.out / "runs", wanted.over))
     names = list(dict.fromkeys(cell.row.name for found in plans for cell in found.cells))
     for start in rows:
         if not any(name.startswith(start) for name in names):
@@ -102,7 +101,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     for results in made:
         console.print(printed(paper.cells(results)))
         say(paper.LEGEND)
-        if results.verdicts:
+        if results.comparisons:
             console.print(printed(paper.claims(results)))
         say(f"table: {paper.write_results(results, out)}")
         if wanted.latex:
@@ -125,7 +124,9 @@ def make_field(methods: Sequence[str], wanted: Wanted) -> None:
     methods = methods or [*all_methods()[0]]
     for name in methods:
         find_method(name)
-    planned = plan_field(read_field(), size, methods, wanted.seeds, wanted.runs, wanted.over)
+    planned = plan_field(
+        read_field(), size, methods, wanted.seeds, wanted.out / "runs", wanted.over
+    )
     if wanted.dry_run:
         show_plan(planned.runs)
         return
@@ -159,7 +160,12 @@ def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
         found, where = claims.read_finished(claims.MEASURED), "the tables that come with fedhet"
     tested = claims.claims_in(found)
     if as_json:
-        say(json.dumps([claim.as_json() for claim in tested], ensure_ascii=False))
+        listed = [
+            {"paper": each.paper, "table": each.finished.table, "size": each.finished.size,
+             "claim": each.says, "verdict": each.verdict}
+            for each in tested
+        ]  # fmt: skip
+        say(json.dumps(listed, ensure_ascii=False))
         return
     say(where)
     console.print(printed(claims.counted(tested)))

@@ -6,9 +6,9 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,9 @@ import pandas as pd
 from pydantic import BaseModel, Field
 
 from fedhet.base.disk import Folder, write_text
-from fedhet.experiments.declaration import Claim, Size
-from fedhet.experiments.plan import Place, Plan, PlannedCell, about
+from fedhet.experiments.plan import Place, Plan, PlannedCell, Size, about, command_of, finished_run
 from fedhet.report.comparison import Difference
 from fedhet.report.page import render
-from fedhet.report.run import Run, load_run
 from fedhet.report.tables import LATEX_HEAD, Cell, Cells, markdown, plain, tabular
 from fedhet.runs.directory import read_origin, read_summary
 from fedhet.runs.records import NAN
@@ -44,48 +42,19 @@ TAU = (
 # --- what the runs have measured --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CellResult:
-    """What was measured for a cell, in the unit of the printed numbers."""
+class Comparison(BaseModel, frozen=True, extra="forbid"):
+    """A claim in one place, and what came of it: the difference between two cells, seed by seed."""
 
-    planned: PlannedCell
-    by_seed: Mapping[int, float]
-    """Of the finished runs alone."""
-
-    @property
-    def mean(self) -> float:
-        """The mean over seeds; NaN if no run has finished."""
-        return float(self._values.mean())
-
-    @property
-    def std(self) -> float:
-        """The standard deviation over seeds; NaN for fewer than two."""
-        return float(self._values.std(ddof=1))
-
-    @property
-    def _values(self) -> pd.Series:
-        return pd.Series(self.by_seed, dtype=float)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A claim in one place: the difference between two cells, seed by seed."""
-
-    claim: Claim
+    claim: str
     where: str
     above: str
     below: str
-    difference: Difference
-
-    @property
-    def outcome(self) -> str:
-        """One of OUTCOMES: a claim holds or does not hold only beyond two standard errors."""
-        mean, found = self.difference.mean, self.difference
-        if math.isnan(mean):
-            return "not measured"
-        if not found.clear:
-            return "within noise"
-        return "holds" if mean > 0 else "does not hold"
+    outcome: Literal["holds", "within noise", "does not hold", "not measured"]
+    """A claim holds or does not hold only beyond two standard errors."""
+    difference: float | None = None
+    """The mean over the seeds, in the unit of the printed numbers; None: not measured."""
+    se: float | None = None
+    """Its standard error."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +62,8 @@ class Results:
     """A table's results, as far as its runs have finished."""
 
     plan: Plan
-    cells: Mapping[Place, CellResult]
+    cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
+    """Each cell, and its measurements by seed in the unit of the printed numbers."""
 
     @property
     def finished(self) -> int:
@@ -101,35 +71,41 @@ class Results:
         return sum(run.finished for run in self.plan.runs)
 
     @cached_property
-    def verdicts(self) -> list[Verdict]:
+    def comparisons(self) -> list[Comparison]:
         """Every claim, in every place and for every pair of names that it compares."""
-        return [verdict for claim in self.plan.table.claims for verdict in self._verdicts(claim)]
+        found = []
+        for claim in self.plan.table.claims:
+            by_rows = claim.of == "rows"
+            places = dict.fromkeys(column if by_rows else row for row, column in self.cells)
+            wanted = [place for place in places if not claim.where or place in claim.where]
+            for where, above, below in product(wanted, claim.above, claim.below):
+                ends = [(name, where) if by_rows else (where, name) for name in (above, below)]
+                if above == below or not all(end in self.cells for end in ends):
+                    continue
+                d = Difference.of(*(self.cells[end][1] for end in ends))
+                place = {"claim": claim.says, "where": where, "above": above, "below": below}
+                if math.isnan(d.mean):
+                    found.append(Comparison(**place, outcome="not measured"))
+                    continue
+                clear: Any = "holds" if d.mean > 0 else "does not hold"
+                outcome = clear if d.clear else "within noise"
+                found.append(Comparison(**place, outcome=outcome, difference=d.mean, se=d.se))
+        return found
 
     def agreement(self, column: str) -> float:
         """Return Kendall's tau between measured and printed numbers over the rows of a column.
 
         NaN for fewer than two rows that have both.
         """
-        found = [cell for (_, name), cell in self.cells.items() if name == column]
         both = [
-            (cell.mean, cell.planned.printed)
-            for cell in found
-            if cell.planned.printed is not None and not math.isnan(cell.mean)
+            (values.mean(), cell.printed)
+            for (_, name), (cell, values) in self.cells.items()
+            if name == column and cell.printed is not None and len(values)
         ]
         if len(both) < 2:
             return NAN
         measured, printed = (pd.Series(values) for values in zip(*both, strict=True))
         return float(measured.corr(printed, method="kendall"))
-
-    def _verdicts(self, claim: Claim) -> Iterator[Verdict]:
-        by_rows = claim.of == "rows"
-        places = [column for _, column in self.cells] if by_rows else [r for r, _ in self.cells]
-        wanted = [p for p in dict.fromkeys(places) if not claim.where or p in claim.where]
-        for where, above, below in product(wanted, claim.above, claim.below):
-            ends = [(name, where) if by_rows else (where, name) for name in (above, below)]
-            if above != below and all(end in self.cells for end in ends):
-                ours, theirs = (pd.Series(self.cells[end].by_seed, dtype=float) for end in ends)
-                yield Verdict(claim, where, above, below, Difference.of(ours, theirs))
 
 
 def collect(plan: Plan) -> Results:
@@ -137,11 +113,10 @@ def collect(plan: Plan) -> Results:
     cells = {}
     for cell in plan.cells:
         in_percent = plan.table.unit == "percent" and not is_amount(cell.metric)
-        factor = 100.0 if in_percent else 1.0
         done = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
-        values = {seed: factor * _measured(path, cell.metric) for seed, path in done.items()}
-        known = {seed: value for seed, value in values.items() if not math.isnan(value)}
-        cells[cell.row.name, cell.column.name] = CellResult(cell, known)
+        values = {seed: _measured(path, cell.metric) for seed, path in done.items()}
+        found = pd.Series(values, dtype=float).dropna() * (100.0 if in_percent else 1.0)
+        cells[cell.row.name, cell.column.name] = cell, found
     return Results(plan, cells)
 
 
@@ -150,14 +125,9 @@ def is_amount(metric: str) -> bool:
     return metric.startswith(("figure/", "bytes/"))
 
 
-@lru_cache(maxsize=256)
-def _run(path: Path) -> Run:
-    return load_run(path)
-
-
 def _measured(path: Path, metric: str) -> float:
     """Return the value of a metric in a finished run; NaN if the run does not have it."""
-    run, (first, second, *rest) = _run(path), metric.split("/")
+    run, (first, second, *rest) = finished_run(path), metric.split("/")
     statistic = rest[0] if rest else "mean"
     if first == "figure":
         return float(run.figures[second].ffill().iloc[-1]) if second in run.figures else NAN
@@ -172,20 +142,6 @@ def _measured(path: Path, metric: str) -> float:
 
 
 # --- what is left of a table when its runs are gone: NAME-SIZE.json ---------------------------
-
-
-class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """A claim in one place, and what came of it."""
-
-    claim: str
-    where: str
-    above: str
-    below: str
-    outcome: Literal["holds", "within noise", "does not hold", "not measured"]
-    difference: float | None = None
-    """The mean over the seeds, in the unit of the printed numbers; None: not measured."""
-    se: float | None = None
-    """Its standard error."""
 
 
 class Finished(BaseModel, frozen=True, extra="forbid"):
@@ -224,20 +180,17 @@ class Finished(BaseModel, frozen=True, extra="forbid"):
             made=max(began, default="")[: len("2026-11-24")],
             hours=round(sum(each.seconds.total for each in summaries if each) / 3600, 2),
             agreement={
-                column.name: _known(results.agreement(column.name), 2)
+                column.name: None if math.isnan(tau) else round(tau, 2)
                 for column in plan.table.columns_in(plan.size)
+                for tau in [results.agreement(column.name)]
             },
             comparisons=[
-                Comparison(
-                    claim=verdict.claim.says,
-                    where=verdict.where,
-                    above=verdict.above,
-                    below=verdict.below,
-                    outcome=verdict.outcome,
-                    difference=_known(verdict.difference.mean, 4),
-                    se=_known(verdict.difference.se, 4),
+                each.model_copy(
+                    update={"difference": round(each.difference, 4), "se": round(each.se, 4)}
                 )
-                for verdict in results.verdicts
+                if each.difference is not None and each.se is not None
+                else each
+                for each in results.comparisons
             ],
         )
 
@@ -255,10 +208,6 @@ class Finished(BaseModel, frozen=True, extra="forbid"):
         return text.replace('"comparisons": []', f'"comparisons": [{listed}]') + "\n"
 
 
-def _known(value: float, digits: int) -> float | None:
-    return None if math.isnan(value) else round(value, digits)
-
-
 # --- the table as it is written --------------------------------------------------------------
 
 
@@ -274,22 +223,20 @@ def write_results(results: Results, out: Path) -> Path:
     ):
         table = csv.writer(file)
         table.writerow(COLUMNS)
-        for place, cell in results.cells.items():
-            planned = cell.planned
-            first = (*place, planned.row.method, planned.metric)
-            for seed, value in cell.by_seed.items():
-                row = (*first, seed, value, planned.printed, planned.printed_spread)
-                table.writerow(row)
+        for place, (cell, values) in results.cells.items():
+            first = (*place, cell.row.method, cell.metric)
+            for seed, value in values.items():
+                table.writerow((*first, seed, value, cell.printed, cell.printed_spread))
     page = render(
         "table.html",
         "fedhet.experiments",
         title=plan.table.title,
         source=plan.table.source,
         about=about(plan, results.finished),
-        command=plan.command,
+        command=command_of(plan),
         table=cells(results),
         legend=f"{LEGEND} {TAU}",
-        claims=claims(results) if results.verdicts else None,
+        claims=claims(results) if results.comparisons else None,
         notes=plan.table.notes,
         runs=plan.runs,
     )
@@ -303,23 +250,20 @@ def write_latex(results: Results, out: Path) -> Path:
     differences beyond two standard errors.
     """
     plan = results.plan
-    columns = [column.name for column in plan.table.columns_in(plan.size)]
-    scored = {name: sign for name in columns if (sign := _sign(results, name))}
-    clear = [row for row, verdict in enumerate(results.verdicts) if verdict.difference.clear]
+    scored = {}  # 1 if higher numbers of a column are better, -1 if lower ones
+    for column in plan.table.columns_in(plan.size):
+        found = results.cells.items()
+        metrics = {cell.metric for (_, name), (cell, _) in found if name == column.name}
+        if not any(metric.startswith("figure/") for metric in metrics):
+            lower = any(each.endswith("/std") or each.startswith("bytes/") for each in metrics)
+            scored[column.name] = -1 if lower else 1
+    outcomes = [each.outcome for each in results.comparisons]
+    clear = [row for row, each in enumerate(outcomes) if each in ("holds", "does not hold")]
     parts = [LATEX_HEAD, tabular(cells(results), scored)]
-    if results.verdicts:
+    if results.comparisons:
         parts.append(tabular(claims(results), {"difference": 0}, clear))
     name = f"{plan.name}-{plan.size}.tex"
     return write_text(out / name, "\n".join(parts))
-
-
-def _sign(results: Results, column: str) -> int:
-    """Return 1 if higher numbers of a column are better, -1 if lower ones, 0 if neither."""
-    metrics = {c.planned.metric for (_, name), c in results.cells.items() if name == column}
-    if any(metric.startswith("figure/") for metric in metrics):
-        return 0
-    lower = any(metric.endswith("/std") or metric.startswith("bytes/") for metric in metrics)
-    return -1 if lower else 1
 
 
 def write_overview(found: Sequence[Results], path: Path) -> None:
@@ -330,7 +274,7 @@ def write_overview(found: Sequence[Results], path: Path) -> None:
 
 def overview(found: Sequence[Results]) -> Cells:
     """Return a row for each table: how many runs are finished, and how many claims hold."""
-    counts = [Counter(verdict.outcome for verdict in results.verdicts) for results in found]
+    counts = [Counter(each.outcome for each in results.comparisons) for results in found]
     taus = [
         [results.agreement(c.name) for c in results.plan.table.columns_in(results.plan.size)]
         for results in found
@@ -354,11 +298,11 @@ def as_markdown(results: Results) -> str:
     parts = [
         f"## {plain(plan.table.title)}\n",
         f"{plain(plan.table.source)}. {about(plan, results.finished)}\n",
-        f"```bash\n{plan.command}\n```\n",
+        f"```bash\n{command_of(plan)}\n```\n",
         markdown(cells(results)),
         f"{LEGEND} {TAU}\n",
     ]
-    if results.verdicts:
+    if results.comparisons:
         folded = f"<details><summary>Each comparison</summary>\n\n{markdown(claims(results))}"
         parts += [markdown(outcomes(results)), f"{folded}\n</details>\n"]
     parts += [f"- {plain(note)}\n" for note in plan.table.notes]
@@ -371,16 +315,23 @@ def cells(results: Results) -> Cells:
     rows = [row.name for row in plan.table.rows_in(plan.size)]
     found: dict[str, Sequence[Cell]] = {plan.name: [*map(Cell, rows), Cell("Kendall's τ")]}
     for column in plan.table.columns_in(plan.size):
-        measured = [_cell(results.cells[row, column.name]) for row in rows]
-        found[column.name] = [*measured, Cell(_number(results.agreement(column.name)))]
+        shown = []
+        for row in rows:
+            cell, values = results.cells[row, column.name]
+            mean, std = float(values.mean()), float(values.std())
+            spread = "" if math.isnan(std) else f" ± {_number(std)}"
+            paper = "" if cell.printed is None else f" ({_number(cell.printed)})"
+            value = None if math.isnan(mean) else mean
+            shown.append(Cell(f"{_number(mean)}{spread}{paper}", value))
+        found[column.name] = [*shown, Cell(_number(results.agreement(column.name)))]
     return Cells(found)
 
 
 def outcomes(results: Results) -> Cells:
     """Return the claims of the paper, each with the number of places where it holds or does not."""
     found: dict[str, Counter[str]] = {}
-    for verdict in results.verdicts:
-        found.setdefault(verdict.claim.says, Counter())[verdict.outcome] += 1
+    for each in results.comparisons:
+        found.setdefault(each.claim, Counter())[each.outcome] += 1
     return Cells(
         {
             "claim": [Cell(says) for says in found],
@@ -391,28 +342,19 @@ def outcomes(results: Results) -> Cells:
 
 def claims(results: Results) -> Cells:
     """Return the claims of the paper, each place where it was tested, and its outcome there."""
-    found = results.verdicts
+    found = results.comparisons
     return Cells(
         {
-            "claim": [Cell(verdict.claim.says) for verdict in found],
-            "where": [Cell(f"{v.where}: {v.above} against {v.below}") for v in found],
+            "claim": [Cell(each.claim) for each in found],
+            "where": [Cell(f"{each.where}: {each.above} against {each.below}") for each in found],
             "difference": [
-                Cell("" if math.isnan(d.mean) else f"{d.mean:+.2f} ± {d.se:.2f}")
-                for d in (verdict.difference for verdict in found)
+                Cell("" if each.difference is None else f"{each.difference:+.2f} ± {each.se:.2f}")
+                for each in found
             ],
-            "holds?": [Cell(verdict.outcome) for verdict in found],
+            "holds?": [Cell(each.outcome) for each in found],
         },
         words=2,
     )
-
-
-def _cell(found: CellResult) -> Cell:
-    printed = found.planned.printed
-    paper = "" if printed is None else f" ({_number(printed)})"
-    if math.isnan(found.mean):
-        return Cell(f"–{paper}")
-    spread = "" if math.isnan(found.std) else f" ± {_number(found.std)}"
-    return Cell(f"{_number(found.mean)}{spread}{paper}", found.mean)
 
 
 def _number(value: float) -> str:

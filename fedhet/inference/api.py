@@ -21,9 +21,8 @@ from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.inference import Predictions, TrainedClient, clients_in, open_client, samples_for
 from fedhet.inference import export as write_model
 from fedhet.inference.objects import HERE, check_held, dataset_name, hold, method_name, model_name
-from fedhet.report.comparison_report import to_dict
+from fedhet.report.comparison_report import comparison_cells, paired_cells, to_dict
 from fedhet.report.page import render
-from fedhet.report.tables import comparison_cells, paired_cells
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from fedhet.report.comparison import Comparison, compare
 from fedhet.report.comparison_report import (
+    comparison_table,
+    paired_table,
     write_comparison,
     write_figures_for_paper,
     write_for_paper,
@@ -12,7 +14,7 @@ from fedhet.report.figures import write_figures, write_run_for_paper
 from fedhet.report.page import write_page, write_report
 from fedhet.report.run import Run, load_run
 from fedhet.report.sweep import sweep, sweep_table, write_sweep
-from fedhet.report.terminal import comparison_table, final_table, metric_table, paired_table
+from fedhet.report.tables import final_table, metric_table
 
 __all__ = [
     "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run",

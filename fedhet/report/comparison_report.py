@@ -1,10 +1,10 @@
-"""A comparison's figures and files: its page, its tables, and its numbers as JSON and CSV."""
+"""A comparison as it is shown: its tables, figures, page and files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -14,32 +14,53 @@ from matplotlib.figure import Figure
 from pydantic_core import to_json
 
 from fedhet.base.disk import Folder, write_text
-from fedhet.report import canvas, style
-from fedhet.report.comparison import Comparison, Difference, compare
-from fedhet.report.groups import Group
-from fedhet.report.page import render_comparison
+from fedhet.report import style
+from fedhet.report.comparison import TESTS, Comparison, Difference, Group, Spread, compare
+from fedhet.report.page import render, where
 from fedhet.report.run import TEST_SETS
 from fedhet.report.style import Drawing
 from fedhet.report.tables import (
-    TAIL_OF,
-    comparison_cells,
-    comparison_latex,
+    LATEX_HEAD,
+    MARK,
+    Blocks,
+    Cell,
+    Cells,
     markdown,
-    paired_cells,
-    paired_legend,
+    mean_cell,
     plain,
+    tabular,
 )
-from fedhet.runs.units import human_number, path_text
+from fedhet.runs.records import NAN
+from fedhet.runs.units import (
+    ABSENT,
+    human_bytes,
+    human_number,
+    human_seconds,
+    path_text,
+    plus_minus,
+    printable,
+    score,
+)
 
 SHOWN = 12
 """Maximum number of groups, the best ones, that are drawn as curves."""
 COST_AXES = {
-    "bytes": ("for bytes", "bytes sent, up and down", "bytes"),
-    "epsilon": ("for epsilon", "epsilon spent, the largest of any client", "number"),
-    "clock": ("by simulated time", "simulated hours", "seconds"),
-}
-"""The costs over which accuracy is drawn: the end of the title, the axis' label, and its unit."""
+    "bytes": ("costs", "bytes sent", "for bytes", "bytes sent, up and down", "bytes"),
+    "epsilon": (
+        "privacy", "epsilon", "for epsilon", "epsilon spent, the largest of any client", "number",
+    ),
+    "clock": ("clock", "simulated time", "by simulated time", "simulated hours", "seconds"),
+}  # fmt: skip
+"""The costs over which accuracy is drawn: the figure's name, its text alternative, the end of its
+title, the axis' label, and its unit."""
 COSTS = ("bytes_up", "bytes_down", "seconds", "start")
+TAIL_OF = "tail: mean of the last fifth of the rounds, of"
+PAIRED = (
+    "Difference for the same seed: mean ± standard error over the n seeds that "
+    f"both have. {MARK}: beyond two standard errors."
+)
+MAX_COLUMNS = 6
+"""Number of columns that fit the width of a paper."""
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -65,13 +86,29 @@ def write_for_paper(
     comparison: Comparison, out_dir: Path | str, *, latex: bool, csv: bool
 ) -> list[Path]:
     """Write compare.tex, the tables in LaTeX, and compare.csv, a row for each run and model."""
-    out, paths = Path(out_dir), []
+    texts = {}
     if latex:
-        paths.append(write_text(out / "compare.tex", comparison_latex(comparison)))
+        texts["compare.tex"] = comparison_latex(comparison)
     if csv:
-        flat = comparison_frame(comparison).to_csv(index=False)
-        paths.append(write_text(out / "compare.csv", flat))
-    return paths
+        # `mean`, `std` and `worst` are over the clients in the last round, `tail` is the mean of
+        # the last fifth of the rounds; all of the metric that is compared.
+        rows = [
+            {
+                "run": group.label, "method": run.method, "dataset": run.dataset, "seed": run.seed,
+                "rounds": run.done, "metric": comparison.metric.name,
+                "protocol": protocol, "kind": kind,
+                "mean": last.mean, "std": last.std, "worst": last.worst,
+                "tail": run.tail(protocol, kind).mean,
+                "bytes_up": run.totals["bytes_up"], "bytes_down": run.totals["bytes_down"],
+                "seconds": run.totals["seconds"], "directory": path_text(run.path),
+            }
+            for group in comparison.groups
+            for run in group.runs
+            for protocol, kind in run.columns
+            for last in [run.last(protocol, kind)]
+        ]  # fmt: skip
+        texts["compare.csv"] = pd.DataFrame(rows).to_csv(index=False)
+    return [write_text(Path(out_dir) / name, text) for name, text in texts.items()]
 
 
 def write_figures_for_paper(comparison: Comparison, out_dir: Path | str) -> list[Path]:
@@ -87,11 +124,48 @@ def comparison_page(dirs: Sequence[Path | str]) -> str:
     return render_comparison(found, drawings(found))
 
 
+def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
+    """Return the page of a comparison."""
+    groups, metric = comparison.groups, comparison.metric
+    spreads = [(group.label, group.score(comparison.headline)) for group in groups]
+    (label, best), *others = [(name, spread) for name, spread in spreads if spread.n]
+    hero = {"std over seeds": score(best.std)} if best.n > 1 else {}
+    worse, last = ("above", "highest") if metric.lower_is_better else ("below", "lowest")
+    for name, (other, spread) in zip(["next", last], [*others[:1], *others[1:][-1:]], strict=False):
+        hero[name] = f"{other}, {abs(best.mean - spread.mean):.4f} {worse}"
+    protocol, kind = comparison.headline
+    of = f"mean {metric.title} of {label}: {kind} models {where(protocol)}, last round"
+    # Columns that are empty, or repeat what the title says, are not shown.
+    cells = comparison_cells(comparison).columns
+    texts = {header: {cell.text for cell in column} for header, column in cells.items()}
+    kept = {
+        header: column
+        for header, column in cells.items()
+        if texts[header] != {ABSENT} and (header != "data set" or len(texts[header]) > 1)
+    }
+    # A setting that a group's method does not have is no difference.
+    settings = pd.DataFrame([group.settings for group in groups])
+    differs = settings.nunique() > 1
+    return render(
+        "comparison.html",
+        title="Comparison",
+        comparison=comparison,
+        groups=groups,
+        datasets=sorted({group.dataset for group in groups}),
+        hero={"value": score(best.mean), "what": of, **hero},
+        table=Cells(kept, words=sum(header in ("run", "data set") for header in kept)),
+        paired=paired_cells(comparison),
+        paired_basis=paired_legend(comparison),
+        plots=[panel.chart() for panel in panels],
+        shared=settings.loc[:, ~differs].bfill().iloc[0].fillna(ABSENT).to_dict(),
+        differing=settings.loc[:, differs].fillna(ABSENT).to_dict("list"),
+    )  # fmt: skip
+
+
 def to_markdown(comparison: Comparison) -> str:
     """Return the table, with the notes below it, in Markdown."""
     headline = " ".join(comparison.headline)
-    what = f"Last round{comparison.beside_accuracy}, mean ± std over seeds"
-    basis = f"{what}; ordered by {headline}. {TAIL_OF} {headline}."
+    basis = f"L{comparison.basis[1:]}. {TAIL_OF} {headline}."
     notes = "".join(f"- {plain(note)}\n" for note in comparison.notes)
     table = markdown(comparison_cells(comparison))
     paired = paired_cells(comparison)
@@ -108,6 +182,14 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
     def difference(found: Difference) -> dict[str, object]:
         return {**asdict(found), "n": found.n, "beyond_2_se": found.clear}
 
+    def scores(group: Group) -> dict[str, dict[str, object]]:
+        found: dict[str, dict[str, object]] = {}
+        for column in comparison.columns:
+            if (spread := group.score(column)).n:
+                others = {"tail": asdict(group.tail(column)), "worst": asdict(group.worst(column))}
+                found.setdefault(column[0], {})[column[1]] = asdict(spread) | others
+        return found
+
     protocol, kind = comparison.headline
     groups = [
         {
@@ -115,11 +197,11 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
             "seeds": list(group.seeds), "rounds": [run.done for run in group.runs],
             "finished": group.finished, "runs": [path_text(run.path) for run in group.runs],
             "settings": dict(group.settings),
-            comparison.metric.name: _scores(group, comparison.columns),
+            comparison.metric.name: scores(group),
             **{cost: asdict(group.total(cost)) for cost in COSTS},
-            "seconds_a_round": asdict(group.seconds_a_round()),
+            "seconds_a_round": asdict(group.total("seconds_a_round")),
             "bytes_to_target": asdict(comparison.to_target(group, "bytes")),
-            "clock": asdict(group.clock()),
+            "clock": asdict(group.total("clock")),
             "clock_to_target": asdict(comparison.to_target(group, "clock")),
             "curve": curve(group.curve(comparison.headline)),
             "figures": {name: curve(group.figure(name)) for name in comparison.figures},
@@ -144,40 +226,130 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
     }
 
 
-def _scores(group: Group, columns: Sequence[tuple[str, str]]) -> dict[str, dict[str, object]]:
-    """Return, by protocol and kind, the group's last accuracies."""
-    found: dict[str, dict[str, object]] = {}
-    for protocol, kind in columns:
-        spread, worst = group.score((protocol, kind)), group.worst((protocol, kind))
-        if spread.n:
-            tail = group.tail((protocol, kind))
-            scores = {**asdict(spread), "tail": asdict(tail), "worst": asdict(worst)}
-            found.setdefault(protocol, {})[kind] = scores
-    return found
+# --- tables ----------------------------------------------------------------------------------
 
 
-def comparison_frame(comparison: Comparison) -> pd.DataFrame:
-    """Return a row for each run, protocol and kind of model that it was evaluated with.
+def comparison_cells(comparison: Comparison) -> Cells:
+    """Return one row per group, in the order of `Comparison`."""
+    groups, headline = comparison.groups, comparison.headline
+    names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
 
-    `mean`, `std` and `worst` are over the clients in the last round, `tail` is the mean of the last
-    fifth of the rounds; all of the metric that is compared.
+    def accuracies(spreads: Iterable[Spread]) -> list[Cell]:
+        return [Cell(plus_minus(each.mean, each.std), each.mean) for each in spreads]
+
+    def totals(cost: str, shown: Callable[[float], str]) -> list[Cell]:
+        return [mean_cell(group.total(cost), shown) for group in groups]
+
+    def to_target(cost: str, shown: Callable[[float], str]) -> list[Cell]:
+        spreads = [(comparison.to_target(group, cost), len(group.runs)) for group in groups]
+        return [mean_cell(spread, shown, runs) for spread, runs in spreads]
+
+    columns = {
+        "run": [Cell(name) for name in names],
+        "data set": [Cell(printable(group.dataset)) for group in groups],
+        "n": [Cell(str(len(group.runs)), len(group.runs)) for group in groups],
+    }
+    for column in comparison.columns:
+        columns[" ".join(column)] = accuracies(group.score(column) for group in groups)
+    columns["tail"] = accuracies(group.tail(headline) for group in groups)
+    columns["worst client"] = accuracies(group.worst(headline) for group in groups)
+    if any(group.total("epsilon").n for group in groups):
+        columns["epsilon"] = totals("epsilon", score)
+    columns["bytes up"] = totals("bytes_up", human_bytes)
+    columns["bytes down"] = totals("bytes_down", human_bytes)
+    columns[f"bytes to {comparison.target_label}"] = to_target("bytes", human_bytes)
+    if comparison.has_clock:
+        columns["simulated time"] = totals("clock", human_seconds)
+        columns[f"simulated time to {comparison.target_label}"] = to_target("clock", human_seconds)
+    columns["time"] = totals("seconds", human_seconds)
+    columns["start"] = totals("start", human_seconds)
+    columns["per round"] = totals("seconds_a_round", human_seconds)
+    return Cells(columns, words=2)
+
+
+def paired_cells(comparison: Comparison) -> Cells | None:
+    """Return one row per pair, or None if no pair has two seeds."""
+    pairs = comparison.pairs
+    if all(pair.fault for pair in pairs):
+        return None
+
+    def differences(found: Sequence[tuple[Difference, str]]) -> list[Cell]:
+        return [
+            Cell(f"{d.mean:+.4f} ± {d.se:.4f}{f' {MARK}' if d.clear else ''}", d.mean)
+            if d.n > 1
+            else Cell(absent, NAN)
+            for d, absent in found
+        ]
+
+    against = [  # with the kind of model of a baseline if that is another
+        pair.baseline.label
+        + (f" ({pair.baseline_column[1]})" if pair.baseline_column != pair.column else "")
+        for pair in pairs
+    ]
+    columns = {
+        "run": [Cell(printable(pair.group.label)) for pair in pairs],
+        "against": [Cell(printable(label)) for label in against],
+        "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
+        "last round": differences([(pair.last, pair.fault) for pair in pairs]),
+        "tail": differences([(pair.tail, ABSENT) for pair in pairs]),
+    }
+    if comparison.test != "none":
+        columns["p"] = [Cell(score(pair.p), pair.p) for pair in pairs]
+    return Cells(columns, words=2)
+
+
+def paired_legend(comparison: Comparison) -> str:
+    """Return what the columns of the paired differences are."""
+    if comparison.test == "none":
+        return PAIRED
+    return (
+        f"{PAIRED} p: {TESTS[comparison.test]} of the last round, two-sided, with Holm's "
+        "correction over the rows."
+    )
+
+
+def comparison_table(comparison: Comparison) -> Blocks:
+    """Return a comparison for the terminal, with its notes below."""
+    headline = " ".join(comparison.headline)
+    notes = [f"{TAIL_OF} {headline}", *comparison.notes]
+    lines = "\n".join(map(printable, notes))
+    return Blocks(comparison_cells(comparison), comparison.basis, lines)
+
+
+def paired_table(comparison: Comparison) -> Blocks | None:
+    """Return the paired differences for the terminal, or None if no pair has two seeds."""
+    cells = paired_cells(comparison)
+    title = f"differences by seed: {' '.join(comparison.headline)}"
+    return None if cells is None else Blocks(cells, title, paired_legend(comparison))
+
+
+def comparison_latex(comparison: Comparison) -> str:
+    """Return a comparison's table, and that of the paired differences if there are any.
+
+    The table has at most `MAX_COLUMNS` columns, since a paper is no wider: the label, the data set
+    if there are several, the headline score, epsilon if it is known, the worst client, the bytes,
+    and further scores as far as there is room. A comment names the columns that are omitted.
     """
-    rows = [
-        {
-            "run": group.label, "method": run.method, "dataset": run.dataset, "seed": run.seed,
-            "rounds": run.done, "metric": comparison.metric.name,
-            "protocol": protocol, "kind": kind,
-            "mean": score.mean, "std": score.std, "worst": score.worst,
-            "tail": run.tail(protocol, kind).mean,
-            "bytes_up": run.totals["bytes_up"], "bytes_down": run.totals["bytes_down"],
-            "seconds": run.totals["seconds"], "directory": path_text(run.path),
-        }
-        for group in comparison.groups
-        for run in group.runs
-        for protocol, kind in run.columns
-        for score in [run.last(protocol, kind)]
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
+    found = comparison_cells(comparison).columns
+    headline, *others = [" ".join(column) for column in comparison.columns]
+    several = len({group.dataset for group in comparison.groups}) > 1
+    about = ["run", "data set"] if several else ["run"]
+    costs = ("bytes up", "bytes down")
+    wanted = [*about, headline, "epsilon", "worst client", *costs, *others, "tail"]
+    chosen = [header for header in wanted if header in found][:MAX_COLUMNS]
+    kept = Cells({h: found[h] for h in found if h in chosen}, words=len(about))
+    omitted = [header for header in found if header not in (*chosen, "run", "data set")]
+    notes = f"% Omitted here, but in compare.json: {', '.join(omitted)}\n" if omitted else ""
+    sign = -1 if comparison.metric.lower_is_better else 1
+    scores = [
+        header for header in (headline, *others, "tail", "worst client") if header in kept.columns
+    ]
+    clear = {pair.group.label for pair in comparison.pairs if pair.last.clear}
+    marked = [row for row, group in enumerate(comparison.groups) if group.label in clear]
+    parts = [LATEX_HEAD + notes, tabular(kept, dict.fromkeys(scores, sign), marked)]
+    if (paired := paired_cells(comparison)) is not None:
+        parts.append(tabular(paired))
+    return "\n".join(parts)
 
 
 # --- figures ----------------------------------------------------------------------------------
@@ -185,23 +357,30 @@ def comparison_frame(comparison: Comparison) -> pd.DataFrame:
 
 def drawings(comparison: Comparison) -> list[Drawing]:
     """Return the page's figures, with the requested metrics of the methods last."""
-    title = comparison.metric.title
-    bars = _alone(comparison, "finals", f"last {title} by group", _finals)
-    found = [
-        replace(bars, height=max(2.2, 1.3 + 0.32 * len(comparison.groups))),
-        _alone(comparison, "curves", f"{title} over rounds", _by_round),
-        _alone(comparison, "costs", f"{title} by bytes sent", partial(_by_cost, cost="bytes")),
+    title, groups = comparison.metric.title, comparison.groups
+    found: list[tuple[str, str, Callable[[Axes, Comparison], None]]] = [
+        ("finals", f"last {title} by group", _finals),
+        ("curves", f"{title} over rounds", _by_round),
     ]
-    if any(group.spent().n for group in comparison.groups):
-        draw = partial(_by_cost, cost="epsilon")
-        found.append(_alone(comparison, "privacy", f"{title} by epsilon", draw))
-    if comparison.has_clock:
-        draw = partial(_by_cost, cost="clock")
-        found.append(_alone(comparison, "clock", f"{title} by simulated time", draw))
-    for name in comparison.figures:
-        own = partial(_own, name=name)
-        found.append(_alone(comparison, f"compare-{name}", f"{name} by round", own))
-    return found
+    for cost, (name, words, *_) in COST_AXES.items():
+        if cost == "bytes" or any(group.total(cost).n for group in groups):
+            found.append((name, f"{title} by {words}", partial(_by_cost, cost=cost)))
+    found += [
+        (f"compare-{name}", f"{name} by round", partial(_own, name=name))
+        for name in comparison.figures
+    ]
+    names = _names(comparison)[:SHOWN]
+    rows = math.ceil(len(names) / style.legend_columns(names))  # of the legend
+    heights = {"finals": max(2.2, 1.3 + 0.32 * len(groups))}
+    return [
+        Drawing(
+            name,
+            lambda figure, draw=draw: draw(figure.subplots(), comparison),
+            alt,
+            height=heights.get(name, style.HEIGHT + 0.18 * (rows - 1)),
+        )
+        for name, alt, draw in found
+    ]
 
 
 def overview(comparison: Comparison) -> Drawing:
@@ -216,16 +395,6 @@ def overview(comparison: Comparison) -> Drawing:
     return Drawing("compare", draw, width=2 * style.WIDTH, height=height)
 
 
-def _alone(
-    comparison: Comparison, name: str, alt: str, draw: Callable[[Axes, Comparison], None]
-) -> Drawing:
-    """Return a figure with one axes that `draw` fills, with room for a legend of groups."""
-    names = _names(comparison)[:SHOWN]
-    rows = math.ceil(len(names) / style.legend_columns(names))
-    height = style.HEIGHT + 0.18 * (rows - 1)
-    return Drawing(name, lambda figure: draw(figure.subplots(), comparison), alt, height=height)
-
-
 def _names(comparison: Comparison, width: int = 40) -> list[str]:
     """Return the groups' labels in a figure, in their order."""
     labels = [group.label + ("" if group.finished else " *") for group in comparison.groups]
@@ -233,33 +402,29 @@ def _names(comparison: Comparison, width: int = 40) -> list[str]:
 
 
 def _by_round(ax: Axes, comparison: Comparison) -> None:
-    rounds = _accuracies(ax, comparison)
+    rounds = _draw(ax, comparison, lambda group: group.curve(comparison.headline))
+    ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
     band = "; band: ± std over seeds" if comparison.has_seeds else ""
-    style.over_rounds(ax, rounds, note=f"dotted: {comparison.said_target}{band}")
     protocol, kind = comparison.headline
     title = f"{comparison.title}: {kind} model, {TEST_SETS.get(protocol, protocol)}"
-    style.head(ax, title + _best(comparison))
+    note = f"dotted: {comparison.target_label}{band}"
+    style.over_rounds(ax, rounds, title + _best(comparison), note)
 
 
 def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
-    title, label, unit = COST_AXES[cost]
-    _accuracies(ax, comparison, x=cost)
+    *_, title, label, unit = COST_AXES[cost]
+    _draw(ax, comparison, lambda group: group.curve(comparison.headline), cost)
+    ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
+    style.ticks(ax)
     if cost == "bytes":
         style.log_bytes(ax, "x")
     else:
         ax.set_xlim(left=0)
     if cost == "clock":
         style.ticks(ax, style.in_hours, "x")
-    canvas.panel(ax, mode="point", x_unit=unit)
+    style.panel(ax, mode="point", xUnit=unit)
     ax.set_xlabel(label)
     style.head(ax, f"{comparison.title} {title}{_best(comparison)}")
-
-
-def _accuracies(ax: Axes, comparison: Comparison, x: str = "") -> list[int]:
-    rounds = _draw(ax, comparison, lambda group: group.curve(comparison.headline), x)
-    ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
-    style.ticks(ax)
-    return rounds
 
 
 def _best(comparison: Comparison) -> str:
@@ -268,11 +433,9 @@ def _best(comparison: Comparison) -> str:
 
 def _own(ax: Axes, comparison: Comparison, name: str) -> None:
     rounds = _draw(ax, comparison, lambda group: group.figure(name))
-    style.ticks(ax, human_number)
-    canvas.panel(ax, unit="number")
+    style.panel(ax, unit="number")
     note = "band: ± std over seeds" if comparison.has_seeds else ""
-    style.over_rounds(ax, rounds, note=note)
-    style.head(ax, name)
+    style.over_rounds(ax, rounds, name, note, human_number)
 
 
 def _draw(
@@ -302,18 +465,19 @@ def _finals(ax: Axes, comparison: Comparison) -> None:
         if math.isfinite(spread.std):
             low, high = spread.mean - spread.std, spread.mean + spread.std
             line = ax.hlines(row, low, high, color=colour, linewidth=5, alpha=0.25)
-            canvas.tag(ax, group.label, [line])
+            style.tag(ax, group.label, [line])
         if len(each) > 1:
             ax.scatter(each, [row] * len(each), color=colour, s=14, alpha=0.6, linewidth=0)
             seeds = [f"seed {run.seed}" for run in group.runs]
-            canvas.record(ax, group.label, pd.Series(float(row), each), name, seeds)
+            style.record(ax, group.label, pd.Series(float(row), each), name, seeds)
         ax.scatter(spread.mean, row, color=colour, marker=mark, s=52, zorder=3)
-        canvas.record(ax, group.label, pd.Series(float(row), [spread.mean]), name, ["mean"])
-    canvas.panel(ax, mode="point", unit="none", x_unit="score")
+        style.record(ax, group.label, pd.Series(float(row), [spread.mean]), name, ["mean"])
+    style.panel(ax, mode="point", unit="none", xUnit="score")
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_yticks(range(len(names)), _names(comparison, 30))
     ax.tick_params(axis="y", labelcolor=style.INK)
-    style.grid(ax, "x")
+    ax.grid(visible=False)
+    ax.grid(visible=True, axis="x")
     style.ticks(ax, axis="x")
     what = comparison.metric.title
     ax.set_xlabel(f"{what} (dots: seeds; bar: ± std)" if comparison.has_seeds else what)

@@ -18,10 +18,9 @@ from matplotlib.patheffects import Normal, Stroke
 
 from fedhet.base.disk import Folder
 from fedhet.base.metrics import metric_of
-from fedhet.report import canvas, style
-from fedhet.report.canvas import GAP
+from fedhet.report import style
 from fedhet.report.run import STAGES, TEST_SETS, Run
-from fedhet.report.style import HEIGHT, WIDTH, Drawing
+from fedhet.report.style import GAP, HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds, plural
 
 BARS = 50
@@ -38,8 +37,7 @@ NAMED = 30
 def write_figures(run: Run) -> list[Path]:
     """Write the run's figures as PNG and SVG into `figures/`; return the PNGs' paths."""
     folder = Folder(run.path / "figures", run.path)
-    found = [*drawings(run), method(run)]
-    return [drawing.write(folder) for drawing in found if drawing]
+    return [drawing.write(folder) for drawing in drawings(run)]
 
 
 def write_run_for_paper(run: Run) -> list[Path]:
@@ -48,18 +46,20 @@ def write_run_for_paper(run: Run) -> list[Path]:
     They are PDFs: as wide as a column with one panel, else as the text of two columns.
     """
     folder = Folder(run.path / "figures" / "paper", run.path)
-    found = [*drawings(run), method(run)]
-    return [drawing.write_for_paper(folder) for drawing in found if drawing]
+    return [drawing.write_for_paper(folder) for drawing in drawings(run)]
 
 
 def drawings(run: Run) -> list[Drawing]:
     """Return the figures that the run has data for."""
-    found = [
-        accuracy(run, run.protocols) if run.protocols else None,
-        *(_traffic(run), _time(run), _loss(run), _privacy(run), _clock(run), metrics(run.besides)),
-        *(_labels(run), _last_accuracies(run), _relative(run), _client_curves(run)),
-    ]
-    return [drawing for drawing in found if drawing]
+    found: list[Drawing | None] = [accuracy(run, run.protocols)] if run.protocols else []
+    found += [_traffic(run), _time(run), _loss(run), _by_cost(run, "epsilon")]
+    found += [_by_cost(run, "clock"), metrics(run.besides), _labels(run), _last_accuracies(run)]
+    if run.relative is not None:
+        protocol, ratio = run.relative
+        title = f"Accuracy relative to training alone, {TEST_SETS.get(protocol, protocol)}"
+        draw = partial(_models, scores=_by_model(run, ratio.per_client), title=title)
+        found.append(Drawing("relative", draw, "relative accuracy by client"))
+    return [drawing for drawing in (*found, _client_curves(run), _method(run)) if drawing]
 
 
 # --- over rounds ------------------------------------------------------------------------------
@@ -73,15 +73,19 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
         for ax, protocol in zip(grid[0], protocols, strict=True):
             for kind in run.kinds(protocol):
                 _curve(ax, run.curve(protocol, kind), kind)
-            _baseline(ax, run, protocol)
+            if run.baseline and run.against:
+                mean = run.baseline.curve(protocol, run.against[1])["mean"]
+                if not mean.empty:
+                    name, look = run.baseline.method, {"size": 2, **style.DOTTED}
+                    label = f"{name}{GAP}{mean.iloc[-1]:.3f}"
+                    style.line(ax, mean, style.OTHER_COLOUR, series=name, label=label, **look)
             note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
-            style.over_rounds(ax, run.costs.index, note=note)
+            whose = "each client's" if protocol == "personal" else "the"
+            title = f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}"
+            style.over_rounds(ax, run.costs.index, title, note)
             low, high = ax.get_ylim()
             pad = max(0.0, 0.1 - (high - low)) / 2
             ax.set_ylim(max(low - pad, -0.01), min(high + pad, 1.01))
-            style.ticks(ax)
-            whose = "each client's" if protocol == "personal" else "the"
-            style.head(ax, f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}")
 
     last = [
         f"{' '.join(column)} {run.last(*column).mean:.3f}"
@@ -90,17 +94,6 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
     ]
     alt = f"accuracy over {plural(len(run.records), 'round')}, at the end: {', '.join(last)}"
     return Drawing("accuracy", draw, alt, width=WIDTH * len(protocols))
-
-
-def _baseline(ax: Axes, run: Run, protocol: str) -> None:
-    """Draw the means of the run that this one is compared with, if it has that protocol."""
-    if run.baseline is None or run.against is None:
-        return
-    mean = run.baseline.curve(protocol, run.against[1])["mean"]
-    if not mean.empty:
-        name, look = run.baseline.method, {"size": 2, **style.DOTTED}
-        label = f"{name}{GAP}{mean.iloc[-1]:.3f}"
-        style.line(ax, mean, style.OTHER_COLOUR, series=name, label=label, **look)
 
 
 def _curve(
@@ -118,7 +111,7 @@ def _curve(
         style.line(ax, worst, colour, series=kind, name=f"{kind}, worst", **look)
     if len(curve) == 1:
         bar = ax.vlines(curve.index, low, high, color=colour, alpha=0.35, linewidth=5)
-        canvas.tag(ax, kind, [bar])
+        style.tag(ax, kind, [bar])
     else:
         style.shade(ax, low, high, colour, series=kind, alpha=0.13)
 
@@ -133,11 +126,9 @@ def _traffic(run: Run) -> Drawing:
         for number, (way, total) in enumerate(totals.items()):
             look: Any = {"label": f"{way}{GAP}{ends[way]}", "linestyle": style.DASHES[number]}
             style.line(ax, total, style.SERIES[number], series=way, **look)
-        canvas.panel(ax, unit="bytes")
+        style.panel(ax, unit="bytes")
         ax.set_ylim(bottom=0)
-        style.ticks(ax, style.in_bytes)
-        style.over_rounds(ax, run.costs.index)
-        style.head(ax, "Bytes sent, cumulated")
+        style.over_rounds(ax, run.costs.index, "Bytes sent, cumulated", text=style.in_bytes)
 
     rounds = plural(len(run.records), "round")
     alt = f"bytes sent over {rounds}, in total {ends['up']} up and {ends['down']} down"
@@ -154,59 +145,50 @@ def _time(run: Run) -> Drawing:
     def draw(figure: Figure) -> None:
         top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
         stages = [stage for stage in STAGES if run.totals[stage] > 0]
-        _shares(top, run.totals[stages])
+        room = style.room(top)
+
+        # The shares of the stages, as one horizontal bar.
+        shares = run.totals[stages] / run.totals[stages].sum()
+        for stage, start, share in zip(stages, shares.cumsum() - shares, shares, strict=True):
+            top.barh(0, share, left=start, color=style.STAGE_COLOURS[stage], height=1)
+            if share > 0.16 * style.ROOM / room:
+                ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
+                look: Any = {"ha": "center", "va": "center", "color": ink, "fontsize": 8}
+                top.text(start + share / 2, 0, f"{STAGE_NAMES[stage]} {share:.0%}", **look)
+        top.set_xlim(0, 1)
+        top.axis("off")
+
+        # A bar for each round, or for several, with the stages stacked.
         step = math.ceil(len(run.costs) / BARS)
         means = run.costs.reset_index().groupby(np.arange(len(run.costs)) // step).mean()
         means = means.set_index("round")
-        _stacked(ax, means[stages])
+        rounds, bottoms = means.index, means[stages].cumsum(axis="columns") - means[stages]
+        width = 0.78 * (rounds[1] - rounds[0] if len(rounds) > 1 else 0.4)
+        for stage in stages:
+            look = {"color": style.STAGE_COLOURS[stage], "label": STAGE_NAMES[stage]}
+            bars = ax.bar(rounds, means[stage], bottom=bottoms[stage], width=width, **look)
+            style.tag(ax, STAGE_NAMES[stage], bars)
+            style.record(ax, STAGE_NAMES[stage], means[stage])
         if means["seconds"].gt(0).any():
             halo = [Stroke(linewidth=3.2, foreground=style.PAPER), Normal()]
-            look: Any = {"linewidth": 1.2, "path_effects": halo, "label": "wall clock"}
+            look = {"linewidth": 1.2, "path_effects": halo, "label": "wall clock"}
             style.line(ax, means["seconds"], style.INK, series="wall clock", **look)
-        canvas.panel(ax, unit="seconds", dots=False)
+        style.panel(ax, unit="seconds", dots=False)
         ax.set_ylim(bottom=0)
-        style.ticks(ax, "{:g} s".format)
         work, wall = run.totals[stages].sum(), run.totals["seconds"]
         note = f"work of all clients and the server: {human_seconds(work)}"
         note += f", wall time: {human_seconds(wall)}" if wall > 0 else ""
         note += f"; a bar: mean of {step}" if step > 1 else ""
-        style.over_rounds(ax, run.costs.index, margin=0.7 * step, note=note)
+        seconds = "{:g} s".format
+        style.over_rounds(ax, run.costs.index, note=note, text=seconds, margin=0.7 * step)
         handles, names = ax.get_legend_handles_labels()
         top.legend(
             handles, names, loc="lower left", bbox_to_anchor=(0, 1.1), labelcolor=style.INK,
-            ncols=style.legend_columns(names, style.room(top)),
-            handletextpad=0.5, columnspacing=1.0,
+            ncols=style.legend_columns(names, room), handletextpad=0.5, columnspacing=1.0,
         )  # fmt: skip
         top.set_title("Where the time went", color=style.INK, pad=26)
 
     return Drawing("time", draw, "seconds by stage")
-
-
-def _stacked(ax: Axes, seconds: pd.DataFrame) -> None:
-    """Draw a bar for each row, with its stages stacked."""
-    rounds = seconds.index
-    width = 0.78 * (rounds[1] - rounds[0] if len(rounds) > 1 else 0.4)
-    bottom = seconds.cumsum(axis="columns") - seconds
-    for stage in seconds:
-        look: Any = {"color": style.STAGE_COLOURS[stage], "label": STAGE_NAMES[stage]}
-        bars = ax.bar(rounds, seconds[stage], bottom=bottom[stage], width=width, **look)
-        canvas.tag(ax, STAGE_NAMES[stage], bars)
-        canvas.record(ax, STAGE_NAMES[stage], seconds[stage])
-
-
-def _shares(ax: Axes, seconds: pd.Series) -> None:
-    """Draw the shares of the stages as one horizontal bar."""
-    shares = seconds / seconds.sum()
-    starts = shares.cumsum() - shares
-    for stage, share in shares.items():
-        ax.barh(0, share, left=starts[stage], color=style.STAGE_COLOURS[str(stage)], height=1)
-        if share > 0.16 * style.ROOM / style.room(ax):
-            text = f"{STAGE_NAMES[str(stage)]} {share:.0%}"
-            ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
-            place = (starts[stage] + share / 2, 0)
-            ax.text(*place, text, ha="center", va="center", color=ink, fontsize=8)
-    ax.set_xlim(0, 1)
-    ax.axis("off")
 
 
 def _loss(run: Run) -> Drawing | None:
@@ -218,62 +200,51 @@ def _loss(run: Run) -> Drawing | None:
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
         style.line(ax, mean, series="mean", label=f"mean{GAP}{mean.iloc[-1]:.3f}")
-        canvas.panel(ax, unit="number")
+        style.panel(ax, unit="number")
         each = run.losses.loc[mean.index]
         if each.count(axis="columns").max() > 2:
             low, high = (each.quantile(share, axis="columns") for share in (0.1, 0.9))
             series = "80 % of the clients"
             style.shade(ax, low, high, style.SERIES[0], series=series, alpha=0.13, label=series)
             for share, curve in (("lowest tenth", low), ("highest tenth", high)):
-                canvas.record(ax, series, curve, share)
-        style.over_rounds(ax, run.costs.index)
-        style.ticks(ax)
-        style.head(ax, "Training loss")
+                style.record(ax, series, curve, share)
+        style.over_rounds(ax, run.costs.index, "Training loss")
 
     return Drawing("loss", draw, "training loss over rounds")
 
 
-def _privacy(run: Run) -> Drawing | None:
-    """Draw the headline accuracy by what it has cost the clients' samples; None if nothing."""
-    if not run.epsilon or not run.columns:
+def _by_cost(run: Run, cost: str) -> Drawing | None:
+    """Draw the headline accuracy by epsilon or by simulated time (`clock`); None without it."""
+    end = float(run.totals[cost])
+    if math.isnan(end) or not run.columns:
         return None
-
-    def draw(figure: Figure) -> None:
-        ax = _by_cost(figure, run, "epsilon", "epsilon", unit="number")
-        ax.set_xlabel("epsilon spent, the largest of any client")
-
-    return Drawing("privacy", draw, f"accuracy by epsilon, at the end {run.spent:.3g}")
-
-
-def _clock(run: Run) -> Drawing | None:
-    """Draw the headline accuracy by simulated time; None without such a clock."""
-    if not run.has_clock or not run.columns:
-        return None
-
-    def draw(figure: Figure) -> None:
-        ax = _by_cost(figure, run, "clock", "simulated time", unit="seconds")
-        style.ticks(ax, style.in_hours, "x")
+    if cost == "epsilon":
+        name, title, unit = "privacy", "epsilon", "number"
+        label = "epsilon spent, the largest of any client"
+        alt = f"accuracy by epsilon, at the end {end:.3g}"
+    else:
+        name, title, unit = "clock", "simulated time", "seconds"
         late = float(np.mean([len(record.late) for record in run.records]))
-        ax.set_xlabel(f"simulated hours  ({late:.3g} clients late when a round closes, on average)")
+        label = f"simulated hours  ({late:.3g} clients late when a round closes, on average)"
+        alt = f"accuracy by simulated time, in all {human_seconds(end)}"
 
-    alt = f"accuracy by simulated time, in all {human_seconds(run.records[-1].clock)}"
-    return Drawing("clock", draw, alt)
+    def draw(figure: Figure) -> None:
+        ax = figure.subplots()
+        for kind in run.kinds(run.headline):
+            means = run.curve(run.headline, kind)["mean"]
+            spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
+            colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
+            style.line(ax, spent, colour, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
+        ax.set_xlim(left=0)
+        ax.legend()
+        style.ticks(ax)
+        if cost == "clock":
+            style.ticks(ax, style.in_hours, "x")
+        style.panel(ax, mode="point", xUnit=unit)
+        style.head(ax, f"Accuracy by {title}: {TEST_SETS.get(run.headline, run.headline)}")
+        ax.set_xlabel(label)
 
-
-def _by_cost(figure: Figure, run: Run, cost: str, name: str, unit: str) -> Axes:
-    """Draw the headline accuracy of each kind of model over a cumulative cost, in its unit."""
-    ax = figure.subplots()
-    for kind in run.kinds(run.headline):
-        means = run.curve(run.headline, kind)["mean"]
-        spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
-        colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
-        style.line(ax, spent, colour, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
-    ax.set_xlim(left=0)
-    ax.legend()
-    style.ticks(ax)
-    canvas.panel(ax, mode="point", x_unit=unit)
-    style.head(ax, f"Accuracy by {name}: {TEST_SETS.get(run.headline, run.headline)}")
-    return ax
+    return Drawing(name, draw, alt)
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
@@ -284,22 +255,18 @@ def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
         for kind in view.kinds(view.headline):
             lowest = metric_of(view.metric).lowest
             _curve(ax, view.curve(view.headline, kind), kind, lowest, math.inf)
-        style.over_rounds(ax, view.costs.index)
-        style.ticks(ax)
         where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
-        style.head(ax, f"{title[0].upper()}{title[1:]}{where}")
+        style.over_rounds(ax, view.costs.index, f"{title[0].upper()}{title[1:]}{where}")
 
     return _grid("metrics", list(dict(views)), draw, "metrics besides accuracy over rounds")
 
 
-def method(run: Run) -> Drawing | None:
+def _method(run: Run) -> Drawing | None:
     """Draw the method's own metrics over rounds, one panel each; the page has small curves."""
 
     def draw(ax: Axes, name: str) -> None:
         style.line(ax, run.figures[name])
-        style.over_rounds(ax, run.figures.index)
-        style.ticks(ax)
-        style.head(ax, style.short(run.title_of(name), 42))
+        style.over_rounds(ax, run.figures.index, style.short(run.title_of(name), 42))
 
     return _grid("method", list(run.figures)[:PANELS], draw, "method's figures")
 
@@ -348,20 +315,16 @@ def _labels(run: Run) -> Drawing | None:
         for row, (name, each) in enumerate(counts.iterrows()):
             shown = [f"{label}: {count:,}" for label, count in zip(classes, each, strict=True)]
             places = pd.Series(float(row), range(len(classes)))
-            canvas.record(ax, "labels", places, str(name), shown)
-        canvas.panel(ax, mode="point", unit="none", x_unit="none", dots=False)
+            style.record(ax, "labels", places, str(name), shown)
+        style.panel(ax, mode="point", unit="none", xUnit="none", dots=False)
         _names(ax, "y", list(counts.index))
         _names(ax, "x", classes)
         ax.set_xlabel("class")
         ax.set_ylabel("client" if len(counts) > NAMED else "")
         style.head(ax, f"Labels: samples per class (at most {top:,})")
 
-    return Drawing("labels", draw, "labels by client", height=_tall(len(counts)))
-
-
-def _tall(rows: int) -> float:
-    """Return the height of a figure with one row per client."""
-    return min(max(2.5, 1.5 + 0.2 * rows), 5.6)
+    height = min(max(2.5, 1.5 + 0.2 * len(counts)), 5.6)
+    return Drawing("labels", draw, "labels by client", height=height)
 
 
 def _names(ax: Axes, axis: str, names: Sequence[str]) -> None:
@@ -387,7 +350,8 @@ def _last_accuracies(run: Run) -> Drawing | None:
         return None
     title = f"Clients: {kind} model, {TEST_SETS.get(protocol, protocol)}"
     draw = partial(_rows if len(known) <= NAMED else _models, scores=known, title=title)
-    return Drawing("clients", draw, "last accuracy by client", height=_tall(len(known)))
+    height = min(max(2.5, 1.5 + 0.2 * len(known)), 5.6)
+    return Drawing("clients", draw, "last accuracy by client", height=height)
 
 
 def _client_curves(run: Run) -> Drawing | None:
@@ -408,30 +372,18 @@ def _client_curves(run: Run) -> Drawing | None:
             model = models[name]
             colour, _ = style.mark(pool.index(model))
             drawn = ax.plot(each.index, each[name], color=colour, linewidth=1.0, alpha=alpha)
-            canvas.tag(ax, model, drawn)
-            canvas.record(ax, model, each[name], name)
+            style.tag(ax, model, drawn)
+            style.record(ax, model, each[name], name)
         for number, model in enumerate(pool):
             key = ax.plot([], [], color=style.mark(number)[0], label=style.short(model))
-            canvas.tag(ax, model, key)
+            style.tag(ax, model, key)
         mean = each.mean(axis="columns")
         style.line(ax, mean, style.INK, series="mean", label="mean", linewidth=2.2)
-        canvas.panel(ax, mode="point")
-        style.over_rounds(ax, each.index)
-        style.ticks(ax)
+        style.panel(ax, mode="point")
         where = TEST_SETS.get(protocol, protocol)
-        style.head(ax, f"Accuracy per client: {kind} model, {where}")
+        style.over_rounds(ax, each.index, f"Accuracy per client: {kind} model, {where}")
 
     return Drawing("client-curves", draw, "accuracy of every client over rounds")
-
-
-def _relative(run: Run) -> Drawing | None:
-    """Draw each client's accuracy relative to its model after local training alone."""
-    if run.relative is None:
-        return None
-    protocol, ratio = run.relative
-    title = f"Accuracy relative to training alone, {TEST_SETS.get(protocol, protocol)}"
-    draw = partial(_models, scores=_by_model(run, ratio.per_client), title=title)
-    return Drawing("relative", draw, "relative accuracy by client")
 
 
 def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
@@ -454,14 +406,15 @@ def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
             some["value"], some["row"], color=colour, marker=mark, s=34, zorder=3,
             label=style.short(str(model)),
         )  # fmt: skip
-        canvas.tag(ax, str(model), [rules, dots])
+        style.tag(ax, str(model), [rules, dots])
         places = pd.Series(some["row"].to_numpy(), some["value"])
-        canvas.record(ax, str(model), places, str(model), [*map(str, some.index)])
-    canvas.panel(ax, mode="point", unit="none", x_unit="score")
+        style.record(ax, str(model), places, str(model), [*map(str, some.index)])
+    style.panel(ax, mode="point", unit="none", xUnit="score")
     _names(ax, "y", list(scores.index))
     style.ticks(ax, axis="x")
     ax.set_ylim(-0.8, len(scores) - 0.2)
-    style.grid(ax, "x")
+    ax.grid(visible=False)
+    ax.grid(visible=True, axis="x")
     ax.set_xlabel(f"accuracy (line: mean {mean:.3f})")
     style.head(ax, title)
 
@@ -472,26 +425,22 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     pool = {str(model): some["value"] for model, some in scores.groupby("model")}
     for column, (model, values) in enumerate(pool.items()):
         colour, mark = style.mark(column)
-        places = column + _swarm(values)
+        # The fuller a bin of values is, the wider are their horizontal offsets.
+        span = values.max() - values.min() or 1.0
+        bins = values.groupby((values - values.min()) // (span / 24))
+        number, size = bins.cumcount(), bins.transform("size")
+        offsets = (2 * number / (size - 1).clip(lower=1) - 1).where(size > 1, 0.0)
+        places = column + 0.3 * (size / 8).clip(upper=1) * offsets
         ax.scatter(places, values, color=colour, marker=mark, s=18, alpha=0.75, linewidth=0)
         marks = pd.Series(values.to_numpy(), places)
-        canvas.record(ax, model, marks, model, [*map(str, values.index)])
+        style.record(ax, model, marks, model, [*map(str, values.index)])
         mean = float(values.mean())
         ax.hlines(mean, column - 0.36, column + 0.36, color=style.INK, linewidth=1.4)
         end = (column + 0.38, mean)
         ax.annotate(f"{mean:.3f}", end, fontsize=8, va="center", color=style.INK)
-    canvas.panel(ax, mode="point", x_unit="none")
+    style.panel(ax, mode="point", xUnit="none")
     _names(ax, "x", list(pool))
     ax.set_xlim(-0.6, len(pool) - 0.2)
     ax.set_xlabel("model  (a mark: a client; bar: mean)")
     style.ticks(ax)
     style.head(ax, title)
-
-
-def _swarm(values: pd.Series, reach: float = 0.3) -> pd.Series:
-    """Return horizontal offsets that separate values of a bin: the fuller the bin, the wider."""
-    span = values.max() - values.min() or 1.0
-    bins = values.groupby((values - values.min()) // (span / 24))
-    number, size = bins.cumcount(), bins.transform("size")
-    width = reach * (size / 8).clip(upper=1)
-    return width * (2 * number / (size - 1).clip(lower=1) - 1).where(size > 1, 0.0)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from fedhet.base.disk import read_tables
@@ -21,14 +20,7 @@ from fedhet.base.errors import StateError
 from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import title_of
-from fedhet.runs.directory import (
-    BASELINE,
-    read_origin,
-    read_partition,
-    read_records,
-    read_summary,
-    reading,
-)
+from fedhet.runs import directory
 from fedhet.runs.measures import Tail, tail_of
 from fedhet.runs.records import (
     KINDS,
@@ -73,10 +65,17 @@ class Run:
     records: tuple[RoundRecord, ...]
     summary: Summary | None
     partition: Partition | None
-    origin: Origin = field(default_factory=Origin)
-    notes: tuple[str, ...] = ()
-    baseline: Run | None = None
+    origin: Origin
+    notes: tuple[str, ...]
+    baseline: Run | None
     """A run of another method that was trained beside this one, to compare it with."""
+    method: str
+    dataset: str
+    seed: int | None
+    planned: int
+    """The planned number of rounds."""
+    models: Mapping[str, str]
+    """Each client's model; of an unfinished run, as far as it is known."""
     metric: str = ACCURACY
     """The metric of `scores` and of all that is derived from them; see `measuring`."""
 
@@ -85,61 +84,15 @@ class Run:
         """Whether the run is finished."""
         return self.summary is not None
 
-    @property
-    def method(self) -> str:
-        """The method's name."""
-        return self.summary.method if self.summary else str(self.settings.get("method", "?"))
-
     def title_of(self, figure: str) -> str:
         """Return what one of the method's own figures is called."""
         shipped = self.method in shipped_names()  # a method of one's own would be imported
         return title_of(figure, find_method(self.method).spec.figures if shipped else {})
 
     @property
-    def dataset(self) -> str:
-        """The dataset's name."""
-        if self.origin.own_data:
-            return OWN_DATA
-        if self.summary:
-            return self.summary.dataset
-        return str(self.settings.get("data.dataset", "?"))
-
-    @property
-    def seed(self) -> int | None:
-        """The seed, if it is known."""
-        seed = self.summary.seed if self.summary else self.settings.get("seed")
-        return seed if isinstance(seed, int) else None
-
-    @property
     def done(self) -> int:
         """The last round that was recorded."""
         return self.records[-1].round
-
-    @property
-    def planned(self) -> int:
-        """The planned number of rounds."""
-        rounds = self.summary.rounds if self.summary else self.settings.get("rounds")
-        return rounds if isinstance(rounds, int) else self.done
-
-    @property
-    def missing(self) -> int:
-        """How many clients of a deployment never took part."""
-        wanted = self.settings.get("clients")
-        if not self.origin.deployed or not isinstance(wanted, int):
-            return 0
-        return max(wanted - len(self.clients), 0)
-
-    @property
-    def models(self) -> Mapping[str, str]:
-        """Each client's model; of an unfinished run, as far as it is known."""
-        return self.summary.models if self.summary else self.origin.models
-
-    @property
-    def peak_memory_mb(self) -> float:
-        """The peak memory of any process in MB, of a client's if the run is unfinished; or NaN."""
-        if self.summary:
-            return self.summary.peak_memory_mb
-        return max(record.peak_memory_mb for record in self.records) or NAN
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
@@ -216,10 +169,6 @@ class Run:
             return {}
         return self.last_evaluated.majority.get(protocol, {})
 
-    def majority_mean(self, protocol: str) -> float:
-        """Return the mean of `majority` over the clients; NaN if it is not known."""
-        return float(np.mean([*self.majority(protocol).values()] or NAN))
-
     def last(self, protocol: str, kind: str) -> Score:
         """Return the last round's scores; empty if there are none."""
         return self.scores.get(protocol, {}).get(kind, Score())
@@ -248,48 +197,17 @@ class Run:
             return ""
         return str(found) if found == all_clients else f"{found} of {all_clients}"
 
-    @cached_property
-    def away(self) -> Mapping[str, list[int]]:
-        """The rounds in which a client that had joined was not connected, by client."""
-        return _rounds_by_name({record.round: record.absent for record in self.records})
-
-    @cached_property
-    def late(self) -> Mapping[str, list[int]]:
-        """The rounds that closed while a client was at work, by client; not by a simulated clock.
-
-        There late clients are the rule, and are counted among the figures.
-        """
-        if self.has_clock:
-            return {}
-        return _rounds_by_name({record.round: record.late for record in self.records})
-
-    @property
-    def offers_nothing(self) -> bool:
-        """Whether clients were held back, and the method had nothing to offer them."""
-        kinds = {kind for _, kind in self.columns}
-        return bool(self.settings.get("data.unseen")) and self.finished and UNSEEN not in kinds
-
     @property
     def has_clock(self) -> bool:
         """Whether the run has a simulated clock."""
         return not math.isnan(self.records[-1].clock)
 
-    @cached_property
-    def _over_rounds(self) -> pd.DataFrame:
-        """The metric over the clients: one row per round, protocol and kind of model."""
-        rows = [
-            (record.round, protocol, kind, score.mean, score.std, score.worst)
-            for record in self.records
-            for protocol, kind, score in record.each(self.metric)
-        ]
-        frame = pd.DataFrame(rows, columns=["round", "protocol", "kind", *STATISTICS])
-        return frame.astype(dict.fromkeys(STATISTICS, float)).set_index("round")
-
     def curve(self, protocol: str, kind: str) -> pd.DataFrame:
         """Return mean, std and worst score of every round that has this protocol and kind."""
-        every = self._over_rounds
-        rows = (every["protocol"] == protocol) & (every["kind"] == kind)
-        return every.loc[rows, STATISTICS]
+        found = {record.round: record.score(self.metric, protocol, kind) for record in self.records}
+        rows = {number: (s.mean, s.std, s.worst) for number, s in found.items() if s}
+        index = pd.Index(rows, name="round", dtype=int)
+        return pd.DataFrame([*rows.values()], index, columns=STATISTICS, dtype=float)
 
     def by_client(self, protocol: str, kind: str) -> pd.DataFrame:
         """Return each client's accuracy in the evaluated rounds, with one column per client."""
@@ -343,23 +261,16 @@ class Run:
         """Sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage.
 
         `seconds` is that of the whole run, and `start` its part before the first round; NaN if not
-        known.
+        known. `clock` and `epsilon` are those of the last round, `seconds_a_round` is a mean.
         """
         if self.summary is None:
-            so_far = self.costs.drop(columns=["bytes", "epsilon", "clock"]).sum()
-            return pd.concat([so_far, pd.Series({"start": NAN})])
-        sent = {"bytes_up": self.summary.bytes_up, "bytes_down": self.summary.bytes_down}
-        return pd.Series({**sent, **dict(self.summary.seconds)}).rename({"total": "seconds"})
-
-    @property
-    def epsilon(self) -> Mapping[str, float]:
-        """What the run has cost each client's samples, of those that are protected."""
-        return self.records[-1].epsilon
-
-    @property
-    def spent(self) -> float:
-        """The largest of `epsilon`; NaN if no client's samples are protected."""
-        return max(self.epsilon.values(), default=NAN)
+            sums = {**self.costs.drop(columns="bytes").sum(), "start": NAN}
+        else:
+            sums = dict(self.summary.seconds)
+            sums |= {"seconds": sums["total"], "bytes_up": self.summary.bytes_up}
+            sums["bytes_down"] = self.summary.bytes_down
+        last = self.costs[["clock", "epsilon"]].iloc[-1]
+        return pd.Series({**sums, **last, "seconds_a_round": self.costs["seconds"].mean()})
 
     @cached_property
     def samples(self) -> Mapping[str, int]:
@@ -389,23 +300,39 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     root = Path(path)
     if not root.is_dir():
         raise StateError(f"{root}: no such run directory")
-    with reading(root / "config.toml"):
+    with directory.reading(root / "config.toml"):
         tables = read_tables(root / "config.toml")
     settings: Mapping[str, object] = pd.json_normalize(tables, sep=".").to_dict("records")[0]
-    records, notes = read_records(root / "metrics.jsonl")
+    records, notes = directory.read_records(root / "metrics.jsonl")
     if not records:
         raise StateError(f"{root / 'metrics.jsonl'}: holds no complete round")
-    summary = read_summary(root / "summary.json")
+    summary = directory.read_summary(root / "summary.json")
     if summary and summary.last_round < records[-1].round:
         notes.append(f"summary.json ends at round {summary.last_round}, metrics.jsonl continues")
         summary = None
-    partition = read_partition(root / "partition.json")
-    origin = read_origin(root / "run.json")
-    baseline = None
+    partition = directory.read_partition(root / "partition.json")
+    origin, baseline = directory.read_origin(root / "run.json"), None
     if with_baseline:
         with contextlib.suppress(StateError):  # until it has recorded a round
-            baseline = load_run(root / BASELINE, with_baseline=False)
-    return Run(root, settings, tuple(records), summary, partition, origin, tuple(notes), baseline)
+            baseline = load_run(root / directory.BASELINE, with_baseline=False)
+    dataset = summary.dataset if summary else str(settings.get("data.dataset", "?"))
+    seed = summary.seed if summary else settings.get("seed")
+    rounds = summary.rounds if summary else settings.get("rounds")
+    return Run(
+        path=root,
+        settings=settings,
+        records=tuple(records),
+        summary=summary,
+        partition=partition,
+        origin=origin,
+        notes=tuple(notes),
+        baseline=baseline,
+        method=summary.method if summary else str(settings.get("method", "?")),
+        dataset=OWN_DATA if origin.own_data else dataset,
+        seed=seed if isinstance(seed, int) else None,
+        planned=rounds if isinstance(rounds, int) else records[-1].round,
+        models=summary.models if summary else origin.models,
+    )
 
 
 def lowest(values: Mapping[str, float]) -> str:
@@ -417,15 +344,6 @@ def lowest(values: Mapping[str, float]) -> str:
 def highest(values: Mapping[str, float]) -> str:
     """Return the client with the highest value, ties by natural order, or ""."""
     return lowest({name: -value for name, value in values.items()})
-
-
-def _rounds_by_name(names: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
-    """Return the rounds of each name, from the names of each round."""
-    found: dict[str, list[int]] = {}
-    for number, those in names.items():
-        for name in those:
-            found.setdefault(name, []).append(number)
-    return found
 
 
 def _rounds(records: Sequence[RoundRecord]) -> pd.Index:

@@ -2,32 +2,41 @@
 
 Figures use matplotlib's object interface, never pyplot, so no global state is changed. The series
 colours are Okabe and Ito's, which colour-blind readers can distinguish. In SVG each colour becomes
-a CSS variable of the page, so that a figure follows its light or dark scheme.
+a CSS variable of the page, so that a figure follows its light or dark scheme. A drawing tags the
+artists of a series, so that the page can switch the series off, and records the values behind them,
+which the page shows when one points at them.
 """
 
 from __future__ import annotations
 
+import html
 import io
 import itertools
+import json
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
+from markupsafe import Markup
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.container import Container
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from fedhet.base.disk import Folder
-from fedhet.report import canvas
 from fedhet.runs.units import human_bytes, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
@@ -92,6 +101,108 @@ VARIABLES = {
     INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--card",
     **{colour: f"--s{number}" for number, colour in enumerate(SERIES)},
 }  # fmt: skip
+TAG = "series-"
+"""Begins the id of a tagged artist; the series' number follows."""
+POINTS = 72
+"""Units of an SVG per inch."""
+GAP = "\N{EN SPACE}"
+"""Separates a series' name from its number: SVG would merge two ordinary spaces into one."""
+MOST_VALUES = 60_000
+"""Beyond this many values in a figure the page does not show them, to stay small."""
+
+PANEL = {"mode": "x", "head": "round", "unit": "score", "xUnit": "number", "dots": True}
+"""What the page shows of an axes by default: all curves at one x (or, in mode "point", the nearest
+point), `head` before the x, and a dot at each value; units are score, bytes, seconds, number."""
+
+
+class Canvas(Figure):
+    """A figure that knows its series, by name, and the values of its axes."""
+
+    def __init__(self, **look: Any) -> None:
+        super().__init__(**look)
+        self.series: list[str] = []
+        self.panels: defaultdict[Axes, dict[str, Any]] = defaultdict(
+            lambda: {**PANEL, "curves": []}
+        )
+
+    def series_number(self, series: str) -> int:
+        """Return the number of a series, a new one for a new name."""
+        if series not in self.series:
+            self.series.append(series)
+        return self.series.index(series)
+
+    def description(self) -> str:
+        """Return as JSON where each axes lies, its limits, and its curves."""
+        panels = [(ax, found) for ax, found in self.panels.items() if found["curves"]]
+        count = sum(len(curve["y"]) for _, found in panels for curve in found["curves"])
+        width, height = (POINTS * inches for inches in self.get_size_inches())
+        content = []
+        for ax, found in panels if count <= MOST_VALUES else ():
+            (left, low), (right, high) = ax.get_position().get_points()
+            box = (left * width, (1 - high) * height, right * width, (1 - low) * height)
+            x = [*_rounded(ax.get_xlim()), ax.get_xscale() == "log"]
+            y = [*_rounded(ax.get_ylim()), ax.get_yscale() == "log"]
+            content.append({"box": _rounded(box), "x": x, "y": y, **found})
+        return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def panel(ax: Axes, **look: Any) -> None:
+    """Change what the page shows of an axes; see PANEL."""
+    if isinstance(ax.figure, Canvas):
+        ax.figure.panels[ax].update(look)
+
+
+def tag(ax: Axes, series: str, artists: Iterable[Artist]) -> None:
+    """Make artists part of a series, which the page switches on and off."""
+    if isinstance(ax.figure, Canvas):
+        for artist in artists:
+            artist.set_gid(f"{TAG}{ax.figure.series_number(series)}")
+
+
+def record(
+    ax: Axes, series: str, values: pd.Series, name: str = "", names: Sequence[str] = ()
+) -> None:
+    """Record a series' values, by their index as x, under `name` (by default the series').
+
+    `names`, if given, are those of the points.
+    """
+    if isinstance(ax.figure, Canvas):
+        curve = _curve(ax.figure.series_number(series), name or series, values)
+        ax.figure.panels[ax]["curves"].append(curve | ({"names": [*names]} if names else {}))
+
+
+def _curve(series: int, name: str, values: pd.Series) -> dict[str, Any]:
+    x, y = map(float, values.index), values.astype(float)
+    return {"s": series, "name": name, "x": _rounded(x), "y": _rounded(y)}
+
+
+def _rounded(values: Iterable[float]) -> list[float | None]:
+    """Return values with six significant digits; None for those that are not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+def lone_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> str:
+    """Return the description of an SVG that is a single curve, as of `Canvas.description`.
+
+    `box` is left, top, right and bottom of the curve; it spans `xs` and the values' range.
+    """
+    x, y = [min(xs), max(xs), False], [values.min(), values.max(), False]
+    shown = {"box": _rounded(box), "x": x, "y": y, **PANEL, "unit": "number"}
+    content = [{**shown, "curves": [_curve(0, str(values.name), values)]}]
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+# --- a drawing, and its files ----------------------------------------------------------------
+
+
+class Chart(NamedTuple):
+    """A figure for the page, with its title and legend apart."""
+
+    title: str
+    legend: Sequence[dict[str, Any]]
+    """A line has a text, the series' last value or "", its colour, its series, or None if it cannot
+    be switched off, and its look: "solid", "dashed", "dotted" or "dot"."""
+    svg: Markup | str
 
 
 @dataclass(frozen=True)
@@ -133,19 +244,40 @@ class Drawing:
         with folder.replacing(f"{self.name}.{form}") as path:
             figure.savefig(path, format=form, **options)
 
-    def chart(self) -> canvas.Chart:
+    def chart(self) -> Chart:
         """Return the figure for the page, with its title and legend apart."""
         with _styled(self, PAGE_SCALE) as figure:
-            title, legend = canvas.take_title(figure), canvas.entries(figure, page_colour)
+            titles = [ax.get_title(loc="left") for ax in figure.axes]
+            for ax in figure.axes:
+                ax.set_title("")
+                if shown := ax.get_legend():
+                    shown.remove()
+            legend: dict[str, dict[str, Any]] = {}  # each series once
+            for ax in figure.axes:
+                for handle, text in zip(*ax.get_legend_handles_labels(), strict=True):
+                    artist: Any = handle[0] if isinstance(handle, Container) else handle
+                    if isinstance(artist, Line2D):
+                        looks = {"-": "solid", "--": "dashed", ":": "dotted"}
+                        ink: Any = artist.get_color()
+                        look = looks.get(str(artist.get_linestyle()), "dashed")
+                    else:
+                        face, look = artist.get_facecolor(), "dot"
+                        ink = face if len(face) and isinstance(face[0], float) else face[0]
+                    tagged = re.fullmatch(rf"{TAG}(\d+)", artist.get_gid() or "")
+                    name, _, value = text.partition(GAP)
+                    colour, series = to_hex(ink), int(tagged[1]) if tagged else None
+                    colour = f"var({VARIABLES[colour]})" if colour in VARIABLES else colour
+                    entry = {"text": name, "value": value, "colour": colour}
+                    legend.setdefault(text, {**entry, "series": series, "look": look})
             file = io.StringIO()
             nothing = {"Date": None, "Creator": None}
             figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-            svg = canvas.inline(file.getvalue(), figure, self.alt, VARIABLES)
-        return canvas.Chart(title, legend, svg)
+            svg = _inline(file.getvalue(), self.alt, figure.description())
+        return Chart(next(filter(None, titles), ""), [*legend.values()], svg)
 
 
 @contextmanager
-def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[canvas.Canvas]:
+def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[Canvas]:
     rc = {**RC, "svg.hashsalt": drawing.name, **(look or {})}
     with mpl.rc_context(), warnings.catch_warnings():
         mpl.rcdefaults()  # not the user's matplotlibrc, nor that of the working directory
@@ -153,15 +285,36 @@ def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
         size = (scale * drawing.width, scale * drawing.height)
-        figure = canvas.Canvas(figsize=size, layout=layout)
+        figure = Canvas(figsize=size, layout=layout)
         FigureCanvasAgg(figure)
         drawing.draw(figure)
         yield figure
 
 
-def page_colour(colour: str) -> str:
-    """Return a colour as the page's CSS has it: by a variable, if there is one."""
-    return f"var({VARIABLES[colour]})" if colour in VARIABLES else colour
+def _inline(svg: str, alt: str, description: str) -> Markup:
+    """Return a figure's SVG for the page.
+
+    What only a standalone file needs is removed, colours become CSS variables, and the series and
+    values are added. Texts are escaped: by matplotlib in the SVG, and here in the attributes.
+    """
+    named = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
+    named += f' data-chart="{html.escape(description)}"'
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
+    svg = re.sub(rf'<g id="{TAG}(\d+)"', r'<g data-series="\1"', svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    size = r'(<svg[^>]*?) width="[\d.]+pt" height="[\d.]+pt"'
+    svg = re.sub(size, lambda found: f"{found[1]} {named}", svg)
+
+    def variable(match: re.Match[str]) -> str:
+        name = VARIABLES.get(match[2])
+        return f"{match[1]}var({name})" if name else match[0]
+
+    return Markup(re.sub(r"((?:fill|stroke): )(#[0-9a-f]{6})\b", variable, svg))  # noqa: S704
+
+
+# --- parts of figures ------------------------------------------------------------------------
 
 
 def legend_columns(labels: Sequence[str], room: int = ROOM) -> int:
@@ -194,13 +347,23 @@ def head(ax: Axes, title: str) -> None:
         )  # fmt: skip
 
 
-def over_rounds(ax: Axes, rounds: Sequence[int], margin: float = 0.0, note: str = "") -> None:
-    """Set up a horizontal axis of integer rounds, with a note in its label."""
+def over_rounds(
+    ax: Axes,
+    rounds: Sequence[int],
+    title: str = "",
+    note: str = "",
+    text: Callable[[float], str] = "{:.4g}".format,
+    margin: float = 0.0,
+) -> None:
+    """Set up a horizontal axis of integer rounds, with a note; then `ticks` of y, and `head`."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
     low, high = min(rounds), max(rounds)
     margin = max(margin, 0.5 if low == high else 0.02 * (high - low))
     ax.set_xlim(low - margin, high + margin)
+    ticks(ax, text)
+    if title:
+        head(ax, title)
 
 
 def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = "y") -> None:
@@ -240,11 +403,6 @@ def mark(number: int) -> tuple[str, str]:
     return SERIES[place], MARKERS[(place + rounds) % len(MARKERS)]
 
 
-def marker(points: int) -> str:
-    """Return a marker for short curves, none for long ones."""
-    return "o" if points <= 25 else ""
-
-
 def line(
     ax: Axes,
     values: pd.Series,
@@ -258,11 +416,10 @@ def line(
 
     On the page they are shown under `name`, by default the series'.
     """
-    drawn = ax.plot(
-        values.index, values, color=colour, marker=marker(len(values)), markersize=size, **look
-    )
-    canvas.tag(ax, series or name, drawn)
-    canvas.record(ax, series or name, values, name)
+    marks = "o" if len(values) <= 25 else ""
+    drawn = ax.plot(values.index, values, color=colour, marker=marks, markersize=size, **look)
+    tag(ax, series or name, drawn)
+    record(ax, series or name, values, name)
 
 
 def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = "") -> None:
@@ -278,13 +435,7 @@ def shade(
 ) -> None:
     """Fill the area between two series with the same index, as a part of `series`."""
     drawn = ax.fill_between(low.index, low, high, color=colour, linewidth=0, **look)
-    canvas.tag(ax, series, [drawn])
-
-
-def grid(ax: Axes, axis: Literal["x", "y"]) -> None:
-    """Draw grid lines for the ticks of one axis only."""
-    ax.grid(visible=False)
-    ax.grid(visible=True, axis=axis)
+    tag(ax, series, [drawn])
 
 
 def short(name: str, width: int = 16) -> str:

@@ -39,28 +39,35 @@ class Sweep:
     names: tuple[str, ...]
     """The swept settings."""
     runs: Mapping[Point, tuple[Run, ...]]
-    """The runs of each point, one for each seed."""
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """The points, in the order of the sweep."""
-        return tuple(self.runs)
-
-    @property
-    def title(self) -> str:
-        """The swept settings as one text."""
-        return ", ".join(self.names)
+    """The runs of each point, one for each seed, in the order of the sweep."""
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """One column per quantity and one row per run, indexed by the place of its point."""
-        rows = [
-            (place, _quantities(run))
-            for place, some in enumerate(self.runs.values())
-            for run in some
-        ]
-        index = [place for place, _ in rows]
-        return pd.DataFrame([found for _, found in rows], index=index, dtype=float)
+        """One column per quantity and one row per run, indexed by the place of its point.
+
+        Last accuracies with their tails, and each metric's last value.
+        """
+        places, rows = [], []
+        for place, runs in enumerate(self.runs.values()):
+            for run in runs:
+                found: dict[str, float] = {}
+                last = run.last_evaluated
+                for protocol, ratio in (last.relative if last else {}).items():
+                    for statistic in ("mean", "best", "worst"):
+                        name = f"relative accuracy, {protocol}, {statistic}"
+                        found[name] = getattr(ratio, statistic)
+                for protocol, kind in run.columns:
+                    name = f"accuracy, {protocol}, {kind}"
+                    found[name] = run.last(protocol, kind).mean
+                    found[f"{name}{TAIL}"] = run.tail(protocol, kind).mean
+                for title, view in run.besides:
+                    for protocol, kind in view.columns:
+                        found[f"{title}, {protocol}, {kind}"] = view.last(protocol, kind).mean
+                if run.has_clock:
+                    found["simulated hours"] = run.records[-1].clock / 3600
+                rows.append({**found, **run.figures.ffill().iloc[-1].to_dict()})
+                places.append(place)
+        return pd.DataFrame(rows, index=places, dtype=float)
 
     @cached_property
     def figures(self) -> list[str]:
@@ -79,14 +86,6 @@ class Sweep:
         """Return mean, std and count of a quantity over the seeds of each point."""
         return self.results.groupby(level=0)[quantity].agg(["mean", "std", "count"])
 
-    def label(self, point: Point) -> str:
-        """Return a point as text, with the names of the settings if there are several."""
-        values = [as_text(value) for value in point]
-        if len(self.names) == 1:
-            return values[0]
-        pairs = zip(self.names, values, strict=True)
-        return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in pairs)
-
 
 def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
     """Collect the runs of each point; a quantity that no run has is left out."""
@@ -94,22 +93,10 @@ def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
     return Sweep(tuple(names), found)
 
 
-def _quantities(run: Run) -> dict[str, float]:
-    """Return a run's results: last accuracies with their tails, and each metric's last value."""
-    found: dict[str, float] = {}
-    last = run.last_evaluated
-    for protocol, ratio in (last.relative if last else {}).items():
-        for statistic in ("mean", "best", "worst"):
-            found[f"relative accuracy, {protocol}, {statistic}"] = getattr(ratio, statistic)
-    for protocol, kind in run.columns:
-        found[f"accuracy, {protocol}, {kind}"] = run.last(protocol, kind).mean
-        found[f"accuracy, {protocol}, {kind}{TAIL}"] = run.tail(protocol, kind).mean
-    for title, view in run.besides:
-        for protocol, kind in view.columns:
-            found[f"{title}, {protocol}, {kind}"] = view.last(protocol, kind).mean
-    if run.has_clock:
-        found["simulated hours"] = run.records[-1].clock / 3600
-    return {**found, **run.figures.ffill().iloc[-1].to_dict()}
+def _label(names: Sequence[str], point: Point) -> str:
+    """Return the values of a point as text, each with the last part of its setting's name."""
+    pairs = zip(names, point, strict=True)
+    return ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
 
 
 def shown(found: Sweep, figures: str) -> list[str]:
@@ -124,44 +111,43 @@ def shown(found: Sweep, figures: str) -> list[str]:
 
 def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
     """Write sweep.html, .png (and .svg), .md and .json into a directory; return the page."""
-    write_text(out / "sweep.md", markdown(_cells(found, list(found.results))))
-    numbers = to_json(_content(found), indent=1, inf_nan_mode="null").decode()
+    settings, points = found.names, list(found.runs)
+    one = len(settings) == 1
+    cells = _cells(found, list(found.results))
+    write_text(out / "sweep.md", markdown(cells))
+    content: dict[str, object] = {"settings": settings, "points": points}
+    if one:
+        content = {"setting": settings[0], "values": [point[0] for point in points]}
+    content["quantities"] = found.results.groupby(level=0).agg(list).to_dict("list")
+    numbers = to_json(content, indent=1, inf_nan_mode="null").decode()
     write_text(out / "sweep.json", numbers + "\n")
     names = shown(found, figures)
     drawing(found, names).write(Folder(out))
-    made = [(found.label(point), run) for point, runs in found.runs.items() for run in runs]
+    made = [
+        (as_text(point[0]) if one else _label(settings, point), run)
+        for point, runs in found.runs.items()
+        for run in runs
+    ]
+    best, means = None, found.spread(names[0])["mean"].dropna()
+    if len(means):
+        point = points[int(means.idxmax())]
+        best = {
+            "value": human_number(means.max()),
+            "what": f"{_title(names[0]).lower()}, the highest mean over the seeds",
+            "settings": dict(zip(settings, map(as_text, point), strict=True)),
+        }
     page = render(
         "sweep.html",
-        title=f"Sweep of {found.title}",
+        title=f"Sweep of {', '.join(settings)}",
         method=made[0][1].method,
-        points=len(found.points),
+        points=len(points),
         runs=len(made),
-        best=_best(found, names[0]),
+        best=best,
         plots=[drawing(found, [name]).chart() for name in names],
-        table=_cells(found, list(found.results)),
+        table=cells,
         made=made,
     )
     return write_text(out / "sweep.html", page)
-
-
-def _content(found: Sweep) -> dict[str, object]:
-    """Return a sweep as plain data: of one setting with its values, else with all points."""
-    quantities = found.results.groupby(level=0).agg(list).to_dict("list")
-    if len(found.names) == 1:
-        values = [point[0] for point in found.points]
-        return {"setting": found.names[0], "values": values, "quantities": quantities}
-    return {"settings": found.names, "points": found.points, "quantities": quantities}
-
-
-def _best(found: Sweep, quantity: str) -> dict[str, object] | None:
-    """Return the point with the highest mean of a quantity; None if no point has one."""
-    means = found.spread(quantity)["mean"].dropna()
-    if means.empty:
-        return None
-    point = found.points[int(means.idxmax())]
-    settings = {name: as_text(value) for name, value in zip(found.names, point, strict=True)}
-    what = f"{_title(quantity).lower()}, the highest mean over the seeds"
-    return {"value": human_number(means.max()), "what": what, "settings": settings}
 
 
 def sweep_table(found: Sweep, figures: str = "") -> Table:
@@ -178,25 +164,23 @@ def sweep_table(found: Sweep, figures: str = "") -> Table:
 
 
 def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
-    values = {
-        name: [Cell(as_text(point[place])) for point in found.points]
+    columns = {
+        name: [Cell(as_text(point[place])) for point in found.runs]
         for place, name in enumerate(found.names)
     }
-    columns = {}
+    words = len(columns)
+
+    def mean_and_std(mean: float, std: float) -> str:
+        """Return "0.627 ± 0.019": a standard deviation has its mean's decimals, at least two."""
+        text = human_number(mean)
+        decimals = max(2, len(text.partition(".")[2]))
+        return text + (f" ± {human_number(round(std, decimals))}" if math.isfinite(std) else "")
+
     for name in quantities:
-        spread, shown = found.spread(name), plus_minus if "accuracy, " in name else _mean_and_spread
+        spread, shown = found.spread(name), plus_minus if "accuracy, " in name else mean_and_std
         pairs = zip(spread["mean"], spread["std"], strict=True)
         columns[found.title_of(name)] = [Cell(shown(mean, std), mean) for mean, std in pairs]
-    return Cells({**values, **columns}, words=len(values))
-
-
-def _mean_and_spread(mean: float, std: float) -> str:
-    """Return "0.627 ± 0.019": a standard deviation has the decimals of its mean, at least two."""
-    text = human_number(mean)
-    if not math.isfinite(std):
-        return text
-    decimals = max(2, len(text.partition(".")[2]))
-    return f"{text} ± {human_number(round(std, decimals))}"
+    return Cells(columns, words=words)
 
 
 def drawing(found: Sweep, names: Sequence[str]) -> Drawing:
@@ -210,22 +194,22 @@ def drawing(found: Sweep, names: Sequence[str]) -> Drawing:
         for ax, name in zip(grid[0], names, strict=True):
             _panel(ax, found, name)
 
-    return Drawing("sweep", draw, f"{found.title} swept", width=WIDTH * len(names))
+    alt = f"{', '.join(found.names)} swept"
+    return Drawing("sweep", draw, alt, width=WIDTH * len(names))
 
 
 def _panel(ax: Axes, found: Sweep, name: str) -> None:
-    values = list(dict.fromkeys(point[0] for point in found.points))
+    points = list(found.runs)
+    values = list(dict.fromkeys(point[0] for point in found.runs))
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     places = {value: float(value) if numeric else float(n) for n, value in enumerate(values)}  # type: ignore[arg-type]
     spread = found.spread(name)
-    others = list(dict.fromkeys(point[1:] for point in found.points))
+    others = list(dict.fromkeys(point[1:] for point in found.runs))
     for number, other in enumerate(others[:CURVES]):
-        rows = [place for place, point in enumerate(found.points) if point[1:] == other]
+        rows = [place for place, point in enumerate(points) if point[1:] == other]
         curve = spread.loc[rows]
-        curve.index = pd.Index([places[found.points[row][0]] for row in rows], dtype=float)
-        pairs = zip(found.names[1:], other, strict=True)
-        label = ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
-        style.band(ax, number, curve["mean"], curve["std"], label)
+        curve.index = pd.Index([places[points[row][0]] for row in rows], dtype=float)
+        style.band(ax, number, curve["mean"], curve["std"], _label(found.names[1:], other))
     if name.startswith("relative"):
         ax.axhline(1.0, color=style.MUTED, **style.DOTTED)
     if not numeric:

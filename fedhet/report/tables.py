@@ -1,38 +1,36 @@
-"""The cells of tables, which the terminal and the page share, and tables in Markdown and LaTeX."""
+"""The tables of runs and comparisons, and their forms: Markdown, LaTeX, and the terminal.
+
+The page has macros of its own for the same cells.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
 from fedhet.base.metrics import is_shown
-from fedhet.report.comparison import Comparison, Difference
-from fedhet.report.groups import Spread
+from fedhet.report.comparison import Spread
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest
-from fedhet.runs.records import NAN
-from fedhet.runs.units import (
-    ABSENT,
-    human_bytes,
-    human_seconds,
-    plural,
-    plus_minus,
-    printable,
-    score,
-    spans,
-)
+from fedhet.runs.records import NAN, UNSEEN
+from fedhet.runs.units import ABSENT, plural, printable, score, spans
 
 MARK = "†"
-TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
-TAIL_OF = "tail: mean of the last fifth of the rounds, of"
-MAJORITY = "majority: always predicting the most frequent class of the test set"
 NAMED = 3
 """Models that are named in a sentence, at most."""
-PAIRED = (
-    "Difference for the same seed: mean ± standard error over the n seeds that "
-    f"both have. {MARK}: beyond two standard errors."
-)
+WHOLE, ENDS = 30, 5
+"""Maximum number of clients listed in full in the terminal; beyond, so many best and worst ones."""
+LEAST_TEXT = 14
+"""Columns of the terminal that a column of text has at least, if its texts are that long."""
 
 SPECIAL = str.maketrans(
     {
@@ -46,8 +44,6 @@ SPECIAL = str.maketrans(
 """What LaTeX reads as something else, or does not have in every font."""
 DAGGER = SPECIAL[ord(MARK)]
 LATEX_HEAD = "% \\usepackage{booktabs}\n"
-MAX_COLUMNS = 6
-"""Number of columns that fit the width of a paper."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,8 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
     if run.samples:
         counts = [run.samples.get(name) for name in run.clients]
         about["samples"] = [Cell(ABSENT, 0) if n is None else Cell(f"{n:,}", n) for n in counts]
-    if run.epsilon:
-        about["epsilon"] = [_number(run.epsilon.get(name, NAN)) for name in run.clients]
+    if epsilon := run.records[-1].epsilon:
+        about["epsilon"] = [_number(epsilon.get(name, NAN)) for name in run.clients]
     shown = [(run, column, " ".join(column)) for column in run.columns]
     for title, view in run.besides if besides else ():
         shown += [(view, column, f"{title}, {' '.join(column)}") for column in view.columns]
@@ -118,9 +114,10 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
         for statistic in STATISTICS
     ]
     foot.append(["tail", *blank, *(score(view.tail(*column).mean) for view, column, _ in shown)])
-    majority = [view.majority_mean(protocol) for view, (protocol, _), _ in shown]
-    if not all(map(math.isnan, majority)):
-        foot.append(["majority", *blank, *map(score, majority)])
+    majority = [view.majority(protocol) for view, (protocol, _), _ in shown]
+    if any(majority):
+        means = (float(np.mean([*each.values()] or NAN)) for each in majority)
+        foot.append(["majority", *blank, *map(score, means)])
     foot.append(["clients", *blank, *(view.counted(*column) for view, column, _ in shown)])
     return Cells({**about, **values}, foot if scores else [], words)
 
@@ -146,6 +143,12 @@ def metric_cells(run: Run) -> Cells | None:
 
 def _number(value: float) -> Cell:
     return Cell(score(value), value)
+
+
+def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> Cell:
+    """Return a mean, with the number of the `runs` that it covers if it does not cover all."""
+    some = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
+    return Cell(shown(spread.mean) + some, spread.mean)
 
 
 def recall_cells(run: Run) -> Cells | None:
@@ -178,37 +181,42 @@ def legend(run: Run) -> str:
     names = [protocol for protocol, _ in run.columns] + [kind for _, kind in run.columns]
     known = [f"{name}: {MEANING[name]}" for name in dict.fromkeys(names) if name in MEANING]
     if known and any(run.majority(protocol) for protocol in run.protocols):
-        known.append(MAJORITY)
+        known.append("majority: always predicting the most frequent class of the test set")
     return "; ".join([*known, "tail: mean of the last fifth of the rounds"]) if known else ""
 
 
-def majority_line(run: Run) -> str:
-    """Return a sentence on the models that are below the majority class; "" if there are none."""
+def remarks(run: Run) -> list[str]:
+    """Return sentences on models below the majority class, and clients not connected or late."""
     below = [
         f"{name} ({protocol} {kind})"
         for protocol, kind in run.columns
         for name, accuracy in run.last(protocol, kind).per_client.items()
         if accuracy < run.majority(protocol).get(name, 0.0)
     ]
-    if not below:
-        return ""
-    more = f" and {len(below) - NAMED} more" if len(below) > NAMED else ""
-    names = ", ".join(below[:NAMED])
-    return f"less accurate than always predicting the most frequent class: {names}{more}"
-
-
-def away_lines(run: Run) -> list[str]:
-    """Return a sentence on each client that was not connected, or late, in some rounds."""
-    lines = [
-        f"{name} was {what} in {'rounds' if len(rounds) > 1 else 'round'} {spans(rounds)}"
-        for what, found in (("not connected", run.away), ("late", run.late))
-        for name, rounds in found.items()
-    ]
-    if run.offers_nothing:
+    lines = []
+    if below:
+        more = f" and {len(below) - NAMED} more" if len(below) > NAMED else ""
+        lines.append(
+            "less accurate than always predicting the most frequent class: "
+            f"{', '.join(below[:NAMED])}{more}"
+        )
+    # By a simulated clock late clients are the rule, and are counted among the method's metrics.
+    absences = ("absent", "not connected"), *(() if run.has_clock else (("late", "late"),))
+    for field, what in absences:
+        found: dict[str, list[int]] = {}
+        for record in run.records:
+            for name in getattr(record, field):
+                found.setdefault(name, []).append(record.round)
+        for name, rounds in found.items():
+            noun = "rounds" if len(rounds) > 1 else "round"
+            lines.append(f"{name} was {what} in {noun} {spans(rounds)}")
+    kinds = {kind for _, kind in run.columns}
+    if run.settings.get("data.unseen") and run.finished and UNSEEN not in kinds:
         lines.append(f"{run.method} offers a client nothing with which nobody has trained")
-    if run.missing:
-        whole = plural(len(run.clients) + run.missing, "client")
-        lines.append(f"{run.missing} of {whole} never took part: the run's log says why")
+    wanted, joined = run.settings.get("clients"), len(run.clients)
+    if run.origin.deployed and isinstance(wanted, int) and wanted > joined:
+        every = plural(wanted, "client")
+        lines.append(f"{wanted - joined} of {every} never took part: the run's log says why")
     return lines
 
 
@@ -234,98 +242,6 @@ def relative_line(run: Run) -> str:
     worst = f"{score(ratio.worst)} ({lowest(ratio.per_client)})"
     mean = score(ratio.mean)
     return f"relative to training alone, {protocol}: mean {mean}, best {best}, worst {worst}"
-
-
-def comparison_cells(comparison: Comparison) -> Cells:
-    """Return one row per group, in the order of `Comparison`."""
-    groups, headline = comparison.groups, comparison.headline
-    names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
-    columns = {
-        "run": [Cell(name) for name in names],
-        "data set": [Cell(printable(group.dataset)) for group in groups],
-        "n": [Cell(str(len(group.runs)), len(group.runs)) for group in groups],
-    }
-    for column in comparison.columns:
-        columns[" ".join(column)] = [_accuracy(group.score(column)) for group in groups]
-    spent = any(group.spent().n for group in groups)
-    simulated = {}
-    if comparison.has_clock:
-        simulated["simulated time"] = [_timed(group.clock()) for group in groups]
-        simulated[f"simulated time to {comparison.said_target}"] = [
-            _timed(comparison.to_target(group, "clock"), len(group.runs)) for group in groups
-        ]
-    columns |= {
-        "tail": [_accuracy(group.tail(headline)) for group in groups],
-        "worst client": [_accuracy(group.worst(headline)) for group in groups],
-        **({"epsilon": [_number(group.spent().mean) for group in groups]} if spent else {}),
-        "bytes up": [_sized(group.total("bytes_up")) for group in groups],
-        "bytes down": [_sized(group.total("bytes_down")) for group in groups],
-        f"bytes to {comparison.said_target}": [
-            _sized(comparison.to_target(group, "bytes"), len(group.runs)) for group in groups
-        ],
-        **simulated,
-        "time": [_timed(group.total("seconds")) for group in groups],
-        "start": [_timed(group.total("start")) for group in groups],
-        "per round": [_timed(group.seconds_a_round()) for group in groups],
-    }
-    return Cells(columns, words=2)
-
-
-def _accuracy(spread: Spread) -> Cell:
-    return Cell(plus_minus(spread.mean, spread.std), spread.mean)
-
-
-def _timed(spread: Spread, runs: int = 0) -> Cell:
-    return Cell(human_seconds(spread.mean) + _some(spread, runs), spread.mean)
-
-
-def _sized(spread: Spread, runs: int = 0) -> Cell:
-    return Cell(human_bytes(spread.mean) + _some(spread, runs), spread.mean)
-
-
-def _some(spread: Spread, runs: int) -> str:
-    """Return how many of the `runs` a number covers, if not all of them."""
-    return f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
-
-
-def paired_cells(comparison: Comparison) -> Cells | None:
-    """Return one row per pair, or None if no pair has two seeds."""
-    pairs = comparison.pairs
-    if all(pair.fault for pair in pairs):
-        return None
-    against = [  # with the kind of model of a baseline if that is another
-        pair.baseline.label
-        + (f" ({pair.baseline_column[1]})" if pair.baseline_column != pair.column else "")
-        for pair in pairs
-    ]
-    columns = {
-        "run": [Cell(printable(pair.group.label)) for pair in pairs],
-        "against": [Cell(printable(label)) for label in against],
-        "n": [Cell(str(pair.last.n), pair.last.n) for pair in pairs],
-        "last round": [_difference(pair.last, pair.fault) for pair in pairs],
-        "tail": [_difference(pair.tail, ABSENT) for pair in pairs],
-    }
-    if comparison.test != "none":
-        columns["p"] = [_number(pair.p) for pair in pairs]
-    return Cells(columns, words=2)
-
-
-def paired_legend(comparison: Comparison) -> str:
-    """Return what the columns of the paired differences are."""
-    if comparison.test == "none":
-        return PAIRED
-    return (
-        f"{PAIRED} p: {TESTS[comparison.test]} of the last round, two-sided, with Holm's "
-        "correction over the rows."
-    )
-
-
-def _difference(found: Difference, absent: str) -> Cell:
-    """Return a difference with its standard error, marked if it is clear, or the text `absent`."""
-    if found.n < 2:
-        return Cell(absent, NAN)
-    text = f"{found.mean:+.4f} ± {found.se:.4f}"
-    return Cell(f"{text} {MARK}" if found.clear else text, found.mean)
 
 
 # --- as text ---------------------------------------------------------------------------------
@@ -381,30 +297,119 @@ def tabular(
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-def comparison_latex(comparison: Comparison) -> str:
-    """Return a comparison's table, and that of the paired differences if there are any.
+# --- for the terminal --------------------------------------------------------------------------
 
-    The table has at most `MAX_COLUMNS` columns, since a paper is no wider: the label, the data set
-    if there are several, the headline score, epsilon if it is known, the worst client, the bytes,
-    and further scores as far as there is room. A comment names the columns that are omitted.
+
+@dataclass(frozen=True)
+class Blocks:
+    """A table whose columns follow each other in blocks where they do not fit side by side."""
+
+    cells: Cells
+    title: str
+    caption: str = ""
+    parts: Sequence[Sequence[Row]] | None = None
+    """The rows that are shown, in sections; None: all."""
+    between: str = ""
+    """The line between two sections."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield as many tables as it takes, each with the columns that are text."""
+        blocks = list(self._blocks(console, options))
+        for number, block in enumerate(blocks):
+            table = self._table(block, options.max_width)
+            if number == 0:
+                table.title = Text(self.title)
+            yield table
+        if self.caption:
+            yield Text(self.caption, style="table.caption")
+
+    def _blocks(self, console: Console, options: ConsoleOptions) -> Iterator[list[int]]:
+        """Yield the numbers of the columns that fit side by side."""
+        words, columns = list(range(self.cells.words)), len(self.cells.columns)
+        block = words[:]
+        for number in range(self.cells.words, columns):
+            wider = self._table([*block, number], options.max_width)
+            width = console.measure(wider, options=options.update(width=10_000)).maximum
+            if block != words and width > options.max_width:
+                yield block
+                block = words[:]
+            block = [*block, number]
+        yield block
+
+    def _table(self, columns: Sequence[int], width: int) -> Table:
+        """Build a table of the given columns; text columns may wrap, numbers are right-aligned.
+
+        The width of each text column is fixed, because Rich would otherwise shrink it to nothing in
+        favor of the numbers. Text columns take at most half of `width`.
+        """
+        cells, every = self.cells, list(self.cells.columns.items())
+        widths = [
+            max(
+                cell_len(text)
+                for text in (
+                    header,
+                    *(printable(cell.text) for cell in column),
+                    *(row[number] for row in cells.foot),
+                    self.between if number == 0 and len(self.parts or ()) > 1 else "",
+                )
+            )
+            for number, (header, column) in enumerate(every[: cells.words])
+        ]
+        while sum(widths) > width // 2 and max(widths, default=0) > LEAST_TEXT:
+            widths[widths.index(max(widths))] -= 1
+        table = Table(
+            title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),
+            collapse_padding=True, pad_edge=False,
+        )  # fmt: skip
+        for number in columns:
+            header = every[number][0]
+            foot = Text("\n".join(row[number] for row in cells.foot))
+            if number < cells.words:
+                table.add_column(Text(header), foot, overflow="fold", width=widths[number])
+            else:
+                stacked = Text(header.replace(" ", "\n", 1), justify="right")
+                table.add_column(stacked, foot, justify="right", no_wrap=True)
+        for part, rows in enumerate(self.parts or [cells.rows]):
+            if part:
+                table.add_section()
+                table.add_row(Text(self.between, style="dim"))
+                table.add_section()
+            for row in rows:
+                texts = (printable(row[number].text) for number in columns)
+                table.add_row(*(Text(text.replace(" ± ", "\n± ")) for text in texts))
+        return table
+
+
+def final_table(run: Run) -> Blocks:
+    """Return the last round's accuracy of every client, with mean, std and worst in the footer.
+
+    The footer ends in the tail, the mean over clients in the last fifth of the rounds, and the
+    number of clients that a mean is over. For more than 30 clients, only the best and the worst
+    five are shown.
     """
-    found = comparison_cells(comparison).columns
-    headline, *others = [" ".join(column) for column in comparison.columns]
-    several = len({group.dataset for group in comparison.groups}) > 1
-    about = ["run", "data set"] if several else ["run"]
-    costs = ("bytes up", "bytes down")
-    wanted = [*about, headline, "epsilon", "worst client", *costs, *others, "tail"]
-    chosen = [header for header in wanted if header in found][:MAX_COLUMNS]
-    kept = Cells({h: found[h] for h in found if h in chosen}, words=len(about))
-    omitted = [header for header in found if header not in (*chosen, "run", "data set")]
-    notes = f"% Omitted here, but in compare.json: {', '.join(omitted)}\n" if omitted else ""
-    sign = -1 if comparison.metric.lower_is_better else 1
-    scores = [
-        header for header in (headline, *others, "tail", "worst client") if header in kept.columns
-    ]
-    clear = {pair.group.label for pair in comparison.pairs if pair.last.clear}
-    marked = [row for row, group in enumerate(comparison.groups) if group.label in clear]
-    parts = [LATEX_HEAD + notes, tabular(kept, dict.fromkeys(scores, sign), marked)]
-    if (paired := paired_cells(comparison)) is not None:
-        parts.append(tabular(paired))
-    return "\n".join(parts)
+    cells = client_cells(run, besides=False)
+    last = run.last_evaluated.round if run.last_evaluated else run.done
+    ended = "failed" if run.origin.fault else "unfinished"
+    state = f"last round ({last})" if run.finished else f"{ended}, round {last}"
+    best, rest = cells.rows, list[Row]()
+    if len(best) > WHOLE and run.columns:
+        headline = cells.columns[" ".join(run.columns[0])]
+        known = pd.Series([cell.value for cell in headline], dtype=float).dropna()
+        order = known.sort_values(ascending=False, kind="stable").index
+        ranked = [cells.rows[place] for place in order]
+        best, rest = ranked[:ENDS], ranked[ENDS:][-ENDS:]
+    hidden = len(cells.rows) - len(best[:WHOLE]) - len(rest)
+    lines = filter(None, [baseline_line(run), relative_line(run), *remarks(run), legend(run)])
+    return Blocks(
+        cells,
+        printable(f"{run.method} on {run.dataset}: {state}"),
+        "\n".join(map(printable, lines)),
+        [best[:WHOLE], rest] if hidden else [best],
+        f"… {hidden} not shown",
+    )
+
+
+def metric_table(run: Run) -> Blocks | None:
+    """Return the metrics besides accuracy for the terminal; None if none were measured."""
+    cells = metric_cells(run)
+    return None if cells is None else Blocks(cells, "metrics besides accuracy, over the clients")

@@ -9,7 +9,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,13 +18,13 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from fedhet.base.disk import read_file
 from fedhet.base.errors import FedhetError, SettingsError, StateError
+from fedhet.report.comparison import runs_below
 from fedhet.report.comparison_report import comparison_page
-from fedhet.report.groups import runs_below
 from fedhet.report.page import Live, render, render_run
 from fedhet.report.run import Run, load_run
 from fedhet.runs.directory import BASELINE
 from fedhet.runs.progress import read_status
-from fedhet.runs.records import NAN
+from fedhet.runs.records import NAN, Score
 from fedhet.runs.units import natural, path_text
 
 HOST = "127.0.0.1"
@@ -37,28 +36,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A run in the list of runs; NaN is what is not known yet."""
-
-    name: str
-    link: str
-    method: str = ""
-    dataset: str = ""
-    stage: str = ""
-    done: int = 0
-    planned: int = 0
-    clients: int = 0
-    mean: float = NAN
-    worst: float = NAN
-    bytes: float = NAN
-    seconds: float = NAN
-    seed: str = ""
-    started: str = ""
-    fault: str = ""
-    """Why it cannot be read."""
 
 
 @contextlib.contextmanager
@@ -94,7 +71,10 @@ class Pages:
         """Return a page and its type. Raises KeyError if there is none, FedhetError, OSError."""
         head, _, name = path.lstrip("/").partition("/")
         if head == "status" and name:
-            return json.dumps(self._status(name)), "application/json"
+            run = self._runs()[name]
+            status = read_status(run)
+            shown = status.as_json() | {"words": status.in_words, "recorded": _rounds(run)}
+            return json.dumps(shown), "application/json"
         if head == "compare":
             runs = self._runs()
             paths = tuple(runs[each] for each in query.get("run", []))
@@ -106,8 +86,8 @@ class Pages:
         if self.single:
             return self._run(*self._runs()), "text/html"
         listed = [_listed(name, path) for name, path in self._runs().items()]
-        listed.sort(key=lambda run: natural(run.name))
-        listed.sort(key=lambda run: run.started, reverse=True)
+        listed.sort(key=lambda run: natural(run["name"]))
+        listed.sort(key=lambda run: run["started"], reverse=True)
         title = f"Runs in {path_text(Path(self._folder.name or self._folder))}/"
         return render("runs.html", title=title, runs=listed), "text/html"
 
@@ -126,39 +106,29 @@ class Pages:
             return render("waiting.html", title=name, live=live)
         return _rendered(path, _version(path), live)
 
-    def _status(self, name: str) -> dict[str, Any]:
-        path = self._runs()[name]
-        status = read_status(path)
-        return status.as_json() | {"words": status.in_words, "recorded": _rounds(path)}
 
-
-def _listed(name: str, path: Path) -> Listed:
-    link = f"/run/{quote(name)}"
+def _listed(name: str, path: Path) -> dict[str, Any]:
+    """Return a run's line in the list of runs; `fault` is why it cannot be read."""
+    line: dict[str, Any] = {
+        "name": name, "link": f"/run/{quote(name)}", "method": "", "dataset": "", "stage": "",
+        "done": 0, "planned": 0, "clients": 0, "mean": NAN, "worst": NAN, "bytes": NAN,
+        "seconds": NAN, "seed": "", "started": "", "fault": "",
+    }  # fmt: skip
     try:
         status = read_status(path)
         if not _rounds(path):
-            return Listed(name, link, stage=status.stage, planned=status.rounds)
+            return line | {"stage": status.stage, "planned": status.rounds}
         run = _loaded(path, _version(path))
     except (FedhetError, OSError) as error:
-        return Listed(name, link, fault=str(error))
-    last = run.last(*run.columns[0]) if run.columns else None
-    totals = run.totals
-    return Listed(
-        name=name,
-        link=link,
-        method=run.method,
-        dataset=run.dataset,
-        stage=status.stage,
-        done=run.done,
-        planned=run.planned,
-        clients=len(run.clients),
-        mean=last.mean if last else NAN,
-        worst=last.worst if last else NAN,
-        bytes=float(totals["bytes_up"] + totals["bytes_down"]),
-        seconds=float(totals["seconds"]),
-        seed="" if run.seed is None else str(run.seed),
-        started=run.origin.started,
-    )
+        return line | {"fault": str(error)}
+    last, totals = run.last(*run.columns[0]) if run.columns else Score(), run.totals
+    return line | {
+        "method": run.method, "dataset": run.dataset, "stage": status.stage, "done": run.done,
+        "planned": run.planned, "clients": len(run.clients), "mean": last.mean,
+        "worst": last.worst, "bytes": float(totals["bytes_up"] + totals["bytes_down"]),
+        "seconds": float(totals["seconds"]), "seed": "" if run.seed is None else str(run.seed),
+        "started": run.origin.started,
+    }  # fmt: skip
 
 
 def _version(path: Path) -> Version:
