@@ -162,15 +162,45 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
-    """Return how a sample's outputs or gradients depend on other samples, or "" if they do not.
+    """Return how a sample's outputs or gradients depend on other samples, or "" if they do not."""
+    own, secret, tolerance = copy.deepcopy(model).cpu().double(), SecretNoise(bytes(32)), 1e-6
+    buffers = [each.clone() for each in own.buffers()]
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+        _WithoutDropout(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            fault = _fault_on_inputs(own, kind, shape, secret, torch.float64, tolerance)
+        except Exception:  # perhaps the model computes in float32 alone
+            own, tolerance = copy.deepcopy(model).cpu().float(), 1e-3
+            buffers = [each.clone() for each in own.buffers()]
+            try:
+                fault = _fault_on_inputs(own, kind, shape, secret, torch.float32, tolerance)
+            except Exception as error:  # such as a batch norm of one sample
+                fault = f"it fails on random samples ({type(error).__name__})"
+        pairs = zip(buffers, own.buffers(), strict=True)
+        if not fault and any(_differ(before, after, tolerance) for before, after in pairs):
+            fault = "its buffers change when it computes outputs"
+    return fault
 
-    Random inputs go through a copy of the model: each sample alone, in batches of several sizes, in
-    another order, next to other samples, and again. What is compared must be equal but for
-    rounding. Forward passes and per-sample gradients are tested, in training mode and evaluation
-    mode.
+
+def _fault_on_inputs(
+    own: HetModel,
+    kind: Kind,
+    shape: Shape,
+    secret: SecretNoise,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> str:
+    """Return how a sample depends on others on random inputs, or "".
+
+    Each sample goes through the model alone, in batches of several sizes, in another order, next to
+    other samples, and again. What is compared must be equal but for rounding. Forward passes and
+    per-sample gradients are tested, in training mode and evaluation mode.
     """
-    own = copy.deepcopy(model).cpu()
-    secret, dtype, tolerance = SecretNoise(bytes(32)), torch.float64, 1e-6
 
     def inputs(count: int) -> Tensor:
         size = (count, *(shape if kind.is_numeric else shape[1:2]))
@@ -178,6 +208,12 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
         if kind.is_numeric:
             return drawn.to(dtype)
         return 1 + (drawn.abs() * 1e4).long() % (shape[2] - 1)
+
+    def set_mode(*, training: bool) -> None:
+        own.train(training)
+        for each in own.modules():
+            if isinstance(each, nn.modules.dropout._DropoutNd):
+                each.eval()
 
     def outputs(x: Tensor) -> Tensor:
         features, logits = own.features_and_logits(x)
@@ -196,68 +232,41 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
             hooks.cleanup()
             own.zero_grad(set_to_none=True)
 
-    def differ(one: Tensor, other: Tensor) -> bool:
-        scale = 1 + float(one.abs().max()) if one.numel() else 1.0
-        return one.shape != other.shape or not torch.allclose(
-            one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True
-        )
+    for training in (True, False):
+        set_mode(training=training)
+        where = f"in {'training' if training else 'evaluation'} mode"
+        with torch.no_grad():
+            for count in (2, 7, 40):
+                x = inputs(count)
+                found, others = outputs(x), x.clone()
+                if len(found) != count:
+                    return f"{count} samples have {len(found)} outputs {where}"
+                others[1:] = inputs(count - 1) * (100 if kind.is_numeric else 1)
+                pairs = (
+                    (found[:1], outputs(x[:1])),
+                    (found[-1:], outputs(x[-1:])),
+                    (found.flip(0), outputs(x.flip(0))),
+                    (found[:1], outputs(others)[:1]),
+                )
+                if any(_differ(*pair, tolerance) for pair in pairs):
+                    return f"a sample's outputs depend on the other samples {where}"
+                if _differ(found, outputs(x), tolerance):
+                    return f"outputs depend on earlier calls or on random draws {where}"
+    x = inputs(5)
+    others = torch.cat([x[:1], inputs(3)])
+    set_mode(training=True)
+    alone = gradients(x[:1])
+    for batch in (x, others):
+        if any(_differ(*pair, tolerance) for pair in zip(alone, gradients(batch), strict=True)):
+            return "a sample's gradient depends on the other samples"
+    return ""
 
-    def set_mode(training: bool) -> None:
-        own.train(training)
-        for each in own.modules():
-            if isinstance(each, nn.modules.dropout._DropoutNd):
-                each.eval()
 
-    def tested() -> str:
-        for training in (True, False):
-            set_mode(training)
-            where = f"in {'training' if training else 'evaluation'} mode"
-            with torch.no_grad():
-                for count in (2, 7, 40):
-                    x = inputs(count)
-                    found, others = outputs(x), x.clone()
-                    if len(found) != count:
-                        return f"{count} samples have {len(found)} outputs {where}"
-                    others[1:] = inputs(count - 1) * (100 if kind.is_numeric else 1)
-                    pairs = (
-                        (found[:1], outputs(x[:1])),
-                        (found[-1:], outputs(x[-1:])),
-                        (found.flip(0), outputs(x.flip(0))),
-                        (found[:1], outputs(others)[:1]),
-                    )
-                    if any(differ(*pair) for pair in pairs):
-                        return f"a sample's outputs depend on the other samples {where}"
-                    if differ(found, outputs(x)):
-                        return f"outputs depend on earlier calls or on random draws {where}"
-        x = inputs(5)
-        others = torch.cat([x[:1], inputs(3)])
-        set_mode(True)
-        alone = gradients(x[:1])
-        for batch in (x, others):
-            if any(differ(*pair) for pair in zip(alone, gradients(batch), strict=True)):
-                return "a sample's gradient depends on the other samples"
-        return ""
-
-    buffers = [each.clone() for each in own.double().buffers()]
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.enable_grad(),
-        warnings.catch_warnings(),
-        _WithoutDropout(),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            fault = tested()
-        except Exception:  # perhaps the model computes in float32 alone
-            own, dtype, tolerance = copy.deepcopy(model).cpu().float(), torch.float32, 1e-3
-            buffers = [each.clone() for each in own.buffers()]
-            try:
-                fault = tested()
-            except Exception as error:  # such as a batch norm of one sample
-                fault = f"it fails on random samples ({type(error).__name__})"
-    if not fault and any(differ(a, b) for a, b in zip(buffers, own.buffers(), strict=True)):
-        fault = "its buffers change when it computes outputs"
-    return fault
+def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    scale = 1 + float(one.abs().max()) if one.numel() else 1.0
+    return one.shape != other.shape or not torch.allclose(
+        one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+    )
 
 
 def _opacus() -> Any:
