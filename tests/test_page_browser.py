@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from synthetic import HOSTILE, lines_of, make, rewrite
 
-from fedhet.report import compare, write_comparison, write_report
+from fedhet.report import compare, load_run, write_comparison, write_page
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -51,7 +51,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row["method"] |= {"once": 0.25} if row["round"] == 2 else {}
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewrite(path / "summary.json", lambda content: content.update(dataset=ALERT))
-    return write_report(path)
+    return write_page(load_run(path))
 
 
 class Opened:
@@ -215,7 +215,7 @@ def test_nothing_overflows_and_the_schemes_differ(
     write_comparison(compare([tmp_path]), tmp_path / "out")
     with_baseline = make(tmp_path / "with", rounds=3, method="felo")
     make(with_baseline / "baseline", rounds=3, method="local")
-    beside = write_report(with_baseline)
+    beside = write_page(load_run(with_baseline))
     backgrounds = []
     for path in (report, beside, tmp_path / "out" / "compare.html"):
         for scheme in ("light", "dark"):

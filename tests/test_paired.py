@@ -22,7 +22,7 @@ from fedhet.report import (
     load_run,
     paired_table,
     write_comparison,
-    write_report,
+    write_page,
 )
 
 BOTH = ("common", "personal")
@@ -58,7 +58,7 @@ def test_a_run_of_an_older_version_has_its_tail_from_its_records(tmp_path: Path)
     assert "tail" not in (path / "summary.json").read_text()
     run = load_run(path)
     text = shown(final_table(run))
-    page = Page(write_report(path)).text
+    page = Page(write_page(load_run(path))).text
     row = next(line for line in text.splitlines() if line.strip().startswith("tail"))
     columns = [(p, k) for p in BOTH for k in ("private", "proxy")]
     wanted = [f"{tail_by_hand(path, *column):.4f}" for column in columns]
@@ -83,9 +83,9 @@ def test_a_written_tail_is_read_and_changes_nothing(tmp_path: Path) -> None:
 def test_an_unfinished_runs_tail_is_of_the_rounds_so_far(tmp_path: Path) -> None:
     path = make(tmp_path / "run", rounds=6, finished=False, settings={"rounds": 50})
     assert load_run(path).tail("common", "private").rounds == (5, 6)
-    assert "mean of rounds 5–6" in Page(write_report(path)).text
+    assert "mean of rounds 5–6" in Page(write_page(load_run(path))).text
     one = make(tmp_path / "one", rounds=3)
-    assert "mean of round 3 best" in Page(write_report(one)).text
+    assert "mean of round 3 best" in Page(write_page(load_run(one))).text
 
 
 def test_a_comparison_has_the_tail_of_every_protocol_and_kind(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from fedhet.report import (
     write,
     write_comparison,
     write_figures,
-    write_report,
+    write_page,
 )
 from fedhet.report.comparison_report import comparison_cells
 from fedhet.report.figures import drawings
@@ -242,7 +242,7 @@ def test_figures_follow_what_is_there(tmp_path: Path) -> None:
     text = [json.dumps(each | {"loss": {}, "seconds": {}}) for each in lines_of(path)]
     (path / "metrics.jsonl").write_text("\n".join(text))
     assert {file.stem for file in write_figures(load_run(path))} == {"bytes", "time", "method"}
-    assert "No round of this run was evaluated" in Page(write_report(path)).text
+    assert "No round of this run was evaluated" in Page(write_page(load_run(path))).text
 
 
 def test_pyplot_stays_untouched() -> None:
@@ -272,7 +272,7 @@ def test_the_page_tells_the_run(tmp_path: Path) -> None:
         failed={2: {"client-1": "timed out"}, 3: {"client-1": "timed out"}},
         table={"alpha": 1.0},
     )
-    page = Page(write_report(path))
+    page = Page(write_page(load_run(path)))
     last = lines_of(path)[-1]["accuracy"]["common"]["private"]
     each = last["per_client"]
     worst = min(each, key=lambda name: each[name])
@@ -303,8 +303,10 @@ def test_the_start_and_the_rounds_are_told_apart(tmp_path: Path) -> None:
     summary = json.loads((new / "summary.json").read_text())
     summary["seconds"] |= {"total": 13.0, "start": 3.0}
     (new / "summary.json").write_text(json.dumps(summary))
-    assert "wall time 13.0 s 3.00 s to start, 2.00 s per round" in Page(write_report(new)).text
-    page = Page(write_report(old)).text
+    assert (
+        "wall time 13.0 s 3.00 s to start, 2.00 s per round" in Page(write_page(load_run(new))).text
+    )
+    page = Page(write_page(load_run(old))).text
     assert "wall time 10.0 s 2.00 s per round" in page
     assert "to start" not in page
     groups = {group.method: group for group in compare([old, new]).groups}
@@ -322,7 +324,7 @@ def test_the_start_and_the_rounds_are_told_apart(tmp_path: Path) -> None:
 def test_the_page_says_what_the_method_is_and_when_it_ran(tmp_path: Path) -> None:
     path = make(tmp_path / "first-run")
     (path / "run.json").write_text(json.dumps({"run": "felo-1", "started": "2026-11-23 18:40"}))
-    page = Page(write_report(path))
+    page = Page(write_page(load_run(path)))
     assert "seed 0 2026-11-23 18:40 UTC first-run" in page.text
     assert "Chan and Ngai, Exploiting Features and Logits" in page.text
     assert "private: a client's own model" in page.text
@@ -333,7 +335,7 @@ def test_the_page_says_what_the_method_is_and_when_it_ran(tmp_path: Path) -> Non
     heads = page.tags.count("th")
     assert page.attributes.count(("scope", "col")) == heads
     other = make(tmp_path / "other", method="not_installed.anything")
-    assert "Chan" not in Page(write_report(other)).text
+    assert "Chan" not in Page(write_page(load_run(other))).text
 
 
 def test_bytes_have_a_linear_axis_from_zero(tmp_path: Path) -> None:
@@ -364,7 +366,7 @@ def deployment(root: Path) -> Path:
 
 def test_a_deployment_is_not_said_to_be_the_run_of_a_data_set(tmp_path: Path) -> None:
     path = deployment(tmp_path / "run")
-    page = Page(write_report(path)).text
+    page = Page(write_page(load_run(path))).text
     assert "felo on the sites' own data" in page
     assert "digits" not in page.partition("Run it again")[0]
     command = f"fedhet submit felo --server HOST:PORT --ca FILE --config {path}/config.toml"
@@ -374,7 +376,7 @@ def test_a_deployment_is_not_said_to_be_the_run_of_a_data_set(tmp_path: Path) ->
 
 def test_a_mean_says_how_many_clients_it_is_over_and_who_was_away(tmp_path: Path) -> None:
     path = deployment(tmp_path / "run")
-    page, table = Page(write_report(path)).text, shown(final_table(load_run(path)))
+    page, table = Page(write_page(load_run(path))).text, shown(final_table(load_run(path)))
     assert "clients 2 of 3" in page
     away = "west was not connected in rounds 2–3"
     assert away in page
@@ -393,7 +395,7 @@ def test_models_below_the_most_frequent_class_are_named(tmp_path: Path) -> None:
     }
     last[-1] = json.dumps({**json.loads(last[-1]), "majority": {"common": shares}})
     (path / "metrics.jsonl").write_text("\n".join(last) + "\n")
-    page, table = Page(write_report(path)).text, shown(final_table(load_run(path)))
+    page, table = Page(write_page(load_run(path))).text, shown(final_table(load_run(path)))
     below = (
         "less accurate than always predicting the most frequent class: client-1 (common private)"
     )
@@ -440,7 +442,7 @@ def test_the_page_escapes_whatever_a_run_says(tmp_path: Path) -> None:
     rewrite(path / "summary.json", lambda content: content.update(versions={HOSTILE: HOSTILE}))
     rewrite(path / "summary.json", lambda content: content["models"].update({HOSTILE: HOSTILE}))
     rewrite(path / "partition.json", lambda content: content.update(classes=[HOSTILE] * 10))
-    page = Page(write_report(path))
+    page = Page(write_page(load_run(path)))
     assert_self_contained(page)
     assert "b" not in page.tags
     assert HOSTILE in page.text
@@ -451,17 +453,17 @@ def test_the_page_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
     path = make(tmp_path / "run", finished=False, settings={"rounds": 9})
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 6, "asked": ["cl')
-    page = Page(write_report(path))
+    page = Page(write_page(load_run(path)))
     assert "unfinished: 5 of 9 rounds" in page.text
     assert "cut short" in page.text
     assert "round 5, the last so far" in page.text
 
 
 def test_large_and_small_pages(tmp_path: Path) -> None:
-    small = Page(write_report(make(tmp_path / "small", clients=1, rounds=1)))
+    small = Page(write_page(load_run(make(tmp_path / "small", clients=1, rounds=1))))
     assert "1 client 1 model 1 round seed 0" in small.text
     large = make(tmp_path / "large", clients=100, rounds=200)
-    page = Page(write_report(large))
+    page = Page(write_page(load_run(large)))
     assert all(f"client-{n}" in page.text for n in range(100))
     assert (large / "report.html").stat().st_size < 1_500_000
 
@@ -480,7 +482,7 @@ def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
     run = load_run(path)
     assert run.curve("common", "private").index.tolist() == [3, 6]
     assert {file.stem for file in write_figures(run)} == FIGURES
-    page = Page(write_report(path))
+    page = Page(write_page(load_run(path)))
     assert "round 6, the last so far" in page.text
     assert "std over clients —" in page.text
     found = compare([path])
@@ -489,7 +491,7 @@ def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
 
 
 def test_figures_in_the_page_follow_its_colours(tmp_path: Path) -> None:
-    source = Page(write_report(make(tmp_path / "run"))).source
+    source = Page(write_page(load_run(make(tmp_path / "run")))).source
     assert "stroke: var(--s0)" in source
     assert "fill: var(--ink)" in source
     body = source[source.index("<body>") :]
@@ -789,9 +791,9 @@ def test_a_deployments_page_says_how_many_clients_never_took_part(tmp_path: Path
     text = settings.read_text()
     settings.write_text("clients = 5\n" + re.sub(r"(?m)^clients = .*\n", "", text))
     line = "2 of 5 clients never took part: the run's log says why"
-    assert line in Page(write_report(path)).text
+    assert line in Page(write_page(load_run(path))).text
     (path / "run.json").write_text("{}")
-    assert "never took part" not in Page(write_report(path)).text
+    assert "never took part" not in Page(write_page(load_run(path))).text
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, *range(125, 150), 200])

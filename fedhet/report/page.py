@@ -15,7 +15,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from fedhet.base.disk import write_text
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import figures, style
-from fedhet.report.run import TEST_SETS, Run, load_run, lowest
+from fedhet.report.run import TEST_SETS, Run, lowest
 from fedhet.report.tables import baseline_line, client_cells, legend, recall_cells, remarks
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
@@ -46,11 +46,6 @@ class Live:
     """How many rounds are recorded: when there are more, the page is loaded again."""
     home: bool
     """Whether there is a list of runs to go back to."""
-
-
-def write_report(path: Path | str) -> Path:
-    """Write `report.html` into a run's directory and return its path."""
-    return write_page(load_run(path))
 
 
 def write_page(run: Run) -> Path:
