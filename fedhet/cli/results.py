@@ -134,7 +134,7 @@ def report_command(
     run = report.write(directory)
     show_run(run)
     if paper:
-        _say_where(report.write_run_for_paper(run))
+        _say_where(report.write_figures(run, paper=True))
 
 
 def _say_where(figures: Sequence[Path]) -> None:

@@ -10,7 +10,7 @@ from fedhet.report.comparison_report import (
     write_figures_for_paper,
     write_for_paper,
 )
-from fedhet.report.figures import write_figures, write_run_for_paper
+from fedhet.report.figures import write_figures
 from fedhet.report.page import write_page
 from fedhet.report.run import Run, load_run
 from fedhet.report.sweep import sweep, sweep_table, write_sweep
@@ -19,8 +19,7 @@ from fedhet.report.tables import final_table, metric_table
 __all__ = [
     "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run",
     "metric_table", "paired_table", "sweep", "sweep_table", "write", "write_comparison",
-    "write_figures", "write_figures_for_paper", "write_for_paper", "write_page",
-    "write_run_for_paper", "write_sweep",
+    "write_figures", "write_figures_for_paper", "write_for_paper", "write_page", "write_sweep",
 ]  # fmt: skip
 
 

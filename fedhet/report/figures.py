@@ -34,19 +34,15 @@ NAMED = 30
 """Maximum number of clients that are drawn with their names."""
 
 
-def write_figures(run: Run) -> list[Path]:
-    """Write the run's figures as PNG and SVG into `figures/`; return the PNGs' paths."""
-    folder = Folder(run.path / "figures", run.path)
-    return [drawing.write(folder) for drawing in drawings(run)]
+def write_figures(run: Run, *, paper: bool = False) -> list[Path]:
+    """Write the run's figures as PNG and SVG into `figures/`; return the PNGs' paths.
 
-
-def write_run_for_paper(run: Run) -> list[Path]:
-    """Write the run's figures in a paper's size and fonts into `figures/paper/`; return the paths.
-
-    They are PDFs: as wide as a column with one panel, else as the text of two columns.
+    For a `paper`, PDFs in its size and fonts are written into `figures/paper/` instead: as wide as
+    a column with one panel, else as the text of two columns.
     """
-    folder = Folder(run.path / "figures" / "paper", run.path)
-    return [drawing.write_for_paper(folder) for drawing in drawings(run)]
+    folder = Folder(run.path / "figures" / ("paper" if paper else ""), run.path)
+    write = Drawing.write_for_paper if paper else Drawing.write
+    return [write(drawing, folder) for drawing in drawings(run)]
 
 
 def drawings(run: Run) -> list[Drawing]:
