@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,25 +120,6 @@ def client_cells(run: Run, *, besides: bool = True) -> Cells:
         foot.append(["majority", *blank, *map(score, means)])
     foot.append(["clients", *blank, *(view.counted(*column) for view, column, _ in shown)])
     return Cells({**about, **values}, foot if scores else [], words)
-
-
-def metric_cells(run: Run) -> Cells | None:
-    """Return one row per metric besides accuracy, protocol and kind, over the clients; or None."""
-    rows = [
-        (title, column, view.last(*column), view.tail(*column).mean)
-        for title, view in run.besides
-        for column in view.columns
-    ]
-    if not rows:
-        return None
-    words = {
-        "metric": [Cell(title) for title, _, _, _ in rows],
-        "of": [Cell(" ".join(column)) for _, column, _, _ in rows],
-    }
-    numbers = {
-        name: [_number(getattr(last, name)) for _, _, last, _ in rows] for name in STATISTICS
-    }
-    return Cells({**words, **numbers, "tail": [_number(tail) for *_, tail in rows]}, words=2)
 
 
 def _number(value: float) -> Cell:
@@ -314,27 +295,21 @@ class Blocks:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield as many tables as it takes, each with the columns that are text."""
-        blocks = list(self._blocks(console, options))
-        for number, block in enumerate(blocks):
-            table = self._table(block, options.max_width)
-            if number == 0:
+        words, width = list(range(self.cells.words)), options.max_width
+        blocks = [words[:]]  # the numbers of the columns that fit side by side
+        for number in range(self.cells.words, len(self.cells.columns)):
+            wider = self._table([*blocks[-1], number], width)
+            measured = console.measure(wider, options=options.update(width=10_000)).maximum
+            if blocks[-1] != words and measured > width:
+                blocks.append(words[:])
+            blocks[-1].append(number)
+        for place, block in enumerate(blocks):
+            table = self._table(block, width)
+            if place == 0:
                 table.title = Text(self.title)
             yield table
         if self.caption:
             yield Text(self.caption, style="table.caption")
-
-    def _blocks(self, console: Console, options: ConsoleOptions) -> Iterator[list[int]]:
-        """Yield the numbers of the columns that fit side by side."""
-        words, columns = list(range(self.cells.words)), len(self.cells.columns)
-        block = words[:]
-        for number in range(self.cells.words, columns):
-            wider = self._table([*block, number], options.max_width)
-            width = console.measure(wider, options=options.update(width=10_000)).maximum
-            if block != words and width > options.max_width:
-                yield block
-                block = words[:]
-            block = [*block, number]
-        yield block
 
     def _table(self, columns: Sequence[int], width: int) -> Table:
         """Build a table of the given columns; text columns may wrap, numbers are right-aligned.
@@ -410,6 +385,18 @@ def final_table(run: Run) -> Blocks:
 
 
 def metric_table(run: Run) -> Blocks | None:
-    """Return the metrics besides accuracy for the terminal; None if none were measured."""
-    cells = metric_cells(run)
-    return None if cells is None else Blocks(cells, "metrics besides accuracy, over the clients")
+    """Return the metrics besides accuracy over the clients for the terminal; None without any."""
+    rows = [
+        (title, column, view.last(*column), view.tail(*column).mean)
+        for title, view in run.besides
+        for column in view.columns
+    ]
+    if not rows:
+        return None
+    columns = {
+        "metric": [Cell(title) for title, _, _, _ in rows],
+        "of": [Cell(" ".join(column)) for _, column, _, _ in rows],
+        **{name: [_number(getattr(last, name)) for _, _, last, _ in rows] for name in STATISTICS},
+        "tail": [_number(tail) for *_, tail in rows],
+    }
+    return Blocks(Cells(columns, words=2), "metrics besides accuracy, over the clients")
