@@ -274,7 +274,7 @@ def write_overview(found: Sequence[Results], path: Path) -> None:
 
 def overview(found: Sequence[Results]) -> Cells:
     """Return a row for each table: how many runs are finished, and how many claims hold."""
-    counts = [Counter(each.outcome for each in results.comparisons) for results in found]
+    counts = [Counter[str](each.outcome for each in results.comparisons) for results in found]
     taus = [
         [results.agreement(c.name) for c in results.plan.table.columns_in(results.plan.size)]
         for results in found

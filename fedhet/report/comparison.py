@@ -517,14 +517,14 @@ def pair_groups(
         baseline = max(baselines, key=lambda each: len(ours & set(each.settings.items())))
         if baseline is group and (theirs == column or not group.score(column).n):
             continue
-        found = [Difference(), Difference()]
+        last = tail = Difference()
         if group.dataset == baseline.dataset:
-            found = [
+            last, tail = (
                 Difference.of(group.by_seed(column, of), baseline.by_seed(theirs, of))
                 for of in (Run.last, Run.tail)
-            ]
-        p = p_value([*found[0].per_seed.values()], test)
-        pairs.append(Pair(group, baseline, column, theirs, *found, p))
+            )
+        p = p_value([*last.per_seed.values()], test)
+        pairs.append(Pair(group, baseline, column, theirs, last, tail, p))
     corrected = holm([pair.p for pair in pairs])
     return tuple(replace(pair, p=p) for pair, p in zip(pairs, corrected, strict=True))
 

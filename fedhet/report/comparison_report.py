@@ -372,13 +372,12 @@ def drawings(comparison: Comparison) -> list[Drawing]:
     names = _names(comparison)[:SHOWN]
     rows = math.ceil(len(names) / style.legend_columns(names))  # of the legend
     heights = {"finals": max(2.2, 1.3 + 0.32 * len(groups))}
+
+    def alone(draw: Callable[[Axes, Comparison], None]) -> Callable[[Figure], None]:
+        return lambda figure: draw(figure.subplots(), comparison)
+
     return [
-        Drawing(
-            name,
-            lambda figure, draw=draw: draw(figure.subplots(), comparison),
-            alt,
-            height=heights.get(name, style.HEIGHT + 0.18 * (rows - 1)),
-        )
+        Drawing(name, alone(draw), alt, height=heights.get(name, style.HEIGHT + 0.18 * (rows - 1)))
         for name, alt, draw in found
     ]
 
