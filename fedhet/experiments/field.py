@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -135,45 +136,35 @@ class FieldResults:
         found = self.runs
         if found.empty:
             return pd.Series(dtype=float)
-        rows = found["method"] == method
-        for column, name in zip(("architectures", "split"), cell, strict=True):
-            rows &= found[column] == name
-        return found[rows].set_index("seed")[measure].astype(float)
+        place = (found["architectures"] == cell[0]) & (found["split"] == cell[1])
+        rows = found[place & (found["method"] == method)]
+        return rows.set_index("seed")[measure].astype(float)
 
     @property
     def ranked_methods(self) -> list[str]:
         """The methods that compete: all but those that need all data in one place."""
         return [name for name in self.plan.methods if not find_method(name).spec.simulation_only]
 
-    @property
-    def scopes(self) -> dict[str, list[Place]]:
-        """The cells over which methods are ranked: all, and those of each of the architectures."""
-        names = [line.name for line in self.plan.table.architectures]
-        each = {name: [cell for cell in self.plan.cells if cell[0] == name] for name in names}
-        return {EVERYWHERE: self.plan.cells, **each}
-
     @cached_property
     def rankings(self) -> Mapping[tuple[str, str], Ranking]:
-        """The ranks by protocol and scope, of the methods that have run in all its cells."""
-        found = {
-            (protocol, scope): ranked(self._means(protocol, cells), len(self.plan.seeds))
-            for protocol in PROTOCOLS
-            for scope, cells in self.scopes.items()
-        }
-        return {place: ranking for place, ranking in found.items() if ranking is not None}
+        """The ranks by protocol and scope, of the methods that have run in all its cells.
 
-    def _means(self, protocol: str, cells: Sequence[Place]) -> pd.DataFrame:
-        """Return the means over seeds [cells, methods]; only a method with all its seeds counts."""
-        count = len(self.plan.seeds)
-        means = {
-            method: [
-                values.mean() if values.count() == count else NAN
-                for cell in cells
-                for values in [self.by_seed(method, cell, protocol)]
-            ]
-            for method in self.ranked_methods
-        }
-        return pd.DataFrame(means, index=pd.MultiIndex.from_tuples(cells))
+        The scopes are all cells, and those of each of the architectures. A method that lacks a seed
+        in a cell has not run there.
+        """
+        plan, count = self.plan, len(self.plan.seeds)
+        scopes = {EVERYWHERE: plan.cells}
+        for line in plan.table.architectures:
+            scopes[line.name] = [cell for cell in plan.cells if cell[0] == line.name]
+        found = {}
+        for protocol, (scope, cells) in product(PROTOCOLS, scopes.items()):
+            means = pd.DataFrame(index=pd.MultiIndex.from_tuples(cells))
+            for method in self.ranked_methods:
+                each = [self.by_seed(method, cell, protocol) for cell in cells]
+                means[method] = [v.mean() if v.count() == count else NAN for v in each]
+            if ranking := ranked(means, count):
+                found[protocol, scope] = ranking
+        return found
 
 
 def collect(plan: FieldPlan) -> FieldResults:
