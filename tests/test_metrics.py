@@ -454,7 +454,7 @@ def test_a_custom_metric_can_be_negative(signed_metrics, tmp_path):
     found = report.compare([tmp_path / "run"], metric="kappa", protocol="personal")
     assert found.target == math.floor((0.9 * (mean + 1) - 1) * 1000) / 1000 < mean
     assert all(found.to_target(group, "bytes").n for group in found.groups)
-    assert found.said_target == f"{found.target:.4f}"
+    assert found.target_label == f"{found.target:.4f}"
     asked = report.compare([tmp_path / "run"], -0.5, metric="kappa", protocol="personal")
     assert asked.target == -0.5
     assert "kappa, " in (tmp_path / "run" / "report.html").read_text()
