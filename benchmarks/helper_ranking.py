@@ -27,7 +27,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.over_local import federation
-from fedhet.algorithms.choices import RelationKind
+from fedhet.algorithms import RelationKind
 from fedhet.algorithms.uncertainty import certainty, entropy, predictive, relation
 from fedhet.base.seeding import seeded
 from fedhet.client_runtime.node import open_client

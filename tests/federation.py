@@ -22,6 +22,7 @@ from fedhet.methods.registry import find_method
 from fedhet.runs.log import RunLog
 from fedhet.server.reply import SpooledPayload
 from fedhet.settings.run import RunSettings
+from fedhet.settings.schema import kebab
 from fedhet.strategies.base import HetStrategy
 
 SMALL = {
@@ -37,15 +38,38 @@ SMALL = {
 }
 
 
-SHARING = {
-    "fedprox", "fedbn", "fedper", "lg-fedavg", "ds-fl", "cronus", "fedhe", "fd", "fedtgp"
-}  # fmt: skip
-"""Methods whose round is another's, which shows in the ordinary tests what every method must do."""
-
-
 def each(names: Iterable[str]) -> list[object]:
-    """Return methods to test one by one, of which those that share a round are slow tests."""
-    return [pytest.param(n, marks=[pytest.mark.slow] if n in SHARING else []) for n in names]
+    """Return methods to test one by one; a method that shares another's round is a slow test.
+
+    Its server keeps the state and its clients train as in the method that it extends, which shows
+    in the ordinary tests what every method must do.
+    """
+
+    def shares(name: str) -> bool:
+        strategy, client = find_method(name).strategy, find_method(name).client
+        extends = HetStrategy not in strategy.__bases__ and HetClient not in client.__bases__
+        return extends and "state_dict" not in vars(strategy) and "train" not in vars(client)
+
+    return [pytest.param(n, marks=[pytest.mark.slow] if shares(n) else []) for n in names]
+
+
+LONG = ("epochs", "steps", "passes", "warm-up")
+"""The ends of the names of settings that say for how long a method trains by itself."""
+
+
+def fast(method: str, *, models: bool = True) -> dict[str, object]:
+    """Return settings with which a method trains for a short time: few epochs, small own models.
+
+    They follow from its declaration. Without `models`, its own models are those by default.
+    """
+    found, chosen = find_method(method), {}
+    own = {f"{found.table}.{kebab(name)}" for name in found.spec.own_models if models}
+    for name, info in found.settings().items():
+        if name in own:
+            chosen[name] = "mlp3"
+        elif name.endswith(LONG) and isinstance(info.default, int):
+            chosen[name] = min(info.default, 2)
+    return chosen
 
 
 def settings(method: str, **changes: object) -> dict[str, object]:

@@ -7,8 +7,8 @@ import pytest
 from federation import Server, records, run, small
 from interruption import Notices
 
-from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import class_average
+from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import OnDemand, group
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
@@ -275,7 +275,8 @@ def test_a_method_says_which_averages_suit_it(method):
             with pytest.raises(SettingsError, match=f"with {method}") as error:
                 small(method, **{"defence.average": average})
             assert "\n" not in str(error.value)
-    assert spec.defences or method in {"central", "cofed", "cronus", "local"}
+    averages_nothing = spec.simulation_only or not spec.replies.fields
+    assert spec.defences or spec.resists or averages_nothing
 
 
 @pytest.mark.parametrize("method", ["fedavg", "felo", "um-pfssl"])

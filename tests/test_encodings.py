@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedhet._generated import knowledge_pb2 as wire
-from fedhet.algorithms.compression import largest, rounded, scales_of
+from fedhet.algorithms.weights import largest, rounded, scales_of
 from fedhet.base.errors import KnowledgeError
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import Contract, ScalarField, TensorField, WeightsField

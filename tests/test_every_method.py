@@ -6,24 +6,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, records, run, small, without_times
+from federation import Server, client_of, fast, records, run, small, without_times
 from flwr.common import parameters_to_ndarrays
 from rounds import SPACES, clients, inside_of, instruction_of, same, state_of
 
 from fedhet.methods.registry import find_method, method_names
 from fedhet.methods.spec import FIGURES
 
-FAST = {
-    "fedgems": {"fedgems.server-model": "mlp"},
-    "fedtgp": {"fedtgp.server-epochs": 3},
-    "fedtype": {"fedtype.proxy": "mlp3"},
-    "um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2},
-}
-
 
 def quick(method, **changes):
     """Return the settings of a federation of the method that trains in no time."""
-    usual = {"clients": 3, "max_samples": 240, "keep_optimizer": True, **FAST.get(method, {})}
+    usual = {"clients": 3, "max_samples": 240, "keep_optimizer": True, **fast(method)}
     return small(method, **{**usual, **changes})
 
 
@@ -90,7 +83,7 @@ OTHERS_TOO = {"felo", "velo", "fedgems", "heterofl", "um-pfssl"}
 def test_a_label_space_of_its_own(tmp_path, method):
     """Own labels give no gradient to outputs for other classes, which are never predicted."""
     own = {"fedmd.public-epochs": 0} if method == "fedmd" else {}
-    model = "mlp-dropout" if method == "um-pfssl" else "mlp"
+    model = find_method(method).spec.models.get("table", "mlp")
     changes = {"models": model, "max_samples": 0, "keep_optimizer": False, **SPACES, **own}
     server = Server(quick(method, **changes), tmp_path)
     asked = server.ask(1)

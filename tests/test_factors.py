@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import altered, reply_of
 
-from fedhet.algorithms.compression import energy_kept, factors, least_rank
+from fedhet.algorithms.weights import energy_kept, factors, least_rank
 from fedhet.base.errors import KnowledgeError
 from fedhet.server.reply import magnitudes_of
 from fedhet.server.steps import with_whole_changes

@@ -12,7 +12,7 @@ from federation import Server, client_of, small
 from interruption import cut_and_resumed
 from rounds import altered, instruction_of, reply_of, same
 
-from fedhet.algorithms.averaging import RunningAverage
+from fedhet.algorithms.weights import RunningAverage
 from fedhet.base.errors import DivergedError
 from fedhet.data.store import RunData
 from fedhet.learning.devices import CPU

@@ -10,8 +10,7 @@ from federation import Server, client_of, records, run, small
 from rounds import PLAIN, SPACES, altered, instruction_of, learn, opened, replied, reply_of, same
 from torch import nn
 
-from fedhet.algorithms.generators import (
-    Course,
+from fedhet.algorithms.feature_models import (
     Generator,
     diversity_loss,
     ensemble,
@@ -83,9 +82,9 @@ def test_a_step_of_the_generator(monkeypatch, steady_adam):
     slow = copy.deepcopy(model).double()
     weights, biases = heads()
     shares, prior = label_weights(COUNTS), torch.tensor([0.5, 0.0, 0.5])
-    course = Course(steps=1, batch_size=6, lr=0.01, diversity=0.7)
+    course = {"steps": 1, "batch_size": 6, "lr": 0.01, "diversity": 0.7}
     draws = torch.Generator().manual_seed(3)
-    loss = train_generator(model, ensemble(shares, weights, biases), prior, course, draws)
+    loss = train_generator(model, ensemble(shares, weights, biases), prior, draws, **course)
 
     again = torch.Generator().manual_seed(3)
     labels = torch.multinomial(prior, 6, replacement=True, generator=again)
@@ -279,9 +278,9 @@ def test_the_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, wei
     seen = []
     plain = server_half.train_generator
 
-    def watched(model, head, prior, course, draws):
+    def watched(model, head, prior, draws, **course):
         seen.append((head, prior.numpy()))
-        return plain(model, head, prior, course, draws)
+        return plain(model, head, prior, draws, **course)
 
     monkeypatch.setattr(server_half, "train_generator", watched)
     changes = own_settings(**{**PRINTED, "weighting": weighting, "prior": prior})
@@ -364,7 +363,7 @@ def test_a_class_that_nobody_has_is_never_generated(tmp_path):
 
 
 def test_a_generator_that_diverges_is_not_kept(tmp_path, monkeypatch):
-    def diverged(model, *args):
+    def diverged(model, *args, **course):
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
         return float("nan")

@@ -21,7 +21,7 @@ from rounds import (
 )
 from torch import nn
 
-from fedhet.algorithms.heads import train_head
+from fedhet.algorithms.feature_models import train_head
 from fedhet.runs.measures import Measured
 from fedhet.server.reply import Reply
 from fedhet.strategies import fedgh as server_half

@@ -8,8 +8,8 @@ import torch
 from federation import Server, client_of, records, run, small
 from rounds import PLAIN, instruction_of, learn, reply_of, state_of
 
-from fedhet.algorithms.averaging import changed
 from fedhet.algorithms.distillation import Adapting, View, mutual_losses
+from fedhet.algorithms.weights import changed
 from fedhet.base.errors import SettingsError
 from fedhet.clients.fedkd import Mentor
 from fedhet.inference.client import open_client
@@ -312,7 +312,7 @@ def test_all_kinds_are_judged(tmp_path):
     server = Server(fedkd(models=["mlp", "cnn2", "cnn3"]), tmp_path)
     asked, _ = server.play(1)
     client = client_of(asked[1][0])
-    for shown in (server.strategy._update, server.strategy._instruction):
+    for shown in (server.strategy._update, server.strategy.instruction):
         judged = client.eval_models(shown)
         assert list(judged) == ["private", "proxy", "global"]
         assert isinstance(judged["private"], Mentor)

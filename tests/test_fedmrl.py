@@ -10,7 +10,7 @@ from federation import Server, client_of, run, small
 from rounds import PLAIN, instruction_of, learn, opened, reply_of, same, state_of
 from safetensors.numpy import load_file
 
-from fedhet.algorithms.heads import Projector, matryoshka_losses
+from fedhet.algorithms.feature_models import Projector, matryoshka_losses
 from fedhet.base.errors import SettingsError
 from fedhet.clients.fedmrl import Fusion
 from fedhet.inference.client import open_client

@@ -21,7 +21,7 @@ from rounds import (
 )
 from torch import nn
 
-from fedhet.algorithms.heads import NearestPrototype
+from fedhet.algorithms.feature_models import NearestPrototype
 from fedhet.runs.measures import Measured
 from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rounds import PLAIN, fitted, instruction_of, learn, opened, reply_of, same
 
 from fedhet.algorithms.classwise import Teacher, class_mean_distance
-from fedhet.algorithms.heads import (
+from fedhet.algorithms.feature_models import (
     NearestPrototype,
     TrainablePrototypes,
     adaptive_margin,

@@ -199,9 +199,9 @@ def test_pfedbayes_averages_mean_and_scale(tmp_path):
 def test_pfedme_mixes_by_beta(tmp_path):
     config = fedtype(**{"fedtype.aggregation": "pfedme", "fedtype.moreau-beta": 0.25})
     server = Server(config, tmp_path / "run")
-    before = {k: v.copy() for k, v in server.strategy.proxy.items()}
+    before = {k: v.copy() for k, v in server.strategy.averaged["proxy"].items()}
     mean = mean_of(server, learn(server, 1), "proxy")
-    for name, tensor in server.strategy.proxy.items():
+    for name, tensor in server.strategy.averaged["proxy"].items():
         expected = 0.75 * before[name] + 0.25 * mean[name]
         np.testing.assert_allclose(tensor, expected, rtol=1e-4, atol=1e-5)
 

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, records, run, small
+from federation import Server, client_of, fast, records, run, small
 from interruption import Notices, cut_and_resumed
 from safetensors.torch import load_file
 from torch.nn import functional as F
@@ -34,15 +34,6 @@ from fedhet.settings.engine import ComputeSettings
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="PyTorch without CUDA has no list of its kernels"
 )
-FAST = {
-    "fedgems": {"fedgems.server-model": "mlp"},
-    "fedtype": {"fedtype.proxy": "mlp3"},
-    "um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2},
-    "velo": {"velo.epochs": 1, "velo.least-separation": 0},
-    "fedgkt": {"fedgkt.server-epochs": 1},
-}
-
-
 ORDINARY = {"felo", "fedtype", "fixmatch", "private"}
 
 
@@ -59,7 +50,8 @@ def gpu():
 
 def on_gpu(method, **changes):
     """Return the settings of a small federation on the GPU."""
-    usual = {"clients": 3, "max_samples": 240, **FAST.get(method, {}), **changes}
+    synthetic = {"velo.least-separation": 0} if method == "velo" else {}
+    usual = {"clients": 3, "max_samples": 240, **fast(method), **synthetic, **changes}
     return small(method, device="cuda", **usual)
 
 

@@ -11,7 +11,7 @@ from rounds import PLAIN, SPACES, altered, instruction_of, reply_of, same
 from torch import nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.submodels import SubModel, average_overlaps, cut, fits, query_statistics
+from fedhet.algorithms.weights import SubModel, average_overlaps, cut, fits, query_statistics
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.learning.devices import CPU
 from fedhet.models import base_and_width, build, is_registered, narrow_name, shapes, to_arrays

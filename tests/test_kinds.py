@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from federation import Server, records
+from federation import Server, fast, records
 from torch.nn import functional as F
 
 from fedhet import models
@@ -170,11 +170,6 @@ def test_a_kind_is_stated_whatever_the_shape():
 
 # Every method on texts and on signals.
 
-SMALL = {
-    "um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2},
-    "velo": {"velo.epochs": 1},
-    "fedgkt": {"fedgkt.server-epochs": 1},
-}
 ORDINARY = {("felo", "text"), ("fedtype", "text"), ("felo", "signal")}
 
 
@@ -214,8 +209,7 @@ def every_method():
 @pytest.mark.parametrize(("name", "kind"), list(every_method()))
 def test_every_method_runs(name, kind, tmp_path):
     make(kind, tmp_path)
-    known = {k: v for k, v in SMALL.get(name, {}).items() if k in find_method(name).settings()}
-    config = resolve({"method": name, **settings(kind, tmp_path), **known})
+    config = resolve({"method": name, **settings(kind, tmp_path), **fast(name, models=False)})
     check(config)
     server = Server(config, tmp_path / "run")
     for number in (1, 2):

@@ -14,7 +14,7 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhet.algorithms.closing import Closing, asked, closing, usual, wanted
+from fedhet.algorithms.rounds import Closing, asked, closing, usual, wanted
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.server.calls import Call, CallPool, NamedProxy

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torchvision.transforms import v2
 
-from fedhet.algorithms.schedule import Plateau, rate_factor
+from fedhet.algorithms.rounds import Plateau, rate_factor
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.seeding import torch_generator
 from fedhet.client_runtime.node import read_node

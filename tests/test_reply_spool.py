@@ -11,8 +11,8 @@ from federation import Server, small
 from flwr.common import FitRes, ndarrays_to_parameters, parameters_to_ndarrays
 from torch import nn
 
-from fedhet.algorithms import averaging
-from fedhet.algorithms.averaging import RunningAverage, average_weights
+from fedhet.algorithms import weights as averaging
+from fedhet.algorithms.weights import RunningAverage, average_weights
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.engines.backend import InlineProxy

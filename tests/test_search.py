@@ -11,9 +11,8 @@ from federation import Server, small
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.algorithms.schedule import Candidate, adjusted, best, grid
 from fedhet.base.errors import SettingsError
-from fedhet.clients.cofed import Trials, candidates
+from fedhet.clients.cofed import Candidate, Trials, best, grid
 from fedhet.config.resolve import resolve
 from fedhet.learning.training import Evaluation, Optimization, batches
 from fedhet.wire.knowledge import Knowledge
@@ -47,7 +46,8 @@ PREDICT = Knowledge(scalars={"predict": True})
 
 
 def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
-    found = grid(["adam", "sgd"], [0.002, 0.01], [1.0, 0.99])
+    rates = {"cofed.search-rates": [0.002, 0.01]}
+    found = grid(resolve({"method": "cofed", **rates}).own)
     expected = [
         Candidate(o, r * {"adam": 1, "sgd": 10}[o], d)
         for o, r, d in product(["adam", "sgd"], [0.002, 0.01], [1.0, 0.99])
@@ -59,7 +59,7 @@ def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
 def test_the_default_grid_is_that_of_the_published_script():
     """[0.02 0.04 0.06 0.08 0.1] / (1 + 9 * (s == "adam")), for "adam" and "sgdm"; updates .1, 2."""
     settings = resolve({"method": "cofed"}).own
-    tried = candidates(settings)
+    tried = grid(settings)
     rates = {o: sorted({c.lr for c in tried if c.optimizer == o}) for o in ("adam", "sgd")}
     assert rates["sgd"] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
     assert rates["adam"] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
@@ -79,7 +79,6 @@ def test_the_best_is_the_most_accurate_then_the_least_lossy_then_the_first():
     assert chosen(Evaluation(0.5, 0.3), Evaluation(0.5, 0.2), Evaluation(0.5, 0.4)) == two
     assert chosen(Evaluation(0.5, 0.3), Evaluation(0.5, 0.3), Evaluation(0.5, 0.3)) == one
     assert chosen(Evaluation(0.5, math.nan), Evaluation(0.5, 0.3), Evaluation(0.5, math.inf)) == two
-    assert adjusted(two, [0.1, 2.0]) == [Candidate("adam", 0.2, 1.0), Candidate("adam", 4.0, 1.0)]
 
 
 def plain_training(model, space, x, y, candidate, epochs, size, order):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.algorithms.selective import (
+from fedhet.algorithms.distillation import (
     LEAST_ENTROPY,
     Targets,
     fuse,

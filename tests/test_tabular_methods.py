@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from federation import Server, each, records
+from federation import Server, each, fast, records
 from typer.testing import CliRunner
 
 from fedhet.base.errors import SettingsError
@@ -23,14 +23,12 @@ SETTINGS = {
     "training.local-epochs": 1,
     "engine.backend": "inline",
 }
-SMALL = {"um-pfssl": {"um-pfssl.warm-up": 1, "um-pfssl.passes": 2}, "velo": {"velo.epochs": 1}}
 SCIKIT = ("sk-tree", "sk-svm", "sk-gam", "sk-mlp")
 
 
 @pytest.mark.parametrize("name", each(method_names()))
 def test_every_method_runs_on_a_table(name, tmp_path):
-    known = {k: v for k, v in SMALL.get(name, {}).items() if k in find_method(name).settings()}
-    config = resolve({"method": name, **SETTINGS, **known})
+    config = resolve({"method": name, **SETTINGS, **fast(name, models=False)})
     check(config)
     server = Server(config, tmp_path / "run")
     for number in (1, 2):

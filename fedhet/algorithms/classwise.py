@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.choices import FeatureNorm
+from fedhet.algorithms import FeatureNorm
 from fedhet.algorithms.distillation import kl_divergence
 from fedhet.base.arrays import Array
 from fedhet.base.transfer import HOST, Numbers, all_to_device, to_device
@@ -122,9 +122,7 @@ def average(
     pairs = list(zip(means, weights, strict=True))
     classes, features = class_average([(m.classes, m.features, w) for m, w in pairs])
     _, logits = class_average([(m.classes, m.logits, w) for m, w in pairs])
-    counts = np.zeros(len(classes), np.int64)
-    for part in means:
-        counts[np.searchsorted(classes, part.classes)] += part.counts
+    counts = class_totals(classes, [(m.classes, m.counts) for m in means]).astype(np.int64)
     return ClassMeans(classes, features, logits, counts)
 
 
@@ -191,7 +189,9 @@ class Teacher(nn.Module):
             to_device(all_features, device),
             to_device(log_probabilities, device),
             to_device(known, device),
-            root_mean_square(features) or 1.0,
+            float(np.sqrt(np.mean(np.square(features, dtype=np.float64)))) or 1.0
+            if features.size
+            else 1.0,
         )
 
 
@@ -242,26 +242,8 @@ class Terms:
     norm: FeatureNorm = "none"
 
 
-def root_mean_square(values: Array) -> float:
-    """Return the root mean square of an array's components; 0 if it has none."""
-    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0
-
-
-def at_unit_scale(features: Tensor) -> Tensor:
-    """Return feature vectors [..., D], each divided by the root mean square of its components.
-
-    Only the direction is left: for two results, the mean square difference is 2 - 2 cos of their
-    angle, whatever D is. The gradient passes through the division.
-    """
-    square = features.square().mean(-1, keepdim=True)
-    return features * (square + SMALLEST).rsqrt()
-
-
 def class_feature_loss(
-    features: Tensor,
-    labels: Tensor,
-    teacher: Teacher,
-    norm: FeatureNorm = "none",
+    features: Tensor, labels: Tensor, teacher: Teacher, norm: FeatureNorm = "none"
 ) -> Tensor:
     """Return l_mse of Felo's Eq. 1 per sample, [N]: its features against its class's entry.
 
@@ -277,8 +259,11 @@ def class_feature_loss(
       are compared.
     """
     own, target = features.float(), teacher.targets(labels)
-    if norm == "unit":
-        own, target = at_unit_scale(own), at_unit_scale(target)
+    if norm == "unit":  # only the direction is left; the gradient passes through the division
+        own, target = (
+            vectors * (vectors.square().mean(-1, keepdim=True) + SMALLEST).rsqrt()
+            for vectors in (own, target)
+        )
     elif norm == "rms":
         own, target = own / teacher.scale, target / teacher.scale
     return (own - target).square().mean(1) * teacher.known[labels]
@@ -313,11 +298,7 @@ def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor
 
 
 def felo_loss(
-    features: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    teacher: Teacher | None,
-    terms: Terms,
+    features: Tensor, logits: Tensor, labels: Tensor, teacher: Teacher | None, terms: Terms
 ) -> Tensor:
     """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl), weighed by `terms`.
 

@@ -11,13 +11,16 @@ probabilities are [N, C], sets are bool masks [N, C], labels [N]; all are tensor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fedhet.base.transfer import Numbers, to_device
+
+if TYPE_CHECKING:
+    from fedhet.methods.fedtype import FedTypeSettings
 
 START_TEMPERATURE = 1.3
 TEMPERATURE_STEPS = 10
@@ -41,13 +44,7 @@ class Calibration:
 
 
 def calibrate(
-    logits: Tensor,
-    labels: Tensor,
-    u: Tensor,
-    *,
-    theta: float,
-    raps: Raps,
-    corrected: bool = True,
+    logits: Tensor, labels: Tensor, u: Tensor, *, theta: float, raps: Raps, corrected: bool = True
 ) -> Calibration:
     """Return the conformal model of Eq. 5 from held-out logits [n, C], labels [n], u [n].
 
@@ -85,19 +82,18 @@ def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) 
     not, the (1 - theta) quantile, the higher of two neighbours: that of RAPS' published code, which
     is always finite and differs for small n alone.
     """
-    if corrected and not is_informative(len(scores), theta):
+    position = _position(len(scores), theta, corrected=corrected)
+    if position > len(scores):
         return scores.new_full((), torch.inf)
     # kthvalue would find it too, but is not deterministic on CUDA.
-    return scores.sort().values[_position(len(scores), theta, corrected=corrected) - 1]
-
-
-def is_informative(count: int, theta: float) -> bool:
-    """Return whether this number of held-out samples gives a finite corrected threshold."""
-    return _position(count, theta, corrected=True) <= count
+    return scores.sort().values[position - 1]
 
 
 def _position(count: int, theta: float, *, corrected: bool) -> int:
-    """Return which of `count` scores, from the smallest, from 1, is the quantile."""
+    """Return which of `count` scores, from the smallest, from 1, is the quantile.
+
+    Greater than `count` if so few samples give no finite corrected threshold.
+    """
     # 1e-9: in floating point, these may slightly exceed the integer that they equal.
     if corrected:
         return max(math.ceil((count + 1) * (1 - theta) - 1e-9), 1)
@@ -213,46 +209,28 @@ def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool 
     return -(eta * inside).mean()
 
 
-@dataclass(frozen=True)
-class SetRules:
-    """How the sets of labels are made, and how much each sample counts."""
-
-    kind: Literal["conformal", "topk"] = "conformal"
-    top_k: int = 3
-    """Labels in a set, for topk."""
-    raps: Raps = field(default_factory=Raps)
-    theta: float = 0.1
-    corrected: bool = True
-    """Is the threshold's quantile corrected for few samples (Appendix B)?"""
-    g: str = "g1"
-    """The form of the dynamic penalty (Eq. 7, Section 4.2.4)."""
-    shrinks_both: bool = False
-    """Does the dynamic penalty also apply to the private model's sets (Algorithm 1, Eq. 6)?"""
-    u: float | None = None
-    """RAPS' u of Eq. 6; None is uniform in [0, 1) for each sample."""
-    weighted: bool = True
-    """Is a sample weighted by the consensus (Eq. 8), or by 1?"""
-    averaged: bool = True
-    """Is Eq. 3 the mean over the labels of a set, or, as printed, the sum?"""
-    skips_infinite: bool = True
-    """Is imitation skipped if there are too few held-out samples for a finite threshold?"""
-
-
 class Imitation:
     """The sets of a round's epochs, and the loss that they give the private model."""
 
     def __init__(
-        self, rules: SetRules, labels: Tensor, noise: torch.Generator, accuracy: float | None
+        self,
+        settings: FedTypeSettings,
+        labels: Tensor,
+        noise: torch.Generator,
+        accuracy: float | None,
     ) -> None:
         """Start a round; sets hold some of `labels` [P], columns of the logits, ascending.
 
         `accuracy` is the proxy's on the held-out samples as last measured; None: never.
         """
-        self.rules, self.labels = rules, labels
-        self.accuracy = accuracy
-        self.penalty = rules.raps.penalty
-        """g of Eq. 7, the penalty in the proxy's sets, and in both models' if `shrinks_both`."""
-        self.calibrations: tuple[Calibration, Calibration] | None = None
+        self.settings, self.labels, self.accuracy = settings, labels, accuracy
+        given = settings.k_reg
+        self.raps = Raps(
+            settings.lambda_, free_ranks(len(labels)) if isinstance(given, str) else given
+        )
+        self.penalty = self.raps.penalty
+        """g of Eq. 7, the penalty in the proxy's sets, and in both models' if `shrinks` is both."""
+        self.calibrations: tuple[Calibration, ...] = ()
         """The conformal models of the proxy and of the private model (Eq. 5)."""
         self._of_both: tuple[Tensor, ...] = ()
         """Temperatures, thresholds and penalties: the private model's and the proxy's, [2] each."""
@@ -268,13 +246,23 @@ class Imitation:
 
         Both models' logits [n, C] on the held-out samples, whose classes are `y` [n].
         """
-        self.calibrations = (self._calibration(proxy, y), self._calibration(private, y))
+        own, raps, places = self.settings, self.raps, torch.searchsorted(self.labels, y)
+        for_proxy, for_private = self.calibrations = tuple(
+            calibrate(
+                logits[:, self.labels],
+                places,
+                self._factors(len(y)),
+                theta=own.theta,
+                raps=raps,
+                corrected=own.quantile == "corrected",
+            )
+            for logits in (proxy, private)
+        )
         accuracy = (proxy.argmax(1) == y).float().mean().item()
         change = 0.0 if self.accuracy is None else accuracy - self.accuracy
-        self.penalty = dynamic_penalty(change, self.rules.raps.penalty, self.rules.g)
+        self.penalty = dynamic_penalty(change, raps.penalty, own.g)
         self.accuracy = accuracy
-        for_proxy, for_private = self.calibrations
-        of_private = self.penalty if self.rules.shrinks_both else self.rules.raps.penalty
+        of_private = self.penalty if own.shrinks == "both" else raps.penalty
         penalties = torch.tensor([of_private, self.penalty])
         self._of_both = (
             torch.stack([for_private.temperature, for_proxy.temperature]),
@@ -287,12 +275,13 @@ class Imitation:
 
         Without any, as with a client of two samples, which trains on both, there is no threshold.
         """
-        chosen = self.rules
-        if chosen.kind == "conformal" and not held_out:
+        own = self.settings
+        if own.backward == "topk":
+            return False
+        if not held_out:
             return True
-        may_be_infinite = chosen.kind == "conformal" and chosen.corrected
-        silent = may_be_infinite and chosen.skips_infinite
-        return silent and not is_informative(held_out, chosen.theta)
+        skips = own.quantile == "corrected" and own.infinite == "skip"
+        return skips and _position(held_out, own.theta, corrected=True) > held_out
 
     def loss(self, private: Tensor, proxy: Tensor, views: tuple[Tensor, Tensor]) -> Tensor:
         """Return Eq. 3 for a batch, a scalar; its gradient flows into the logits `private` alone.
@@ -302,18 +291,21 @@ class Imitation:
         """
         own, other = self.sets(*(view.detach().float()[:, self.labels] for view in views))
         eta = consensus(other, own)
-        if not self.rules.weighted:
+        if self.settings.eta == "one":
             eta = torch.ones_like(eta)
-        self._note(eta, other, own)
-        return imitation_loss(private[:, self.labels], other, eta, averaged=self.rules.averaged)
+        self._sums += torch.stack([value.sum().float() for value in (eta, other, own)])
+        self._count += len(eta)
+        return imitation_loss(
+            private[:, self.labels], other, eta, averaged=self.settings.set_loss == "mean"
+        )
 
     def sets(self, private: Tensor, proxy: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sets L of the private model and S of the proxy (Eq. 6), masks [N, P].
 
         Both from logits [N, P] of the labels alone.
         """
-        if self.calibrations is None:
-            return top_sets(private, self.rules.top_k), top_sets(proxy, self.rules.top_k)
+        if not self.calibrations:
+            return top_sets(private, self.settings.top_k), top_sets(proxy, self.settings.top_k)
         count, u = len(proxy), self._factors(len(proxy))
         temperature, tau, penalty = (
             each.repeat_interleave(count).unsqueeze(1) for each in self._of_both
@@ -323,7 +315,7 @@ class Imitation:
             Calibration(temperature, tau),
             u.repeat(2),
             penalty=penalty,
-            k_reg=self.rules.raps.k_reg,
+            k_reg=self.raps.k_reg,
         )
         return sets[:count], sets[count:]
 
@@ -333,28 +325,11 @@ class Imitation:
             return {}
         eta, proxy, private = self._sums.tolist()
         found = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
-        tau = torch.inf if self.calibrations is None else self.calibrations[0].tau.item()
+        tau = self.calibrations[0].tau.item() if self.calibrations else torch.inf
         return found if tau == torch.inf else {**found, "tau": tau}
-
-    def _calibration(self, logits: Tensor, y: Tensor) -> Calibration:
-        chosen, u = self.rules, self._factors(len(y))
-        places = torch.searchsorted(self.labels, y)
-        return calibrate(
-            logits[:, self.labels],
-            places,
-            u,
-            theta=chosen.theta,
-            raps=chosen.raps,
-            corrected=chosen.corrected,
-        )
 
     def _factors(self, count: int) -> Tensor:
         """Return u of Eq. 6, [count]."""
-        if self.rules.u is not None:
-            return torch.full((count,), self.rules.u, device=self.labels.device)
-        return self._factors_drawn.take(count)
-
-    def _note(self, eta: Tensor, proxy: Tensor, private: Tensor) -> None:
-        sums = [eta.sum(), proxy.sum(), private.sum()]
-        self._sums += torch.stack([value.float() for value in sums])
-        self._count += len(eta)
+        if isinstance(given := self.settings.u, str):
+            return self._factors_drawn.take(count)
+        return torch.full((count,), given, device=self.labels.device)

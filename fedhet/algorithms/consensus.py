@@ -100,7 +100,7 @@ def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
     covariance's eigenvalues, memory does not grow with C^2.
     """
     total = weights.sum(1)
-    centred = x - (weighted_sum(x, weights) / total[:, None])[:, None]
+    centred = x - ((weights[:, None] @ x)[:, 0] / total[:, None])[:, None]
     scaled = np.sqrt(weights)[..., None] * centred
     values, vectors = np.linalg.eigh(scaled @ scaled.transpose(0, 2, 1) / total[:, None, None])
     variance, top = values[:, -1], vectors[..., -1]
@@ -108,16 +108,10 @@ def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
     return variance, np.divide(along, weights, out=np.zeros_like(along), where=weights > 0)
 
 
-def weighted_sum(x: Array, weights: Array) -> Array:
-    """Return the sum over K of points x [R, K, C] times weights [R, K]: [R, C]."""
-    summed: Array = (weights[:, None] @ x)[:, 0]
-    return summed
-
-
 def weighted_scores(points: Array, weights: Array) -> Array:
     """Return the mean over clients of points [K, R, C] with weights [K, R] of sum above 0."""
     x = points.astype(np.float64).transpose(1, 0, 2)
-    mean: Array = weighted_sum(x, weights.T) / weights.sum(0)[:, None]
+    mean: Array = (weights.T[:, None] @ x)[:, 0] / weights.sum(0)[:, None]
     return mean.astype(np.float32)
 
 
@@ -155,33 +149,24 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
     `votes`; with integer or equal weights, the order does not affect the result.
     """
     instances = len(votes[0].predictions) if votes else 0
-    total = holding(votes, classes)[:, None]
+    holders = np.zeros(classes)  # TOTAL, the weight by class of the label spaces (line 5)
+    for vote in votes:
+        holders[vote.space] += vote.weight
+    total = holders[:, None]
     joined = np.zeros((classes, instances), bool)
     step = max(1, CELLS // max(classes, 1))
     for start in range(0, instances, step):
-        count = _counts(votes, classes, slice(start, min(start + step, instances)))
+        width = min(step, instances - start)
+        # COUNT [C, block], the weight of those that predict each class (lines 8 to 10); row C is
+        # for abstentions. Each instance has one prediction, so no index appears twice.
+        counts, place = np.zeros((classes + 1) * width), np.arange(width)
+        for vote in votes:
+            predicted = vote.predictions[start : start + width].astype(np.intp)
+            counts[predicted * width + place] += vote.weight
+        count = counts.reshape(classes + 1, width)[:classes]
         share = np.divide(count, total, out=np.zeros_like(count), where=total > 0)
         np.greater(share, threshold, out=joined[:, start : start + step])
     return joined
-
-
-def holding(votes: Sequence[Vote], classes: int) -> Array:
-    """Return TOTAL [C]: the weight of participants by class of their label space (line 5)."""
-    total = np.zeros(classes)
-    for vote in votes:
-        total[vote.space] += vote.weight
-    return total
-
-
-def _counts(votes: Sequence[Vote], classes: int, block: slice) -> Array:
-    """Return COUNT [C, block]: the weight of those that predict each class (lines 8 to 10)."""
-    width = block.stop - block.start
-    count = np.zeros((classes + 1) * width)  # row C is for abstentions
-    place = np.arange(width)
-    for vote in votes:
-        # Each instance has one prediction, so no index appears twice and += adds correctly.
-        count[vote.predictions[block].astype(np.intp) * width + place] += vote.weight
-    return count.reshape(classes + 1, width)[:classes]
 
 
 def undecided(probabilities: Array, margin: float) -> Array:

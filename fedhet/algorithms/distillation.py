@@ -1,20 +1,22 @@
 """Knowledge distillation: losses of a student on what teachers say of the same samples.
 
-Teachers are the server (Hinton et al.), peers (FML, Deep Mutual Learning), a mentor and a mentee of
-one client (FedKD: Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie,
-Communication-efficient federated learning via knowledge distillation, Nature Communications 13,
-2022, Methods), or a model itself on weakly changed samples (FixMatch: Sohn et al. 2020).
-N samples, C classes.
+Teachers are the server (Hinton et al.), peers (FML, Deep Mutual Learning), a mentor and a mentee
+of one client (FedKD: Wu et al., Communication-efficient federated learning via knowledge
+distillation, Nature Communications 13, 2022, Methods), a model itself on weakly changed samples
+(FixMatch: Sohn et al. 2020), or for each public sample the teacher that selective knowledge fusion
+chooses (Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge
+Fusion, Sections 3.3 and 3.4). N samples, C classes, K clients: logits [N, C] and [K, N, C].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedhet.algorithms.choices import DigestLoss, ScoreKind
+from fedhet.algorithms import DigestLoss, ScoreKind
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
@@ -96,44 +98,25 @@ def mutual_losses(
 
     L_t's gradient reaches the mentor alone, L_s's the mentee and W^h.
     """
-    first, second = (task_losses(each.logits, labels, how) for each in (mentor, mentee))
-    first_share, second_share = intensity(first, second, how), intensity(second, first, how)
-    mentor_loss = first.mean() + distillation(mentee, mentor, first_share, how)
-    mentee_loss = second.mean() + distillation(mentor, mentee, second_share, how)
-    return mentor_loss, mentee_loss, first_share.detach().mean()
-
-
-def intensity(own: Tensor, other: Tensor, how: Adapting) -> Tensor:
-    """Return 1 / (L^t_t + L^t_s): of each sample [N], or of the batch, as the task losses are."""
-    found = 1 / (own + other.detach()).clamp(min=LEAST_TASK_LOSS)
-    return found if how.learned else found.detach()
-
-
-def distillation(teacher: View, student: View, share: Tensor, how: Adapting) -> Tensor:
-    """Return L^d + L^h of the student (Eqs. 3 to 5), a scalar; no gradient flows into the teacher.
-
-    `share` is the intensity, of each sample [N] or of the batch.
-    """
-    distances = divergences(teacher.logits, student.logits)
-    distances = distances + how.hidden * hidden_losses(teacher, student)
-    return (share * (distances if how.by_sample else distances.mean())).mean()
-
-
-def task_losses(logits: Tensor, labels: Tensor, how: Adapting) -> Tensor:
-    """Return L^t_t or L^t_s (Eqs. 1 and 2): cross-entropies [N], or their mean, a scalar."""
     reduction = "none" if how.by_sample else "mean"
-    return F.cross_entropy(logits.float(), labels, reduction=reduction)
-
-
-def divergences(teacher: Tensor, student: Tensor) -> Tensor:
-    """Return KL(teacher, student) of each sample [N], of Eqs. 3 and 4; the teacher is fixed."""
-    target, own = teacher.detach().float().log_softmax(1), student.float().log_softmax(1)
-    return F.kl_div(own, target, reduction="none", log_target=True).sum(1)
-
-
-def hidden_losses(fixed: View, own: View) -> Tensor:
-    """Return MSE(H^t, W^h H^s) of each sample [N] (Eq. 5), with a gradient into `own` alone."""
-    return (own.features.float() - fixed.features.detach().float()).square().mean(1)
+    first, second = (  # L^t_t and L^t_s (Eqs. 1 and 2)
+        F.cross_entropy(view.logits.float(), labels, reduction=reduction)
+        for view in (mentor, mentee)
+    )
+    losses, intensities = [], []
+    pairs = (mentor, mentee, first, second), (mentee, mentor, second, first)
+    for own, other, task, other_task in pairs:
+        intensity = 1 / (task + other_task.detach()).clamp(min=LEAST_TASK_LOSS)
+        intensity = intensity if how.learned else intensity.detach()
+        intensities.append(intensity)
+        # L^d, the divergence from the other (Eqs. 3 and 4), and L^h of the features (Eq. 5).
+        target = other.logits.detach().float().log_softmax(1)
+        log_p = own.logits.float().log_softmax(1)
+        apart = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)
+        gap = own.features.float() - other.features.detach().float()
+        apart = apart + how.hidden * gap.square().mean(1)
+        losses.append(task.mean() + (intensity * (apart if how.by_sample else apart.mean())).mean())
+    return losses[0], losses[1], intensities[0].detach().mean()
 
 
 def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -150,3 +133,103 @@ def unlabelled_loss(logits: Tensor, labels: Tensor, confident: Tensor) -> Tensor
     """
     each = F.cross_entropy(logits.float(), labels, reduction="none")
     return (each * confident).sum() / len(labels)
+
+
+LEAST_ENTROPY = 1e-6
+"""Lower bound of an entropy: 1/H of Eq. 4 is unbounded otherwise."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Teacher logits [N, C], and a mask of the samples that have them, bool [N]."""
+
+    logits: Tensor
+    known: Tensor
+
+    @classmethod
+    def none(cls, samples: int, classes: int, device: torch.device) -> Targets:
+        """Return targets with no known samples."""
+        known = torch.zeros(samples, dtype=torch.bool, device=device)
+        return cls(torch.zeros(samples, classes, device=device), known)
+
+    def keep(self, rows: Tensor, logits: Tensor, where: Tensor) -> None:
+        """Store logits [B, C] for those of the samples `rows` [B] where `where` [B] is true."""
+        self.logits[rows] = torch.where(where.unsqueeze(1), logits, self.logits[rows])
+        self.known[rows] |= where
+
+    def copy(self) -> Targets:
+        """Return a copy that `keep` changes alone."""
+        return Targets(self.logits.clone(), self.known.clone())
+
+
+def reliability(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the weights alpha of Eq. 4, [K, N]: each client's share in each sample's target.
+
+    Softmax of 1/H over the clients that predict the sample correctly, 0 for the others; all 0 if no
+    client does. In float64 and log space, with H at least LEAST_ENTROPY.
+    """
+    exact = logits.double()
+    log_p = exact.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)  # H(p), Eq. 3
+    confidence = entropy.clamp_min(LEAST_ENTROPY).reciprocal()
+    reliable = exact.argmax(-1) == labels
+    confidence = confidence.masked_fill(~reliable, -torch.inf)
+    alpha = (confidence - confidence.logsumexp(0)).exp()
+    return alpha.masked_fill(~reliable, 0.0).to(logits.dtype)
+
+
+def fuse(logits: Tensor, labels: Tensor) -> Targets:
+    """Return the targets of Eq. 5 from K clients' logits: sum_j alpha_j l_j.
+
+    Samples that no client predicts correctly have no target.
+    """
+    alpha = reliability(logits, labels)
+    return Targets((alpha.unsqueeze(-1) * logits).sum(0), alpha.sum(0) > 0)
+
+
+def fuse_all(logits: Tensor) -> Targets:
+    """Return the targets from K clients' logits without selection, as in FedGEM: their mean."""
+    mean = (logits / len(logits)).sum(0)  # divided first, as the sum of finite logits may overflow
+    return Targets(mean, torch.ones(logits.shape[1], dtype=torch.bool))
+
+
+def split(
+    right: Tensor, pooled: Tensor, *, self_training: bool = True, self_distillation: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the masks of S1, S2 and S3 of Section 3.3, each bool [N]; every sample is in one.
+
+    S1: predicted correctly (`right`, bool [N]). S2: wrong, but in the pool of global logits
+    (`pooled`, bool [N]). S3: wrong, and not in the pool. Without self-training or self-distillation
+    (Table 5) S1 or S2 is empty, and its samples go the way of the others (lines 8 and 10).
+    """
+    first = right if self_training else torch.zeros_like(right)
+    second = ~first & pooled if self_distillation else torch.zeros_like(right)
+    return first, second, ~first & ~second
+
+
+def targets_of(parts: tuple[Tensor, Tensor, Tensor], recalled: Targets, fused: Targets) -> Targets:
+    """Return the targets of samples in S1 (none), S2 (`recalled`, Eq. 2) and S3 (`fused`, Eq. 5).
+
+    A sample without a target of its part's has none.
+    """
+    _, second, third = parts
+    logits = torch.where(second.unsqueeze(1), recalled.logits, fused.logits)
+    return Targets(logits, (second & recalled.known) | (third & fused.known))
+
+
+def taught_loss(
+    logits: Tensor, labels: Tensor, teacher: Tensor, taught: Tensor, epsilon: float
+) -> Tensor:
+    """Return the mean over samples of Eq. 1, 2, 5 and 6, a scalar.
+
+    epsilon CE + (1 - epsilon) KL(teacher || own) for the samples in `taught`, bool [N], with
+    teacher logits `teacher` [N, C] (Eq. 2, 5, 6); CE for the others (Eq. 1). No gradient flows into
+    the teacher.
+    """
+    own = logits.float().log_softmax(1)
+    # Finite logits can still give a log of -inf, whose share of the divergence is 0.
+    target = teacher.detach().float().log_softmax(1).clamp_min(torch.finfo(torch.float32).min)
+    classified = F.nll_loss(own, labels, reduction="none")
+    distilled = F.kl_div(own, target, reduction="none", log_target=True).sum(1)
+    mixed = epsilon * classified + (1 - epsilon) * distilled
+    return torch.where(taught, mixed, classified).mean()

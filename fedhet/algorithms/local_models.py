@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedhet.algorithms.choices import LEAST_SCALE
+from fedhet.algorithms import LEAST_SCALE
+from fedhet.base.arrays import Array
 from fedhet.base.transfer import joined, separated
 
 Weights = Mapping[str, Tensor]
 
 START_SCALE = 0.01
 """Standard deviation of every weight of a new variational proxy."""
+
+
+def equal_scales(model: nn.Module, scale: float) -> dict[str, Array]:
+    """Return standard deviations of all trained weights that are equal to `scale`."""
+    trained = model.named_parameters()
+    return {name: np.full(tuple(p.shape), scale, np.float32) for name, p in trained}
 
 
 class LocalModel:
@@ -121,15 +129,22 @@ class VariationalModel(LocalModel):
         """Return the logits for one draw of the weights."""
         named = dict(self.model.named_parameters())
         means = list(named.values())
-        drawn = [self._drawn(*pair) for pair in zip(joined(means), self._scales(), strict=True)]
+        drawn = []
+        for mean, scale in zip(joined(means), self._scales(), strict=True):
+            noise = torch.randn(mean.shape, generator=self._draws, device=mean.device)
+            drawn.append(mean + self.noise * scale * noise)
         weights = dict(zip(named, separated(drawn, means), strict=True))
         logits: Tensor = functional_call(self.model, weights, (x,))
         return logits
 
     def regulariser(self) -> Tensor:
         """Return zeta KL(q || q_g), summed over the weights."""
-        means, anchors, scales = self._in_order()
-        return self.zeta * kl_of(joined(means), self._scales(), joined(anchors), joined(scales))
+        named = dict(self.model.named_parameters())
+        anchors, scales = (
+            [each[name] for name in named] for each in (self.anchor, self.anchor_scale)
+        )
+        means = joined(list(named.values()))
+        return self.zeta * kl_of(means, self._scales(), joined(anchors), joined(scales))
 
     def scale(self) -> dict[str, Tensor]:
         """Return the standard deviation of every weight."""
@@ -137,21 +152,9 @@ class VariationalModel(LocalModel):
         found = separated([each.detach() for each in scales_of(raw)], raw)
         return dict(zip(self.raw, found, strict=True))
 
-    def _drawn(self, mean: Tensor, scale: Tensor) -> Tensor:
-        noise = torch.randn(mean.shape, generator=self._draws, device=mean.device)
-        return mean + self.noise * scale * noise
-
     def _scales(self) -> list[Tensor]:
         """Return the standard deviations in the model's order, as `joined` returns them."""
         return scales_of([self.raw[name] for name, _ in self.model.named_parameters()])
-
-    def _in_order(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the means, and what they are drawn to: means and standard deviations."""
-        named = dict(self.model.named_parameters())
-        anchors, scales = (
-            [each[name] for name in named] for each in (self.anchor, self.anchor_scale)
-        )
-        return list(named.values()), anchors, scales
 
 
 class LocalizedModel(VariationalModel):

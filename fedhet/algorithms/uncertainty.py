@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.choices import Divergence, RelationKind
+from fedhet.algorithms import Divergence, RelationKind
 from fedhet.base.arrays import Array
 from fedhet.learning.devices import CPU, Compute
 from fedhet.learning.training import evaluating
@@ -55,11 +55,7 @@ def dropping(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def predictive(
-    model: nn.Module,
-    x: Tensor,
-    passes: int,
-    compute: Compute = CPU,
-    rows: int | None = None,
+    model: nn.Module, x: Tensor, passes: int, compute: Compute = CPU, rows: int | None = None
 ) -> Tensor:
     """Return the mean prediction over T = `passes` dropout masks on x [N, ...]: Eq. 9, [N, C].
 
@@ -81,16 +77,15 @@ def predictive(
 
 def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Split `model` into the layers before its first dropout layer, and the rest."""
-    layers = _layers(model)
+
+    def layers_of(module: nn.Module) -> list[nn.Module]:  # that run in sequence
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            return [layer for part in module for layer in layers_of(part)]
+        return [module]
+
+    layers = layers_of(model)
     first = next((i for i, layer in enumerate(layers) if has_dropout(layer)), 0)
     return nn.Sequential(*layers[:first]), nn.Sequential(*layers[first:])
-
-
-def _layers(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that run in sequence; any module but a Sequential stays whole."""
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        return [layer for part in module for layer in _layers(part)]
-    return [module]
 
 
 def entropy(predictions: Tensor) -> Tensor:
@@ -229,11 +224,7 @@ class Plan:
 
 def ranked(helpers: Iterable[Helper]) -> list[Helper]:
     """Return the helpers by rank, the least related first."""
-    return sorted(helpers, key=_rank)
-
-
-def _rank(helper: Helper) -> tuple[float, int]:
-    return helper.relation, helper.number
+    return sorted(helpers, key=lambda helper: (helper.relation, helper.number))
 
 
 def replaceable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
@@ -261,7 +252,7 @@ def replaced(
         if candidate.number in known or not places:
             continue
         known.add(candidate.number)
-        least = min(places, key=_rank)
+        least = ranked(places)[0]
         if candidate.relation > least.relation:
             places[places.index(least)] = candidate
     return ranked([*staying, *places])

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
-from fedhet.algorithms.schedule import Plateau, rate_factor
+from fedhet.algorithms.rounds import Plateau, rate_factor
 from fedhet.base.arrays import group, grouped
 from fedhet.base.errors import DropOutError, StateError
 from fedhet.base.seeding import numpy_rng, torch_generator

@@ -1,7 +1,8 @@
 """The client half of every method: a Flower NumPyClient that calls the hooks a method implements.
 
 `fit` shows the order of a round: read and check the server's instruction, restore the client's
-state, `train`, encode the reply, save the state, evaluate.
+state, `train`, encode the reply, save the state, evaluate. A method's paper is cited by its server
+half.
 """
 
 from __future__ import annotations
@@ -97,15 +98,15 @@ class HetClient(NumPyClient):
         """Do what has to be done once, before any round; a client to be used has no samples."""
 
     def setup(self) -> dict[str, nn.Module]:
-        """Return the client's models, by kind, as they are before the first round."""
+        """Return the client's models, by kind, as they are before the first round.
+
+        By default the private model, with the width of features that a setting `feature_dim` gives.
+        """
         if not self.config.method.spec.any_model:
-            return {"private": self.build_model()}
-        info = self.info
-        return {
-            "private": build_any(
-                info.model, info.shape, info.classes, kind=info.kind, seed=self.run.seed
-            )
-        }
+            return {"private": self.build_model(getattr(self.settings, "feature_dim", None))}
+        info, seed = self.info, self.run.seed
+        model = build_any(info.model, info.shape, info.classes, kind=info.kind, seed=seed)
+        return {"private": model}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train as the server's instruction says; return the reply."""
@@ -165,11 +166,14 @@ class HetClient(NumPyClient):
         model = self.models["private"]
         return model if isinstance(model, Refitted) else self.samples.within_space(model)
 
-    def build_model(self, feature_dim: int | None = None) -> HetModel:
-        """Return a new network of the client's architecture; all start with equal weights."""
-        info, seed = self.info, self.run.seed
+    def build_model(self, feature_dim: int | None = None, *, name: str = "") -> HetModel:
+        """Return a new network for the client's samples; all start with equal weights.
+
+        It is of the architecture `name`, by default of the client's.
+        """
+        info, seed, chosen = self.info, self.run.seed, name or self.info.model
         return build(
-            info.model, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
+            chosen, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
         )
 
     def public_set(self, *, labelled: bool) -> Split:

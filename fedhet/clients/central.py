@@ -12,7 +12,7 @@ from fedhet.clients.local import LocalClient
 from fedhet.data.partition import stacked
 from fedhet.data.spec import Split
 from fedhet.methods.central import CentralSettings, model_in, sizes_in, trainer
-from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
 
@@ -26,8 +26,23 @@ class CentralClient(LocalClient):
         """Let the trainer read all clients' training samples, or the public ones."""
         self.tested = self.samples
         """The client's own samples, in whose label space it evaluates."""
-        if self.info.name == trainer(self.run):
-            self._read_all()
+        if self.info.name != trainer(self.run):
+            return
+        compute, data = self.compute, self.node.data
+
+        def placed(split: Split) -> Split:
+            return Split(compute.held(split.x), split.y.to(compute.device))
+
+        own, unlabelled = map(placed, data.pooled_parts())
+        space = sorted({c for k in data.spec.seen for c in data.label_space(k)})
+        self.samples = replace(self.samples, own=own, unlabelled=unlabelled)
+        if self.settings.uses_public():  # refused if it holds any client's samples
+            public = placed(self.public_set(labelled=True))
+            alone, space = self.settings.trains_on == "public", list(range(self.info.classes))
+            own = public if alone else stacked([own, public])
+            unlabelled = unlabelled.take(torch.arange(0)) if alone else unlabelled
+        self.unlabelled, self.space = unlabelled, torch.tensor(space, device=compute.device)
+        self.samples = replace(self.samples, own=own, unlabelled=unlabelled, space=self.space)
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the trainer's model; the other clients have none."""
@@ -51,22 +66,4 @@ class CentralClient(LocalClient):
         return {"global": self.tested.within_space(model)}
 
     def _new_model(self) -> HetModel:
-        name, info = model_in(self.run, self.settings), self.info
-        return build(name, info.shape, info.classes, kind=info.kind, seed=self.run.seed)
-
-    def _read_all(self) -> None:
-        """Replace the samples to train on, and the label space."""
-        data = self.node.data
-        own, unlabelled = (self._placed(part) for part in data.pooled_parts())
-        space = sorted({c for k in data.spec.seen for c in data.label_space(k)})
-        self.samples = replace(self.samples, own=own, unlabelled=unlabelled)
-        if self.settings.uses_public():  # refused if it holds any client's samples
-            public = self._placed(self.public_set(labelled=True))
-            alone, space = self.settings.trains_on == "public", list(range(self.info.classes))
-            own = public if alone else stacked([own, public])
-            unlabelled = unlabelled.take(torch.arange(0)) if alone else unlabelled
-        self.unlabelled, self.space = unlabelled, torch.tensor(space, device=self.compute.device)
-        self.samples = replace(self.samples, own=own, unlabelled=unlabelled, space=self.space)
-
-    def _placed(self, split: Split) -> Split:
-        return Split(self.compute.held(split.x), split.y.to(self.compute.device))
+        return self.build_model(name=model_in(self.run, self.settings))

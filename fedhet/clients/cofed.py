@@ -1,14 +1,11 @@
-"""CoFED, client half: local training, predictions on the public set, update training.
-
-Xingjian Cao, Zonghang Li, Gang Sun, Hongfang Yu and Mohsen Guizani, Cross-Silo Heterogeneous Model
-Federated Multitask Learning.
-"""
+"""CoFED, client half: local training, predictions on the public set, update training."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.algorithms.consensus import undecided
-from fedhet.algorithms.schedule import Candidate, adjusted, best, grid
-from fedhet.base.arrays import Array
 from fedhet.base.seeding import numpy_rng, seeded
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split, concatenated, stratified
@@ -114,7 +109,9 @@ class CofedClient(HetClient):
 
     def _train_locally(self, round: int) -> None:
         """Train on the client's own data, and measure the baseline of relative accuracy."""
-        if self._searches:
+        a_network = not isinstance(self.private, Refitted)
+        searches = self.settings.search == "grid" and a_network
+        if searches and len(self.y) >= LEAST_TO_SEARCH:
             found = Trials(self, round).local()
             self.state.facts |= {
                 FOUND_OPTIMIZER: found.optimizer,
@@ -139,29 +136,19 @@ class CofedClient(HetClient):
 
     def _predictions(self) -> Knowledge:
         """Return the class of every public instance, or C where the model is undecided."""
-        classes, margin = self.info.classes, self.settings.margin
-        logits = logits_of(self.private, self.public, self.compute)
+        classes, margin, model = self.info.classes, self.settings.margin, self.private
+        logits = logits_of(model, self.public, self.compute)
         predictions = logits.argmax(1).cpu().numpy()
         if margin:
-            predictions[undecided(self._probabilities(logits), margin)] = classes
+            likely = logits.softmax(1)
+            if isinstance(model, Refitted):
+                likely = model.probabilities(self.compute.images(self.public))
+            predictions[undecided(likely.cpu().numpy(), margin)] = classes
         space = self.space.cpu().numpy().astype(smallest_uint(classes))
         answers = classes + (margin > 0)
         return Knowledge(
             {"predictions": predictions.astype(smallest_uint(answers)), "space": space}
         )
-
-    @property
-    def _searches(self) -> bool:
-        """Return whether there is something to search for, and enough data to hold some out."""
-        a_network = not isinstance(self.private, Refitted)
-        return self.settings.search == "grid" and a_network and len(self.y) >= LEAST_TO_SEARCH
-
-    def _probabilities(self, logits: Tensor) -> Array:
-        """Return the class probabilities [N, C] of the public instances, which have `logits`."""
-        model = self.private
-        if isinstance(model, Refitted):
-            return model.probabilities(self.compute.images(self.public)).cpu().numpy()
-        return logits.softmax(1).cpu().numpy()
 
 
 class Trials:
@@ -185,8 +172,7 @@ class Trials:
 
     def local(self) -> Candidate:
         """Return the best configuration of the grid for local training."""
-        tried = candidates(self.settings)
-        return best(tried, lambda each: self._score(self._trained(each)))
+        return best(grid(self.settings), lambda each: self._score(self._trained(each)))
 
     def update(self) -> float:
         """Return the best factor for the learning rate found, for update training.
@@ -198,7 +184,7 @@ class Trials:
             str(facts[FOUND_OPTIMIZER]), float(facts[FOUND_RATE]), float(facts[FOUND_DECAY])
         )
         before, factors = self._trained(found), self.settings.search_updates
-        tried = adjusted(found, factors)
+        tried = [replace(found, lr=found.lr * factor) for factor in factors]
         chosen = best(tried, lambda each: self._score(self._updated(deepcopy(before), each)))
         return factors[tried.index(chosen)]
 
@@ -247,6 +233,36 @@ class Trials:
         return evaluate(model, self.held.x, self.held.y, self.client.compute)
 
 
-def candidates(settings: CofedSettings) -> list[Candidate]:
-    """Return the training configurations that a search tries."""
-    return grid(settings.search_optimizers, settings.search_rates, settings.search_decays)
+@dataclass(frozen=True)
+class Candidate:
+    """A training configuration: `decay` is the factor on the rate after each epoch."""
+
+    optimizer: str
+    lr: float
+    decay: float
+
+
+def grid(settings: CofedSettings) -> list[Candidate]:
+    """Return every combination that a search tries (Section 5.2).
+
+    The rates that sgd tries are ten times as high, as in the authors' published script.
+    """
+    return [
+        Candidate(optimizer, rate * (10.0 if optimizer == "sgd" else 1.0), decay)
+        for optimizer in settings.search_optimizers
+        for rate in settings.search_rates
+        for decay in settings.search_decays
+    ]
+
+
+def best(candidates: Iterable[Candidate], score_of: Callable[[Candidate], Evaluation]) -> Candidate:
+    """Return the candidate of the highest accuracy; of equals, the one of the lowest loss.
+
+    If they are equal in both, it is the first. A loss that is not finite is the highest.
+    """
+
+    def rank(candidate: Candidate) -> tuple[float, float]:
+        score = score_of(candidate)
+        return score.accuracy, -score.loss if math.isfinite(score.loss) else -math.inf
+
+    return max(candidates, key=rank)

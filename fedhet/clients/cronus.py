@@ -1,8 +1,4 @@
-"""Cronus, client half: trains on its own data and the public soft labels as on one data set.
-
-Hongyan Chang, Virat Shejwalkar, Reza Shokri and Amir Houmansadr, Cronus: Robust and Heterogeneous
-Collaborative Learning with Black-Box Knowledge Transfer, arXiv:1912.11279.
-"""
+"""Cronus, client half: trains on its own data and the public soft labels as on one data set."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""FD, client half: Algorithm 1, "Local training phase".
-
-Eunjeong Jeong, Seungeun Oh, Hyesung Kim, Jihong Park, Mehdi Bennis and Seong-Lyun Kim,
-Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
-Non-IID Private Data, NeurIPS 2018 workshop on Machine Learning on the Phone, arXiv:1811.11479.
-"""
+"""FD, client half: Algorithm 1, "Local training phase"."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FedAvg, client half: Algorithm 1, "ClientUpdate", for all methods that average weights.
-
-Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson and Blaise Agüera y Arcas,
-Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
-"""
+"""FedAvg, client half: Algorithm 1, "ClientUpdate", for all methods that average weights."""
 
 from __future__ import annotations
 
@@ -22,10 +18,6 @@ class FedAvgClient(HetClient):
     """Starts each round from the averages, trains on its own data, and sends the result."""
 
     settings: FedAvgSettings
-
-    def setup(self) -> dict[str, nn.Module]:
-        """Build the private model, with the feature width of the settings if they have one."""
-        return {"private": self.build_model(self.settings.width)}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the model after training and, if averages were received, the model with them."""

@@ -1,8 +1,4 @@
-"""FedGEMS, client half: Algorithm 1, "ClientTrain" and "ClientSelect".
-
-Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
-Server Models via Selective Knowledge Fusion.
-"""
+"""FedGEMS, client half: Algorithm 1, "ClientTrain" and "ClientSelect"."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.algorithms.selective import taught_loss
+from fedhet.algorithms.distillation import taught_loss
 from fedhet.base.arrays import Array
 from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
@@ -52,7 +48,11 @@ class FedGemsClient(HetClient):
             self._distil(model, optimizing, round)
         generator = self.generator(round, "batches")
         self.train_own(CrossEntropy(model), self.private, optimizing, generator)
-        return Knowledge({"logits": self._answer(model, knowledge)})
+        rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
+        if not len(rows):
+            return Knowledge({"logits": np.zeros((0, self.info.classes), np.float32)})
+        logits = logits_of(model, self.public.x[rows], self.compute)
+        return Knowledge({"logits": logits.cpu().numpy()})
 
     def _take_in(self, knowledge: Knowledge) -> None:
         """Store the server's logits [N, C]: all of them, or those that have changed."""
@@ -86,14 +86,6 @@ class FedGemsClient(HetClient):
         self.train_epochs(
             public.x, numbers, loss_of, optimizing, generator, epochs=epochs, augment=False
         )
-
-    def _answer(self, model: HetModel, knowledge: Knowledge) -> Array:
-        """Return the logits [Q, C] on the samples that the server asked for."""
-        rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
-        if not len(rows):
-            return np.zeros((0, self.info.classes), np.float32)
-        logits = logits_of(model, self.public.x[rows], self.compute)
-        return logits.cpu().numpy()
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
         """Return the public samples whose bit is set in a field; all if the field is absent."""

@@ -1,8 +1,4 @@
-"""FedGen, client half: LG-FedAvg's, with a head that learns from generated features too.
-
-Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge Distillation for Heterogeneous
-Federated Learning, ICML 2021, Algorithm 1.
-"""
+"""FedGen, client half: LG-FedAvg's, with a head that learns from generated features too."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.algorithms.generators import Generator
+from fedhet.algorithms.feature_models import Generator
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.base.arrays import Array
 from fedhet.base.errors import ModelError

@@ -1,8 +1,4 @@
-"""FedGH, client half: local training from the global head, and class means of the features.
-
-Liping Yi, Gang Wang, Xiaoguang Liu, Zhuan Shi and Han Yu, FedGH: Heterogeneous Federated Learning
-with Generalized Global Header, ACM Multimedia 2023, arXiv:2303.13137.
-"""
+"""FedGH, client half: local training from the global head, and class means of the features."""
 
 from __future__ import annotations
 

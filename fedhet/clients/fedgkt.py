@@ -1,8 +1,4 @@
-"""FedGKT, client half: trains an edge model, and sends features, logits and labels.
-
-Chaoyang He, Murali Annavaram and Salman Avestimehr, Group Knowledge Transfer: Federated Learning of
-Large CNNs at the Edge, NeurIPS 2020, Algorithm 1, "ClientTrain".
-"""
+"""FedGKT, client half: trains an edge model, sends features, logits and labels ("ClientTrain")."""
 
 from __future__ import annotations
 
@@ -27,10 +23,6 @@ class FedGktClient(HetClient):
     """Learns from its labels and the server's logits of its own training samples."""
 
     settings: FedGktSettings
-
-    def setup(self) -> dict[str, nn.Module]:
-        """Build the edge model with the feature width of the settings."""
-        return {"private": self.build_model(self.settings.feature_dim)}
 
     def sizes(self) -> Sizes:
         """Return the axes C, D and N, the client's training samples, and the server model."""
@@ -72,14 +64,10 @@ class FedGktClient(HetClient):
         generator = self.generator(round, "batches")
         self.train_epochs(self.x, rows, loss_of, optimizing, generator, augment=False)
         features = logits_of(self.network.extractor, self.x, self.compute)
-        logits = _finite(logits_of(self.private, self.x, self.compute))
+        logits = logits_of(self.private, self.x, self.compute)  # -inf outside the label space
+        outside = logits.isinf()
+        lowest = logits.masked_fill(outside, torch.inf).amin(1, keepdim=True)
+        logits = torch.where(outside, lowest - OUTSIDE, logits)
         labels = self.y.cpu().numpy().astype(smallest_uint(self.info.classes))
         sent = {"features": features.cpu().numpy(), "logits": logits.cpu().numpy()}
         return Knowledge({**sent, "labels": labels})
-
-
-def _finite(logits: Tensor) -> Tensor:
-    """Return logits [N, C] with a finite number where those of a label space have -inf."""
-    outside = logits.isinf()
-    lowest = logits.masked_fill(outside, torch.inf).amin(1, keepdim=True)
-    return torch.where(outside, lowest - OUTSIDE, logits)

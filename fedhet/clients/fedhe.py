@@ -1,8 +1,4 @@
-"""FedHe, client half: cross-entropy, and a distance to the server's logits of the sample's class.
-
-Yun Hin Chan and Edith C. H. Ngai, FedHe: Heterogeneous Models and Communication-Efficient Federated
-Learning, MSN 2021, arXiv:2110.09910.
-"""
+"""FedHe, client half: cross-entropy, and a distance to the server's logits of a sample's class."""
 
 from __future__ import annotations
 

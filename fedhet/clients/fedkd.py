@@ -1,8 +1,4 @@
-"""FedKD, client half: a mentor of the client's own and the mentee, which teach each other.
-
-Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie, Communication-efficient federated
-learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1.
-"""
+"""FedKD, client half: a mentor of the client's own and the mentee, which teach each other."""
 
 from __future__ import annotations
 
@@ -12,9 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.averaging import changed
-from fedhet.algorithms.compression import energy_kept, factors
 from fedhet.algorithms.distillation import Adapting, View, mutual_losses
+from fedhet.algorithms.weights import changed, energy_kept, factors
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded
@@ -22,7 +17,7 @@ from fedhet.base.transfer import all_to_device
 from fedhet.client_runtime.local_training import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedkd import FedKdSettings
-from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.models.het import on_host
 from fedhet.wire.factors import packed, unpacked
 from fedhet.wire.identity import SERVER
@@ -109,8 +104,7 @@ class FedKdClient(HetClient):
         return Knowledge(grouped("update", sent), {**means.read(), "sent_up": sizes[0] / sizes[1]})
 
     def _new_mentee(self) -> HetModel:
-        info, seed = self.info, self.run.seed
-        return build(self.settings.mentee, info.shape, info.classes, kind=info.kind, seed=seed)
+        return self.build_model(name=self.settings.mentee)
 
     def _received(self, knowledge: Knowledge) -> dict[str, Array]:
         """Return the server's mentee: as it came, or the last one with the change that came.

@@ -1,8 +1,6 @@
 """FedMD, client half: transfer learning, then "Digest", "Revisit" and "Communicate" each round.
 
-Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Distillation, NeurIPS
-2019 Workshop on Federated Learning, Algorithm 1. Which of Flower's rounds has which step:
-fedhet/strategies/fedmd.py.
+Which of Flower's rounds has which step: fedhet/strategies/fedmd.py.
 """
 
 from __future__ import annotations
@@ -65,13 +63,27 @@ class FedMdClient(HetClient):
             x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs
             loss_of, generator = CrossEntropy(self.network), self.generator(round, "labels")
             self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
-        self.learn(round, self._consensus(knowledge), optimizing)
-        return self._answer(knowledge)
+        exchanged, consensus = self.settings.exchanged, None
+        if exchanged in knowledge.tensors:  # otherwise no client has replied yet
+            scores = torch.tensor(knowledge.tensors[exchanged], device=self.compute.device)
+            consensus = Consensus(self._public_images(knowledge, "rows"), scores)
+        self.learn(round, consensus, optimizing)
+        logits = logits_of(self.network, self._public_images(knowledge, "asked"), self.compute)
+        scores = logits.softmax(1) if exchanged == "probabilities" else logits
+        return Knowledge({exchanged: scores.cpu().numpy()})
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
         """Digest the consensus, if there is one, and revisit the client's own data."""
         if consensus is not None:
-            self._digest(round, consensus, optimizing)
+            self.train_epochs(
+                consensus.x,
+                consensus.numbers(),
+                lambda x, rows: self.consensus_loss(consensus, x, rows),
+                optimizing,
+                self.generator(round, "public"),
+                epochs=self.settings.digest_epochs,
+                augment=False,
+            )
         self._revisit(round, optimizing)
 
     def consensus_loss(self, consensus: Consensus, x: Tensor, rows: Tensor) -> Tensor:
@@ -79,36 +91,10 @@ class FedMdClient(HetClient):
         logits, target = self.network(x), consensus.scores[rows]
         return digest_losses(self.settings.loss, logits, target, self.settings.exchanged).mean()
 
-    def _consensus(self, knowledge: Knowledge) -> Consensus | None:
-        """Return the consensus of an instruction; None: no client has replied yet."""
-        if self.settings.exchanged not in knowledge.tensors:
-            return None
-        scores = torch.tensor(
-            knowledge.tensors[self.settings.exchanged], device=self.compute.device
-        )
-        return Consensus(self._public_images(knowledge, "rows"), scores)
-
-    def _digest(self, round: int, consensus: Consensus, optimizing: Optimization) -> None:
-        self.train_epochs(
-            consensus.x,
-            consensus.numbers(),
-            lambda x, rows: self.consensus_loss(consensus, x, rows),
-            optimizing,
-            self.generator(round, "public"),
-            epochs=self.settings.digest_epochs,
-            augment=False,
-        )
-
     def _revisit(self, round: int, optimizing: Optimization) -> None:
         """Train for the local epochs on the client's own data, within its label space."""
         loss_of, generator = CrossEntropy(self.private), self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, generator)
-
-    def _answer(self, knowledge: Knowledge) -> Knowledge:
-        """Return the scores [Q, C] on the samples asked for, over all classes."""
-        logits = logits_of(self.network, self._public_images(knowledge, "asked"), self.compute)
-        scores = logits.softmax(1) if self.settings.exchanged == "probabilities" else logits
-        return Knowledge({self.settings.exchanged: scores.cpu().numpy()})
 
     def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:
         """Return the public samples that a field numbers."""

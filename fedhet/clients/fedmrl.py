@@ -1,8 +1,4 @@
-"""FedMRL, client half: one model of a shared and an own network, whose features are fused.
-
-Liping Yi, Han Yu, Chao Ren, Gang Wang, Xiaoguang Liu and Xiaoxiao Li, Federated Model Heterogeneous
-Matryoshka Representation Learning, NeurIPS 2024, Algorithm 1.
-"""
+"""FedMRL, client half: one model of a shared and an own network, whose features are fused."""
 
 from __future__ import annotations
 
@@ -11,13 +7,13 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.heads import Projector, matryoshka_losses
+from fedhet.algorithms.feature_models import Projector, matryoshka_losses
 from fedhet.base.arrays import grouped
 from fedhet.base.seeding import seeded
 from fedhet.client_runtime.local_training import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedmrl import FedMrlSettings
-from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -54,15 +50,7 @@ class FedMrlClient(HetClient):
         if own.feature_dim < least:
             own = self.build_model(least)
         with seeded(self.run.seed, "projector"):
-            info, width = self.info, self.settings.shared_dim
-            shared = build(
-                self.settings.shared,
-                info.shape,
-                info.classes,
-                kind=info.kind,
-                seed=self.run.seed,
-                feature_dim=width,
-            )
+            shared = self.build_model(least, name=self.settings.shared)
             fusion = Fusion(shared, own)
         return {"private": HetModel(fusion, own.classifier, own.feature_dim)}
 

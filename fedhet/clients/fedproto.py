@@ -1,8 +1,4 @@
-"""FedProto, client half: Algorithm 1, "LocalUpdate".
-
-Yue Tan, Guodong Long, Lu Liu, Tianyi Zhou, Qinghua Lu, Jing Jiang and Chengqi Zhang, FedProto:
-Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
-"""
+"""FedProto, client half: Algorithm 1, "LocalUpdate"."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.choices import PrototypeDistance
+from fedhet.algorithms import PrototypeDistance
 from fedhet.algorithms.classwise import (
     ClassMeans,
     ClassSums,
@@ -18,7 +14,7 @@ from fedhet.algorithms.classwise import (
     class_feature_loss,
     class_mean_distance,
 )
-from fedhet.algorithms.heads import NearestPrototype
+from fedhet.algorithms.feature_models import NearestPrototype
 from fedhet.clients.base import HetClient
 from fedhet.learning.devices import evaluation_batch
 from fedhet.learning.training import evaluating
@@ -32,10 +28,6 @@ class FedProtoClient(HetClient):
 
     settings: PrototypeSettings
 
-    def setup(self) -> dict[str, nn.Module]:
-        """Build the private model with the feature width of the settings."""
-        return {"private": self.build_model(self.settings.feature_dim)}
-
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the private model and, if prototypes were received, its features with these."""
         models: dict[str, nn.Module] = {"private": self.private}
@@ -47,7 +39,7 @@ class FedProtoClient(HetClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs; return the prototypes (Eq. 3) of the model after training."""
         teacher = self.read_prototypes(knowledge)
-        self._learn(round, None if teacher is None else Pull(teacher, *self.settings.pull))
+        self._learn(round, teacher)
         means = self._means()
         parts = {"classes": means.classes, "features": means.features, "counts": means.counts}
         return Knowledge(parts)
@@ -60,10 +52,13 @@ class FedProtoClient(HetClient):
         device = self.compute.device
         return Teacher.of(parts["classes"], parts["features"], None, self.info.classes, device)
 
-    def _learn(self, round: int, pull: Pull | None) -> None:
+    def _learn(self, round: int, teacher: Teacher | None) -> None:
         """Train on cross-entropy plus, if there are prototypes, the pull towards them (Eq. 7)."""
         model = self.network.train()
-        objective = PrototypeObjective(model, self.own_classes, pull)
+        pull: tuple[float, PrototypeDistance] = (0.0, "mse")
+        if teacher is not None:
+            pull = self.settings.pull
+        objective = PrototypeObjective(model, self.own_classes, teacher, *pull)
         optimizing = self.optimization(model.parameters())
         self.train_own(objective, self.private, optimizing, self.generator(round, "batches"))
 
@@ -81,31 +76,29 @@ class FedProtoClient(HetClient):
         return self.promise.class_means(sums, model)
 
 
-class Pull(nn.Module):
-    """Lambda times the distance of a batch's features to the prototypes of their classes."""
-
-    def __init__(self, teacher: Teacher, weight: float, distance: PrototypeDistance) -> None:
-        """`weight` is lambda; `distance` is as in FedTGP's settings, and `mse` in FedProto."""
-        super().__init__()
-        self.teacher, self.weight, self.distance = teacher, weight, distance
-
-    def forward(self, features: Tensor, y: Tensor) -> Tensor:
-        """Return the term for samples with features [N, D] and labels y [N], a scalar."""
-        if self.distance == "euclidean":
-            return self.weight * class_mean_distance(features, y, self.teacher)
-        return self.weight * class_feature_loss(features, y, self.teacher).mean()
-
-
 class PrototypeObjective(nn.Module):
     """Cross-entropy plus the pull towards the prototypes (Eq. 7; Eq. 11 of FedTGP)."""
 
-    def __init__(self, model: HetModel, own_classes: nn.Module, pull: Pull | None) -> None:
+    def __init__(
+        self,
+        model: HetModel,
+        own_classes: nn.Module,
+        teacher: Teacher | None,
+        weight: float,
+        distance: PrototypeDistance,
+    ) -> None:
+        """`weight` is lambda; `distance` is as in FedTGP's settings, and `mse` in FedProto."""
         super().__init__()
-        self.model, self.own_classes, self.pull = model, own_classes, pull
+        self.model, self.own_classes, self.teacher = model, own_classes, teacher
+        self.weight, self.distance = weight, distance
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss; cross-entropy alone if the server has sent no prototypes."""
         features, logits = self.model.features_and_logits(x)
         own, target = self.own_classes(logits, y)
         loss = F.cross_entropy(own.float(), target)
-        return loss if self.pull is None else loss + self.pull(features, y)
+        if self.teacher is None:
+            return loss
+        if self.distance == "euclidean":
+            return loss + self.weight * class_mean_distance(features, y, self.teacher)
+        return loss + self.weight * class_feature_loss(features, y, self.teacher).mean()

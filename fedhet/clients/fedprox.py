@@ -1,8 +1,4 @@
-"""FedProx, client half: Algorithm 2, line 6.
-
-Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
-Federated Optimization in Heterogeneous Networks, MLSys 2020.
-"""
+"""FedProx, client half: Algorithm 2, line 6."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""FedTGP, client half: FedProto's, without the numbers of samples (Algorithm 1, lines 5 to 7).
-
-Jianqing Zhang, Yang Liu, Yang Hua and Jian Cao, FedTGP: Trainable Global Prototypes with
-Adaptive-Margin-Enhanced Contrastive Learning for Data and Model Heterogeneity in Federated
-Learning, AAAI 2024, arXiv:2401.03230.
-"""
+"""FedTGP, client half: FedProto's, without the numbers of samples (Algorithm 1, lines 5 to 7)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""FedType, client half: Algorithm 1, uncertainty-based asymmetrical reciprocity learning.
-
-Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
-Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
-2024.
-"""
+"""FedType, client half: Algorithm 1, uncertainty-based asymmetrical reciprocity learning."""
 
 from __future__ import annotations
 
@@ -13,14 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.conformal import Imitation, Raps, SetRules, free_ranks
+from fedhet.algorithms.conformal import Imitation
 from fedhet.algorithms.distillation import distillation_loss
-from fedhet.algorithms.local_models import (
-    LocalModel,
-    MoreauModel,
-    ProximalModel,
-    VariationalModel,
-)
+from fedhet.algorithms.local_models import LocalModel, MoreauModel, ProximalModel, VariationalModel
 from fedhet.base.arrays import grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import derive, numpy_rng
@@ -29,7 +19,7 @@ from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split
 from fedhet.learning.training import Optimization, evaluating, statistics_kept
 from fedhet.methods.fedtype import FedTypeSettings
-from fedhet.models import HetModel, build, load_weights, on_host
+from fedhet.models import HetModel, load_weights, on_host
 from fedhet.wire.knowledge import Knowledge
 
 LEAST_CALIBRATED = 32
@@ -94,13 +84,7 @@ class FedTypeClient(HetClient):
         return None if found is None else float(found)
 
     def _new_proxy(self) -> HetModel:
-        return build(
-            self.settings.proxy,
-            self.info.shape,
-            self.info.classes,
-            kind=self.info.kind,
-            seed=self.run.seed,
-        )
+        return self.build_model(name=self.settings.proxy)
 
     def _proxy(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the proxy, with the training that its kind of aggregation needs.
@@ -132,7 +116,11 @@ class Reciprocity:
         self.client, self.settings, self.proxy = client, client.settings, proxy
         self.private = client.network.train()
         self.proxy.model.train()
-        self.teacher = proxy if self.settings.teacher == "proxy" else _frozen(proxy)
+        self.teacher = (
+            proxy
+            if self.settings.teacher == "proxy"
+            else LocalModel(copy.deepcopy(proxy.model).requires_grad_(False), proxy.anchor)
+        )
         """The model that the private one imitates."""
         self.optimizing: Optimization = client.optimization(
             self.private.parameters(), proxy.parameters()
@@ -143,19 +131,16 @@ class Reciprocity:
         if self.settings.labels == "all":
             labels = torch.arange(len(client.space), device=labels.device)
         self.imitation = Imitation(
-            set_rules(self.settings, len(labels)),
-            labels,
-            client.generator(round, "u"),
-            client.accuracy,
+            self.settings, labels, client.generator(round, "u"), client.accuracy
         )
 
     def run_epoch(self, epoch: int) -> None:
         """Calibrate both models on D', then train both on the epoch's data."""
         if self.settings.backward == "conformal" and not self.is_silent:
             self.calibrate()
-        rows = self.rows(epoch)
         x, y = self.client.x, self.client.y
-        if rows is not None:
+        if self.settings.epoch_data == "part":
+            rows = self.parts.tensor_split(self.client.training.local_epochs)[epoch]
             x, y = rows_of(x, rows), rows_of(y, rows)
         if len(y) < 2:
             return
@@ -168,12 +153,6 @@ class Reciprocity:
                 epochs=1,
                 stepped=stepped,
             )
-
-    def rows(self, epoch: int) -> Tensor | None:
-        """Return the rows of the epoch's part of the data; None means all data."""
-        if self.settings.epoch_data == "full":
-            return None
-        return self.parts.tensor_split(self.client.training.local_epochs)[epoch]
 
     @property
     def is_silent(self) -> bool:
@@ -225,8 +204,7 @@ class Reciprocity:
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the joint objective of a batch (Eq. 2)."""
         private = self.within(self.private(x))
-        for _ in range(self.extra_steps()):
-            self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x)), y))
+        self.step_proxy_before(private, x, y)
         proxy = self.within(self.proxy.logits(x))
         teacher = proxy if self.teacher is self.proxy else self.taught(x)
         own = self.supervised(private, y) + self.backward_loss(x, private, teacher)
@@ -241,8 +219,7 @@ class Reciprocity:
         """Return the proxy's part of Eq. 2 of a batch; the private model is frozen."""
         with torch.no_grad(), statistics_kept(self.private):
             private = self.within(self.private(x))
-        for _ in range(self.extra_steps()):
-            self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x)), y))
+        self.step_proxy_before(private, x, y)
         return self.forward_loss(private, self.within(self.proxy.logits(x)), y)
 
     @torch.no_grad()
@@ -255,9 +232,11 @@ class Reciprocity:
         """Return the cross-entropy of logits [N, C] with the classes y [N]."""
         return F.cross_entropy(logits.float(), torch.searchsorted(self.client.space, y))
 
-    def extra_steps(self) -> int:
-        """Return the number of proxy steps before the joint step (pFedMe's K - 1)."""
-        return self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauModel) else 0
+    def step_proxy_before(self, private: Tensor, x: Tensor, y: Tensor) -> None:
+        """Take the proxy's steps before the joint step (pFedMe's K - 1)."""
+        count = self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauModel) else 0
+        for _ in range(count):
+            self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x)), y))
 
     def forward_loss(self, private: Tensor, proxy: Tensor, y: Tensor) -> Tensor:
         """Return the proxy's loss: Eq. 1, or the authors' code's, and its aggregation's term."""
@@ -273,27 +252,3 @@ class Reciprocity:
         if self.settings.backward == "none" or self.is_silent:
             return private.new_zeros(())
         return self.imitation.loss(private, teacher, self.views(x, (private, teacher)))
-
-
-def _frozen(proxy: LocalModel) -> LocalModel:
-    """Return a copy of the proxy as it is: in the round, it stays the server's."""
-    return LocalModel(copy.deepcopy(proxy.model).requires_grad_(False), proxy.anchor)
-
-
-def set_rules(settings: FedTypeSettings, labels: int) -> SetRules:
-    """Return how sets are made of this number of labels."""
-    own = settings
-    k_reg = free_ranks(labels) if isinstance(own.k_reg, str) else own.k_reg
-    return SetRules(
-        kind="topk" if own.backward == "topk" else "conformal",
-        top_k=own.top_k,
-        raps=Raps(own.lambda_, k_reg),
-        theta=own.theta,
-        corrected=own.quantile == "corrected",
-        g=own.g,
-        shrinks_both=own.shrinks == "both",
-        u=None if isinstance(own.u, str) else own.u,
-        weighted=own.eta == "consensus",
-        averaged=own.set_loss == "mean",
-        skips_infinite=own.infinite == "skip",
-    )

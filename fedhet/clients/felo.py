@@ -1,8 +1,4 @@
-"""Felo, client half: Algorithm 1, "Client processes".
-
-Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
-Learning, Computer Networks.
-"""
+"""Felo, client half: Algorithm 1, "Client processes"."""
 
 from __future__ import annotations
 
@@ -21,16 +17,12 @@ class FeloClient(HetClient):
 
     settings: FeloSettings
 
-    def setup(self) -> dict[str, nn.Module]:
-        """Build the private model with the feature width of the settings."""
-        return {"private": self._new_model()}
-
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the private model and, if received, the average of the client's architecture."""
         models: dict[str, nn.Module] = {"private": self.private}
         if weights := knowledge.group("weights"):
-            average = self.compute.place(load_weights(self._new_model(), weights))
-            models["global"] = self.samples.within_space(average)
+            average = load_weights(self.build_model(self.settings.feature_dim), weights)
+            models["global"] = self.samples.within_space(self.compute.place(average))
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
@@ -73,9 +65,6 @@ class FeloClient(HetClient):
             self.info.classes,
             self.compute.device,
         )
-
-    def _new_model(self) -> HetModel:
-        return self.build_model(self.settings.feature_dim)
 
 
 class FeloObjective(nn.Module):

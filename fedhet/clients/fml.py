@@ -1,8 +1,4 @@
-"""FML, client half: the local update, in which two models learn from each other.
-
-Tao Shen, Jie Zhang, Xinkang Jia, Fengda Zhang, Gang Huang, Pan Zhou, Kun Kuang, Fei Wu and Chao Wu,
-Federated Mutual Learning, arXiv:2006.16765.
-"""
+"""FML, client half: the local update, in which two models learn from each other."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from fedhet.algorithms.distillation import mutual_loss
 from fedhet.base.arrays import grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.fml import FmlSettings
-from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -36,35 +32,29 @@ class FmlClient(HetClient):
         """Start from the averaged meme, train both models, and return the meme."""
         meme = self.models["proxy"]
         load_weights(meme, knowledge.group("weights"))
-        private, shares = self.network.train(), (self.settings.alpha, self.settings.beta)
-        objective = MutualObjective(private, meme.train(), self.own_classes, shares)
+        private = self.network.train()
+        objective = MutualObjective(private, meme.train(), self.own_classes, self.settings)
         optimizing = self.optimization(private.parameters(), meme.parameters())
         self.train_own(objective, self.private, optimizing, self.generator(round, "batches"))
         return Knowledge(grouped("weights", to_arrays(meme)))
 
     def _new_meme(self) -> HetModel:
-        info, seed = self.info, self.run.seed
-        return build(self.settings.meme, info.shape, info.classes, kind=info.kind, seed=seed)
+        return self.build_model(name=self.settings.meme)
 
 
 class MutualObjective(nn.Module):
     """The losses of both models, each with the other as its teacher."""
 
     def __init__(
-        self,
-        private: nn.Module,
-        meme: nn.Module,
-        own_classes: nn.Module,
-        shares: tuple[float, float],
+        self, private: nn.Module, meme: nn.Module, own_classes: nn.Module, settings: FmlSettings
     ) -> None:
-        """`shares`: of the cross-entropy in the private model's loss (alpha), the meme's (beta)."""
         super().__init__()
         self.private, self.meme, self.own_classes = private, meme, own_classes
-        self.alpha, self.beta = shares
+        self.settings = settings
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the sum of both losses."""
         own, target = self.own_classes(self.private(x), y)
         shared, _ = self.own_classes(self.meme(x), y)
-        mutual = mutual_loss(own, shared, target, self.alpha)
-        return mutual + mutual_loss(shared, own, target, self.beta)
+        mutual = mutual_loss(own, shared, target, self.settings.alpha)
+        return mutual + mutual_loss(shared, own, target, self.settings.beta)

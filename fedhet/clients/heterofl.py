@@ -1,7 +1,4 @@
-"""HeteroFL, client half: local training of a sub-model.
-
-Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
-Learning for Heterogeneous Clients, ICLR 2021: Algorithm 1, "ClientUpdate", and Section 3.
+"""HeteroFL, client half: local training of a sub-model (Algorithm 1; Section 3).
 
 Static batch norm: the batch norms of a model are given their statistics after training, from the
 client's own training data, and these never travel. The paper queries all clients for those of the
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.algorithms.local_models import LocalModel
-from fedhet.algorithms.submodels import masked, query_statistics, scaling
+from fedhet.algorithms.weights import query_statistics, scaling
 from fedhet.base.arrays import Array
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.learning.training import OwnClasses, statistics_kept
@@ -86,5 +83,8 @@ class MaskedClasses(OwnClasses):
     """All classes, of which the logits of absent ones are masked in a loss."""
 
     def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return masked logits [N, C], and y [N] as it is; the space is that of absent classes."""
-        return masked(logits, self.space), y
+        """Return logits [N, C], 0 for the absent classes, which are the space; and y [N] as it is.
+
+        Their outputs get no gradient; in the sum over classes each stands as exp(0).
+        """
+        return logits.masked_fill(self.space, 0.0), y

@@ -1,10 +1,9 @@
 """pFedBayes, client half: Algorithm 1, "ClientUpdate".
 
-Xu Zhang, Yinchuan Li, Wenpeng Li, Kaiyang Guo and Yunfeng Shao, Personalized Federated Learning via
-Variational Bayesian Inference, ICML 2022. zeta and the initial scale are those of the paper's
-experiments; Adam and the number of personal steps follow a public implementation that reports the
-paper's accuracy (github.com/AllenBeau/pFedBayes), which is not the authors' own. Unlike there, an
-epoch passes over all batches, and Adam starts anew in each round (ours).
+zeta and the initial scale are those of the paper's experiments; Adam and the number of personal
+steps follow a public implementation that reports the paper's accuracy
+(github.com/AllenBeau/pFedBayes), which is not the authors' own. Unlike there, an epoch passes over
+all batches, and Adam starts anew in each round (ours).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""pFedMe, client half: Algorithm 1, lines 3 to 9.
-
-Canh T. Dinh, Nguyen H. Tran and Tuan Dung Nguyen, Personalized Federated Learning with Moreau
-Envelopes, NeurIPS 2020.
-"""
+"""pFedMe, client half: Algorithm 1, lines 3 to 9."""
 
 from __future__ import annotations
 

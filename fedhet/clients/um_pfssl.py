@@ -1,8 +1,4 @@
-"""UM-pFSSL, client half: Algorithm 1, lines 5 to 12 and 14 to 24, on one client's data.
-
-Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
-Semi-Supervised Learning.
-"""
+"""UM-pFSSL, client half: Algorithm 1, lines 5 to 12 and 14 to 24, on one client's data."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.uncertainty import (
     CANDIDATE,
     FILL,
@@ -34,6 +29,7 @@ from fedhet.algorithms.uncertainty import (
     semi_supervised_loss,
 )
 from fedhet.algorithms.uncertainty import to_arrays as list_to_arrays
+from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import seeded
@@ -58,7 +54,7 @@ class UmPfsslClient(HetClient):
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""
-        if self._is_cold:
+        if self.settings.warm_up and not self._own_version:
             self._warm_up(round)
         own = int(knowledge.scalars["own"])
         helpers = self._helpers(own)
@@ -79,10 +75,6 @@ class UmPfsslClient(HetClient):
         return Knowledge(tensors, figures)
 
     # The client's own model.
-
-    @property
-    def _is_cold(self) -> bool:
-        return self.settings.warm_up > 0 and self._own_version == 0
 
     @property
     def _own_version(self) -> int:
@@ -189,14 +181,10 @@ class UmPfsslClient(HetClient):
         model = self._spare(weights)
         sure = certainty(entropy(self._predict(model, helper)), self.info.classes)
         share = len(self.y) / (len(self.y) + len(self.unlabelled))
-        found = relation(sure, self._accuracy(model), share, self.settings.relation)
+        labelled = len(self.y) > 0
+        accuracy = evaluate(model, self.x, self.y, self.compute).accuracy if labelled else 0.0
+        found = relation(sure, accuracy, share, self.settings.relation)
         return Helper(helper.number, helper.version, found)
-
-    def _accuracy(self, model: HetModel) -> float:
-        """Return a model's accuracy on the labelled part; 0 if there is none."""
-        if not len(self.y):
-            return 0.0
-        return evaluate(model, self.x, self.y, self.compute).accuracy
 
     def _predict(self, model: HetModel, helper: Helper) -> Tensor:
         """Return a helper's predictions for the unlabelled part (Eq. 9), [N, C].

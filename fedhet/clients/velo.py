@@ -1,8 +1,4 @@
-"""Velo, client half: "Client processes" of Algorithm 2, the same as Felo's.
-
-Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
-Learning, Computer Networks.
-"""
+"""Velo, client half: "Client processes" of Algorithm 2, the same as Felo's."""
 
 from __future__ import annotations
 

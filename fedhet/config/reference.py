@@ -76,14 +76,19 @@ def reference(root: Path) -> dict[Path, str]:
         **{docs / "methods" / f"{method.name}.md": _method(method) for method in methods},
     }
     settings = f"{HEAD}\n{_settings(RunSettings.fields())}{FOOT}"
+    papers = {docs / "methods" / f"{method.name}.md": method.spec.paper for method in methods}
     return {docs / "reference.md": settings} | {
-        path: with_part(path, part) for path, part in parts.items()
+        path: with_part(path, part, papers.get(path, "")) for path, part in parts.items()
     }
 
 
-def with_part(path: Path, part: str) -> str:
-    """Return the text of a page, which may be new, with its generated part."""
-    page = path.read_text(encoding="utf-8") if path.exists() else f"# {path.stem}\n\n{BEGIN}{END}\n"
+def with_part(path: Path, part: str, paper: str = "") -> str:
+    """Return the text of a page with its generated part; a method's new page cites `paper`."""
+    page = f"# {path.stem}\n\n{BEGIN}{END}\n"
+    if path.exists():
+        page = path.read_text(encoding="utf-8")
+    elif paper:
+        page = f"# {path.stem}\n\n{paper}.\n\n{BEGIN}{END}\n\n## What holds\n\nNot measured yet.\n"
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{part}\n{END}{rest.partition(END)[2]}"
 

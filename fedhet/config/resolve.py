@@ -14,8 +14,8 @@ from typing import Any
 import tomli_w
 
 from fedhet import models
-from fedhet.algorithms.closing import closing, honest_majority, wanted
 from fedhet.algorithms.robust import withstood
+from fedhet.algorithms.rounds import closing, honest_majority, wanted
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.config.sources import Given, from_flower, validated

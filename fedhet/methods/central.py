@@ -1,7 +1,5 @@
 """Centralised training: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -52,8 +50,6 @@ def trainer(run: RunSettings) -> str:
     return client_name(first, run.clients)
 
 
-INSTRUCTIONS = Contract((WeightsField("weights", "the model, to be evaluated", required=False),))
-REPLIES = Contract((WeightsField("weights", "the model after training"),))
 SPEC = MethodSpec(
     title="one model on all clients' data, in a simulation: the upper bound of every table",
     paper="no paper",
@@ -61,7 +57,7 @@ SPEC = MethodSpec(
     settings=CentralSettings,
     kinds=("global",),
     simulation_only=True,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract((WeightsField("weights", "the model, to be evaluated", required=False),)),
+    replies=Contract((WeightsField("weights", "the model after training"),)),
     privacy=Protection(refused="all clients' data is in one place"),
 )

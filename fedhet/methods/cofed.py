@@ -1,7 +1,5 @@
 """CoFED: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -87,33 +85,6 @@ class CofedSettings(MethodSettings):
         return self.iterations + 1
 
 
-INSTRUCTIONS = Contract(
-    (
-        ScalarField("predict", bool, "is the public set to be predicted after training?"),
-        TensorField(
-            "labels",
-            "uint",
-            ("N",),
-            "each public instance's pseudolabel in R_i, C for none",
-            required=False,
-            numbers="L",
-        ),
-    )
-)
-REPLIES = Contract(
-    all_or_none(
-        TensorField(
-            "predictions",
-            "uint",
-            ("N",),
-            "each public instance's class, in the smallest type; with cofed.margin, C for none",
-            numbers="L",
-        ),
-        TensorField("space", "uint", ("P",), "the classes that the model distinguishes", ids="C"),
-    )
-)
-
-
 def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
     """Return local training, and then update trainings, which have batches of their own."""
     updates = own.update_epochs or training.local_epochs
@@ -132,8 +103,33 @@ SPEC = MethodSpec(
     needs_public=True,
     any_model=True,
     resists="it averages nothing, and its votes need the share 'cofed.threshold' of the clients",
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (
+            ScalarField("predict", bool, "is the public set to be predicted after training?"),
+            TensorField(
+                "labels",
+                "uint",
+                ("N",),
+                "each public instance's pseudolabel in R_i, C for none",
+                required=False,
+                numbers="L",
+            ),
+        )
+    ),
+    replies=Contract(
+        all_or_none(
+            TensorField(
+                "predictions",
+                "uint",
+                ("N",),
+                "each public instance's class, in the smallest type; with cofed.margin, C for none",
+                numbers="L",
+            ),
+            TensorField(
+                "space", "uint", ("P",), "the classes that the model distinguishes", ids="C"
+            ),
+        )
+    ),
     figures={
         "pseudolabels": "pseudolabels in total",
         "received": "pseudolabels per client",

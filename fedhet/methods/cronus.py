@@ -1,27 +1,18 @@
 """Cronus: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import DigestLoss, ScoreKind
+from fedhet.algorithms import DigestLoss
 from fedhet.methods import fedmd
-from fedhet.settings.schema import CountOrNone, Positive
+from fedhet.settings.schema import Positive
 
 
-class CronusSettings(fedmd.ConsensusSettings):
+class CronusSettings(fedmd.SoftLabelSettings):
     """Settings of Cronus."""
 
-    exchanged: ClassVar[ScoreKind] = "probabilities"
-
-    public_epochs: CountOrNone = Field(
-        0,
-        description="a client's epochs on the public data's labels before its first round; 0, as "
-        "in the paper: public data needs no labels",
-    )
     loss: DigestLoss = Field(
         "cross-entropy",
         description="distance from the consensus: cross-entropy with the soft labels, or mean "
@@ -42,8 +33,6 @@ class CronusSettings(fedmd.ConsensusSettings):
     )
 
 
-INSTRUCTIONS = fedmd.instructions("probabilities")
-REPLIES = fedmd.replies("probabilities")
 SPEC = replace(
     fedmd.SPEC,
     title="robust mean of soft labels on unlabelled public data",
@@ -51,9 +40,7 @@ SPEC = replace(
     settings=CronusSettings,
     defences=(),
     resists="its 'cronus.aggregation' is a robust mean itself",
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
-    figures={
-        "filtered": "share of the replies that the filter leaves out",
-    },
+    instructions=fedmd.instructions("probabilities"),
+    replies=fedmd.replies("probabilities"),
+    figures={"filtered": "share of the replies that the filter leaves out"},
 )

@@ -1,27 +1,18 @@
 """DS-FL: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import DigestLoss, ScoreKind
+from fedhet.algorithms import DigestLoss
 from fedhet.methods import fedmd
-from fedhet.settings.schema import Count, CountOrNone, ModelName, Positive
+from fedhet.settings.schema import Count, ModelName, Positive
 
 
-class DsFlSettings(fedmd.DigestSettings):
+class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
     """Settings of DS-FL."""
 
-    exchanged: ClassVar[ScoreKind] = "probabilities"
-
-    public_epochs: CountOrNone = Field(
-        0,
-        description="a client's epochs on the public data's labels before its first round; 0, as "
-        "in the paper: public data needs no labels",
-    )
     loss: DigestLoss = Field(
         "cross-entropy",
         description="distance from the consensus, for clients and server: cross-entropy with the "
@@ -39,14 +30,12 @@ class DsFlSettings(fedmd.DigestSettings):
     )
 
 
-INSTRUCTIONS = fedmd.instructions("probabilities")
-REPLIES = fedmd.replies("probabilities")
 SPEC = replace(
     fedmd.SPEC,
     title="sharpened mean of soft labels on unlabelled public data, and a server's model",
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
     own_models={"server_model": "model"},
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=fedmd.instructions("probabilities"),
+    replies=fedmd.replies("probabilities"),
 )

@@ -1,7 +1,5 @@
 """FD: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
@@ -18,30 +16,6 @@ class FdSettings(MethodSettings):
     )
 
 
-INSTRUCTIONS = Contract(
-    all_or_none(
-        TensorField("classes", "int64", ("P",), "the classes that other clients have", ids="C"),
-        TensorField(
-            "probabilities",
-            "float32",
-            ("P", "C"),
-            "mean probabilities of each, of all clients but this one",
-            distribution=True,
-        ),
-    )
-)
-REPLIES = Contract(
-    (
-        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-        TensorField(
-            "probabilities",
-            "float32",
-            ("P", "C"),
-            "mean probabilities of each class",
-            distribution=True,
-        ),
-    )
-)
 SPEC = MethodSpec(
     title="class-wise probabilities alone, averaged over all other clients",
     paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
@@ -49,8 +23,30 @@ SPEC = MethodSpec(
     late="kept",
     settings=FdSettings,
     defences=ROBUST,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        all_or_none(
+            TensorField("classes", "int64", ("P",), "the classes that other clients have", ids="C"),
+            TensorField(
+                "probabilities",
+                "float32",
+                ("P", "C"),
+                "mean probabilities of each, of all clients but this one",
+                distribution=True,
+            ),
+        )
+    ),
+    replies=Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField(
+                "probabilities",
+                "float32",
+                ("P", "C"),
+                "mean probabilities of each class",
+                distribution=True,
+            ),
+        )
+    ),
     figures={
         "classes_covered": "classes with an average",
         "classes_taught": "classes that a client learns of others, mean over clients",

@@ -1,11 +1,10 @@
 """FedAvg: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import ClassVar
 
-from fedhet.algorithms.choices import Part
-from fedhet.methods.spec import DP_SGD, MethodSpec, model_shapes
+from fedhet.algorithms import Part
+from fedhet.methods.spec import DP_SGD, MethodSpec, model_shapes, plain_sizes
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -17,6 +16,13 @@ class FedAvgSettings(MethodSettings):
 
     part: ClassVar[Part] = "all"
     """The part of the model that travels."""
+    averaged_by: ClassVar[str] = ""
+    """The setting that names the model that is averaged; empty: the clients' own model is."""
+
+    @property
+    def averaged(self) -> str:
+        """Return the name of the model that is averaged; empty: the clients' own."""
+        return str(getattr(self, self.averaged_by)) if self.averaged_by else ""
 
     @property
     def width(self) -> int | None:
@@ -25,18 +31,12 @@ class FedAvgSettings(MethodSettings):
 
 
 def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, and the shapes of the part that travels."""
-    part = model_shapes(
-        client,
-        part=settings.part,
-        feature_dim=settings.width,
-    )
-    return Sizes({"C": client.classes}, {"weights": part})
+    """Return the axes, and the shapes of the part that travels."""
+    own, width = settings, settings.width
+    part = model_shapes(client, own.averaged, part=own.part, feature_dim=width)
+    return replace(plain_sizes(settings, client), models={"weights": part})
 
 
-INSTRUCTIONS = Contract(
-    (WeightsField("weights", "the averaged tensors, from which clients start"),)
-)
 REPLIES = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))
 SPEC = MethodSpec(
     title="one model, averaged by samples",
@@ -48,7 +48,9 @@ SPEC = MethodSpec(
     kinds=("private", "global"),
     one_model=True,
     defences=ROBUST,
-    instructions=INSTRUCTIONS,
+    instructions=Contract(
+        (WeightsField("weights", "the averaged tensors, from which clients start"),)
+    ),
     replies=REPLIES,
     privacy=DP_SGD,
 )

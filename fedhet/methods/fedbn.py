@@ -1,11 +1,9 @@
 """FedBN: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 
-from fedhet.algorithms.choices import Part
+from fedhet.algorithms import Part
 from fedhet.methods import fedavg
 from fedhet.methods.spec import Protection
 

@@ -1,7 +1,5 @@
 """FedDF: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from fedhet.methods.fedavg import REPLIES, FedAvgSettings, part_sizes
@@ -23,9 +21,6 @@ class FedDfSettings(FedAvgSettings):
     batch_size: Count = Field(128, description="public samples per minibatch of the distillation")
 
 
-INSTRUCTIONS = Contract(
-    (WeightsField("weights", "the fused model of the client's architecture", required=False),)
-)
 SPEC = MethodSpec(
     title="averages of each architecture, taught by all clients' ensemble on public data",
     paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
@@ -36,10 +31,10 @@ SPEC = MethodSpec(
     needs_public=True,
     large_messages=True,
     defences=CHOOSING,
-    instructions=INSTRUCTIONS,
+    instructions=Contract(
+        (WeightsField("weights", "the fused model of the client's architecture", required=False),)
+    ),
     replies=REPLIES,
-    figures={
-        "distillation_loss": "distillation loss of the fused models",
-    },
+    figures={"distillation_loss": "distillation loss of the fused models"},
     privacy=DP_SGD,
 )

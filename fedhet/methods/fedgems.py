@@ -64,31 +64,6 @@ class FedGemsSettings(MethodSettings):
         return self.ensemble if self.selective else "mean"
 
 
-INSTRUCTIONS = Contract(
-    (
-        TensorField(
-            "logits", "float32", ("R", "C"), "the server's logits on public samples", required=False
-        ),
-        TensorField(
-            "changed",
-            "uint8",
-            ("B",),
-            "one bit per public sample: does `logits` have a row of it? absent: of all",
-            required=False,
-            needs=("logits",),
-        ),
-        TensorField(
-            "wanted",
-            "uint8",
-            ("B",),
-            "one bit per public sample: is the client to reply with its logits? absent: all",
-            required=False,
-        ),
-    )
-)
-REPLIES = Contract(
-    (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
-)
 SPEC = MethodSpec(
     title="a larger server model, selective distillation on labelled public data",
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
@@ -97,8 +72,35 @@ SPEC = MethodSpec(
     needs_public=True,
     own_models={"server_model": "large_model"},
     defences=CHOOSING,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (
+            TensorField(
+                "logits",
+                "float32",
+                ("R", "C"),
+                "the server's logits on public samples",
+                required=False,
+            ),
+            TensorField(
+                "changed",
+                "uint8",
+                ("B",),
+                "one bit per public sample: does `logits` have a row of it? absent: of all",
+                required=False,
+                needs=("logits",),
+            ),
+            TensorField(
+                "wanted",
+                "uint8",
+                ("B",),
+                "one bit per public sample: is the client to reply with its logits? absent: all",
+                required=False,
+            ),
+        )
+    ),
+    replies=Contract(
+        (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
+    ),
     figures={
         "s1": "public samples that the server has right (S1)",
         "s2": "others with logits in the pool (S2)",

@@ -1,7 +1,5 @@
 """FedGen: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -71,44 +69,42 @@ def generator_shapes(classes: int, noise: int, hidden: int, width: int) -> Shape
     """Return the shape and dtype of the generator's tensors; PyTorch is imported for it."""
     import torch
 
-    from fedhet.algorithms.generators import Generator
+    from fedhet.algorithms.feature_models import Generator
 
     with torch.device("meta"):
         state = Generator(classes, noise, hidden, width).state_dict()
     return {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in state.items()}
 
 
-INSTRUCTIONS = Contract(
-    (
-        WeightsField("weights", "the averaged head, from which clients start"),
-        WeightsField("generator", "the generator, once it has been trained", required=False),
-        TensorField(
-            "prior",
-            "float32",
-            ("C",),
-            "probability of each class",
-            required=False,
-            distribution=True,
-        ),
-    )
-)
-REPLIES = Contract(
-    (
-        WeightsField("weights", "the head, after training"),
-        *all_or_none(
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
-        ),
-    )
-)
 SPEC = replace(
     lg_fedavg.SPEC,
     title="one head for all extractors, taught by a generator of features",
     paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
     settings=FedGenSettings,
     sizes=gen_sizes,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (
+            WeightsField("weights", "the averaged head, from which clients start"),
+            WeightsField("generator", "the generator, once it has been trained", required=False),
+            TensorField(
+                "prior",
+                "float32",
+                ("C",),
+                "probability of each class",
+                required=False,
+                distribution=True,
+            ),
+        )
+    ),
+    replies=Contract(
+        (
+            WeightsField("weights", "the head, after training"),
+            *all_or_none(
+                TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+                TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+            ),
+        )
+    ),
     figures={
         "generator_loss": "cross-entropy of the ensemble of heads on generated features",
         "agreement": "share of generated features that the ensemble takes for their class",

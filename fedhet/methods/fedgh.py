@@ -1,16 +1,13 @@
 """FedGH: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pydantic import Field
 
-from fedhet.methods import fedavg, lg_fedavg
+from fedhet.methods import lg_fedavg
 from fedhet.methods.spec import CLASS_SUMS, Protection
 from fedhet.settings.schema import Count, Positive
-from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
-from fedhet.wire.identity import ClientInfo
+from fedhet.wire.contract import Contract, TensorField, WeightsField
 
 
 class FedGhSettings(lg_fedavg.LgFedAvgSettings):
@@ -23,28 +20,19 @@ class FedGhSettings(lg_fedavg.LgFedAvgSettings):
     server_batch_size: Count = Field(10, description="class means per minibatch of the server")
 
 
-def head_sizes(settings: FedGhSettings, client: ClientInfo) -> Sizes:
-    """Return the axes C and D (feature width), and the shapes of the head."""
-    sizes = fedavg.part_sizes(settings, client)
-    return replace(sizes, axes={**sizes.axes, "D": settings.feature_dim})
-
-
-INSTRUCTIONS = Contract((WeightsField("weights", "the global head, from which clients start"),))
-REPLIES = Contract(
-    (
-        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-        TensorField("features", "float32", ("P", "D"), "mean features of each"),
-    )
-)
 SPEC = replace(
     lg_fedavg.SPEC,
     title="one head for all extractors, which the server trains on class means",
     paper="Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header",
     late="kept",
     settings=FedGhSettings,
-    sizes=head_sizes,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract((WeightsField("weights", "the global head, from which clients start"),)),
+    replies=Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "mean features of each"),
+        )
+    ),
     figures={
         "classes_covered": "classes that the head was trained on in the round",
         "head_loss": "loss of the server's head",

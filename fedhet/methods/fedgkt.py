@@ -1,7 +1,5 @@
 """FedGKT: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from fedhet.base.errors import ModelError
@@ -48,25 +46,6 @@ def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
         raise refused("fedgkt.server-model", settings.server_model, rule) from None
 
 
-INSTRUCTIONS = Contract(
-    (
-        TensorField(
-            "logits",
-            "float32",
-            ("N", "C"),
-            "the server's, of the client's training samples",
-            required=False,
-        ),
-        WeightsField("server", "the server's model, for evaluation", required=False),
-    )
-)
-REPLIES = Contract(
-    (
-        TensorField("features", "float32", ("N", "D"), "of each training sample"),
-        TensorField("logits", "float32", ("N", "C"), "of each training sample"),
-        TensorField("labels", "uint", ("N",), "of each training sample", numbers="C"),
-    )
-)
 SPEC = MethodSpec(
     title="a large server model on the features of small edge models; labels travel too",
     paper="He et al., Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
@@ -78,11 +57,26 @@ SPEC = MethodSpec(
     large_messages=True,
     semi=False,
     defences=CHOOSING,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
-    figures={
-        "server_accuracy": "accuracy of the server's model on clients' features",
-    },
+    instructions=Contract(
+        (
+            TensorField(
+                "logits",
+                "float32",
+                ("N", "C"),
+                "the server's, of the client's training samples",
+                required=False,
+            ),
+            WeightsField("server", "the server's model, for evaluation", required=False),
+        )
+    ),
+    replies=Contract(
+        (
+            TensorField("features", "float32", ("N", "D"), "of each training sample"),
+            TensorField("logits", "float32", ("N", "C"), "of each training sample"),
+            TensorField("labels", "uint", ("N",), "of each training sample", numbers="C"),
+        )
+    ),
+    figures={"server_accuracy": "accuracy of the server's model on clients' features"},
     warning="fedgkt sends the features and the class of every training sample to the server",
     privacy=Protection(refused="it sends the features and the class of every sample"),
 )

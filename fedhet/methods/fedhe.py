@@ -1,7 +1,5 @@
 """FedHe: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -28,18 +26,6 @@ class FedHeSettings(MethodSettings):
     )
 
 
-INSTRUCTIONS = Contract(
-    all_or_none(
-        TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
-        TensorField("logits", "float32", ("P", "C"), "average logits of each"),
-    )
-)
-REPLIES = Contract(
-    (
-        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-        TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
-    )
-)
 SPEC = MethodSpec(
     title="class-wise logits alone, averaged over the clients",
     paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
@@ -47,10 +33,18 @@ SPEC = MethodSpec(
     late="averaged",
     settings=FedHeSettings,
     defences=ROBUST,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
-    figures={
-        "classes_covered": "classes with an average",
-    },
+    instructions=Contract(
+        all_or_none(
+            TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
+            TensorField("logits", "float32", ("P", "C"), "average logits of each"),
+        )
+    ),
+    replies=Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
+        )
+    ),
+    figures={"classes_covered": "classes with an average"},
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

@@ -1,14 +1,12 @@
 """FedKD: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.spec import BOTH_MODELS, model_shapes
+from fedhet.methods.spec import BOTH_MODELS
 from fedhet.settings.schema import ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.factors import FactorsField
@@ -20,6 +18,7 @@ Energy = Annotated[float, Field(gt=0, le=1)]
 class FedKdSettings(fedavg.FedAvgSettings):
     """Settings of FedKD."""
 
+    averaged_by: ClassVar[str] = "mentee"
     mentee: ModelName = Field("cnn2", description="the mentee's model, the same at every client")
     energy_start: Energy = Field(
         0.95, description="share of a change's energy that is sent at the start of a run, T_start"
@@ -42,24 +41,10 @@ class FedKdSettings(fedavg.FedAvgSettings):
 
 def mentee_sizes(settings: FedKdSettings, client: ClientInfo) -> Sizes:
     """Return the axis C and the mentee's shapes."""
-    mentee = model_shapes(client, settings.mentee)
-    return Sizes({"C": client.classes}, {"weights": mentee, "update": mentee})
+    sizes = fedavg.part_sizes(settings, client)
+    return replace(sizes, models={**sizes.models, "update": sizes.models["weights"]})
 
 
-INSTRUCTIONS = Contract(
-    (
-        WeightsField("weights", "the mentee, for a client that lacks the last one", required=False),
-        FactorsField("update", "the mentee's change since the last one", required=False),
-        ScalarField("base", int, "the round that began with the last one", False, low=1),
-    )
-)
-REPLIES = Contract(
-    (
-        FactorsField("update", "the mentee's change in training"),
-        ScalarField("sent_up", float, "numbers sent, as a share of the mentee's", False, 0),
-        ScalarField("intensity", float, "mean intensity of distillation", False, 0),
-    )
-)
 SPEC = replace(
     fedavg.SPEC,
     title="a mentor and a small shared mentee, whose changes are sent at low rank",
@@ -70,8 +55,22 @@ SPEC = replace(
     kinds=("private", "proxy", "global"),
     one_model=False,
     own_models={"mentee": "model"},
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (
+            WeightsField(
+                "weights", "the mentee, for a client that lacks the last one", required=False
+            ),
+            FactorsField("update", "the mentee's change since the last one", required=False),
+            ScalarField("base", int, "the round that began with the last one", False, low=1),
+        )
+    ),
+    replies=Contract(
+        (
+            FactorsField("update", "the mentee's change in training"),
+            ScalarField("sent_up", float, "numbers sent, as a share of the mentee's", False, 0),
+            ScalarField("intensity", float, "mean intensity of distillation", False, 0),
+        )
+    ),
     figures={
         "sent_up": "numbers that a client sends, as a share of the mentee's",
         "sent_down": "numbers of the mentee's change that the server sends, as a share of its own",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, field_validator
 
-from fedhet.algorithms.choices import DigestLoss, ScoreKind
+from fedhet.algorithms import DigestLoss, ScoreKind
 from fedhet.methods.spec import ANSWERS, MethodSpec
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
@@ -47,6 +47,18 @@ class DigestSettings(ConsensusSettings):
     )
 
 
+class SoftLabelSettings(ConsensusSettings):
+    """Settings of the methods whose clients reply with probabilities."""
+
+    exchanged: ClassVar[ScoreKind] = "probabilities"
+
+    public_epochs: CountOrNone = Field(
+        0,
+        description="a client's epochs on the public data's labels before its first round; 0, as "
+        "in the paper: public data needs no labels",
+    )
+
+
 class FedMdSettings(DigestSettings):
     """Settings of FedMD."""
 
@@ -79,8 +91,6 @@ def replies(scores: ScoreKind) -> Contract:
     return Contract((TensorField(scores, "float32", ("Q", "C"), sent, distribution=probabilities),))
 
 
-INSTRUCTIONS = instructions("logits")
-REPLIES = replies("logits")
 SPEC = MethodSpec(
     title="mean class scores on labelled public data; models of any architecture",
     paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
@@ -89,7 +99,7 @@ SPEC = MethodSpec(
     needs_public=True,
     learns_last=True,
     defences=ROBUST,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=instructions("logits"),
+    replies=replies("logits"),
     privacy=ANSWERS,
 )

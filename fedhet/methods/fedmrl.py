@@ -1,21 +1,20 @@
 """FedMRL: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import ClassVar
 
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.spec import BOTH_MODELS, model_shapes
+from fedhet.methods.spec import BOTH_MODELS
 from fedhet.settings.schema import Count, ModelName, NonNegative
-from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
-from fedhet.wire.identity import ClientInfo
+from fedhet.wire.contract import Contract, ScalarField, WeightsField
 
 
 class FedMrlSettings(fedavg.FedAvgSettings):
     """Settings of FedMRL."""
 
+    averaged_by: ClassVar[str] = "shared"
     shared: ModelName = Field("cnn2", description="the shared model G, the same at every client")
     shared_dim: Count = Field(
         32,
@@ -27,35 +26,30 @@ class FedMrlSettings(fedavg.FedAvgSettings):
     )
     own_weight: NonNegative = Field(1.0, description="weight of the own head's cross-entropy, m^F")
 
-
-def shared_sizes(settings: FedMrlSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C and the shared model's shapes."""
-    own, width = settings.shared, settings.shared_dim
-    shared = model_shapes(client, own, feature_dim=width)
-    return Sizes({"C": client.classes}, {"weights": shared})
+    @property
+    def width(self) -> int:
+        """Return the width of the shared model's features, d1."""
+        return self.shared_dim
 
 
-INSTRUCTIONS = Contract(
-    (WeightsField("weights", "the averaged shared model, from which clients start"),)
-)
-REPLIES = Contract(
-    (
-        WeightsField("weights", "the shared model, after training"),
-        ScalarField("fine_loss", float, "mean of the own head's", required=False, low=0),
-        ScalarField("coarse_loss", float, "mean of the shared head's", required=False, low=0),
-    )
-)
 SPEC = replace(
     fedavg.SPEC,
     title="a small shared model and an own one, whose features a projector fuses",
     paper="Yi et al., Federated Model Heterogeneous Matryoshka Representation Learning",
     headline="personal",
     settings=FedMrlSettings,
-    sizes=shared_sizes,
     one_model=False,
     own_models={"shared": "model"},
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (WeightsField("weights", "the averaged shared model, from which clients start"),)
+    ),
+    replies=Contract(
+        (
+            WeightsField("weights", "the shared model, after training"),
+            ScalarField("fine_loss", float, "mean of the own head's", required=False, low=0),
+            ScalarField("coarse_loss", float, "mean of the shared head's", required=False, low=0),
+        )
+    ),
     figures={
         "fine_loss": "cross-entropy of the own head, on all fused features",
         "coarse_loss": "cross-entropy of the shared head, on the coarse part of them",

@@ -1,7 +1,5 @@
 """FedProx: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pydantic import Field

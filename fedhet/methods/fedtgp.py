@@ -1,13 +1,11 @@
 """FedTGP: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import Margin, PrototypeDistance
+from fedhet.algorithms import Margin, PrototypeDistance
 from fedhet.methods import fedproto
 from fedhet.settings.schema import Count, NonNegative, Positive
 from fedhet.wire.contract import Contract, TensorField
@@ -50,19 +48,18 @@ class FedTgpSettings(fedproto.PrototypeSettings):
         return paired if self.lambda_ == "auto" else self.lambda_, self.distance
 
 
-REPLIES = Contract(
-    (
-        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-        TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
-    )
-)
 SPEC = replace(
     fedproto.SPEC,
     title="FedProto with prototypes that the server trains to stay apart",
     paper="Zhang et al., FedTGP: Trainable Global Prototypes",
     late="kept",
     settings=FedTgpSettings,
-    replies=REPLIES,
+    replies=Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
+        )
+    ),
     figures={
         "classes_covered": "classes with a prototype",
         "prototype_loss": "loss of the server's prototypes",

@@ -1,13 +1,11 @@
 """FedType: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import LEAST_SCALE
+from fedhet.algorithms import LEAST_SCALE
 from fedhet.methods.spec import BOTH_MODELS, MethodSpec, model_shapes
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
@@ -117,24 +115,6 @@ def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
 SCALE = WeightsField(
     "scale", "a variational proxy's standard deviations", required=False, low=LEAST_SCALE
 )
-INSTRUCTIONS = Contract(
-    (
-        WeightsField("proxy", "the server's proxy; of a variational one, the means"),
-        SCALE,
-    )
-)
-REPLIES = Contract(
-    (
-        WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
-        SCALE,
-        ScalarField("eta", float, "mean consensus weight", required=False, low=0, high=1),
-        ScalarField("proxy_set", float, "mean size of the proxy's sets", required=False, low=0),
-        ScalarField(
-            "private_set", float, "mean size of the private model's sets", required=False, low=0
-        ),
-        ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
-    )
-)
 SPEC = MethodSpec(
     title="identical small proxies, and conformal sets between proxy and private model",
     paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
@@ -146,8 +126,21 @@ SPEC = MethodSpec(
     own_models={"proxy": "model"},
     semi=False,
     defences=ROBUST,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (WeightsField("proxy", "the server's proxy; of a variational one, the means"), SCALE)
+    ),
+    replies=Contract(
+        (
+            WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
+            SCALE,
+            ScalarField("eta", float, "mean consensus weight", required=False, low=0, high=1),
+            ScalarField("proxy_set", float, "mean size of the proxy's sets", required=False, low=0),
+            ScalarField(
+                "private_set", float, "mean size of the private model's sets", required=False, low=0
+            ),
+            ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
+        )
+    ),
     figures={
         "eta": "consensus weight η",
         "proxy_set": "labels in the proxy's sets",

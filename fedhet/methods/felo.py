@@ -1,13 +1,12 @@
 """Felo: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import FeatureNorm
-from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, model_shapes
+from fedhet.algorithms import FeatureNorm
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, model_shapes, plain_sizes
 from fedhet.settings.defence import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
@@ -42,30 +41,10 @@ class FeloSettings(MethodSettings):
 
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
     """Return the axes C and D (feature width), and the shapes of the client's architecture."""
-    width = settings.feature_dim
-    own = model_shapes(client, feature_dim=width)
-    return Sizes({"C": client.classes, "D": width}, {"weights": own})
+    own = model_shapes(client, feature_dim=settings.feature_dim)
+    return replace(plain_sizes(settings, client), models={"weights": own})
 
 
-INSTRUCTIONS = Contract(
-    (
-        *all_or_none(
-            TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
-            TensorField("features", "float32", ("P", "D"), "average features of each"),
-            TensorField("logits", "float32", ("P", "C"), "average logits of each"),
-        ),
-        WeightsField("weights", "averaged weights of the architecture", required=False),
-    )
-)
-REPLIES = Contract(
-    (
-        TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-        TensorField("features", "float32", ("P", "D"), "mean features of each class"),
-        TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
-        TensorField("counts", "int64", ("P",), "samples of each class", low=1),
-        WeightsField("weights", "the private model's weights", required=False),
-    )
-)
 SPEC = MethodSpec(
     title="class-wise features and logits, and weights within an architecture",
     paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
@@ -75,10 +54,25 @@ SPEC = MethodSpec(
     sizes=felo_sizes,
     kinds=("private", "global"),
     defences=ROBUST,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
-    figures={
-        "classes_covered": "classes with an average",
-    },
+    instructions=Contract(
+        (
+            *all_or_none(
+                TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
+                TensorField("features", "float32", ("P", "D"), "average features of each"),
+                TensorField("logits", "float32", ("P", "C"), "average logits of each"),
+            ),
+            WeightsField("weights", "averaged weights of the architecture", required=False),
+        )
+    ),
+    replies=Contract(
+        (
+            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "mean features of each class"),
+            TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
+            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+            WeightsField("weights", "the private model's weights", required=False),
+        )
+    ),
+    figures={"classes_covered": "classes with an average"},
     privacy=Protection(CLASS_SUMS, vectors=2),
 )

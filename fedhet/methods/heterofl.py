@@ -1,13 +1,11 @@
 """HeteroFL: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import Part
+from fedhet.algorithms import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
 from fedhet.methods.spec import DP_SGD, MethodSpec
 from fedhet.settings.defence import ROBUST
@@ -51,20 +49,6 @@ class HeteroFlSettings(FedAvgSettings):
         return self.widths[max(client, 0) % len(self.widths)]
 
 
-INSTRUCTIONS = Contract((WeightsField("weights", "the client's part of the global weights"),))
-REPLIES = Contract(
-    (
-        WeightsField("weights", "the sub-model's weights, after training", nested=True),
-        TensorField(
-            "labels",
-            "int64",
-            ("P",),
-            "with heterofl.masked: the classes that it has samples of",
-            required=False,
-            ids="C",
-        ),
-    )
-)
 SPEC = MethodSpec(
     title="sub-models of several widths, averaged where they overlap",
     paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
@@ -77,7 +61,19 @@ SPEC = MethodSpec(
     semi=False,  # its batch norms have no statistics to predict with until training is over
     models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
     defences=ROBUST,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract((WeightsField("weights", "the client's part of the global weights"),)),
+    replies=Contract(
+        (
+            WeightsField("weights", "the sub-model's weights, after training", nested=True),
+            TensorField(
+                "labels",
+                "int64",
+                ("P",),
+                "with heterofl.masked: the classes that it has samples of",
+                required=False,
+                ids="C",
+            ),
+        )
+    ),
     privacy=replace(DP_SGD, needs={"masked": (False,)}, reason="the mask is the label set"),
 )

@@ -1,13 +1,11 @@
 """LG-FedAvg: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import Part
+from fedhet.algorithms import Part
 from fedhet.methods import fedavg
 from fedhet.settings.schema import Count
 

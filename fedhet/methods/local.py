@@ -1,7 +1,5 @@
 """The baseline in which each client trains alone: its declaration."""
 
-from __future__ import annotations
-
 from fedhet.methods.spec import MethodSpec, Protection
 
 SPEC = MethodSpec(

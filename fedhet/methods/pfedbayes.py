@@ -1,12 +1,10 @@
 """pFedBayes: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import LEAST_SCALE
+from fedhet.algorithms import LEAST_SCALE
 from fedhet.methods import fedavg
 from fedhet.methods.spec import Protection, model_shapes
 from fedhet.settings.schema import Count, NonNegative
@@ -37,18 +35,6 @@ def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
     return Sizes(means.axes, {**means.models, "scale": trained})
 
 
-INSTRUCTIONS = Contract(
-    (
-        WeightsField("weights", "the averaged means, from which clients start"),
-        WeightsField("scale", "the averaged standard deviations", low=LEAST_SCALE),
-    )
-)
-REPLIES = Contract(
-    (
-        WeightsField("weights", "the localised means after training"),
-        WeightsField("scale", "the localised standard deviations", low=LEAST_SCALE),
-    )
-)
 SPEC = replace(
     fedavg.SPEC,
     title="personal Gaussian weights near localised ones, whose means and scales are averaged",
@@ -56,7 +42,17 @@ SPEC = replace(
     headline="personal",
     settings=PFedBayesSettings,
     sizes=gaussian_sizes,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (
+            WeightsField("weights", "the averaged means, from which clients start"),
+            WeightsField("scale", "the averaged standard deviations", low=LEAST_SCALE),
+        )
+    ),
+    replies=Contract(
+        (
+            WeightsField("weights", "the localised means after training"),
+            WeightsField("scale", "the localised standard deviations", low=LEAST_SCALE),
+        )
+    ),
     privacy=Protection(refused="its weights are drawn within a step, several times a batch"),
 )

@@ -1,7 +1,5 @@
 """pFedMe: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from fedhet.algorithms.choices import Part
+from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.kinds import Kind
 from fedhet.settings.defence import Average
@@ -37,8 +37,9 @@ def title_of(figure: str, declared: Mapping[str, str]) -> str:
 
 
 def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
-    """Return the sizes of messages without features or weights: C, the number of classes."""
-    return Sizes({"C": client.classes})
+    """Return the sizes of messages without weights: C classes, D features if a setting says so."""
+    width = getattr(settings, "feature_dim", None)
+    return Sizes({"C": client.classes} | ({} if width is None else {"D": width}))
 
 
 def every_model(settings: Any, client: ClientInfo) -> None:

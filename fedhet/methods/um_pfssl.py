@@ -1,12 +1,10 @@
 """UM-pFSSL: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
 
-from fedhet.algorithms.choices import Divergence, RelationKind
+from fedhet.algorithms import Divergence, RelationKind
 from fedhet.methods.spec import MethodSpec, Protection, model_shapes
 from fedhet.settings.defence import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
@@ -29,8 +27,7 @@ class UmPfsslSettings(MethodSettings):
         20, description="epochs on labelled data alone, in a round of all clients before t = 1"
     )
     warm_up_steps: CountOrNone = Field(
-        0,
-        description="minimum optimiser steps in the warm-up, whatever the number of labels",
+        0, description="minimum optimiser steps in the warm-up, whatever the number of labels"
     )
     passes: Count = Field(8, description="dropout masks of a prediction, T")
     relation: RelationKind = Field(
@@ -54,45 +51,6 @@ def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
     """Return the axis C, and the shapes of the architecture, for one model and for several."""
     own = model_shapes(client)
     return Sizes({"C": client.classes}, {"weights": own, "models": own})
-
-
-INSTRUCTIONS = Contract(
-    (
-        ScalarField("own", int, "the client's own number in the pool", low=0),
-        ScalarField("train", bool, "is the client sampled, or does it only search?"),
-        ScalarField("held", int, "version of its own model in the pool; 0: none", low=0),
-        TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
-        TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
-        TensorField(
-            "roles",
-            "int64",
-            ("N",),
-            "0 to compare, 1 to fill the list, 2 a newer version of a helper",
-            required=False,
-            low=0,
-            needs=("versions",),
-        ),
-        WeightsField("models", "the models sent", required=False, stacked="N"),
-    )
-)
-REPLIES = Contract(
-    (
-        TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
-        TensorField("versions", "int64", ("H",), "the version held of each", low=0),
-        TensorField("relations", "float64", ("H",), "Corr of each", low=0),
-        WeightsField("weights", "the private model, if the pool's is older", required=False),
-        ScalarField("replaced", int, "helpers replaced in this round", low=0),
-        ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
-        ScalarField(
-            "pseudo_error",
-            float,
-            "share of pseudo-labels that are wrong, where the truth is known",
-            required=False,
-            low=0,
-            high=1,
-        ),
-    )
-)
 
 
 def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
@@ -125,8 +83,43 @@ SPEC = MethodSpec(
     },
     large_messages=True,
     defences=CHOOSING,
-    instructions=INSTRUCTIONS,
-    replies=REPLIES,
+    instructions=Contract(
+        (
+            ScalarField("own", int, "the client's own number in the pool", low=0),
+            ScalarField("train", bool, "is the client sampled, or does it only search?"),
+            ScalarField("held", int, "version of its own model in the pool; 0: none", low=0),
+            TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
+            TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
+            TensorField(
+                "roles",
+                "int64",
+                ("N",),
+                "0 to compare, 1 to fill the list, 2 a newer version of a helper",
+                required=False,
+                low=0,
+                needs=("versions",),
+            ),
+            WeightsField("models", "the models sent", required=False, stacked="N"),
+        )
+    ),
+    replies=Contract(
+        (
+            TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
+            TensorField("versions", "int64", ("H",), "the version held of each", low=0),
+            TensorField("relations", "float64", ("H",), "Corr of each", low=0),
+            WeightsField("weights", "the private model, if the pool's is older", required=False),
+            ScalarField("replaced", int, "helpers replaced in this round", low=0),
+            ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
+            ScalarField(
+                "pseudo_error",
+                float,
+                "share of pseudo-labels that are wrong, where the truth is known",
+                required=False,
+                low=0,
+                high=1,
+            ),
+        )
+    ),
     figures={
         "replaced": "helpers replaced",
         "relation": "relation of the helpers",

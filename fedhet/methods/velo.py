@@ -1,7 +1,5 @@
 """Velo: its settings, and the messages between its halves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated
 
@@ -47,23 +45,22 @@ def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
     return replace(sizes, axes={**sizes.axes, "S": settings.samples_per_class})
 
 
-INSTRUCTIONS = felo.SPEC.instructions.replacing(
-    TensorField(
-        "features",
-        "float32",
-        ("P", "S", "D"),
-        "synthetic features of each, or its average S times",
-        required=False,
-        needs=("classes",),
-    )
-)
 SPEC = replace(
     felo.SPEC,
     title="Felo with synthetic features, from a conditional VAE on the server",
     settings=VeloSettings,
     sizes=velo_sizes,
     defences=CHOOSING,
-    instructions=INSTRUCTIONS,
+    instructions=felo.SPEC.instructions.replacing(
+        TensorField(
+            "features",
+            "float32",
+            ("P", "S", "D"),
+            "synthetic features of each, or its average S times",
+            required=False,
+            needs=("classes",),
+        )
+    ),
     figures={
         **felo.SPEC.figures,
         "features_kept": "features that the server keeps",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedhet.algorithms.choices import Part
+from fedhet.algorithms import Part
 from fedhet.base.arrays import Array, Arrays
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.kinds import IMAGE, Kind

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedhet.algorithms.choices import Part
+from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import ModelError, OwnModelError, SettingsError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded

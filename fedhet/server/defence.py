@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from fedhet.algorithms.averaging import as_type
 from fedhet.algorithms.robust import (
     filtered,
     geometric_weights,
@@ -27,6 +26,7 @@ from fedhet.algorithms.robust import (
     weighted_mean,
     withstood,
 )
+from fedhet.algorithms.weights import as_type
 from fedhet.base.arrays import Array
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.algorithms.schedule import Plateau, rate_factor
+from fedhet.algorithms.rounds import Plateau, rate_factor
 from fedhet.base.arrays import Array, Arrays, group, grouped
 from fedhet.base.errors import DivergedError
 from fedhet.base.seeding import seeded, torch_generator

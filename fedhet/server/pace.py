@@ -23,7 +23,7 @@ from typing import Any
 from flwr.common import EvaluateIns, FitIns, FitRes
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.algorithms.closing import (
+from fedhet.algorithms.rounds import (
     RECENT,
     Closing,
     closing,

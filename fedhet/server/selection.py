@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from fedhet.algorithms.closing import asked, wanted
+from fedhet.algorithms.rounds import asked, wanted
 from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import Selection

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -27,6 +28,7 @@ from fedhet.data.spec import Split
 from fedhet.data.store import RunData
 from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
+from fedhet.models import HetModel, build
 from fedhet.models.evaluation import judge
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, mean_figures, placed
@@ -61,6 +63,8 @@ class HetStrategy(Strategy):
     """Base class of a method's server half: set `spec`, implement the hooks."""
 
     spec: ClassVar[MethodSpec]
+    instruction = Knowledge()
+    """The instruction of all clients, for a method that sends all the same."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
         # Of training settings that are assigned to the clients, the server has the first.
@@ -103,11 +107,12 @@ class HetStrategy(Strategy):
         return Selection(tuple(self._sampler.choose(round, members)))
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return the instruction for `client`; an object shared by several clients is encoded once.
+        """Return the instruction for `client`: by default the one that all clients share.
 
-        With `spec.large_messages`, another thread calls this just before the client is sent it.
+        An object that several clients share is encoded once. With `spec.large_messages`, another
+        thread calls this just before the client is sent it.
         """
-        raise NotImplementedError
+        return self.instruction
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the part of a reply that `aggregate` needs; store large parts elsewhere.
@@ -167,6 +172,18 @@ class HetStrategy(Strategy):
         """Return the client that defines the task (shape and classes)."""
         return first_of_pool(self.members.values(), self.run.models.pool)
 
+    def build_model(self, name: str = "", feature_dim: int | None = None) -> HetModel:
+        """Return a new network for the task: of `name`, by default of the task's architecture."""
+        task, seed = self.task, self.run.seed
+        return build(
+            name or task.model,
+            task.shape,
+            task.classes,
+            kind=task.kind,
+            seed=seed,
+            feature_dim=feature_dim,
+        )
+
     def public_set(self, *, labelled: bool) -> Split:
         """Return the public set, scaled; set `labelled` if the method uses its labels."""
         classes = self.task.classes if labelled else None
@@ -187,11 +204,17 @@ class HetStrategy(Strategy):
         every = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.members = self._held_out.without(every)
         infos = [member.info for member in every.values()]
-        self.log.begin(infos, self._class_names(infos))
+        class_names: Sequence[str] = ()  # for metrics by class, unless the server cannot read them
+        if "recall" in self.run.metrics and not any(info.own_data for info in infos):
+            with contextlib.suppress(FedhetError):
+                class_names = self.data.dataset.classes
+        self.log.begin(infos, class_names)
         if self._held_out.notice:
             self.log.notice(self._held_out.notice)
         self.state.scores.outdate(self.members)
         self.spec.suits(self.settings, self.task)
+        # The thread count affects floating-point sums: fix it, as on the clients.
+        torch.set_num_threads(self.run.engine.threads)
         self.init()
         if self.log.resumed:
             self._resume(self.log.resumed)
@@ -271,7 +294,13 @@ class HetStrategy(Strategy):
             steps = checks(self.run, self.spec, self.sizes, self.state, self.members, now)
             accepted = list(through([*steps, self._accepted], replies))
             if self.state.settle([reply.client.name for reply in accepted]):
-                self._go_back()
+                # The state after the last round whose instructions the clients could use.
+                good = self.state.rollback.good
+                kept = self.log.state_after(good) if good else {}
+                self.init()
+                if good:
+                    self.load_state_dict(without_versions(kept))
+                self.state.went_back()
             elif accepted:
                 with learning(self.state, self.run):
                     self.state.figures(self.aggregate(server_round, accepted))
@@ -295,8 +324,15 @@ class HetStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Ask clients to evaluate if their models have changed since their last evaluation."""
-        due = self._evaluates(server_round)
-        instructions = self._eval_instructions(server_round) if due else {}
+        instructions: dict[str, Knowledge] = {}
+        if self._evaluates(server_round):  # of clients that are due and have not failed
+            for name in self.state.present(self.members.keys() - self.collector.busy):
+                knowledge = self.eval_instruction(server_round, self.members[name].info)
+                if knowledge is not None or self.state.scores.is_outdated(name):
+                    instructions[name] = knowledge or Knowledge()
+            if server_round == self.run.rounds:
+                offer = partial(self.eval_instruction, server_round)
+                instructions |= self._held_out.instructions(offer)
         if not instructions:
             self._finish_round()
             return []
@@ -332,13 +368,6 @@ class HetStrategy(Strategy):
 
     # What these methods call.
 
-    def _class_names(self, infos: Sequence[ClientInfo]) -> Sequence[str]:
-        """Return the class names for per-class metrics, or () if the server cannot read them."""
-        if "recall" in self.run.metrics and not any(info.own_data for info in infos):
-            with contextlib.suppress(FedhetError):
-                return self.data.dataset.classes
-        return ()
-
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Resume after the last complete round. Raises StateError."""
         try:
@@ -355,29 +384,9 @@ class HetStrategy(Strategy):
                 f"the method {self.run.method}: {error!r}"
             ) from error
 
-    def _go_back(self) -> None:
-        """Restore the last state whose instructions the clients could use."""
-        good = self.state.rollback.good
-        kept = self.log.state_after(good) if good else {}
-        self.init()
-        if good:
-            self.load_state_dict(without_versions(kept))
-        self.state.went_back()
-
     def _evaluates(self, round: int) -> bool:
         due = round % self.run.evaluate_every == 0 and round >= self.run.evaluate_from
         return due or round == self.run.rounds
-
-    def _eval_instructions(self, round: int) -> dict[str, Knowledge]:
-        """Return the instructions to evaluate, for clients that are due and have not failed."""
-        found: dict[str, Knowledge] = {}
-        for name in self.state.present(self.members.keys() - self.collector.busy):
-            knowledge = self.eval_instruction(round, self.members[name].info)
-            if knowledge is not None or self.state.scores.is_outdated(name):
-                found[name] = knowledge or Knowledge()
-        last = round == self.run.rounds
-        offer = partial(self.eval_instruction, round)
-        return found | (self._held_out.instructions(offer) if last else {})
 
     def _finish_round(self) -> None:
         evaluated = self._evaluates(self.state.record.round)

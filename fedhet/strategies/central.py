@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.learning.devices import compute_for
 from fedhet.methods.central import SPEC, CentralSettings, model_in, sizes_in, trainer
-from fedhet.models import build, load_weights, to_arrays
+from fedhet.models import load_weights, to_arrays
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
@@ -35,10 +34,7 @@ class CentralStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start from a new model."""
-        # The thread count affects floating-point sums: fix it, as on the clients.
-        torch.set_num_threads(self.run.engine.threads)
-        task, name = self.task, model_in(self.run, self.settings)
-        self.model = build(name, task.shape, task.classes, kind=task.kind, seed=self.run.seed)
+        self.model = self.build_model(model_in(self.run, self.settings))
         compute_for(self.run.engine).place(self.model)
         self._keep(to_arrays(self.model))
 
@@ -51,13 +47,9 @@ class CentralStrategy(HetStrategy):
         found = [member.name for member in members if member.name == trainer(self.run)]
         return Selection((), tuple(found))
 
-    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send an empty instruction."""
-        return Knowledge()
-
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Send the model."""
-        return self._instruction
+        return self._sent
 
     def eval_models(self) -> Mapping[str, nn.Module]:
         """Return the model, as the server's own."""
@@ -71,13 +63,12 @@ class CentralStrategy(HetStrategy):
 
     def state_dict(self) -> dict[str, Array]:
         """Return the model."""
-        return dict(self._instruction.tensors)
+        return dict(self._sent.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self._keep(group(state, "weights"))
 
     def _keep(self, weights: Mapping[str, Array]) -> None:
-        """Build the one instruction that all clients share."""
-        self._instruction = Knowledge(grouped("weights", weights))
+        """Build the instruction with which all clients evaluate."""
+        self._sent = Knowledge(grouped("weights", weights))
         load_weights(self.model, weights)

@@ -32,7 +32,11 @@ class CofedStrategy(HetStrategy):
         given = self.settings.credibility
         self.weights = given if isinstance(given, dict) else {}
         """Credibility weights from the settings, by client (Section 4.6)."""
-        self._check_names()
+        for name in sorted(self.weights.keys() - self.members.keys()):  # which may still join
+            rule = f"clients of the run; {name!r} is none{nearest(name, self.members)}"
+            if len(self.members) >= self.run.clients:
+                raise refused("cofed.credibility", self.settings.credibility, rule)
+            self.log.notice(f"cofed.credibility: no client {name!r} has joined yet")
         self.instances = len(self.public_set(labelled=False))
         self.votes: dict[str, Vote] = {}
         """Each participant's latest predictions."""
@@ -59,7 +63,10 @@ class CofedStrategy(HetStrategy):
         predict = {"predict": round <= self.settings.iterations}
         if client.name not in self.votes:
             return Knowledge(scalars=predict)
-        return Knowledge({"labels": self._labels(self.votes[client.name].space)}, predict)
+        labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
+        kept, classes = for_space(self.pseudolabelled, self.votes[client.name].space)
+        labels[kept] = classes
+        return Knowledge({"labels": labels}, predict)
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply. Raises KnowledgeError if the vote is missing or outside its space."""
@@ -112,20 +119,6 @@ class CofedStrategy(HetStrategy):
     def _vote(self) -> None:
         votes = [self.votes[name] for name in sorted(self.votes)]
         self.pseudolabelled = aggregate(votes, self.task.classes, self.settings.threshold)
-
-    def _check_names(self) -> None:
-        """Raise SettingsError for unknown names in `credibility`; notify if they may still join."""
-        for name in sorted(self.weights.keys() - self.members.keys()):
-            rule = f"clients of the run; {name!r} is none{nearest(name, self.members)}"
-            if len(self.members) >= self.run.clients:
-                raise refused("cofed.credibility", self.settings.credibility, rule)
-            self.log.notice(f"cofed.credibility: no client {name!r} has joined yet")
-
-    def _labels(self, space: Array) -> Array:
-        labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
-        kept, classes = for_space(self.pseudolabelled, space)
-        labels[kept] = classes
-        return labels
 
     def _figures(self) -> dict[str, float]:
         """Return the pseudolabels in total (Fig. 7), per class, and per client on average.

@@ -16,7 +16,6 @@ from fedhet.algorithms.consensus import entropy_reduced, mean_scores
 from fedhet.algorithms.distillation import digest_losses
 from fedhet.base.arrays import Array
 from fedhet.methods.ds_fl import SPEC, DsFlSettings
-from fedhet.models import build
 from fedhet.server.learner import Learner
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedmd import FedMdStrategy
@@ -31,20 +30,25 @@ class DsFlStrategy(FedMdStrategy):
     def init(self) -> None:
         """Start without a consensus, with a new model."""
         super().init()
-        task = self.task
-        model = build(
-            self.settings.server_model, task.shape, task.classes, kind=task.kind, seed=self.run.seed
-        )
-        self.learner = Learner(model, self.run)
+        self.learner = Learner(self.build_model(self.settings.server_model), self.run)
 
     def eval_models(self) -> Mapping[str, nn.Module]:
-        """Return the server's model."""
         return {"server": self.learner.model}
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Form the consensus, and train the server's model on it. Raises DivergedError."""
         figures = super().aggregate(round, replies)
-        self._distil(round)
+        device, own = self.learner.compute.device, self.settings
+        targets = torch.tensor(self.agreed, device=device)
+        x = self.learner.compute.held(self.public.x[self.rows.astype("int64")])
+
+        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
+            return digest_losses(
+                own.loss, self.learner.model(x), targets[rows], own.exchanged
+            ).mean()
+
+        numbers = torch.arange(len(targets), device=device)
+        self.learner.train(round, x, numbers, loss_of, epochs=own.server_epochs)
         return figures
 
     def consensus(self, answers: Array) -> Array:
@@ -58,19 +62,5 @@ class DsFlStrategy(FedMdStrategy):
         return super().state_dict() | self.learner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         super().load_state_dict(state)
         self.learner.load_state_dict(state)
-
-    def _distil(self, round: int) -> None:
-        device = self.learner.compute.device
-        targets = torch.tensor(self.agreed, device=device)
-        x = self.learner.compute.held(self.public.x[self.rows.astype("int64")])
-
-        def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            logits = self.learner.model(x)
-            kind, exchanged = self.settings.loss, self.settings.exchanged
-            return digest_losses(kind, logits, targets[rows], exchanged).mean()
-
-        numbers = torch.arange(len(targets), device=device)
-        self.learner.train(round, x, numbers, loss_of, epochs=self.settings.server_epochs)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedhet.algorithms.averaging import average_weights
+from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedavg import SPEC, FedAvgSettings
-from fedhet.models import HetModel, build
+from fedhet.models import HetModel
 from fedhet.models.het import arrays_of
+from fedhet.runs.measures import mean_figures
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -25,38 +26,30 @@ class FedAvgStrategy(HetStrategy):
     settings: FedAvgSettings
 
     def init(self) -> None:
-        """Start from a new model."""
-        task, own = self.task, self.settings
-        model = build(
-            task.model,
-            task.shape,
-            task.classes,
-            kind=task.kind,
-            seed=self.run.seed,
-            feature_dim=own.width,
-        )
-        self._instruct_all({"weights": arrays_of(model, own.part), **self.extra_groups(model)})
+        """Start from a new model: the clients', or one that a setting names."""
+        model = self.build_model(self.settings.averaged, self.settings.width)
+        weights = arrays_of(model, self.settings.part)
+        self._instruct_all({"weights": weights, **self.extra_groups(model)})
 
     def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:
         """Return further groups of tensors to send and average, with their initial values."""
         return {}
 
-    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the averages."""
-        return self._instruction
-
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Send the averages."""
-        return self._instruction
+        return self.instruction
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average each group of tensors, weighted by samples (w <- sum of n_k / n w_k)."""
+        """Average each group of tensors, weighted by samples (w <- sum of n_k / n w_k).
+
+        The method's metrics are the means of the scalars that clients send.
+        """
         averaged = {
-            name: self.mixed(before, average_of(replies, name))
+            name: self.mixed(before, average_of(replies, name) or before)
             for name, before in self.averaged.items()
         }
         self._instruct_all(averaged)
-        return {}
+        return mean_figures([reply.knowledge.scalars for reply in replies])
 
     def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
         """Return the server's tensors after a round that it began with `before`."""
@@ -64,22 +57,22 @@ class FedAvgStrategy(HetStrategy):
 
     def state_dict(self) -> dict[str, Array]:
         """Return the averages, as they are sent."""
-        return dict(self._instruction.tensors)
+        return dict(self.instruction.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self._instruct_all({name: group(state, name) for name in self.averaged})
 
     def _instruct_all(self, averaged: dict[str, dict[str, Array]]) -> None:
         """Build the one instruction that all clients share."""
         self.averaged = averaged
         """The averages by group; the group "weights" is the model's, or a part of it."""
-        tensors: dict[str, Array] = {}
-        for name, values in averaged.items():
-            tensors |= grouped(name, values)
-        self._instruction = Knowledge(tensors)
+        parts = [grouped(name, values) for name, values in averaged.items()]
+        self.instruction = Knowledge(
+            {name: value for part in parts for name, value in part.items()}
+        )
 
 
 def average_of(replies: Sequence[Reply], group: str) -> dict[str, Array]:
-    """Return the average of a group of the replies' tensors, weighted by samples."""
-    return average_weights([(reply.knowledge.group(group), reply.weight) for reply in replies])
+    """Return the average of a group of tensors, weighted by samples, over replies that have it."""
+    models = [(sent, r.weight) for r in replies if (sent := r.knowledge.group(group))]
+    return average_weights(models) if models else {}

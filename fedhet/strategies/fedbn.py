@@ -4,8 +4,6 @@ Xiaoxiao Li, Meirui Jiang, Xiaofei Zhang, Michael Kamp and Qi Dou, FedBN: Federa
 Non-IID Features via Local Batch Normalization, ICLR 2021.
 """
 
-from __future__ import annotations
-
 from fedhet.methods.fedbn import SPEC
 from fedhet.strategies.fedavg import FedAvgStrategy
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from fedhet.algorithms.averaging import RunningAverage
 from fedhet.algorithms.distillation import distillation_loss
+from fedhet.algorithms.weights import RunningAverage
 from fedhet.base.arrays import Array, Arrays, grouped, groups
 from fedhet.base.errors import DivergedError, KnowledgeError
 from fedhet.base.seeding import seeded, torch_generator
@@ -27,7 +27,7 @@ from fedhet.data.store import refuse_overlap
 from fedhet.learning.devices import Compute, compute_for
 from fedhet.learning.training import all_finite, batches, logits_of, optimization_for, train_epochs
 from fedhet.methods.feddf import SPEC, FedDfSettings
-from fedhet.models import HetModel, build, load_weights, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -46,8 +46,6 @@ class FedDfStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start without models: in the first round, clients start from their own new ones."""
-        # The thread count affects floating-point sums: fix it, as on the clients.
-        torch.set_num_threads(self.run.engine.threads)
         self.compute = compute_for(self.run.engine)
         public = self.public_set(labelled=False)
         if self.run.data.public_dataset and (common := self.common_test()):
@@ -108,7 +106,6 @@ class FedDfStrategy(HetStrategy):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self._keep(groups(state, "models"))
 
     def _keep(self, models: dict[str, dict[str, Array]]) -> None:
@@ -127,9 +124,7 @@ class FedDfStrategy(HetStrategy):
     def _network(self, name: str, weights: Arrays) -> HetModel:
         """Return the network of an architecture with these weights."""
         if name not in self._networks:
-            task = self.task
-            network = build(name, task.shape, task.classes, kind=task.kind, seed=self.run.seed)
-            self._networks[name] = self.compute.place(network)
+            self._networks[name] = self.compute.place(self.build_model(name))
         load_weights(self._networks[name], weights)
         return self._networks[name]
 

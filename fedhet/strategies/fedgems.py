@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedhet.algorithms.selective import (
+from fedhet.algorithms.distillation import (
     Targets,
-    correct,
     fuse,
     fuse_all,
     split,
@@ -25,7 +24,6 @@ from fedhet.base.arrays import Array, group, grouped
 from fedhet.data.store import refuse_overlap
 from fedhet.learning.training import LossOfBatch
 from fedhet.methods.fedgems import SPEC, FedGemsSettings
-from fedhet.models import build
 from fedhet.server.learner import Learner
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.contract import Sizes
@@ -41,16 +39,13 @@ class FedGemsStrategy(HetStrategy):
 
     def init(self) -> None:
         """Build the server's model; the pool of global logits starts empty."""
-        public, task = self.public_set(labelled=True), self.task
+        public = self.public_set(labelled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
-        model = build(
-            self.settings.server_model, task.shape, task.classes, kind=task.kind, seed=self.run.seed
-        )
-        self.learner = Learner(model, self.run)
+        self.learner = Learner(self.build_model(self.settings.server_model), self.run)
         compute = self.learner.compute
         self.x, self.y = compute.held(public.x), public.y.to(compute.device)
-        self.pool = Targets.none(len(self.y), task.classes, compute.device)
+        self.pool = Targets.none(len(self.y), self.task.classes, compute.device)
         """L_Global: each sample's logits from when it was last predicted correctly."""
         self.logits = self.learner.predict(self.x)
         """L_s, [N, C]: those of the self-evaluation before each round."""
@@ -66,14 +61,24 @@ class FedGemsStrategy(HetStrategy):
         return Sizes({"C": client.classes, "Q": len(rows)}, rows={"Q": rows})
 
     def eval_models(self) -> dict[str, nn.Module]:
-        """Return the server's model."""
         return {"server": self.learner.model}
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send L_s (line 17), or only its changes, and the samples to answer (line 11)."""
         held = self.held.pop(client.name, 0)  # a client that fails to answer may lack the logits
-        if held not in self._instructions_by_version:
-            self._instructions_by_version[held] = Knowledge(self._logits_since(held))
+        if held in self._instructions_by_version:
+            return self._instructions_by_version[held]
+        sent: dict[str, Array] = {}
+        if self.settings.selective:
+            sent["wanted"] = np.packbits(self.wanted)
+        if self.changed.any():  # a server that has not trained yet sends no logits (ours)
+            sent["logits"] = self.logits
+            new = self.changed > held
+            bits = np.packbits(new)
+            # Only the changed ones, if that takes fewer bytes.
+            if held and self.logits[new].nbytes + bits.nbytes < self.logits.nbytes:
+                sent |= {"logits": self.logits[new], "changed": bits}
+        self._instructions_by_version[held] = Knowledge(sent)
         return self._instructions_by_version[held]
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
@@ -81,14 +86,23 @@ class FedGemsStrategy(HetStrategy):
         version = int(self.changed.max())
         if version:
             self.held |= {reply.client.name: version for reply in replies}
-        answers = np.stack([reply.knowledge.tensors["logits"] for reply in replies])
-        fused = self._fused(torch.tensor(answers))
-        before = self.logits
+        answers = torch.tensor(np.stack([r.knowledge.tensors["logits"] for r in replies]))
+        rows = torch.tensor(self.wanted.nonzero()[0])
+        weighted = self.settings.teachers == "weighted"
+        of_wanted = fuse(answers, self.y.cpu()[rows]) if weighted else fuse_all(answers)
+        found = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
+        found.keep(rows, of_wanted.logits, of_wanted.known)
+        fused = Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
+        before, asked = self.logits, float(self.wanted.sum())
         counts, self.logits = self._train(round, fused)
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
-        figures = self._figures(counts, fused)
         self._prepare()
-        return figures
+        return {  # of Fig. 3 and Table 6, and how many samples no client got right
+            **dict(zip(("s1", "s2", "s3"), counts, strict=True)),
+            "asked": asked,
+            "nobody_right": asked - float(fused.known.sum()),
+            "upload_ratio": asked / len(self.y),
+        }
 
     def state_dict(self) -> dict[str, Array]:
         """Return the model, the pool, its logits, and which round's logits each client holds."""
@@ -103,7 +117,6 @@ class FedGemsStrategy(HetStrategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self.learner.load_state_dict(state)
         pool = {k: torch.tensor(v) for k, v in group(state, "pool").items()}
         self.pool = Targets(**{k: v.to(self.x.device) for k, v in pool.items()})
@@ -113,7 +126,7 @@ class FedGemsStrategy(HetStrategy):
 
     def _prepare(self) -> None:
         """Split the samples by the self-evaluation; choose those to ask clients about, S3."""
-        self.right = correct(torch.tensor(self.logits, device=self.x.device), self.y)
+        self.right = torch.tensor(self.logits, device=self.x.device).argmax(1) == self.y
         """The samples that the server predicts correctly, bool [N]."""
         self.parts = self._split(self.right, self.pool.known)
         """S1, S2 and S3, bool [N] each."""
@@ -131,38 +144,12 @@ class FedGemsStrategy(HetStrategy):
             self_distillation=own.selective and own.self_distillation,
         )
 
-    def _logits_since(self, held: int) -> dict[str, Array]:
-        """Return the logits for a client that holds those of round `held`; 0: none.
-
-        Sends all logits, or only the changed ones if that takes fewer bytes. A server that has not
-        trained yet sends none (ours).
-        """
-        sent: dict[str, Array] = {}
-        if self.settings.selective:
-            sent["wanted"] = np.packbits(self.wanted)
-        if self.changed.any():
-            sent["logits"] = self.logits
-            new = self.changed > held
-            bits = np.packbits(new)
-            if held and self.logits[new].nbytes + bits.nbytes < self.logits.nbytes:
-                sent |= {"logits": self.logits[new], "changed": bits}
-        return sent
-
-    def _fused(self, answers: Tensor) -> Targets:
-        """Return the targets of all samples from clients' logits [K, Q, C] on the wanted ones."""
-        rows = torch.tensor(self.wanted.nonzero()[0])
-        weighted = self.settings.teachers == "weighted"
-        fused = fuse(answers, self.y.cpu()[rows]) if weighted else fuse_all(answers)
-        found = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
-        found.keep(rows, fused.logits, fused.known)
-        return Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
-
     def _train(self, round: int, fused: Targets) -> tuple[list[float], Array]:
         """Train for the server's epochs; return the last sizes of S1, S2 and S3, and the new L_s.
 
         Raises DivergedError with the model, the pool and the optimiser's state as they were.
         """
-        pool = self.pool.copy()
+        pool, labels = self.pool.copy(), self.y.cpu().numpy()
         counts = torch.zeros(3, device=self.x.device)
         by_batch = self.settings.split == "batch"
         lesson = self._lesson_by_batch if by_batch else self._lesson_by_round
@@ -173,14 +160,10 @@ class FedGemsStrategy(HetStrategy):
             lesson(fused, pool, counts),
             epochs=self.settings.server_epochs,
             before_epoch=(lambda _: counts.zero_()) if by_batch else None,
-            error_of=self._error,
+            error_of=lambda logits: float((logits.argmax(1) != labels).mean()),
         )
         self.pool = pool
         return counts.tolist(), logits
-
-    def _error(self, logits: Array) -> float:
-        """Return the share of the public samples on which logits [N, C] are wrong."""
-        return float((logits.argmax(1) != self.y.cpu().numpy()).mean())
 
     def _lesson_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
         """Return the loss by the split of the self-evaluation, whose right logits enter `pool`.
@@ -209,7 +192,7 @@ class FedGemsStrategy(HetStrategy):
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             logits, labels = self.learner.model(x).float(), self.y[rows]
-            right = correct(logits, labels)
+            right = logits.argmax(1) == labels
             recalled = Targets(pool.logits[rows], pool.known[rows])
             parts = self._split(right, recalled.known)
             counts.add_(torch.stack([part.sum() for part in parts]))
@@ -219,15 +202,3 @@ class FedGemsStrategy(HetStrategy):
             return taught_loss(logits, labels, taught.logits, taught.known, self.settings.epsilon)
 
         return loss_of
-
-    def _figures(self, counts: Sequence[float], fused: Targets) -> dict[str, float]:
-        """Return the metrics of Fig. 3 and Table 6, and how many samples no client got right."""
-        asked = float(self.wanted.sum())
-        return {
-            "s1": counts[0],
-            "s2": counts[1],
-            "s3": counts[2],
-            "asked": asked,
-            "nobody_right": asked - float(fused.known.sum()),
-            "upload_ratio": asked / len(self.y),
-        }

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from fedhet.algorithms.classwise import capped
-from fedhet.algorithms.generators import (
-    Course,
+from fedhet.algorithms.feature_models import (
     Generator,
     agreement,
     ensemble,
@@ -72,15 +71,12 @@ class FedGenStrategy(FedAvgStrategy):
         return {**head, **grouped("generator", generator), "prior": self.prior}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         load_weights(self.generator, group(state, "generator"))
         self.prior = state["prior"]
         super().load_state_dict(state)
 
     def _train(self, round: int, replies: Sequence[Reply]) -> dict[str, float]:
         """Train the generator (Eq. 4); return its figures, or nothing if it diverged."""
-        # As on the clients, results must not depend on the server's default number of threads.
-        torch.set_num_threads(self.run.engine.threads)
         own, before = self.settings, copy.deepcopy(self.generator.state_dict())
         counts = self._counts(replies)
         heads = [reply.knowledge.group("weights") for reply in replies]
@@ -90,17 +86,22 @@ class FedGenStrategy(FedAvgStrategy):
         totals = counts.sum(0) if own.prior == "counts" else (counts.sum(0) > 0).astype(float)
         shares = totals / totals.sum()
         prior, draws = torch.tensor(shares), torch_generator(self.run.seed, SERVER, round, "noise")
-        course = Course(own.server_steps, own.server_batch_size, own.generator_lr, own.diversity)
-        loss = train_generator(self.generator, head, prior, course, draws)
+        loss = train_generator(
+            self.generator,
+            head,
+            prior,
+            draws,
+            steps=own.server_steps,
+            batch_size=own.server_batch_size,
+            lr=own.generator_lr,
+            diversity=own.diversity,
+        )
         if not all_finite(self.generator):
             self.generator.load_state_dict(before)
             self.log.notice(f"the generator diverged in round {round}: the previous one is kept")
             return {}
         self.prior = shares.astype(np.float32)
-        return {
-            "generator_loss": loss,
-            "agreement": agreement(self.generator, head, prior, draws),
-        }
+        return {"generator_loss": loss, "agreement": agreement(self.generator, head, prior, draws)}
 
     def _counts(self, replies: Sequence[Reply]) -> Array:
         """Return each client's samples of each class [K, C]; 1 of each if no client sends them."""
@@ -114,8 +115,8 @@ class FedGenStrategy(FedAvgStrategy):
     def _instruct_all(self, averaged: dict[str, dict[str, Array]]) -> None:
         """Build the instruction to evaluate, and that to train, which has the generator too."""
         super()._instruct_all(averaged)
-        self._judged = self._instruction
+        self._judged = self.instruction
         if self.prior.any():
             generator = grouped("generator", to_arrays(self.generator))
             taught = {**self._judged.tensors, **generator, "prior": self.prior}
-            self._instruction = Knowledge(taught)
+            self.instruction = Knowledge(taught)

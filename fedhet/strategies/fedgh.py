@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedhet.algorithms.heads import train_head
+from fedhet.algorithms.feature_models import train_head
 from fedhet.base.errors import DivergedError
 from fedhet.base.seeding import torch_generator
 from fedhet.methods.fedgh import SPEC, FedGhSettings
-from fedhet.models import build, load_weights, to_arrays
+from fedhet.models import load_weights, to_arrays
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedavg import FedAvgStrategy
 from fedhet.wire.contract import MAX_MAGNITUDE
@@ -32,36 +32,22 @@ class FedGhStrategy(FedAvgStrategy):
 
     def init(self) -> None:
         """Start from a new head."""
-        # As on the clients, results must not depend on the server's default number of threads.
-        torch.set_num_threads(self.run.engine.threads)
-        task, width = self.task, self.settings.width
-        model = build(
-            task.model,
-            task.shape,
-            task.classes,
-            kind=task.kind,
-            seed=self.run.seed,
-            feature_dim=width,
-        )
+        model = self.build_model(feature_dim=self.settings.width)
         self._head = nn.ModuleDict({"classifier": model.classifier})
         """The new head, whose weights are replaced by those that it had last."""
         self._instruct_all({"weights": to_arrays(self._head)})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train the head on all class means of the round. Raises DivergedError."""
+        """Train the head on all class means of the round.
+
+        Raises DivergedError, with the head as it was.
+        """
         sent = [reply.knowledge.tensors for reply in replies]
         features = torch.tensor(np.concatenate([tensors["features"] for tensors in sent]))
         labels = torch.tensor(np.concatenate([tensors["classes"] for tensors in sent]))
         figures = {"classes_covered": float(len(set(labels.tolist())))}
         if len(labels) < 2:
             return figures
-        return {**figures, "head_loss": self._train(round, features, labels)}
-
-    def _train(self, round: int, features: Tensor, labels: Tensor) -> float:
-        """Train the head that is sent next; return its loss in the last epoch.
-
-        Raises DivergedError, with the head as it was.
-        """
         own, head = self.settings, load_weights(copy.deepcopy(self._head), self.averaged["weights"])
         loss = train_head(
             head["classifier"],
@@ -76,4 +62,4 @@ class FedGhStrategy(FedAvgStrategy):
         if not all((np.abs(value) <= MAX_MAGNITUDE).all() for value in weights.values()):
             raise DivergedError(f"the loss of the head is {loss:.3g}")  # or a weight is NaN
         self._instruct_all({"weights": weights})
-        return loss
+        return {**figures, "head_loss": loss}

@@ -78,8 +78,9 @@ class FedGktStrategy(HetStrategy):
         """Train on the round's features, logits and labels. Raises DivergedError."""
         self._judged = None
         sent = [reply.knowledge.tensors for reply in replies]
+        device = self.learner.compute.device
         features, edge, labels = (
-            self._placed(np.concatenate([tensors[name] for tensors in sent]))
+            torch.from_numpy(np.concatenate([tensors[name] for tensors in sent])).to(device)
             for name in ("features", "logits", "labels")
         )
         own, labels = self.settings, labels.long()
@@ -105,10 +106,6 @@ class FedGktStrategy(HetStrategy):
         return self.learner.state_dict() | grouped("logits", self.logits)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self._judged = None
         self.learner.load_state_dict(state)
         self.logits = group(state, "logits")
-
-    def _placed(self, values: Array) -> Tensor:
-        return torch.from_numpy(values).to(self.learner.compute.device)

@@ -15,7 +15,6 @@ from fedhet.algorithms.classwise import class_average, class_totals
 from fedhet.base.arrays import Array, grouped, groups
 from fedhet.methods.fedhe import SPEC, FedHeSettings
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -36,10 +35,6 @@ class FedHeStrategy(HetStrategy):
         """What is kept of each client: the tensors of `kept`."""
         self._instruct_all()
 
-    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send every class's average."""
-        return self._instruction
-
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the clients' class means; return the number of classes that any client has."""
         for reply in replies:
@@ -49,7 +44,7 @@ class FedHeStrategy(HetStrategy):
                 tensors["weight"] = np.array(reply.freshness)
             self.latest[name] = self.kept(self.latest.get(name), tensors)
         self._instruct_all()
-        return {"classes_covered": float(len(self._instruction.tensors["classes"]))}
+        return {"classes_covered": float(len(self.instruction.tensors["classes"]))}
 
     def kept(self, before: Mapping[str, Array] | None, reply: dict[str, Array]) -> dict[str, Array]:
         """Return what is kept of a client: its reply, or the mean of all, with their number.
@@ -79,7 +74,6 @@ class FedHeStrategy(HetStrategy):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self.latest = groups(state, "latest")
         self._instruct_all()
 
@@ -90,8 +84,8 @@ class FedHeStrategy(HetStrategy):
     def _instruct_all(self) -> None:
         """Build the one instruction that all clients share; it is empty before any reply."""
         latest = [self.latest[name] for name in sorted(self.latest)]
-        self._instruction = Knowledge()
+        self.instruction = Knowledge()
         if latest:
             parts = [(each["classes"], each[self.vectors], self.weights(each)) for each in latest]
             classes, means = class_average(parts)
-            self._instruction = Knowledge({"classes": classes, self.vectors: means})
+            self.instruction = Knowledge({"classes": classes, self.vectors: means})

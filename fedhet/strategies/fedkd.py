@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 
-from fedhet.algorithms.averaging import changed
-from fedhet.algorithms.compression import energy_kept, factors
+from fedhet.algorithms.weights import changed, energy_kept, factors
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedkd import SPEC, FedKdSettings
-from fedhet.models import build, to_arrays
 from fedhet.runs.measures import mean_figures
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedavg import FedAvgStrategy, average_of
@@ -37,29 +34,23 @@ class FedKdStrategy(FedAvgStrategy):
 
     def init(self) -> None:
         """Start from a new mentee."""
-        task = self.task
-        mentee = build(
-            self.settings.mentee, task.shape, task.classes, kind=task.kind, seed=self.run.seed
-        )
-        self._instruct_all({"weights": to_arrays(mentee)})
+        super().init()
         self._change(0, {}, ())
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Send the last round's change, or the mentee."""
         if round != self.changed_in + 1 or client.name not in self.holders:
-            return self._instruction
+            return self.instruction
         self.holders.discard(client.name)  # one that fails to answer may lack the mentee
         return self._update
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Send the round's change, or the mentee."""
         holds = round == self.changed_in and client.name in self.holders
-        return self._update if holds else self._instruction
+        return self._update if holds else self.instruction
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 13 to 22: the mean change, cut to the rank that keeps its energy."""
-        # As on the clients, results must not depend on the server's default number of threads.
-        torch.set_num_threads(self.run.engine.threads)
         own, mentee = self.settings, self.averaged["weights"]
         energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
@@ -68,7 +59,8 @@ class FedKdStrategy(FedAvgStrategy):
         # A late client's mentee is older than the one that this changes.
         self._change(round, sent, [reply.client.name for reply in replies if not reply.age])
         figures = mean_figures([reply.knowledge.scalars for reply in replies])
-        return figures | {"sent_down": share_of(sent, mentee)}
+        counts = [sum(value.size for value in part.values()) for part in (sent, mentee)]
+        return figures | {"sent_down": counts[0] / counts[1]}
 
     def forget(self, client: str) -> None:
         """Drop what is known of a client's mentee."""
@@ -81,7 +73,6 @@ class FedKdStrategy(FedAvgStrategy):
         return {**kept, **grouped("holders", holders), "changed_in": np.array(self.changed_in)}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         super().load_state_dict(state)
         self._change(int(state["changed_in"]), group(state, "update"), group(state, "holders"))
 
@@ -95,9 +86,3 @@ class FedKdStrategy(FedAvgStrategy):
         """The clients that hold the mentee with which that round began."""
         self._sent = sent
         self._update = Knowledge(grouped("update", sent), {"base": round})
-
-
-def share_of(sent: Mapping[str, Array], whole: Mapping[str, Array]) -> float:
-    """Return the numbers that are sent, as a share of those of the whole."""
-    counts = [sum(value.size for value in part.values()) for part in (sent, whole)]
-    return counts[0] / counts[1]

@@ -50,16 +50,12 @@ class FedMdStrategy(HetStrategy):
         size = min(self.settings.sample or len(self.public), len(self.public))
         rng = numpy_rng(self.run.seed, "public-rows", round)
         self.asked = self._numbers(np.sort(rng.permutation(len(self.public))[:size]))
-        self._instruction = Knowledge(self._consensus() | {"asked": self.asked})
+        self.instruction = Knowledge(self._consensus() | {"asked": self.asked})
         return super().select(round, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the axes C, and Q, the number of samples asked for."""
         return Sizes({"C": client.classes, "Q": len(self.asked)}, rows={"Q": self.asked})
-
-    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the consensus ("Distribute"), and the samples to predict."""
-        return self._instruction
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Send the last consensus, which clients learn from before they evaluate."""

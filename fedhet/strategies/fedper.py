@@ -4,8 +4,6 @@ Manoj Ghuhan Arivazhagan, Vinay Aggarwal, Aaditya Kumar Singh and Sunav Choudhar
 Learning with Personalization Layers, arXiv:1912.00818.
 """
 
-from __future__ import annotations
-
 from fedhet.methods.fedper import SPEC
 from fedhet.strategies.fedavg import FedAvgStrategy
 

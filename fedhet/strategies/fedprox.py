@@ -4,8 +4,6 @@ Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Vir
 Federated Optimization in Heterogeneous Networks, MLSys 2020.
 """
 
-from __future__ import annotations
-
 from fedhet.methods.fedprox import SPEC
 from fedhet.strategies.fedavg import FedAvgStrategy
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fedhet.algorithms.heads import (
+from fedhet.algorithms.feature_models import (
     TrainablePrototypes,
     adaptive_margin,
     nearest_distances,
@@ -43,53 +43,23 @@ class FedTgpStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start from new prototypes, which are not sent before they were trained."""
-        # As on the clients, results must not depend on the server's default number of threads.
-        torch.set_num_threads(self.run.engine.threads)
         with seeded(self.run.seed, SERVER, "prototypes"):
             self.model = TrainablePrototypes(self.task.classes, self.settings.feature_dim)
         self._keep(np.zeros(0, np.int64))
 
-    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the trained prototypes, once there are any (line 3)."""
-        return self._instruction
-
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Send the trained prototypes, once there are any."""
-        return self._instruction if len(self.known) else None
+        return self.instruction if len(self.known) else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train on all prototypes of the round. Raises DivergedError."""
+        """Train on all prototypes of the round. Raises DivergedError, with the model as it was."""
         sent = [reply.knowledge.tensors for reply in replies]
         features = torch.tensor(np.concatenate([tensors["features"] for tensors in sent]))
         labels = torch.tensor(np.concatenate([tensors["classes"] for tensors in sent]))
         if len(labels) < 2:
             return {"classes_covered": float(len(self.known))}
-        own = self.settings
-        margin = adaptive_margin(features, labels, own.most_margin, own.margin)
-        loss = self._train(round, features, labels, margin)
-        self._keep(np.union1d(self.known, labels.numpy()))
-        apart = nearest_distances(torch.tensor(self._instruction.tensors["features"]))
-        return {
-            "classes_covered": float(len(self.known)),
-            "prototype_loss": loss,
-            "margin": margin,
-            "separation": apart.mean().item() if len(apart) > 1 else 0.0,
-        }
-
-    def state_dict(self) -> dict[str, Array]:
-        """Return the trained vectors, the network, and the classes that are sent."""
-        return {"known": self.known, **grouped("prototypes", to_arrays(self.model))}
-
-    def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
-        load_weights(self.model, group(state, "prototypes"))
-        self._keep(state["known"])
-
-    def _train(
-        self, round: int, features: torch.Tensor, labels: torch.Tensor, margin: float
-    ) -> float:
-        """Return the loss of the last epoch. Raises DivergedError, with the model as it was."""
         own, before = self.settings, copy.deepcopy(self.model.state_dict())
+        margin = adaptive_margin(features, labels, own.most_margin, own.margin)
         loss = train_prototypes(
             self.model,
             features,
@@ -105,13 +75,28 @@ class FedTgpStrategy(HetStrategy):
         if not (within and all_finite(self.model)):
             self.model.load_state_dict(before)
             raise DivergedError(f"the loss of the prototypes is {loss:.3g}")
-        return loss
+        self._keep(np.union1d(self.known, labels.numpy()))
+        apart = nearest_distances(torch.tensor(self.instruction.tensors["features"]))
+        return {
+            "classes_covered": float(len(self.known)),
+            "prototype_loss": loss,
+            "margin": margin,
+            "separation": apart.mean().item() if len(apart) > 1 else 0.0,
+        }
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the trained vectors, the network, and the classes that are sent."""
+        return {"known": self.known, **grouped("prototypes", to_arrays(self.model))}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        load_weights(self.model, group(state, "prototypes"))
+        self._keep(state["known"])
 
     @torch.no_grad()
     def _keep(self, known: Array) -> None:
         """Keep the classes [P] that are sent, and build the one instruction of all clients."""
         self.known = known
-        self._instruction = Knowledge()
+        self.instruction = Knowledge()
         if len(known):
             features = self.model().numpy()[known]
-            self._instruction = Knowledge({"classes": known, "features": features})
+            self.instruction = Knowledge({"classes": known, "features": features})

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedhet.algorithms.averaging import average_weights
 from fedhet.algorithms.classwise import ClassMeans, average, capped
+from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, Arrays, group, grouped, groups
 from fedhet.methods.felo import SPEC, FeloSettings
 from fedhet.strategies.base import HetStrategy, Reply
@@ -60,11 +60,18 @@ class FeloStrategy(HetStrategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the clients' class means, and average weights by architecture (lines 3 to 5)."""
         for reply in replies:
-            self.means[reply.client.name] = read_means(reply.knowledge)
+            sent = reply.knowledge.tensors
+            self.means[reply.client.name] = ClassMeans(
+                sent["classes"], sent["features"], sent["logits"], sent["counts"]
+            )
             self.freshness.pop(reply.client.name, None)
             if reply.age:
                 self.freshness[reply.client.name] = reply.freshness
-        self.weights |= average_by_architecture(replies)
+        by_model: dict[str, list[tuple[Arrays, float]]] = {}
+        for reply in replies:  # weights of different architectures are never mixed (line 5)
+            if weights := reply.knowledge.group("weights"):
+                by_model.setdefault(reply.client.model, []).append((weights, reply.weight))
+        self.weights |= {model: average_weights(models) for model, models in by_model.items()}
         self._instructions_by_model = {}
         return {"classes_covered": float(len(self.average().classes))}
 
@@ -89,7 +96,6 @@ class FeloStrategy(HetStrategy):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self.means = {name: ClassMeans(**kept) for name, kept in groups(state, "means").items()}
         self.freshness = {name: float(kept) for name, kept in group(state, "freshness").items()}
         self.weights = groups(state, "weights")
@@ -109,21 +115,3 @@ class FeloStrategy(HetStrategy):
         """
         mean = self.average()
         return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}
-
-
-def read_means(knowledge: Knowledge) -> ClassMeans:
-    """Return the class means of a client's reply."""
-    parts = knowledge.tensors
-    return ClassMeans(parts["classes"], parts["features"], parts["logits"], parts["counts"])
-
-
-def average_by_architecture(replies: Sequence[Reply]) -> dict[str, dict[str, Array]]:
-    """Return the average weights per architecture, weighted by samples (line 5).
-
-    Weights of different architectures are never mixed.
-    """
-    groups: dict[str, list[tuple[Arrays, float]]] = {}
-    for reply in replies:
-        if weights := reply.knowledge.group("weights"):
-            groups.setdefault(reply.client.model, []).append((weights, reply.weight))
-    return {model: average_weights(group) for model, group in groups.items()}

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fedhet.algorithms.submodels import SubModel, average_overlaps, cut, fits
+from fedhet.algorithms.weights import SubModel, average_overlaps, cut, fits
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
-from fedhet.models import build, is_registered, narrow_name
+from fedhet.models import is_registered, narrow_name
 from fedhet.models.het import arrays_of
 from fedhet.settings.schema import refused
 from fedhet.strategies.base import HetStrategy, Reply, Selection
@@ -32,14 +32,13 @@ class HeteroFlStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start from a new model. Raises SettingsError unless it comes in any width."""
-        (name,), task = self.run.models.pool, self.task
+        (name,) = self.run.models.pool
         self.model = narrow_name(name, max(self.settings.widths))
         """The name of the global model."""
         if not is_registered(narrow_name(name, WIDTHS["e"])):
             rule = "a model that comes in several widths, such as mlp, cnn2 or text-cnn"
             raise refused("models.pool", self.run.models.pool, rule)
-        model = build(self.model, task.shape, task.classes, kind=task.kind, seed=self.run.seed)
-        self._keep(arrays_of(model, self.settings.part))
+        self._keep(arrays_of(self.build_model(self.model), self.settings.part))
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Select among those whose model is a part of the global one."""
@@ -78,7 +77,6 @@ class HeteroFlStrategy(HetStrategy):
         return grouped("weights", self.weights)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self._keep(group(state, "weights"))
 
     def _keep(self, weights: dict[str, Array]) -> None:

@@ -5,8 +5,6 @@ Salakhutdinov and Louis-Philippe Morency, Think Locally, Act Globally: Federated
 and Global Representations, arXiv:2001.01523.
 """
 
-from __future__ import annotations
-
 from fedhet.methods.lg_fedavg import SPEC
 from fedhet.strategies.fedavg import FedAvgStrategy
 

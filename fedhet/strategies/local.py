@@ -6,18 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from fedhet.methods.local import SPEC
 from fedhet.strategies.base import HetStrategy, Reply
-from fedhet.wire.identity import ClientInfo
-from fedhet.wire.knowledge import Knowledge
 
 
 class LocalStrategy(HetStrategy):
     """Exchanges no knowledge; clients, partition and epochs are the same as with a method."""
 
     spec = SPEC
-
-    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send an empty instruction."""
-        return Knowledge()
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Aggregate nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedhet.algorithms.local_models import equal_scales
 from fedhet.base.arrays import Array
 from fedhet.methods.pfedbayes import SPEC
 from fedhet.models import HetModel
@@ -23,8 +24,5 @@ class PFedBayesStrategy(FedAvgStrategy):
     spec = SPEC
 
     def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:
-        """Return the initial standard deviations, which are all equal."""
-        trained = model.named_parameters()
-        return {
-            "scale": {name: np.full(tuple(p.shape), START_SCALE, np.float32) for name, p in trained}
-        }
+        """Return the initial standard deviations."""
+        return {"scale": equal_scales(model, START_SCALE)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedhet.algorithms.averaging import moved_towards
+from fedhet.algorithms.weights import moved_towards
 from fedhet.base.arrays import Array
 from fedhet.methods.pfedme import SPEC, PFedMeSettings
 from fedhet.strategies.fedavg import FedAvgStrategy

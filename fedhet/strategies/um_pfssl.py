@@ -143,7 +143,6 @@ class UmPfsslStrategy(HetStrategy):
         return kept
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         self.numbers = {name: int(n) for name, n in group(state, "number").items()}
         self.versions = dict(state["versions"].tolist())
         self.sent = {name: dict(pairs.tolist()) for name, pairs in group(state, "sent").items()}
@@ -167,39 +166,28 @@ class UmPfsslStrategy(HetStrategy):
         chosen, own, step = self.settings, self.numbers[name], self.step(round)
         warm_up = bool(chosen.warm_up) and own not in self.versions
         helpers = self.lists.get(name, [])
-        new = self._unseen(round, name)
+        new = self._outside(round, name, "candidates", sent=False)
         searching = step < chosen.search_rounds and replaceable(helpers, own, chosen.replace)
         candidates = new[: chosen.replace] if searching else []
         room = chosen.helpers - max(1, len(helpers)) if train else 0
-        fill = [*new[len(candidates) :], *self._seen(round, name)][: max(room, 0)]
+        # Models that were already sent fill a list for which no new ones are left (Algorithm 1,
+        # line 16): if models were lost, or candidates were compared before the list was full.
+        seen = self._outside(round, name, "fill", sent=True)
+        fill = [*new[len(candidates) :], *seen][: max(room, 0)]
         refresh = self._newer(name) if self._due(round) > self.refreshes.get(name, 0) else []
         return Plan(train, warm_up, candidates, fill, refresh)
 
-    def _unseen(self, round: int, name: str) -> list[Key]:
-        """Return the models outside the client's list, in random order (Algorithm 3, line 7).
+    def _outside(self, round: int, name: str, use: str, *, sent: bool) -> list[Key]:
+        """Return the models of the pool outside a client's list, in random order.
 
-        Models that it was sent in their current version, and rejected, are left out.
+        Those that it was `sent` in their current version, or the others (Algorithm 3, line 7).
         """
-        sent = self.sent.get(name, {})
-        others = [key for key in self._outside(name) if sent.get(key[0]) != key[1]]
-        order = numpy_rng(self.run.seed, "candidates", round, name).permutation(len(others))
-        return [others[place] for place in order]
-
-    def _seen(self, round: int, name: str) -> list[Key]:
-        """Return the models outside the client's list that it was already sent, in random order.
-
-        They fill a list for which no new models are left (Algorithm 1, line 16): if models were
-        lost, or candidates were compared before the list was full.
-        """
-        sent = self.sent.get(name, {})
-        others = [key for key in self._outside(name) if sent.get(key[0]) == key[1]]
-        order = numpy_rng(self.run.seed, "fill", round, name).permutation(len(others))
-        return [others[place] for place in order]
-
-    def _outside(self, name: str) -> list[Key]:
-        """Return the models of the pool outside a client's list, by number."""
         known = {helper.number for helper in self.lists.get(name, [])} | {self.numbers[name]}
-        return [key for key in sorted(self.versions.items()) if key[0] not in known]
+        last = self.sent.get(name, {})
+        found = [key for key in sorted(self.versions.items()) if key[0] not in known]
+        found = [key for key in found if (last.get(key[0]) == key[1]) == sent]
+        order = numpy_rng(self.run.seed, use, round, name).permutation(len(found))
+        return [found[place] for place in order]
 
     def _newer(self, name: str) -> list[Key]:
         """Return the helpers to update (Algorithm 2): changed since, and not the least related.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedhet.algorithms.classwise import newest
-from fedhet.algorithms.generators import Cvae, separation, synthesise, train_cvae
+from fedhet.algorithms.feature_models import Cvae, separation, synthesise, train_cvae
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng, seeded, torch_generator
 from fedhet.learning.training import all_finite
@@ -57,15 +57,16 @@ class VeloStrategy(FeloStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 3 to 7: store the features, train the CVAE if it is due, decode."""
-        # As on the clients, results must not depend on the server's default number of threads.
-        torch.set_num_threads(self.run.engine.threads)
         figures = dict(super().aggregate(round, replies))
         self._keep(round, replies)
         figures["features_kept"] = float(len(self.labels))
         if round % self.settings.interval == 0 and len(self.labels) > 1:
             figures |= self._train(round)
         if len(self.learned):
-            self._synthesise(round)
+            # Decode this round's features of every class that the CVAE has learned (line 7).
+            draws = torch_generator(self.run.seed, SERVER, round, "synthetic")
+            classes, count = torch.tensor(self.learned), self.settings.samples_per_class
+            self.synthetic = synthesise(self.cvae, classes, count, draws).numpy()
             figures |= self._measure(round)
         return figures
 
@@ -88,7 +89,6 @@ class VeloStrategy(FeloStrategy):
         return super().state_dict() | grouped("velo", own) | grouped("cvae", weights)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned."""
         super().load_state_dict(state)
         for name, value in group(state, "velo").items():
             setattr(self, name, value if value.ndim else float(value))
@@ -124,12 +124,6 @@ class VeloStrategy(FeloStrategy):
             return {}
         self.learned = np.union1d(self.learned, self.labels)
         return {"cvae_loss": loss}
-
-    def _synthesise(self, round: int) -> None:
-        """Decode this round's features of every class that the CVAE has learned (line 7)."""
-        generator = torch_generator(self.run.seed, SERVER, round, "synthetic")
-        count = self.settings.samples_per_class
-        self.synthetic = synthesise(self.cvae, torch.tensor(self.learned), count, generator).numpy()
 
     def _measure(self, round: int) -> dict[str, float]:
         """Return how well the CVAE separates the classes, or nothing without class means."""

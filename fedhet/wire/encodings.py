@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedhet.algorithms.compression import LEVELS, largest, rounded, scales_of
+from fedhet.algorithms.weights import LEVELS, largest, rounded, scales_of
 from fedhet.base.arrays import Array, Arrays
 from fedhet.base.seeding import numpy_rng
 from fedhet.settings.engine import WireSettings

@@ -1,20 +1,25 @@
-"""When a round closes.
+"""The rounds of a run: how many clients each needs, when it closes, and its learning rate.
 
 A round closes when enough of the clients that it waits for have answered, and either all of them
 have or a grace time has passed since; or at its timeout. NVFlare has the same rule (min_responses,
 wait_time_after_min_received).
+
+The factor on the learning rate is a function of the round's number, so that it does not depend on
+when a client was sampled, or on whether the run was resumed. The formulas are those of
+torch.optim.lr_scheduler, with rounds for epochs.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from fedhet.algorithms.robust import least_replies, withstood
 from fedhet.settings.engine import PaceSettings
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import RunSettings, TrainingSettings
 
 LEAST_GRACE = 10.0
 """The least seconds for which an evaluation waits when enough clients have answered."""
@@ -43,10 +48,7 @@ class Closing:
         times = sorted(answers)
         if not times:
             return began
-        graced = math.inf
-        if self.enough <= len(times):
-            graced = times[self.enough - 1] + self._grace(times[self.enough - 1] - began)
-        return max(began, min(times[-1], graced, began + self.timeout))
+        return max(began, min(times[-1], self._graced(times, began), began + self.timeout))
 
     def waits(self, now: float, answers: Sequence[float], awaited: int) -> float:
         """Return for how many seconds to wait for the next answer; 0: the round closes.
@@ -54,16 +56,14 @@ class Closing:
         `now` and `answers`, the times of those that have come, in their order, are seconds since
         the round began; `awaited` are yet to come.
         """
-        if not awaited:
-            return 0.0
-        graced = math.inf
-        if self.enough <= len(answers):
-            graced = answers[self.enough - 1] + self._grace(answers[self.enough - 1])
-        return max(0.0, min(graced, self.timeout) - now)
+        return max(0.0, min(self._graced(answers), self.timeout) - now) if awaited else 0.0
 
-    def _grace(self, taken: float) -> float:
-        """Return the grace if enough answers have taken so long, in seconds."""
-        return max(self.grace, self.patience * taken)
+    def _graced(self, times: Sequence[float], began: float = 0.0) -> float:
+        """Return when the grace ends that follows enough of the answers; infinity if too few."""
+        if self.enough > len(times):
+            return math.inf
+        at = times[self.enough - 1]
+        return at + max(self.grace, self.patience * (at - began))
 
 
 def wanted(members: int, fraction: float) -> int:
@@ -94,11 +94,7 @@ def honest_majority(run: RunSettings) -> tuple[int, int, int]:
 
 
 def closing(
-    pace: PaceSettings,
-    needed: int,
-    awaited: int,
-    durations: Iterable[float] = (),
-    least: int = 1,
+    pace: PaceSettings, needed: int, awaited: int, durations: Iterable[float] = (), least: int = 1
 ) -> Closing:
     """Return the rule of a round that needs `needed` answers, or as many as are awaited.
 
@@ -124,3 +120,49 @@ def usual(durations: Iterable[float]) -> float:
     """Return the median of the last rounds' seconds; infinity before the first has ended."""
     last = list(durations)[-RECENT:]
     return median(last) if last else math.inf
+
+
+MILESTONES = (0.5, 0.75)
+"""Default milestones, in shares of the run (He et al., Deep Residual Learning, 2016)."""
+LEAST_CHANGE = 1e-4
+"""Relative improvement that counts as one; ReduceLROnPlateau's default."""
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """The state of torch's ReduceLROnPlateau: the least value, and rounds since an improvement.
+
+    `factor` is the present one on the learning rate.
+    """
+
+    best: float = math.inf
+    waited: int = 0
+    factor: float = 1.0
+
+    def after(self, value: float, *, patience: int, decay: float) -> Plateau:
+        """Return the state after a round whose loss or error is `value`."""
+        if value < self.best * (1 - LEAST_CHANGE):
+            return Plateau(value, 0, self.factor)
+        if self.waited < patience:
+            return Plateau(self.best, self.waited + 1, self.factor)
+        return Plateau(self.best, 0, self.factor * decay)
+
+
+NO_PLATEAU = Plateau()
+
+
+def rate_factor(
+    settings: TrainingSettings, round: int, rounds: int, plateau: Plateau = NO_PLATEAU
+) -> float:
+    """Return the factor on the learning rate in `round`, 1 to `rounds`, in (0, 1]."""
+    warm_up = settings.warm_up_rounds
+    factor = min(1.0, round / (warm_up + 1))  # linear, and 1 after the warm-up
+    if settings.schedule == "cosine":  # 1 in the first round after it, close to 0 in the last
+        angle = math.pi * max(0, round - warm_up - 1) / max(1, rounds - warm_up)
+        factor *= (1 + math.cos(angle)) / 2
+    elif settings.schedule == "step":
+        ends = settings.milestones or [max(1, int(s * rounds)) for s in MILESTONES]
+        factor *= settings.decay ** bisect_left(ends, round)  # the milestones before the round
+    elif settings.schedule == "plateau":
+        factor *= plateau.factor
+    return factor
