@@ -10,9 +10,6 @@ neither state nor messages. They take turns; the first two rounds are left out. 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,12 +19,9 @@ from statistics import median
 import torch
 from torch.nn import functional as F
 
-from benchmarks.round import make_data
-from benchmarks.timing import seconds
-from fedhet.client_runtime.node import read_node
+from benchmarks.timing import again_as_a_worker, open_client, seconds, write_images
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import resolve
-from fedhet.engines.environment import for_training
 from fedhet.models import build
 from fedhet.wire.knowledge import Knowledge
 
@@ -43,15 +37,13 @@ def client_of(model: str, precision: str, folder: Path) -> HetClient:
             "engine.precision": precision,
         }
     )  # fmt: skip
-    node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(folder / model))
-    client: HetClient = config.method.client(config, node)
-    return client
+    return open_client(config, folder / model)
 
 
 def parts_of(client: HetClient, round: int) -> dict[str, Callable[[], object]]:
     """Return what a client does in a round."""
     return {
-        "restore": lambda: client.state.restore("run", round),
+        "restore": lambda: client.state.restore("benchmark", round),
         "train": lambda: client._train(round, Knowledge()),
         "save": lambda: client.state.save(round),
         "evaluate": lambda: client.evaluation(Knowledge()),
@@ -88,10 +80,9 @@ def compare(chosen: argparse.Namespace) -> None:
     """Print the milliseconds of each part, and the ratios."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        make_data(Path(name) / "data", 1, SAMPLES)
+        write_images(Path(name) / "data", 1, SAMPLES, SHAPE)
         for model in chosen.models.split(","):
             client = client_of(model, chosen.precision, Path(name))
-            client.state.restore("run", 1)
             loop, spent = plain(client, model), []
             for round in range(1, chosen.rounds + 1):
                 work = parts_of(client, round) | {"loop": loop}
@@ -113,8 +104,7 @@ def main() -> None:
     if chosen.here:
         compare(chosen)
         return
-    again = [sys.executable, "-m", "benchmarks.client_round", *sys.argv[1:], "--here"]
-    raise SystemExit(subprocess.run(again, env={**os.environ, **for_training()}).returncode)
+    again_as_a_worker("benchmarks.client_round")
 
 
 if __name__ == "__main__":

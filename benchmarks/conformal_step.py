@@ -20,28 +20,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Clock, ratios, seconds, show
+from benchmarks.timing import Clock, open_client, ratios, seconds, show, write_images
 from fedhet.algorithms.conformal import Raps, calibrate, consensus, prediction_sets
 from fedhet.algorithms.local_models import LocalModel
-from fedhet.client_runtime.node import read_node
 from fedhet.clients.fedtype import FedTypeClient, Reciprocity
 from fedhet.config.resolve import resolve
 
 
-def write_images(folder: Path, samples: int) -> None:
-    """Write one client's random images, of which the method holds an eighth out."""
-    rng = np.random.default_rng(0)
-    for part, count in (("train", samples), ("test", samples // 4)):
-        (folder / part).mkdir(parents=True)
-        x = rng.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
-        np.savez(folder / part / "0.npz", x=x, y=np.arange(count) % 10)
-
-
-def open_client(folder: Path, batch: int, backward: str, device: str) -> FedTypeClient:
+def fedtype_client(folder: Path, batch: int, backward: str, device: str) -> FedTypeClient:
     """Return a FedType client on these images."""
     config = resolve(
         {
@@ -56,9 +45,8 @@ def open_client(folder: Path, batch: int, backward: str, device: str) -> FedType
             "fedtype.backward": backward,
         }
     )
-    node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(folder / "state"))
-    client = FedTypeClient(config, node)
-    client.state.restore("bench", before=1)
+    client = open_client(config, folder / "state")
+    assert isinstance(client, FedTypeClient)
     return client
 
 
@@ -128,9 +116,9 @@ def measure(samples: int, pairs: int, device: str, batches: Sequence[int] = (16,
     for batch in batches:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) / "images"
-            write_images(folder, samples)
-            ours = open_client(folder, batch, "conformal", device)
-            theirs = open_client(folder, batch, "symmetric", device)
+            write_images(folder, 1, samples, (3, 32, 32))
+            ours = fedtype_client(folder, batch, "conformal", device)
+            theirs = fedtype_client(folder, batch, "symmetric", device)
             values = ratios(one_epoch(ours), one_epoch(theirs), pairs, clock)
             show(f"conformal / symmetric epoch, batch {batch}", values)
             if device == "cpu":

@@ -10,14 +10,13 @@ round, in which the workers load the data, is left out.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import seconds, show
+from benchmarks.timing import records_of, seconds, show
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
 from fedhet.strategies.velo import VeloStrategy
@@ -51,8 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         simulate(config, directory)
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-    total = {r["round"]: r["seconds"]["total"] for r in map(json.loads, lines[1:])}
+        total = {r["round"]: r["seconds"]["total"] for r in records_of(directory)[1:]}
     largest = max(spent[round] for round in total)
     print(f"the CVAE took at most {1000 * largest:.0f} ms of a round")
     values = sorted(total[round] / (total[round] - spent[round]) for round in total)

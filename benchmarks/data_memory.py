@@ -10,7 +10,6 @@ workers that have all that a client needs but the images: of a run of a few imag
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.timing import apart
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
 from fedhet.runs.log import Watcher
@@ -73,13 +73,6 @@ def measured(workers: int, count: int) -> list[float]:
     return memory.megabytes
 
 
-def apart(*args: Any) -> list[float]:
-    """Return `measured` of these arguments, from a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found: list[float] = pool.apply(measured, args)
-        return found
-
-
 def main() -> None:
     """Print the memory of all workers together, and what of it the images are."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -89,7 +82,7 @@ def main() -> None:
     size = chosen.images * 3 * 32 * 32 / 1e6
     print(f"{chosen.images} images [3, 32, 32]: {size:.0f} MB as bytes, {4 * size:.0f} as float32")
     for workers in map(int, chosen.workers.split(",")):
-        whole, without = apart(workers, chosen.images), apart(workers, FEW)
+        whole, without = (apart(measured, workers, n) for n in (chosen.images, FEW))
         more = sum(whole) - sum(without)
         print(
             f"{len(whole)} workers: {sum(whole):.0f} MB together, {sum(without):.0f} without the "

@@ -17,9 +17,7 @@ seconds of a run as a ratio.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -28,7 +26,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import fedhet
+from benchmarks.timing import kept_run
 from fedhet import report
 
 CLIENTS = 4
@@ -77,14 +75,10 @@ def made(given: argparse.Namespace, method: str, dataset: str, encoding: str, se
     """Return what a run gives, which is made unless it is there."""
     rounds = dict(zip(given.datasets.split(","), given.rounds.split(","), strict=False))[dataset]
     folder = given.out / f"{method}-{dataset}-{encoding.replace(':', '-')}-{rounds}-s{seed}"
-    if not (folder / "summary.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
-        fedhet.run(
-            method, dataset=dataset, clients=CLIENTS, rounds=int(rounds), seed=seed,
-            backend="inline", out=folder, progress=False,
-            settings=settings(method, dataset, encoding, given.data),
-        )  # fmt: skip
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = kept_run(
+        folder, method, dataset=dataset, clients=CLIENTS, rounds=int(rounds), seed=seed,
+        settings=settings(method, dataset, encoding, given.data),
+    )  # fmt: skip
     kind = JUDGED[method]
     last = [float(r["accuracy"]["common"][kind]["mean"]) for r in records[-LAST:]]
     sums = {

@@ -9,12 +9,11 @@ workers load the data, and the last, in which all clients are evaluated, are lef
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.timing import show
+from benchmarks.timing import records_of, show
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
 
@@ -43,8 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
         simulate(config, directory)
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
-    rounds = [json.loads(line)["seconds"] for line in lines[1:-1]]
+        rounds = [record["seconds"] for record in records_of(directory)[1:-1]]
     a_client = min(r["train"] for r in rounds) / chosen.clients
     print(f"{chosen.clients} clients, {workers} workers, {a_client:.2f} s of training a client")
     values = sorted(r["total"] / (r["train"] / workers) for r in rounds)

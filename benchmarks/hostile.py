@@ -17,18 +17,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.timing import mean_and_error
 from fedhet.base.errors import FedhetError
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import simulate
@@ -132,7 +132,7 @@ def cell(values: Sequence[float]) -> str:
         return "–"
     if len(values) == 1:
         return f"{values[0]:.1f}"
-    return f"{fmean(values):.1f} ± {stdev(values) / math.sqrt(len(values)):.1f}"
+    return "{:.1f} ± {:.1f}".format(*mean_and_error([*values]))
 
 
 def table(

@@ -12,36 +12,20 @@ repeats and the least and the most. Bound: 1.2 of the first count's. Besides: th
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import resource
 import tempfile
-import time
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
+from benchmarks.timing import ProcessTimes, apart, records_of, verdict
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
-from fedhet.runs.log import Watcher
-from fedhet.runs.records import RoundRecord
 
 IMAGES, BOUND = 20, 1.2
-
-
-class ProcessTimes(Watcher):
-    """Notes the process's CPU time at the end of each round."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def round_finished(self, record: RoundRecord) -> None:
-        """Note the time."""
-        self.at.append(time.process_time())
 
 
 def write_images(folder: Path, clients: int) -> None:
@@ -74,11 +58,10 @@ def cost(clients: int, method: str, backend: str, rounds: int) -> dict[str, floa
         )
         times = ProcessTimes()
         simulate(config, folder / "run", [times])
-        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        totals = [record["seconds"]["total"] for record in records_of(folder / "run")[1:-1]]
     if backend == "inline":
-        spent = float(np.median(np.diff(times.at[:-1])))
+        spent = float(np.median(np.diff(times.at[1:-1])))
     else:
-        totals = [json.loads(line)["seconds"]["total"] for line in lines[1:-1]]
         spent = float(np.median(totals)) * (os.cpu_count() or 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"milliseconds": 1000 * spent / clients, "megabytes": peak}
@@ -96,25 +79,17 @@ def main() -> None:
     counts = [int(count) for count in chosen.counts.split(",")]
     found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     for _, count in product(range(chosen.repeats), counts):
-        found[count].append(apart(count, chosen.method, chosen.backend, chosen.rounds))
+        found[count].append(apart(cost, count, chosen.method, chosen.backend, chosen.rounds))
     first = median(each["milliseconds"] for each in found[counts[0]])
     for count in counts:
         times = sorted(each["milliseconds"] for each in found[count])
         ratio = median(times) / first
-        verdict = "holds" if ratio <= BOUND else "DOES NOT HOLD"
         print(
             f"{count} clients: {median(times):.1f} ms ({times[0]:.1f} to {times[-1]:.1f}) a client "
-            f"and round, {ratio:.2f} of the first (bound {BOUND} {verdict}); "
+            f"and round, {ratio:.2f} of the first (bound {BOUND} {verdict(ratio <= BOUND)}); "
             f"{max(each['megabytes'] for each in found[count]):.0f} MB",
             flush=True,
         )
-
-
-def apart(*args: Any) -> dict[str, float]:
-    """Return `cost` of these arguments, from a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found: dict[str, float] = pool.apply(cost, args)
-        return found
 
 
 if __name__ == "__main__":

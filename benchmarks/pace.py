@@ -21,9 +21,7 @@ import argparse
 import json
 import math
 import os
-import shutil
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,7 +30,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-import fedhet
+from benchmarks.timing import kept_run, mean_and_error
 from fedhet.base.disk import write_text
 from fedhet.report import load_run
 
@@ -66,19 +64,17 @@ def devices(folder: Path, seed: int, slow: float) -> Path:
 def made(given: argparse.Namespace, method: str, way: str, seed: int) -> pd.Series:
     """Return the accuracy by simulated hours of a run, which is made unless it is there."""
     folder = given.out / f"{method}-{way.replace(' ', '-')}-s{seed}"
-    if not (folder / "summary.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
-        pool = ["cnn2"] if method == "fedavg" else ["cnn2", "mlp", "cnn3"]
-        fedhet.run(
-            method, dataset=given.dataset, clients=CLIENTS, rounds=given.rounds * LONGER[way],
-            seed=seed, backend="inline", out=folder, progress=False,
-            settings={
-                "models.pool": pool, "fraction": 0.5, "training.local-epochs": 2,
-                "evaluate-every": LONGER[way], "engine.precision": "float32",
-                "data.partition": "dirichlet", "data.alpha": 0.5,
-                "pace.clock": str(devices(given.out, seed, given.slow)), **WAYS[way],
-            },
-        )  # fmt: skip
+    pool = ["cnn2"] if method == "fedavg" else ["cnn2", "mlp", "cnn3"]
+    kept_run(
+        folder, method, dataset=given.dataset, clients=CLIENTS, seed=seed,
+        rounds=given.rounds * LONGER[way],
+        settings={
+            "models.pool": pool, "fraction": 0.5, "training.local-epochs": 2,
+            "evaluate-every": LONGER[way], "engine.precision": "float32",
+            "data.partition": "dirichlet", "data.alpha": 0.5,
+            "pace.clock": str(devices(given.out, seed, given.slow)), **WAYS[way],
+        },
+    )  # fmt: skip
     run = load_run(folder)
     means = run.curve(run.headline, KINDS.get(method, "private"))["mean"]
     return means.set_axis(run.costs["clock"].loc[means.index] / 3600)
@@ -112,11 +108,6 @@ def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[s
             }
         )  # fmt: skip
     return found
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Return a mean and its standard error."""
-    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def draw(given: argparse.Namespace, methods: list[str], seeds: list[int], path: Path) -> None:

@@ -11,7 +11,6 @@ both sides write to disk.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 from torch import nn
 
+from benchmarks.timing import records_of
 from fedhet.config.resolve import resolve
 from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment
@@ -70,7 +70,7 @@ def main() -> None:
         deployment = LocalDeployment(Path(folder) / "deployment", nodes=1)
         with deployment, watched() as peaks:
             submit(config, deployment.connection, print)
-        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        records = records_of(out)
     for record in records[1:]:
         seconds = record["seconds"]
         moving = seconds["total"] - seconds["train"] - seconds["evaluate"]

@@ -13,52 +13,24 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from itertools import product
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from benchmarks.timing import show
+from benchmarks.timing import ProcessTimes, again_as_a_worker, show, write_images
 from fedhet.config.resolve import resolve
 from fedhet.data.store import RunData
 from fedhet.engines.backend import run_inline
-from fedhet.engines.environment import for_training
 from fedhet.methods.registry import find_method
-from fedhet.runs.log import Watcher
-from fedhet.runs.records import RoundRecord
 from fedhet.server.app import components
 
-CLIENTS, ROUNDS, CLASSES = 4, 4, 10
+CLIENTS, ROUNDS = 4, 4
 METHODS = "felo,fedavg,fedtype,fedgems,local"
 MODELS = "cnn2,cnn3,resnet10,mlp"
-
-
-class ProcessTimes(Watcher):
-    """Notes the processor time of this process at the end of each round."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def round_finished(self, record: RoundRecord) -> None:
-        """Note the time."""
-        self.at.append(time.process_time())
-
-
-def write_images(folder: Path, owners: int, side: int, samples: int) -> str:
-    """Write each owner's images, uint8 [N, 1, side, side]; return the name of that dataset."""
-    rng = np.random.default_rng(owners)
-    for part, count in (("train", samples), ("test", samples // 5)):
-        (folder / part).mkdir(parents=True)
-        for owner in range(owners):
-            x = rng.integers(0, 256, (count, 1, side, side), dtype=np.uint8)
-            np.savez(folder / part / f"{owner}.npz", x=x, y=np.arange(count) % CLASSES)
-    return f"npz:{folder}"
 
 
 def round_seconds(
@@ -79,14 +51,14 @@ def round_seconds(
         run, data = Path(folder) / "run", RunData.of(config.run)
         parts = components(config, run, workers=1, watchers=[times], data=data)
         run_inline(config, data, Path(folder) / "state", parts, print)
-    return float(median(np.diff(times.at)))
+    return float(median(np.diff(times.at[1:])))
 
 
 def compare(chosen: argparse.Namespace) -> None:
     """Print the ratios of every method and network."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
-        made = (chosen.shape, chosen.samples)
+        made = (chosen.samples, (1, chosen.shape, chosen.shape))
         own = write_images(Path(name) / "own", CLIENTS, *made)
         public = write_images(Path(name) / "public", 1, *made)
         for method, model in product(chosen.methods.split(","), chosen.models.split(",")):
@@ -115,8 +87,7 @@ def main() -> None:
     if chosen.here:
         compare(chosen)
         return
-    again = [sys.executable, "-m", "benchmarks.precision", *sys.argv[1:], "--here"]
-    raise SystemExit(subprocess.run(again, env={**os.environ, **for_training()}).returncode)
+    again_as_a_worker("benchmarks.precision")
 
 
 if __name__ == "__main__":

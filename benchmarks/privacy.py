@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn
 
-import fedhet
+from benchmarks.timing import kept_run
 from fedhet.base.errors import FedhetError
 
 CLIENTS = 3
@@ -91,17 +91,15 @@ def made(out: Path, method: str, seed: int, **chosen: Any) -> float | None:
     """Return the accuracy of a run, which is trained unless it is there; None: it cannot be."""
     name = f"{method}-{chosen['epsilon']:g}-{chosen['samples']}-s{seed}"
     folder = out / (f"frozen-{name}" if chosen["is_frozen"] else name)
-    summary = folder / "summary.json"
-    if not summary.exists():
-        try:
-            fedhet.run(
-                method, dataset="fashion-mnist", clients=CLIENTS, rounds=10, seed=seed,
-                backend="inline", out=folder, progress=False, settings=settings(method, **chosen),
-            )  # fmt: skip
-        except FedhetError as error:
-            print(f"{folder.name}: {error}", flush=True)
-            return None
-    kinds = json.loads(summary.read_text())["accuracy"]["common"]
+    try:
+        kept_run(
+            folder, method, dataset="fashion-mnist", clients=CLIENTS, rounds=10, seed=seed,
+            settings=settings(method, **chosen),
+        )  # fmt: skip
+    except FedhetError as error:
+        print(f"{folder.name}: {error}", flush=True)
+        return None
+    kinds = json.loads((folder / "summary.json").read_text())["accuracy"]["common"]
     return max(float(each["mean"]) for kind, each in kinds.items() if kind != "server")
 
 

@@ -9,11 +9,12 @@ median ratio with its range.
 from __future__ import annotations
 
 import argparse
-import time
+from functools import partial
 from statistics import median
 
 import torch
 
+from benchmarks.timing import seconds
 from fedhet import models
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import CrossEntropy, Optimization, optimization_for, train_epochs
@@ -39,19 +40,17 @@ def main() -> None:
         model = models.build(name, SHAPE, CLASSES, seed=0).train()
         plain = optimization_for(model.parameters(), TrainingSettings(), CPU)
 
-        def seconds(chosen: Optimization) -> float:
-            started = time.perf_counter()
+        def epoch(chosen: Optimization) -> None:
             train_epochs(
                 x, y, CrossEntropy(model), chosen,  # noqa: B023
                 epochs=1, batch_size=BATCH, generator=rng, compute=CPU,
             )  # fmt: skip
-            return time.perf_counter() - started
 
         pairs = []
         for _ in range(given.repeats):
-            without = seconds(plain)
+            without = seconds(partial(epoch, plain))
             with privately(plain, [model], 1.0, 1.0, BATCH) as private:
-                pairs.append((without, seconds(private)))
+                pairs.append((without, seconds(partial(epoch, private))))
         ratios = sorted(after / before for before, after in pairs[1:])
         first = 1000 * median(before for before, _ in pairs[1:])
         spread = f"{ratios[0]:.1f} to {ratios[-1]:.1f}"

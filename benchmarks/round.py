@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.timing import show
+from benchmarks.timing import records_of, show, write_images
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
 from fedhet.models import build
@@ -46,17 +46,6 @@ from fedhet.models import build
 MODELS = ("cnn2", "cnn3", "cnn4", "cofed-cnn1")
 SHAPE, CLASSES, BATCH = (1, 28, 28), 10, 32
 WALL, CORE = 0.55, 1.0
-
-
-def make_data(folder: Path, clients: int, samples: int) -> None:
-    """Write each client's synthetic images, training and test, as fedhet reads them."""
-    for name, count in (("train", samples), ("test", samples // 5)):
-        (folder / name).mkdir(parents=True)
-        for client in range(clients):
-            rng = np.random.default_rng([client, count])
-            images = rng.integers(0, 256, (count, *SHAPE), dtype=np.uint8)
-            labels = rng.integers(0, CLASSES, count)
-            np.savez(folder / name / f"{client}.npz", x=images, y=labels)
 
 
 # The plain loop, as anyone would write it.
@@ -198,10 +187,10 @@ def fedhet(chosen: argparse.Namespace, folder: Path) -> list[float]:
     )  # fmt: skip
     directory = folder / f"run-{os.getpid()}"
     simulate(config, directory)
-    rounds = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rounds = [record["seconds"] for record in records_of(directory)]
     if chosen.core:
-        return [each["seconds"]["train"] + each["seconds"]["evaluate"] for each in rounds]
-    return [each["seconds"]["total"] for each in rounds]
+        return [each["train"] + each["evaluate"] for each in rounds]
+    return [each["total"] for each in rounds]
 
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], list[float]]] = {
@@ -260,7 +249,7 @@ def main() -> None:
         print(json.dumps(CONTENDERS[chosen.only](chosen, chosen.data)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        make_data(Path(folder), chosen.clients, chosen.samples)
+        write_images(Path(folder), chosen.clients, chosen.samples, SHAPE)
         compare(chosen, Path(folder))
 
 

@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.timing import verdict
+
 BOUND = 0.7
 BOUND_OF_A_RUN = 8.0
 COMMANDS = (
@@ -72,27 +74,15 @@ def seconds_to_the_first_round() -> float:
     """Return the seconds by the clock from the start of `fedhet run` to its first round."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        words = [
-            "run",
-            "felo",
-            "--preset",
-            "demo",
-            "--rounds",
-            "1",
-            "--backend",
-            "ray",
-            "--out",
-            str(out),
-        ]
-        command = [sys.executable, "-m", "fedhet", *words]
+        words = ["run", "felo", "--preset", "demo", "--rounds", "1", "--backend", "ray"]
+        command = [sys.executable, "-m", "fedhet", *words, "--out", str(out)]
         subprocess.run(command, capture_output=True, check=True)
         found: float = json.loads((out / "summary.json").read_text())["seconds"]["start"]
         return found
 
 
 def _show(name: str, seconds: float, bound: float) -> None:
-    verdict = "holds" if seconds <= bound else "DOES NOT HOLD"
-    print(f"{name:<44} {seconds:6.2f} s  bound {bound:.1f} {verdict}")
+    print(f"{name:<44} {seconds:6.2f} s  bound {bound:.1f} {verdict(seconds <= bound)}")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedhet.config.resolve import Config, resolve
 from fedhet.experiments.plan import SIZES, PlannedRun, each_once, plan, read_table, table_names
-from fedhet.models import build
-from fedhet.models.registry import DRAWN, WITHOUT_GRADIENTS
+from fedhet.models import DRAWN, WITHOUT_GRADIENTS, build
 
 DATA = {
     "cifar10": (50_000, (3, 32, 32), 10), "cifar100": (50_000, (3, 32, 32), 100),

@@ -1,12 +1,32 @@
-"""Timing two things against each other, in turn, so that a drifting machine hurts both alike."""
+"""What benchmarks share: synthetic images, a client alone, processes, and timing in turn."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from math import nan, sqrt
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+import fedhet
+from fedhet.client_runtime.node import read_node
+from fedhet.clients.base import HetClient
+from fedhet.config.resolve import Config
+from fedhet.engines.environment import for_training
+from fedhet.runs.log import Watcher
+from fedhet.runs.records import RoundRecord
 
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 
 def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
@@ -22,7 +42,10 @@ def ratios(
     pairs: int,
     clock: Clock = time.perf_counter,
 ) -> list[float]:
-    """Return ours over theirs, pair by pair, after one warm-up of each; sorted."""
+    """Return ours over theirs, pair by pair, after one warm-up of each; sorted.
+
+    The two alternate, so that a drift of the machine affects both alike.
+    """
     ours(), theirs()
     found = []
     for pair in range(pairs):
@@ -37,7 +60,80 @@ def ratios(
 def show(name: str, values: list[float], bound: float | None = None) -> None:
     """Print the median and the extremes of sorted `values`, and whether a bound holds."""
     median = statistics.median(values)
-    verdict = ""
-    if bound is not None:
-        verdict = f"  bound {bound:.2f} {'holds' if median <= bound else 'DOES NOT HOLD'}"
-    print(f"{name:<44} median {median:.3f}  (min {values[0]:.3f}, max {values[-1]:.3f}){verdict}")
+    bounded = "" if bound is None else f"  bound {bound:.2f} {verdict(median <= bound)}"
+    print(f"{name:<44} median {median:.3f}  (min {values[0]:.3f}, max {values[-1]:.3f}){bounded}")
+
+
+def verdict(holds: bool) -> str:
+    """Return whether a bound holds, in words."""
+    return "holds" if holds else "DOES NOT HOLD"
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return a mean and its standard error, which is NaN for a single value."""
+    error = statistics.stdev(values) / sqrt(len(values)) if len(values) > 1 else nan
+    return statistics.fmean(values), error
+
+
+class ProcessTimes(Watcher):
+    """CPU seconds of this process at the start of the first round and at the end of each round."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def round_started(self, *args: Any) -> None:
+        """Note the time of the first round."""
+        if not self.at:
+            self.at.append(time.process_time())
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Note the time; no client may have failed."""
+        assert not record.failed, record.failed
+        self.at.append(time.process_time())
+
+
+def write_images(folder: Path, clients: int, samples: int, shape: tuple[int, ...]) -> str:
+    """Write each client's synthetic images [N, *shape], and a fifth as many to test on.
+
+    Returns the name of that dataset.
+    """
+    for part, count in (("train", samples), ("test", samples // 5)):
+        (folder / part).mkdir(parents=True)
+        for client in range(clients):
+            rng = np.random.default_rng([client, count])
+            x = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
+            np.savez(folder / part / f"{client}.npz", x=x, y=np.arange(count) % 10)
+    return f"npz:{folder}"
+
+
+def kept_run(folder: Path, method: str, **options: Any) -> list[dict[str, Any]]:
+    """Return the records of a run's rounds; the run is made in this process unless it exists."""
+    if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
+        fedhet.run(method, backend="inline", out=folder, progress=False, **options)
+    return records_of(folder)
+
+
+def records_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's rounds."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def open_client(config: Config, folder: Path) -> HetClient:
+    """Return the only client of a federation, with new models."""
+    node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(folder))
+    client: HetClient = config.method.client(config, node)
+    client.state.restore("benchmark", before=1)
+    return client
+
+
+def apart(work: Callable[..., T], *args: Any) -> T:
+    """Return what `work` returns, in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, args)
+
+
+def again_as_a_worker(module: str) -> None:
+    """Run this command again with --here, in a process that keeps its pages as Ray's workers do."""
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--here"]
+    raise SystemExit(subprocess.run(command, env={**os.environ, **for_training()}).returncode)

@@ -18,9 +18,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.timing import ratios, show
+from benchmarks.timing import open_client, ratios, show
 from fedhet.cli.example import write_example
-from fedhet.client_runtime.node import read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import resolve
 from fedhet.models import build
@@ -44,10 +43,7 @@ def open_new(
             **data,
         }
     )
-    node = read_node({"partition-id": 0, "num-partitions": 1}, config.run, str(directory))
-    client: HetClient = config.method.client(config, node)
-    client.state.restore(method, before=1)
-    return client
+    return open_client(config, directory / method / model)
 
 
 def our_epochs(client: HetClient, knowledge: Knowledge) -> Callable[[], object]:

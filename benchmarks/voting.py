@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.timing import seconds
+from benchmarks.timing import seconds, verdict
 from fedhet.algorithms.consensus import Vote, aggregate, for_space
 
 
@@ -64,13 +64,13 @@ def main() -> None:
     chosen = parser.parse_args()
     base = (chosen.clients, chosen.instances, chosen.classes)
     first, most = measure(*base, chosen.runs)
-    verdict = "holds" if first < 1 and most < 500 else "DOES NOT HOLD"
-    print(f"{_row(*base)} {first:7.3f} s  {most:6.1f} MB   bound 1 s, 500 MB {verdict}")
+    held = verdict(first < 1 and most < 500)
+    print(f"{_row(*base)} {first:7.3f} s  {most:6.1f} MB   bound 1 s, 500 MB {held}")
     for axis in range(3):
         for factor in (2, 4):
             a, b, c = (size * factor if axis == n else size for n, size in enumerate(base))
-            took, held = measure(a, b, c, chosen.runs)
-            print(f"{_row(a, b, c)} {took:7.3f} s  {held:6.1f} MB   x {took / first:.2f}")
+            took, memory = measure(a, b, c, chosen.runs)
+            print(f"{_row(a, b, c)} {took:7.3f} s  {memory:6.1f} MB   x {took / first:.2f}")
 
 
 def _row(clients: int, instances: int, classes: int) -> str:

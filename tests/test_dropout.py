@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedhet.models import build
-from fedhet.models.info import Dropout
+from fedhet.models.base import Dropout
 
 LAYOUTS = (torch.contiguous_format, torch.channels_last)
 

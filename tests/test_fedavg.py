@@ -16,9 +16,7 @@ from torch.nn import functional as F
 
 from fedhet.base.errors import FedhetError
 from fedhet.data.store import RunData
-from fedhet.models import build
-from fedhet.models.het import arrays_of, names_of
-from fedhet.models.registry import shapes_of
+from fedhet.models import arrays_of, build, names_of, shapes
 
 METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "pfedbayes")
 WHOLE = ("fedavg", "fedprox", "pfedme", "pfedbayes")
@@ -53,7 +51,7 @@ def test_the_part_of_a_model(name, part):
     assert names_of(model, part) == wanted
     assert len(wanted) > 0
     assert list(arrays_of(model, part)) == [n for n in state if n in wanted]
-    found = shapes_of(part, name, (3, 32, 32), 7)
+    found = shapes(name, (3, 32, 32), 7, part=part)
     assert {n: tuple(shape) for n, (shape, _) in found.items()} == {
         n: tuple(state[n].shape) for n in wanted
     }

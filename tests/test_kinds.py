@@ -13,7 +13,7 @@ from fedhet.base.errors import KnowledgeError, ModelError, SettingsError
 from fedhet.config.resolve import check, resolve
 from fedhet.kinds import SIGNAL, TEXT, text_shape
 from fedhet.methods.registry import find_method, method_names
-from fedhet.models.registry import MODELS
+from fedhet.models import MODELS
 from fedhet.wire.identity import ClientInfo, read_properties
 
 SHAPE = text_shape(24, 50)

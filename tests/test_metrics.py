@@ -30,8 +30,7 @@ from fedhet.data.store import RunData
 from fedhet.inference import api
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import evaluate
-from fedhet.models import build_any
-from fedhet.models.evaluation import judge
+from fedhet.models import build_any, judge
 from fedhet.report import figures
 from fedhet.runs.measures import Measured, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection

@@ -19,7 +19,7 @@ from fedhet.models import HetModel
 from fedhet.models.sequences import means_of_pieces
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
-NAMES = [name for name in models.names() if models.registry.MODELS[name].takes is None]
+NAMES = [name for name in models.names() if models.MODELS[name].takes is None]
 """The models of images; those of other kinds are in test_kinds."""
 HEAVY = {"resnet101", "resnet152", "vgg13", "vgg16", "vgg19", "gems-resnet110"}
 LIGHT = [name for name in NAMES if name not in HEAVY]
@@ -311,7 +311,7 @@ def test_a_shape_that_does_not_fit_is_explained() -> None:
 
 def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
     """Those of side 8 are built for it above."""
-    networks = [models.registry.find(name) for name in NAMES]
+    networks = [models.find(name) for name in NAMES]
     odd = {info.name: info.min_side for info in networks if info.min_side != 8}
     odd = {name: side for name, side in odd.items() if not name.startswith("cofed-cnn")}
     convolutional = {"cnn2": 4, "cnn2-dropout": 4, "cnn4": 4, "lenet5": 12}

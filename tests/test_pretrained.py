@@ -10,7 +10,8 @@ from fedhet.base.errors import ModelError, SettingsError
 from fedhet.client_runtime.app import permitted
 from fedhet.models import build, shapes
 from fedhet.models import libraries as pretrained_models
-from fedhet.models.libraries import NETWORKS, is_pretrained
+from fedhet.models.libraries import is_pretrained
+from fedhet.models.vision import TORCHVISION
 
 BASE = "shufflenet-v2-x0.5"
 
@@ -23,12 +24,12 @@ def weights(tmp_path, monkeypatch):
     for cached in (pretrained_models._weights, pretrained_models._kept_network):
         cached.cache_clear()
     torch.manual_seed(5)
-    network = torchvision.models.get_model(NETWORKS[BASE], weights=None)
+    network = torchvision.models.get_model(TORCHVISION[BASE], weights=None)
     network.train()
     with torch.no_grad():
         for _ in range(20):  # the batch norms' statistics, as training leaves them
             network(torch.randn(8, 3, 64, 64))
-    url = torchvision.models.get_model_weights(NETWORKS[BASE]).DEFAULT.url
+    url = torchvision.models.get_model_weights(TORCHVISION[BASE]).DEFAULT.url
     path = tmp_path / "hub" / "checkpoints" / url.rpartition("/")[2]
     path.parent.mkdir(parents=True)
     torch.save(network.state_dict(), path)

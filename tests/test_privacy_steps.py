@@ -338,6 +338,7 @@ def test_the_usual_models_are_accepted(kind, shape, names):
 
 def test_narrow_models_have_group_norms_too():
     assert models.without_batch_norms("cnn2-x0.5") == "cnn2-gn-x0.5"
+    assert models.without_batch_norms("shufflenet-v2-x0.5") == "shufflenet-v2-x0.5-gn"
     assert models.is_registered("cnn2-gn-x0.5")
     assert not models.is_registered("mlp-gn")
 

@@ -25,7 +25,7 @@ from fedhet.algorithms.uncertainty import (
     split_at_dropout,
 )
 from fedhet.base.seeding import seeded
-from fedhet.models.het import HetModel
+from fedhet.models import HetModel
 
 DROPPERS = ["cnn2-dropout", "cnn3-dropout", "resnet9"]
 

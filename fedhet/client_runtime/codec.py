@@ -19,7 +19,7 @@ from fedhet.base.errors import StateError
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
-from fedhet.models.het import on_host
+from fedhet.models import on_host
 from fedhet.runs.storage import KEPT_STATES, ClientStore, ModelStore
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder

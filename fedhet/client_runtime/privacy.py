@@ -34,8 +34,7 @@ from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config
 from fedhet.learning.devices import Compute, evaluation_batch
 from fedhet.learning.training import Optimization, evaluating
-from fedhet.models import HetModel
-from fedhet.models.evaluation import Evaluations
+from fedhet.models import Evaluations, HetModel
 from fedhet.privacy.accounting import Noise, Plan, Release, combined, epoch, epsilon_of, solved
 from fedhet.privacy.ledger import Entry, Ledger, digest_of
 from fedhet.privacy.noise import SecretNoise, clipped, noised_means

@@ -47,9 +47,15 @@ from fedhet.learning.training import (
     OwnClasses,
     train_epochs,
 )
-from fedhet.models import HetModel, Refitted, build, build_any
-from fedhet.models.evaluation import Evaluations, judge_all
-from fedhet.models.registry import allocating
+from fedhet.models import (
+    Allocation,
+    Evaluations,
+    HetModel,
+    Refitted,
+    build,
+    build_any,
+    judge_all,
+)
 from fedhet.runs.measures import LACKS, Measured, peak_memory_mb, placed, timed, write_measures
 from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
 from fedhet.settings.run import TrainingSettings
@@ -77,13 +83,18 @@ class HetClient(NumPyClient):
         """Mean training loss of the last epoch."""
         self.figures: dict[str, float] = {}
         """What `training.semi` made of the unlabelled samples in the round."""
+
+        def new_models() -> dict[str, nn.Module]:
+            with Allocation(node.most_model_bytes):
+                return self.setup()
+
         task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
         self.state = ClientState(
             node.state_dir,
             node.name,
             {"method": self.run.method, "model": node.model, "task": task},
             self.compute,
-            setup=partial(allocating, node.most_model_bytes, self.setup),
+            setup=new_models,
             training_set=self.training_set,
         )
         self.codec = ClientCodec(self.config, node, self.state)

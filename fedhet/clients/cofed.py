@@ -18,8 +18,7 @@ from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split, concatenated, stratified
 from fedhet.learning.training import CrossEntropy, Evaluation, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
-from fedhet.models import Refitted
-from fedhet.models.evaluation import Evaluations, judge_all
+from fedhet.models import Evaluations, Refitted, judge_all
 from fedhet.runs.records import PROTOCOLS
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes, smallest_uint

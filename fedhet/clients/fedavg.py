@@ -9,8 +9,7 @@ from fedhet.algorithms.local_models import LocalModel
 from fedhet.base.arrays import Array, Arrays, grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedavg import FedAvgSettings
-from fedhet.models import HetModel, load_weights, on_host, to_arrays
-from fedhet.models.het import names_of
+from fedhet.models import HetModel, load_weights, names_of, on_host, to_arrays
 from fedhet.wire.knowledge import Knowledge
 
 

@@ -17,8 +17,7 @@ from fedhet.base.transfer import all_to_device
 from fedhet.client_runtime.local_training import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedkd import FedKdSettings
-from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.models.het import on_host
+from fedhet.models import HetModel, load_weights, on_host, to_arrays
 from fedhet.wire.factors import packed, unpacked
 from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Knowledge

@@ -251,7 +251,7 @@ def code_named(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """
     # These import PyTorch, which a command that takes its settings from nowhere else does without.
     from fedhet.data.sources import SOURCES
-    from fedhet.models.user_model import is_user_model
+    from fedhet.models import is_user_model
 
     if (method := str(values.get(METHOD, ""))) and method not in method_names():
         yield METHOD, method

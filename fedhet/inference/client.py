@@ -19,8 +19,7 @@ from fedhet.client_runtime.samples import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.learning.training import evaluate, logits_of
-from fedhet.models import Refitted
-from fedhet.models.registry import Allocation
+from fedhet.models import Allocation, Refitted
 from fedhet.runs.directory import read_records, read_run_name
 from fedhet.runs.measures import best_round
 from fedhet.runs.records import MOST_ROUNDS

@@ -139,7 +139,9 @@ class Compute:
         _kept[:] = map(weakref.ref, held)
         size = sum(part.nbytes for part in parts)
         here = sum(x.nbytes for x in held if x.device.type == self.device.type)
-        if here + size > self.sample_bytes or size > free_bytes(self.device) // 2:
+        # Other accelerators do not report their free memory.
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2**62
+        if here + size > self.sample_bytes or size > free // 2:
             return list(parts)
         there = [self.held(part) for part in parts]
         _kept.extend(map(weakref.ref, there))
@@ -149,11 +151,6 @@ class Compute:
 CPU = Compute(torch.device("cpu"))
 _kept: list[weakref.ref[Tensor]] = []
 """The samples that this process has put onto accelerators."""
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU; on other devices, nobody says, and nothing bounds it."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2**62
 
 
 def move(module: nn.Module, device: torch.device) -> None:
@@ -170,6 +167,7 @@ def scaled(x: Tensor) -> Tensor:
     return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
 
+@torch.no_grad()
 def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
     """Return how many samples of x [N, ...] `model`, in evaluation mode, takes at a time.
 
@@ -178,17 +176,7 @@ def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
     """
     if compute.eval_batch:
         return compute.eval_batch
-    bound, most = ACCELERATOR_BYTES, MOST_ON_ACCELERATOR
-    if compute.device.type == "cpu":
-        bound, most = PROCESSOR_BYTES, MOST_ON_PROCESSOR
-    fitting = bound // max(1, largest_output(model, x[:1], compute))
-    return min(max(fitting, LEAST), most)
-
-
-@torch.no_grad()
-def largest_output(model: nn.Module, x: Tensor, compute: Compute) -> int:
-    """Return the bytes of the largest tensor that a module of `model` returns for x [N, ...]."""
-    sizes = [0]
+    sizes = [1]
 
     def note(module: nn.Module, given: object, output: object) -> None:
         if isinstance(output, Tensor):
@@ -197,20 +185,38 @@ def largest_output(model: nn.Module, x: Tensor, compute: Compute) -> int:
     hooks = [module.register_forward_hook(note) for module in model.modules()]
     try:
         with compute.autocast():
-            model(compute.images(x))
+            model(compute.images(x[:1]))
     finally:
         for hook in hooks:
             hook.remove()
-    return max(sizes)
+    bound, most = ACCELERATOR_BYTES, MOST_ON_ACCELERATOR
+    if compute.device.type == "cpu":
+        bound, most = PROCESSOR_BYTES, MOST_ON_PROCESSOR
+    return min(max(bound // max(sizes), LEAST), most)
 
 
 def compute_for(settings: ComputeSettings) -> Compute:
     """Return the `Compute` for the device and precision of `settings`. Raises SettingsError."""
-    device = find_device(settings.device)
-    last = {"true": True, "false": False, "auto": device.type != "mps"}[settings.channels_last]
-    dtype = _autocast_dtype(settings.precision, device)
+    device, precision = find_device(settings.device), settings.precision
+    if precision == "float16" and device.type == "cpu":
+        raise SettingsError(
+            "setting 'engine.precision' = 'float16' is not available on the device cpu: "
+            "it takes auto, float32 or bfloat16"
+        )
+    if precision == "auto":
+        # A CPU multiplies matrices of bfloat16 by AMX; by AVX-512 alone some methods gain nothing
+        # (docs/performance.md). PyTorch 2.11 may not have the function.
+        known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+        on_gpu, on_cpu = device.type == "cuda", device.type == "cpu"
+        gains = torch.cuda.is_bf16_supported() if on_gpu else on_cpu and known.get("amx_bf16")
+        precision = "bfloat16" if gains else "float32"
     if device.type == "cuda" and settings.deterministic:
-        compute_alike()
+        # Algorithms that give the same bits each time. PyTorch warns of an operation that has none,
+        # as a user's model may have.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # only to find errors
+        torch.backends.cudnn.benchmark = False
     if settings.compile:
         gpu, compiler = device.type == "cuda", os.environ.get("CXX", "g++")
         if not (importlib.util.find_spec("triton") if gpu else shutil.which(compiler)):
@@ -218,25 +224,15 @@ def compute_for(settings: ComputeSettings) -> Compute:
             raise SettingsError(
                 f"setting 'engine.compile' = true is not allowed: on {device} it needs {needed}"
             )
+    last = {"true": True, "false": False, "auto": device.type != "mps"}[settings.channels_last]
     return Compute(
         device,
-        dtype,
+        None if precision == "float32" else getattr(torch, precision),
         last,
         settings.eval_batch_size or None,
         settings.sample_mb * 2**20,
         settings.compile,
     )
-
-
-def compute_alike() -> None:
-    """Let this process choose algorithms on CUDA that give the same bits each time.
-
-    An operation that has none, as a model of one's own may have, is warned of by PyTorch.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # only to find errors
-    torch.backends.cudnn.benchmark = False
 
 
 def settled(settings: EngineSettings) -> EngineSettings:
@@ -291,19 +287,3 @@ def available_devices() -> list[str]:
     if torch.backends.mps.is_available():
         names.append("mps")
     return names
-
-
-def _autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    if precision == "float16" and device.type == "cpu":
-        raise SettingsError(
-            "setting 'engine.precision' = 'float16' is not available on the device cpu: "
-            "it takes auto, float32 or bfloat16"
-        )
-    if precision != "auto":
-        return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
-    # A CPU multiplies matrices of bfloat16 by AMX; by AVX-512 alone some methods gain nothing
-    # (docs/performance.md). PyTorch 2.11 may not have the function.
-    known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return torch.bfloat16 if device.type == "cpu" and known.get("amx_bf16") else None

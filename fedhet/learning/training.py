@@ -146,18 +146,15 @@ def optimization_for(
     parameters: Iterable[Tensor], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
     """Return a new optimiser over `parameters`, as configured in the settings."""
-    usual: dict[str, Any] = {
-        "lr": settings.lr,
-        "weight_decay": settings.weight_decay,
-        "fused": compute.device.type in ("cpu", "cuda"),
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": partial(torch.optim.SGD, momentum=settings.momentum),
     }
-    chosen: torch.optim.Optimizer
-    if settings.optimizer == "adam":
-        chosen = torch.optim.Adam(parameters, **usual)
-    elif settings.optimizer == "adamw":
-        chosen = torch.optim.AdamW(parameters, **usual)
-    else:
-        chosen = torch.optim.SGD(parameters, momentum=settings.momentum, **usual)
+    is_fused = compute.device.type in ("cpu", "cuda")
+    chosen = kinds[settings.optimizer](
+        parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=is_fused
+    )
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )
@@ -250,7 +247,7 @@ class Evaluation:
     accuracy: float
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics by their names; see `fedhet.models.evaluation.judge`."""
+    """Metrics by their names; see `fedhet.models.judge`."""
     majority: float = math.nan
     """The accuracy of always predicting the split's most frequent class."""
 
@@ -306,9 +303,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def statistics_kept(model: nn.Module) -> Iterator[None]:
     """Let batch norms in training mode use a batch's statistics without adding to their own."""
-    norms: list[Any] = [
-        part for part in model.modules() if getattr(part, "track_running_stats", False)
-    ]
+    norms: list[Any] = [m for m in model.modules() if getattr(m, "track_running_stats", False)]
     for norm in norms:
         norm.track_running_stats = False
     try:

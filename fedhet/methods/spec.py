@@ -54,10 +54,10 @@ def model_shapes(
     `model` names another model for the client's samples. `feature_dim` is the width of the features
     before the head; None: the model's own. Imports the models, and so PyTorch.
     """
-    from fedhet.models.registry import shapes_of
+    from fedhet.models import shapes
 
     name = model or client.model
-    return shapes_of(part, name, client.shape, client.classes, feature_dim, client.kind)
+    return shapes(name, client.shape, client.classes, feature_dim, client.kind, part)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,6 @@ from fedhet.base.errors import ModelError, typed
 from fedhet.base.seeding import seeded
 from fedhet.data.spec import global_random_kept
 from fedhet.learning.devices import scaled
-
-ROUNDING = 1e-5
-"""By how much a float32 probability may be outside 0 to 1."""
 
 
 @runtime_checkable
@@ -142,9 +140,10 @@ class Refitted(nn.Module):
                 raise
             except Exception as error:
                 raise self._failed("cannot predict", error) from error
-        if len(found) != len(x) or not (np.abs(found - 0.5) <= 0.5 + ROUNDING).all():
-            fault = f"must be [{len(x)}, {len(labels)}], from 0 to 1"
-            raise self._error(f"model '{self.name}': its probabilities {fault}")
+        # A float32 probability may be outside 0 to 1 by rounding.
+        if len(found) != len(x) or not (np.abs(found - 0.5) <= 0.5 + 1e-5).all():
+            wanted = f"[{len(x)}, {len(labels)}], from 0 to 1"
+            raise self._error(f"model '{self.name}': its probabilities must be {wanted}")
         columns = torch.zeros(certain.shape)
         columns[:, torch.from_numpy(labels)] = torch.from_numpy(found)
         return columns.to(x.device)
@@ -192,12 +191,6 @@ def _calm(seed: int) -> Iterator[None]:
         yield
 
 
-def _tree(seed: int) -> Classifier:
-    from sklearn.tree import DecisionTreeClassifier
-
-    return DecisionTreeClassifier(random_state=seed)  # type: ignore[no-any-return]
-
-
 def numeric_columns(x: Array) -> Array:
     """Return which columns of x [N, F] hold numbers, [M]: those with a value that is not 0 or 1.
 
@@ -207,63 +200,51 @@ def numeric_columns(x: Array) -> Array:
     return np.flatnonzero(((x != 0) & (x != 1)).any(0))
 
 
-def _by_column(*steps: object) -> object:
-    """Return `steps` applied to the numeric columns in turn; one-hot columns stay as they are."""
+def _scikit_learn(name: str, seed: int) -> Any:
+    """Return a new classifier; of pipelines, the first steps leave one-hot columns unchanged."""
+    if name == "sk-tree":
+        from sklearn.tree import DecisionTreeClassifier
+
+        return DecisionTreeClassifier(random_state=seed)
+    if name == "sk-boosted-gam":  # the sum of trees that each split on one feature is additive
+        from sklearn.ensemble import HistGradientBoostingClassifier
+
+        return HistGradientBoostingClassifier(
+            interaction_cst="no_interactions", early_stopping=False, random_state=seed
+        )
     from sklearn.compose import make_column_transformer
-    from sklearn.pipeline import make_pipeline
-
-    return make_column_transformer(
-        (make_pipeline(*steps), numeric_columns), remainder="passthrough", sparse_threshold=0
-    )
-
-
-def _svm(seed: int) -> Classifier:
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-    from sklearn.svm import SVC
-
-    scaled = _by_column(StandardScaler())
-    return make_pipeline(scaled, SVC(random_state=seed))  # type: ignore[no-any-return]
-
-
-def _gam(seed: int) -> Classifier:
-    """Return cubic splines, one per number, summed: logistic regression on SplineTransformer."""
-    from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import SplineTransformer, StandardScaler
 
-    splines = SplineTransformer(n_knots=4, degree=3, include_bias=False)
-    return make_pipeline(  # type: ignore[no-any-return]
-        _by_column(StandardScaler(), splines), LogisticRegression(max_iter=300, random_state=seed)
+    steps = [StandardScaler()]
+    if name == "sk-svm":
+        from sklearn.svm import SVC
+
+        last = SVC(random_state=seed)
+    elif name == "sk-gam":
+        from sklearn.linear_model import LogisticRegression
+
+        steps += [SplineTransformer(n_knots=4, degree=3, include_bias=False)]
+        last = LogisticRegression(max_iter=300, random_state=seed)
+    else:
+        from sklearn.neural_network import MLPClassifier
+
+        last = MLPClassifier((10,), solver="lbfgs", max_iter=300, random_state=seed)
+    by_column = make_column_transformer(
+        (make_pipeline(*steps), numeric_columns), remainder="passthrough", sparse_threshold=0
     )
+    return make_pipeline(by_column, last)
 
 
-def _boosted_gam(seed: int) -> Classifier:
-    """Return boosted trees that each split on one feature: their sum is an additive model."""
-    from sklearn.ensemble import HistGradientBoostingClassifier
-
-    return HistGradientBoostingClassifier(  # type: ignore[no-any-return]
-        interaction_cst="no_interactions", early_stopping=False, random_state=seed
+CLASSICAL = tuple(
+    ClassicalInfo(
+        name, "classical", f"{line}; no gradients", "scikit-learn", partial(_scikit_learn, name)
     )
-
-
-def _mlp(seed: int) -> Classifier:
-    from sklearn.neural_network import MLPClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    network = MLPClassifier((10,), solver="lbfgs", max_iter=300, random_state=seed)
-    return make_pipeline(_by_column(StandardScaler()), network)  # type: ignore[no-any-return]
-
-
-def _info(name: str, line: str, make: Callable[[int], Classifier]) -> ClassicalInfo:
-    return ClassicalInfo(name, "classical", f"{line}; no gradients", "scikit-learn", make)
-
-
-CLASSICAL = (
-    _info("sk-tree", "decision tree", _tree),
-    _info("sk-svm", "support vector machine, RBF kernel", _svm),
-    _info("sk-gam", "additive model: cubic splines and a logistic regression", _gam),
-    _info("sk-boosted-gam", "additive model: boosted trees of a single feature each", _boosted_gam),
-    _info("sk-mlp", "1 hidden layer: 10", _mlp),
+    for name, line in (
+        ("sk-tree", "decision tree"),
+        ("sk-svm", "support vector machine, RBF kernel"),
+        ("sk-gam", "additive model: cubic splines and a logistic regression"),
+        ("sk-boosted-gam", "additive model: boosted trees of a single feature each"),
+        ("sk-mlp", "1 hidden layer: 10"),
+    )
 )

@@ -14,12 +14,12 @@ process keeps one copy.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,49 +28,36 @@ from torch import Tensor, nn
 from fedhet.base.errors import ModelError, nearest, reason_of
 from fedhet.data.texts import configuration, encoder_folder, encoder_parts
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape
-from fedhet.models.het import HetModel, join, output_shape
-from fedhet.models.info import ModelInfo
+from fedhet.models.base import HetModel, ModelInfo, join, output_shape
 from fedhet.models.sequences import mean_of, present, trimmed
+from fedhet.models.vision import TORCHVISION
 
 LEAST_SIDE = 64
 """The side to which smaller images are enlarged; the networks divide it by 32."""
-NETWORKS: Mapping[str, str] = MappingProxyType(
-    {
-        **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101, 152)},
-        **{f"vgg{layers}": f"vgg{layers}_bn" for layers in (11, 13, 16, 19)},
-        "shufflenet-v2": "shufflenet_v2_x1_0",
-        "shufflenet-v2-x0.5": "shufflenet_v2_x0_5",
-        "mobilenet-v2": "mobilenet_v2",
-        "mobilenet-v3-small": "mobilenet_v3_small",
-        "efficientnet-b0": "efficientnet_b0",
-    }
-)
-"""The networks with pretrained weights, and their names in torchvision."""
 _NAME = re.compile(r"(.+)-(pretrained|frozen)")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Statistics of ImageNet's channels, from 0 to 1, that torchvision's weights require."""
 
 
 def is_pretrained(name: str) -> bool:
-    """Return whether `name` is a network of `NETWORKS` with its weights, trained on or frozen."""
+    """Return whether `name` is a network of torchvision with its weights, trained on or frozen."""
     found = _NAME.fullmatch(name)
-    return found is not None and found[1] in NETWORKS
+    return found is not None and found[1] in TORCHVISION
 
 
 def pretrained_info(name: str) -> ModelInfo:
     """Return the entry of a name for which `is_pretrained` holds."""
     base, how = name.rsplit("-", 1)
-    build = partial(_extractor, base=base, frozen=how == "frozen")
+
+    def extractor(shape: Shape) -> nn.Module:
+        if shape[0] not in (1, 3):
+            raise ModelError(
+                f"model '{base}': weights of ImageNet take 1 or 3 channels, not {shape[0]}"
+            )
+        return _FrozenNetwork(base) if how == "frozen" else _Prepared(_network(base))
+
     line = "weights of ImageNet" + (", frozen" if how == "frozen" else "")
-    return ModelInfo(name, base.split("-")[0], line, "torchvision", 1, build)
-
-
-def _extractor(shape: Shape, base: str, frozen: bool) -> nn.Module:
-    if shape[0] not in (1, 3):
-        raise ModelError(
-            f"model '{base}': weights of ImageNet take 1 or 3 channels, not {shape[0]}"
-        )
-    return _FrozenNetwork(base) if frozen else _Prepared(_network(base))
+    return ModelInfo(name, base.split("-")[0], line, "torchvision", 1, extractor)
 
 
 class _Prepared(nn.Module):
@@ -121,7 +108,7 @@ def _network(base: str) -> nn.Module:
     """Return the network without its last linear layer; on the meta device without weights."""
     from torchvision.models import get_model
 
-    net: Any = get_model(NETWORKS[base], weights=None)
+    net: Any = get_model(TORCHVISION[base], weights=None)
     if not next(net.parameters()).is_meta:
         with torch.no_grad():
             net.load_state_dict(_weights(base))
@@ -153,7 +140,7 @@ def _file_of_weights(base: str) -> Path:
     """Return the file in torch's cache. Raises ModelError if it is not there."""
     from torchvision.models import get_model_weights
 
-    theirs = NETWORKS[base]
+    theirs = TORCHVISION[base]
     url = get_model_weights(theirs).DEFAULT.url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
     if not path.is_file():
@@ -175,9 +162,15 @@ def is_timm(name: str) -> bool:
 
 def check_timm(name: str) -> None:
     """Raise ModelError unless timm is installed, and has the model."""
-    library, own = _library(name), name.removeprefix(TIMM)
-    if not library.is_model(own):
-        close = nearest(own, library.list_models())
+    try:
+        import timm
+    except ImportError:
+        raise ModelError(
+            f"model '{name}': needs the package 'timm': pip install 'fedhet[timm]'"
+        ) from None
+    own = name.removeprefix(TIMM)
+    if not timm.is_model(own):
+        close = nearest(own, timm.list_models())
         raise ModelError(f"model '{name}': timm has no model '{own}'{close}")
 
 
@@ -188,35 +181,21 @@ def assemble_timm(
     check_timm(name)
     if kind not in (None, IMAGE) or not IMAGE.fits(shape):
         raise ModelError(f"model '{name}' takes {IMAGE.wanted}, not shape {list(shape)}")
+    from timm import create_model
+
+    own = name.removeprefix(TIMM)
+    options = {"pretrained": False, "num_classes": 0, "in_chans": shape[0]}
     try:
-        network = _timm_network(name, shape)
+        try:
+            network: nn.Module = create_model(own, img_size=shape[1:], **options)
+        except TypeError:  # a convolutional network, which takes images of any size
+            network = create_model(own, **options)
         features = output_shape(network, shape)
     except Exception as error:  # each of timm's networks has its own
         raise ModelError(f"model '{name}' does not run on images {list(shape)}: {error}") from error
     if len(features) != 2:
         raise ModelError(f"model '{name}' gives features {list(features)}, not [N, D]")
     return join(network, features[1], classes, feature_dim)
-
-
-def _timm_network(name: str, shape: Shape) -> nn.Module:
-    """Return the network without its head, for the size of the images if it has one of its own."""
-    make, own = _library(name).create_model, name.removeprefix(TIMM)
-    options = {"pretrained": False, "num_classes": 0, "in_chans": shape[0]}
-    try:
-        made: nn.Module = make(own, img_size=shape[1:], **options)
-    except TypeError:  # a convolutional network, which takes images of any size
-        made = make(own, **options)
-    return made
-
-
-def _library(name: str) -> Any:
-    try:
-        import timm
-    except ImportError:
-        raise ModelError(
-            f"model '{name}': needs the package 'timm': pip install 'fedhet[timm]'"
-        ) from None
-    return timm
 
 
 HIDDEN_WIDTH = 128
@@ -268,17 +247,13 @@ class _Encoder(nn.Module):
         """Return the features of a text, without those of its padding."""
         x = trimmed(x)
         there = present(x)
-        network = self.network
-        if network is not None:
-            return mean_of(self._states(network, x, there), there)
-        with torch.no_grad():
-            return mean_of(self._states(_kept_encoder(self.name, x.device), x, there), there)
-
-    def _states(self, network: nn.Module, x: Tensor, there: Tensor) -> Tensor:
         # As `fedhet.data.texts` swaps them.
         ids = torch.where(x == PADDING, self.padding, x.where(x != self.padding, PADDING))
-        found: Tensor = network(input_ids=ids, attention_mask=there.long()).last_hidden_state
-        return found
+        is_frozen = self.network is None
+        network = _kept_encoder(self.name, x.device) if self.network is None else self.network
+        with torch.no_grad() if is_frozen else contextlib.nullcontext():
+            states = network(input_ids=ids, attention_mask=there.long()).last_hidden_state
+            return mean_of(states, there)
 
 
 def _size(config: dict[str, Any], name: str, *keys: str) -> int:

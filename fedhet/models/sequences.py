@@ -1,4 +1,4 @@
-"""Small networks for sequences: signals [N, C, T], and texts, tokens [N, L] int64; -> [N, D].
+"""Small networks for signals [N, C, T], texts, tokens [N, L] int64, and tables [N, F]: -> [N, D].
 
 Tokens of 0 are padding. A batch is cut to its longest text, and a text's features do not depend on
 its padding: vectors of padding are zero and are left out of every mean, maximum and attention. A
@@ -7,7 +7,7 @@ text without any token counts as one of a single zero vector.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, cast
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from fedhet.kinds import PADDING, SIGNAL, TEXT, Shape
-from fedhet.models.info import Dropout, ModelInfo, encoder_layers, share_of
+from fedhet.kinds import PADDING, SIGNAL, TABLE, TEXT, Shape
+from fedhet.models.base import Dropout, ModelInfo, share_of
 
 SIGNAL_DROPOUT = 0.25
 PIECES = 4
@@ -108,19 +108,8 @@ class SignalGru(nn.Module):
         return features
 
 
-def _signal(
-    name: str, line: str, source: str, build: Callable[..., nn.Module], narrows: bool = True
-) -> ModelInfo:
-    return ModelInfo(name, "signal", line, source, 8, build, narrows, SIGNAL)
-
-
-SIGNAL_CNN2 = partial(signal_cnn, widths=(16, 32))
-SIGNAL_CNN3 = partial(signal_cnn, widths=(32, 64, 64))
-SIGNAL_CNN2_DROPOUT = partial(SIGNAL_CNN2, dropout=SIGNAL_DROPOUT)
-
-
 WIDTH = 32
-"""The width of a token's vector."""
+"""The width of the vector of a token, or of a column."""
 SPREAD = 0.1
 """The standard deviation of new vectors."""
 TEXT_DROPOUT = 0.25
@@ -232,15 +221,23 @@ class Recurrent(nn.Module):
         return max_of(found, present)
 
 
+def attention(width: int) -> nn.TransformerEncoder:
+    """Return two layers of attention, [N, L, width] -> the same, normalised before each part."""
+    layer = nn.TransformerEncoderLayer(
+        width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True
+    )
+    return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+
+
 class TextTransformer(nn.Module):
     """Vectors with learned places, two layers of attention (Vaswani et al. 2017), their mean."""
 
-    def __init__(self, shape: Shape, layers: int = 2) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = Tokens(shape[2], WIDTH)
         self.places = nn.Parameter(torch.empty(shape[1], WIDTH))
         nn.init.normal_(self.places, std=SPREAD)
-        self.layers = encoder_layers(WIDTH, layers)
+        self.layers = attention(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, L] to [N, 32]."""
@@ -249,41 +246,73 @@ class TextTransformer(nn.Module):
         return mean_of(self.layers(placed, src_key_padding_mask=~present), present)
 
 
-def _text(name: str, line: str, source: str, build: Callable[..., nn.Module]) -> ModelInfo:
-    return ModelInfo(name, "text", line, source, None, build, name in NARROW, TEXT)
+class FtTransformer(nn.Module):
+    """A vector for each column, scaled by its number, and attention among them.
+
+    Gorishniy et al., Revisiting Deep Learning Models for Tabular Data, 2021: the features are the
+    last state of an additional vector that stands for the row.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape[0], WIDTH))
+        self.bias = nn.Parameter(torch.empty(shape[0], WIDTH))
+        self.row = nn.Parameter(torch.empty(1, WIDTH))
+        for parameter in (self.weight, self.bias, self.row):
+            nn.init.uniform_(parameter, -(WIDTH**-0.5), WIDTH**-0.5)
+        self.layers = attention(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, F] to [N, 32]."""
+        columns = x.unsqueeze(2) * self.weight + self.bias
+        row = self.row.expand(len(x), 1, WIDTH).to(columns.dtype)
+        features: Tensor = self.layers(torch.cat([row, columns], 1))[:, 0]
+        return features
 
 
+SIGNAL_CNN2 = partial(signal_cnn, widths=(16, 32))
+SIGNAL_CNN3 = partial(signal_cnn, widths=(32, 64, 64))
+CNN2_DROPOUT = partial(SIGNAL_CNN2, dropout=SIGNAL_DROPOUT)
 CNN_DROPOUT = partial(TextCnn, dropout=TEXT_DROPOUT)
 CNN_LINE = f"convs over 3, 4 and 5 words, {WIDTH} of each"
-NARROW = ("text-bag", "text-cnn", "text-cnn-dropout")
-"""The models whose leading channels are a model, which those of an LSTM's gates are not."""
-MODELS = (
-    _signal("signal-cnn2", "2 conv layers, 16-32, and a linear of 64", "ours", SIGNAL_CNN2),
-    _signal("signal-cnn3", "3 conv layers, 32-64-64, and a linear of 64", "ours", SIGNAL_CNN3),
-    _signal(
-        "signal-cnn2-dropout",
-        f"signal-cnn2 with dropout {SIGNAL_DROPOUT}",
-        "ours",
-        SIGNAL_CNN2_DROPOUT,
+GRU, LSTM = (partial(Recurrent, cell=cell) for cell in ("gru", "lstm"))
+TABLES = (
+    (
+        "ft-transformer",
+        "a vector a column, 2 layers of 4 heads, width 32",
+        "Gorishniy et al. 2021; small",
+        FtTransformer,
     ),
-    _signal("signal-gru", "a conv and a GRU of 32 in both directions", "ours", SignalGru, False),
-    _signal(
-        "signal-resnet", "3 blocks of 3 convs, 32-64-64", "Wang et al. 2017; small", signal_resnet
-    ),
-    _text("text-bag", f"mean of the words' vectors, and a linear of {WIDTH}", "ours", Bag),
-    _text("text-cnn", CNN_LINE, "Kim 2014", TextCnn),
-    _text("text-cnn-dropout", f"text-cnn with dropout {TEXT_DROPOUT}", "Kim 2014", CNN_DROPOUT),
-    _text("text-gru", f"a GRU of {WIDTH}", "Cho et al. 2014", partial(Recurrent, cell="gru")),
-    _text(
+)
+SIGNALS = (
+    ("signal-cnn2", "2 conv layers, 16-32, and a linear of 64", "ours", SIGNAL_CNN2),
+    ("signal-cnn3", "3 conv layers, 32-64-64, and a linear of 64", "ours", SIGNAL_CNN3),
+    ("signal-cnn2-dropout", f"signal-cnn2 with dropout {SIGNAL_DROPOUT}", "ours", CNN2_DROPOUT),
+    ("signal-gru", "a conv and a GRU of 32 in both directions", "ours", SignalGru),
+    ("signal-resnet", "3 blocks of 3 convs, 32-64-64", "Wang et al. 2017; small", signal_resnet),
+)
+TEXTS = (
+    ("text-bag", f"mean of the words' vectors, and a linear of {WIDTH}", "ours", Bag),
+    ("text-cnn", CNN_LINE, "Kim 2014", TextCnn),
+    ("text-cnn-dropout", f"text-cnn with dropout {TEXT_DROPOUT}", "Kim 2014", CNN_DROPOUT),
+    ("text-gru", f"a GRU of {WIDTH}", "Cho et al. 2014", GRU),
+    (
         "text-lstm",
         f"an LSTM of {WIDTH} in both directions",
         "Hochreiter and Schmidhuber 1997",
-        partial(Recurrent, cell="lstm"),
+        LSTM,
     ),
-    _text(
+    (
         "text-transformer",
         f"2 layers of 4 heads, width {WIDTH}",
         "Vaswani et al. 2017",
         TextTransformer,
     ),
+)
+WHOLE = ("ft-transformer", "signal-gru", "text-gru", "text-lstm", "text-transformer")
+"""The models without other widths: the leading channels of an LSTM's gates are not a model."""
+MODELS = tuple(
+    ModelInfo(name, kind.name, line, source, side, build, name not in WHOLE, kind)
+    for kind, side, models in ((TABLE, None, TABLES), (SIGNAL, 8, SIGNALS), (TEXT, None, TEXTS))
+    for name, line, source, build in models
 )

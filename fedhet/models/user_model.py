@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from fedhet.base.errors import ModelError, nearest, where_looked
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, Kind, Shape
+from fedhet.models.base import HetModel, join, output_shape
 from fedhet.models.classical import Classifier
-from fedhet.models.het import HetModel, join, output_shape
 from fedhet.models.libraries import is_timm
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.knowledge import DTYPES, MAX_RANK
@@ -46,7 +46,9 @@ def import_user_model(name: str) -> Callable[..., Any]:
         hint = nearest(attribute, vars(module))
         raise ModelError(f"model '{name}': module '{path}' has no '{attribute}'{hint}")
     if not callable(function):
-        raise ModelError(f"model '{name}': '{attribute}' is {_type_of(function)}, not a function")
+        raise ModelError(
+            f"model '{name}': '{attribute}' is a {type(function).__name__}, not a function"
+        )
     return function  # type: ignore[no-any-return]
 
 
@@ -64,18 +66,29 @@ def assemble_user_model(
             pass
         case _:
             raise ModelError(
-                f"model '{name}' returned {_type_of(made)}, not a HetModel or two modules"
+                f"model '{name}' returned a {type(made).__name__}, not a HetModel or two modules"
                 " (extractor, classifier)"
             )
     whole = nn.ModuleDict({"extractor": extractor, "classifier": classifier})
     check_tensors(name, whole, is_built=False)  # of the wrong type, they would not run
-    width = _checked_width(name, extractor, classifier, shape, classes, kind)
+    try:
+        features = output_shape(extractor, shape, kind)
+        logits = output_shape(classifier, features[1:])
+    except Exception as error:
+        raise ModelError(
+            f"model '{name}' does not run on shape {shape}: {_reason(error)}"
+        ) from error
+    if len(features) != 2 or features[0] != 2:
+        raise ModelError(f"model '{name}': a batch of 2 gives features {features}, not (2, D)")
+    if logits != (2, classes):
+        raise ModelError(f"model '{name}': a batch of 2 gives logits {logits}, not (2, {classes})")
+    width = features[1]
     check_tensors(name, whole)
     if feature_dim not in (None, width):
         if not isinstance(classifier, nn.Linear):
             raise ModelError(
                 f"model '{name}' has {width} features, not {feature_dim}: an adapter needs an"
-                f" nn.Linear as classifier, not {_type_of(classifier)}"
+                f" nn.Linear as classifier, not a {type(classifier).__name__}"
             )
         return join(extractor, width, classes, feature_dim)
     if not isinstance(made, HetModel):
@@ -134,7 +147,9 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
     `trained_types` are the types that a trained parameter may have; empty for a buffer.
     """
     if not isinstance(value, Tensor):
-        return f"unsupported entry of the state dict, expected a tensor, got {_type_of(value)}"
+        return (
+            f"unsupported entry of the state dict, expected a tensor, got a {type(value).__name__}"
+        )
     dtype = str(value.dtype).removeprefix("torch.")
     if is_lazy(value):
         fault = "never initialized, expected the forward pass to use it, got a lazy parameter"
@@ -185,11 +200,16 @@ def check_use(
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ModelError(f"model '{name}': {step} failed: {reason}") from error
-    layout = _layout(before)
+
+    def layout(state: Mapping[str, Tensor]) -> dict[str, str]:
+        dtype_of = {key: str(value.dtype).removeprefix("torch.") for key, value in state.items()}
+        return {key: f"{dtype_of[key]} {list(value.shape)}" for key, value in state.items()}
+
+    expected = layout(before)
     for changed, by in ((model, "a training step"), (another, "a second call of the function")):
-        found = _layout(changed.state_dict())
-        for key in [*layout, *(found.keys() - layout.keys())]:
-            if (was := layout.get(key, "none")) != (now := found.get(key, "none")):
+        found = layout(changed.state_dict())
+        for key in [*expected, *(found.keys() - expected.keys())]:
+            if (was := expected.get(key, "none")) != (now := found.get(key, "none")):
                 raise ModelError(
                     f"model '{name}': {key}: changed by {by}, expected the same type and shape, "
                     f"got {now} after {was}"
@@ -201,41 +221,6 @@ def check_use(
                 f"model '{name}': {key}: shared by two models, expected new modules at each call "
                 "of the function, got the same ones. Make them inside the function."
             )
-
-
-def _layout(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the type and the shape of each tensor, as text."""
-    return {
-        key: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        for key, value in state.items()
-    }
-
-
-def _checked_width(
-    name: str,
-    extractor: nn.Module,
-    classifier: nn.Module,
-    shape: Shape,
-    classes: int,
-    kind: Kind | None,
-) -> int:
-    """Run both parts once and return the width D between them."""
-    try:
-        features = output_shape(extractor, shape, kind)
-        logits = output_shape(classifier, features[1:])
-    except Exception as error:
-        raise ModelError(
-            f"model '{name}' does not run on shape {shape}: {_reason(error)}"
-        ) from error
-    if len(features) != 2 or features[0] != 2:
-        raise ModelError(f"model '{name}': a batch of 2 gives features {features}, not (2, D)")
-    if logits != (2, classes):
-        raise ModelError(f"model '{name}': a batch of 2 gives logits {logits}, not (2, {classes})")
-    return features[1]
-
-
-def _type_of(thing: object) -> str:
-    return f"a {type(thing).__name__}"
 
 
 def _reason(error: Exception) -> str:

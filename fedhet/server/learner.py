@@ -23,8 +23,7 @@ from fedhet.learning.training import (
     optimization_for,
     train_epochs,
 )
-from fedhet.models import HetModel, load_weights, to_arrays
-from fedhet.models.het import on_host
+from fedhet.models import HetModel, load_weights, on_host, to_arrays
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER

@@ -28,8 +28,7 @@ from fedhet.data.spec import Split
 from fedhet.data.store import RunData
 from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
-from fedhet.models import HetModel, build
-from fedhet.models.evaluation import judge
+from fedhet.models import HetModel, build, judge
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, mean_figures, placed
 from fedhet.runs.storage import Checkpoint

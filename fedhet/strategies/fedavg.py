@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedavg import SPEC, FedAvgSettings
-from fedhet.models import HetModel
-from fedhet.models.het import arrays_of
+from fedhet.models import HetModel, arrays_of
 from fedhet.runs.measures import mean_figures
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo

@@ -16,8 +16,7 @@ from fedhet.algorithms.weights import SubModel, average_overlaps, cut, fits
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
-from fedhet.models import is_registered, narrow_name
-from fedhet.models.het import arrays_of
+from fedhet.models import arrays_of, is_registered, narrow_name
 from fedhet.settings.schema import refused
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.identity import ClientInfo

@@ -32,7 +32,7 @@ from fedhet.engines.ray.connection import BACKGROUND, connect, end_later, leave,
 from fedhet.engines.ray.inspection import Needs
 from fedhet.engines.ray.workers import Failed, LostError, Machine, Worker, WorkerPool
 from fedhet.learning.devices import find_device
-from fedhet.models.user_model import is_user_model
+from fedhet.models import is_user_model
 from fedhet.runs.directory import make_empty
 from fedhet.runs.units import plural
 from fedhet.server.calls import ClientCodeError, DirectProxy
