@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -569,13 +570,13 @@ def test_cache_notices_changed_files_and_damage(tmp_path: Path, cache_dir: Path)
 def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_images(tmp_path / "tree", each=40)
     files = sorted(map(str, root.glob("*/*")))
-    built, write = [], images._write
+    built, decoded = [], images.decoded
 
-    def counted(*args: Any, **named: Any) -> None:
+    def counted(*args: Any) -> Iterator[images.Pixels]:
         built.append(1)
-        write(*args, **named)
+        return decoded(*args)
 
-    monkeypatch.setattr(images, "_write", counted)
+    monkeypatch.setattr(images, "decoded", counted)
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(lambda _: images.decode(files, DataSpec()), range(6)))
     assert len(built) == 1

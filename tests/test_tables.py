@@ -20,11 +20,10 @@ from federation import run, small, without_figures
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn
 from fedhet.data.cells import read_table
-from fedhet.data.schema import TableSchema, read_schema
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.tables import encode, found_schema, labelled
+from fedhet.data.tables import TableSchema, encode, found_schema, labelled, read_schema
 from fedhet.inference import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]

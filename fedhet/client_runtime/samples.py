@@ -21,9 +21,9 @@ from fedhet.base.errors import DataError, StateError
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labelled_parts
-from fedhet.data.schema import TableSchema
 from fedhet.data.spec import Split, Stored
 from fedhet.data.store import GENERATED, UNUSED, RunData, refuse_overlap
+from fedhet.data.tables import TableSchema
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import Within

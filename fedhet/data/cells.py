@@ -17,10 +17,9 @@ import logging
 import math
 import re
 import sys
-import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain, islice
@@ -28,13 +27,20 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedhet.base.disk import parsed
-from fedhet.base.errors import DataError, nearest, one_line, reason_of
-from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.base.errors import DataError, nearest, one_line
+from fedhet.data.spec import DataSpec, reading, refuse_more
 from fedhet.data.values import label_of
 
+LOG = logging.getLogger("fedhet")
 _FORMATS = (".csv", ".tsv", ".jsonl")
 TEXT_ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", ".gz"))
-"""How a file's name may end."""
+"""How the name of a file of texts may end."""
+ENDINGS = (*TEXT_ENDINGS, ".parquet")
+"""How the name of a table may end."""
+NO_NAME = re.compile(r"|Unnamed: \d+|__index_level_\d+__")
+"""Names of columns without a name: in CSV files, of pandas, and in Parquet files."""
+_CHUNK = 4096
+"""Rows of a CSV file that are split into columns at once."""
 _PIECE = 2**20
 _LONGEST = 2**24
 """Maximum number of characters in a line of JSON."""
@@ -93,31 +99,6 @@ def bytes_of(texts: Iterable[str]) -> int:
     return sum(sys.getsizeof(text) + _REFERENCE for text in texts)
 
 
-def read_bounded(path: Path, spec: DataSpec) -> bytes:
-    """Return a file's content, unpacked. Raises DataError if it takes more than `data.max-bytes`.
-
-    It is read in small pieces: a small .gz may hold much.
-    """
-    content = bytearray()
-    with _unpacked(path) as file:
-        while piece := file.read(_PIECE):
-            content += piece
-            refuse_more(len(content), spec, path)
-    return bytes(content)
-
-
-@contextlib.contextmanager
-def open_bounded(path: Path, spec: DataSpec, newline: str = "") -> Iterator[IO[str]]:
-    """Open a file of text, plain or .gz, to be read line by line.
-
-    Raises DataError once more than `data.max-bytes` are read of it.
-    """
-    with _unpacked(path) as file:
-        counted: Any = _Counted(file, spec, path)
-        pieces = io.BufferedReader(counted, _PIECE)
-        yield io.TextIOWrapper(pieces, encoding="utf-8-sig", newline=newline)
-
-
 class _Counted(io.RawIOBase):
     """A file of which no more than `data.max-bytes` are read."""
 
@@ -134,10 +115,30 @@ class _Counted(io.RawIOBase):
         buffer[: len(piece)] = piece
         return len(piece)
 
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
-def _unpacked(path: Path) -> IO[bytes]:
+
+def _open(path: Path, spec: DataSpec) -> io.RawIOBase:
+    """Open a file, unpacked if it is a .gz; a small one may hold much."""
     file: Any = gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
-    return file  # type: ignore[no-any-return]
+    return _Counted(file, spec, path)
+
+
+def read_bounded(path: Path, spec: DataSpec) -> bytes:
+    """Return a file's content, unpacked; raise DataError if it takes more than `data.max-bytes`."""
+    with _open(path, spec) as file:
+        return file.readall()
+
+
+def open_bounded(path: Path, spec: DataSpec, newline: str = "") -> IO[str]:
+    """Open a file of text, plain or .gz, to be read line by line.
+
+    Raises DataError once more than `data.max-bytes` are read of it.
+    """
+    pieces: Any = io.BufferedReader(_open(path, spec), _PIECE)
+    return io.TextIOWrapper(pieces, encoding="utf-8-sig", newline=newline)
 
 
 def is_json(path: Path) -> bool:
@@ -150,73 +151,53 @@ def _opened(path: Path, spec: DataSpec) -> Iterator[IO[str]]:
     """Open a file of rows. Raises DataError for any fault while it is read."""
     if not path.name.lower().removesuffix(".gz").endswith(_FORMATS):
         raise DataError(f"{path}: must end in one of {', '.join(TEXT_ENDINGS)}")
-    try:
-        with open_bounded(path, spec, newline="\n" if is_json(path) else "") as file:
-            yield file
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except UnicodeDecodeError as error:
-        fault = f"({reason_of(error)}). Save it in UTF-8"
-        raise DataError(f"{path}: not a readable file of rows {fault}") from error
-    except (OSError, EOFError, csv.Error, zlib.error) as error:
-        raise DataError(f"{path}: not a readable file of rows ({reason_of(error)})") from error
-
-
-def read_fields(path: Path, spec: DataSpec) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV or TSV file with their lines, the header first. Raises DataError."""
-    with _opened(path, spec) as file:
-        yield from _fields(file, path)
+    with (
+        reading(path, "file of rows", ""),
+        open_bounded(path, spec, newline="\n" if is_json(path) else "") as file,
+    ):
+        yield file
 
 
 def read_objects(path: Path, spec: DataSpec) -> Numbered:
     """Yield the objects of a file of JSON lines. Raises DataError."""
-    with _opened(path, spec) as file:
-        yield from _objects(file, path, spec)
-
-
-def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
-    """Yield each row's fields by the names of the columns, or by their numbers from 1."""
-    with _opened(path, spec) as file:
-        yield from _objects(file, path, spec) if is_json(path) else _cells(file, path, wanted)
-
-
-def _objects(file: IO[str], path: Path, spec: DataSpec) -> Numbered:
     number, longest = 0, min(_LONGEST, max(_PIECE // 16, spec.max_bytes // _PARSED))
-    while line := file.readline(longest):
-        number += 1
-        if len(line) == longest:
-            raise DataError(f"{path}: line {number} has more than {longest - 1:,} characters")
-        if not line.strip():
-            continue
-        try:
-            row = parsed(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: line {number} is not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}: line {number} is not an object with a text and a label")
-        yield number, row
+    with _opened(path, spec) as file:
+        while line := file.readline(longest):
+            number += 1
+            if len(line) == longest:
+                raise DataError(f"{path}: line {number} has more than {longest - 1:,} characters")
+            if not line.strip():
+                continue
+            try:
+                row = parsed(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}: line {number} is not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{path}: line {number} is not an object with a text and a label")
+            yield number, row
 
 
-def _fields(file: IO[str], path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV file, or of a TSV file, in which quotes mean nothing."""
-    head = list(islice(file, _SAMPLE))
-    lines: Any = chain(head, file)
-    if path.name.lower().removesuffix(".gz").endswith(".tsv"):
-        lines = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    elif (
-        head
-        and len(sign := head[0].strip("\r\n").lower().removeprefix("sep=")) == 1
-        and "=" in head[0]
-    ):
-        lines = csv.reader(lines, delimiter=sign, strict=True)  # as Excel marks its separator
-        next(lines)
-    else:
-        lines = csv.reader(lines, delimiter=_separator(head), strict=True)
-    line = lines.line_num + 1
-    for row in lines:
-        begins, line = line, lines.line_num + 1
-        if row:
-            yield begins, row
+def read_fields(path: Path, spec: DataSpec) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV or TSV file with their lines, the header first. Raises DataError.
+
+    In a TSV file quotes mean nothing.
+    """
+    with _opened(path, spec) as file:
+        head = list(islice(file, _SAMPLE))
+        lines: Any = chain(head, file)
+        sign = head[0].strip("\r\n").lower().removeprefix("sep=") if head else ""
+        if path.name.lower().removesuffix(".gz").endswith(".tsv"):
+            lines = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        elif len(sign) == 1 and "=" in head[0]:  # as Excel marks its separator
+            lines = csv.reader(lines, delimiter=sign, strict=True)
+            next(lines)
+        else:
+            lines = csv.reader(lines, delimiter=_separator(head), strict=True)
+        line = lines.line_num + 1
+        for row in lines:
+            begins, line = line, lines.line_num + 1
+            if row:
+                yield begins, row
 
 
 def _separator(head: Sequence[str]) -> str:
@@ -234,14 +215,23 @@ def _separator(head: Sequence[str]) -> str:
     return max(_SIGNS, key=fit) if any(map(str.strip, head)) else ","
 
 
-def _cells(file: IO[str], path: Path, wanted: Sequence[str]) -> Numbered:
-    """Yield the rows of a CSV or TSV file by the names of the columns."""
+def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
+    """Yield each row's fields by the names of the columns, or by their numbers from 1."""
+    if is_json(path):
+        yield from read_objects(path, spec)
+        return
     numbered = bool(wanted) and all(name.isascii() and name.isdecimal() for name in wanted)
     header: list[str] = []
-    for begins, row in _fields(file, path):
+    for begins, row in read_fields(path, spec):
         if not header:
             header = [str(place) for place in range(1, len(row) + 1)] if numbered else row
-            _refuse_absent(path, header, wanted)
+            for name in wanted:
+                if name not in header:
+                    columns, close = ", ".join(map(repr, header))[:200], nearest(name, header)
+                    raise DataError(
+                        f"{path}: has no column {name!r}, only {columns}{close}; name columns in "
+                        "data.text-column and data.label-column, by number if there is no header"
+                    )
             refuse_doubled(path, header)
             if not numbered:
                 continue
@@ -259,40 +249,20 @@ def refuse_doubled(path: Path, header: Sequence[str]) -> None:
             raise DataError(f"{path}: has two columns {name!r}")
 
 
-def _refuse_absent(path: Path, header: Sequence[str], wanted: Sequence[str]) -> None:
-    for name in wanted:
-        if name not in header:
-            columns = ", ".join(repr(column) for column in header)[:200]
-            raise DataError(
-                f"{path}: has no column {name!r}, only {columns}{nearest(name, header)}; name "
-                "columns in data.text-column and data.label-column, by number if there is no header"
-            )
-
-
 def _field(
     row: Mapping[str, object], name: str, path: Path, line: int, *, is_label: bool = False
 ) -> str:
     """Return a field as text; of JSON, integers too, and labels that are numbers or booleans."""
     value = row.get(name)
-    if isinstance(value, str) or type(value) is int:
-        return str(value)
+    text = str(value) if isinstance(value, str) or type(value) is int else None
+    if text is None and is_label:
+        text = label_of(value)
+    if text is not None:
+        return text
     if name not in row:
         raise DataError(f"{path}: line {line} has no column {name!r}{nearest(name, row)}")
-    if is_label and (label := label_of(value)) is not None:
-        return label
-    rule = "a text, a number, true, or false" if is_label else "a text"
-    raise DataError(
-        f"{path}: line {line} has {type(value).__name__} in the column {name!r}, expected {rule}"
-    )
-
-
-LOG = logging.getLogger("fedhet")
-ENDINGS = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".parquet")
-NO_NAME = re.compile(r"|Unnamed: \d+|__index_level_\d+__")
-"""Names of columns without a name: in CSV files, of pandas, and in Parquet files."""
-_CHUNK = 4096
-"""Rows of a CSV file that are split into columns at once."""
-_REFERENCE = 8
+    held, rule = type(value).__name__, "a text, a number, true, or false" if is_label else "a text"
+    raise DataError(f"{path}: line {line} has {held} in the column {name!r}, expected {rule}")
 
 
 @dataclass(frozen=True)
@@ -331,11 +301,10 @@ class Cells:
             raise DataError(f"{self.path}: has no column {one_line(name)!r}, only {there}{close}")
         return self.columns[name]
 
-    def fault_in(self, column: str) -> Callable[[int, str], DataError]:
-        """Return what makes the error for a row's value in a column."""
-        return lambda row, fault: DataError(
-            f"{self.path}: line {self.lines[row]}, column {one_line(column)!r}: {one_line(fault)}"
-        )
+    def fault(self, column: str, row: int, fault: str) -> DataError:
+        """Return the error for a row's value in a column."""
+        line = self.lines[row]
+        return DataError(f"{self.path}: line {line}, column {one_line(column)!r}: {fault}")
 
     @classmethod
     def joined(cls, folder: Path, tables: Sequence[Cells], spec: DataSpec) -> Cells:
@@ -364,6 +333,17 @@ class Cells:
             unusable=unusable,
             typed=frozenset.intersection(*(table.typed for table in tables)),
         )
+
+
+def find_rows(folder: Path, part: str, endings: Sequence[str] = ENDINGS) -> Path | None:
+    """Return the file of rows of a part, train or test, in a folder; None if there is none.
+
+    Raises DataError for more than one.
+    """
+    found = [path for ending in endings if (path := folder / f"{part}{ending}").is_file()]
+    if len(found) > 1:
+        raise DataError(f"{folder}: holds {found[0].name} and {found[1].name}, one is allowed")
+    return found[0] if found else None
 
 
 def read_table(path: Path, spec: DataSpec, taken: int = 0) -> Cells:
@@ -476,21 +456,13 @@ def _read_objects(path: Path, spec: DataSpec, taken: int) -> Cells:
     return Cells(path, usable, lines, spec, taken, unusable=unusable, typed=typed)
 
 
-def find_table(folder: Path, part: str) -> Path | None:
-    """Return the file of a part, train or test, in a folder; None if there is none."""
-    found = [path for ending in ENDINGS if (path := folder / f"{part}{ending}").is_file()]
-    if len(found) > 1:
-        raise DataError(f"{folder}: holds {found[0].name} and {found[1].name}, one is allowed")
-    return found[0] if found else None
-
-
 def _read_parquet(path: Path, spec: DataSpec, taken: int) -> Cells:
     """Read a Parquet file column by column, and convert the values by their type to text.
 
     What the file takes once it is decoded is bounded before it is decoded: a dictionary's values
     are not repeated, and pages that repeat prefixes are decoded a few rows at a time.
     """
-    try:
+    with reading(path, "Parquet file", ""):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -545,12 +517,6 @@ def _read_parquet(path: Path, spec: DataSpec, taken: int) -> Cells:
                 refuse_more(taken, spec, path)
             if own in unusable:
                 del columns[own]
-    except DataError:
-        raise
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except Exception as error:  # pyarrow has errors of many kinds
-        raise DataError(f"{path}: not a readable Parquet file ({reason_of(error)})") from error
     if not rows:
         raise DataError(f"{path}: holds no rows")
     return Cells(
@@ -580,15 +546,14 @@ def _texts(values: Any, distinct: dict[str, str]) -> list[str]:
         found = pc.divide(found.cast(whole).cast(pa.float64()), float(per_second))
     elif pa.types.is_timestamp(held):
         found = found.cast(pa.timestamp("us", held.tz), safe=False).cast(pa.timestamp("us"))
-    texts = [_text(value) for value in found.to_pylist()]
-    texts = [distinct.setdefault(text, text) for text in texts]
+    texts = []
+    for value in found.to_pylist():
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            text = ""
+        elif isinstance(value, bytes):
+            text = value.decode("utf-8").strip()
+        else:
+            text = value.isoformat() if isinstance(value, date) else str(value).strip()
+        texts.append(distinct.setdefault(text, text))
     texts.append("")
     return [texts[place] for place in pc.fill_null(values.indices, len(texts) - 1).to_pylist()]
-
-
-def _text(value: Any) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, bytes):
-        return value.decode("utf-8").strip()
-    return value.isoformat() if isinstance(value, date) else str(value).strip()

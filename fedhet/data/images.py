@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -26,7 +27,7 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, reason_of
 from fedhet.data.class_folders import Files
-from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.data.spec import DataSpec, reading, refuse_more
 from fedhet.kinds import Shape
 
 if TYPE_CHECKING:
@@ -83,17 +84,24 @@ def pixels_of(image: Image, form: Form, where: str) -> Pixels:
     scaled by their full range; of several frames, the first is read. Color profiles are ignored.
     Raises DataError, which begins with `where`, for an image that does not fit.
     """
+    import PIL.Image
+
     image = upright(image)
     if image.size != form.size and not form.resize:
         raise DataError(
             f"{where} is {image.width} x {image.height} pixels, {form.rule} {form.size[0]} x "
             f"{form.size[1]}; {form.remedy}"
         )
-    if image.mode[0] in "IF":
-        image = _in_bytes(image, where)
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        kind = "floats" if image.mode == "F" else "signed or 32-bit integers"
+        raise DataError(
+            f"{where} holds {kind}, whose range is unknown, expected 8 or 16 bits a channel. "
+            "Scale it and save it as PNG."
+        )
+    if image.mode[0] == "I":
+        values = np.asarray(image).astype(np.float64)
+        image = PIL.Image.fromarray(np.rint(values / 257).clip(0, 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-        import PIL.Image
-
         shown = image.convert("RGBA")
         page = PIL.Image.new("RGBA", shown.size, (_BACKGROUND,) * 4)
         image = PIL.Image.alpha_composite(page, shown).convert("RGB")
@@ -114,23 +122,6 @@ def upright(image: Image) -> Image:
     return turned
 
 
-def _in_bytes(image: Image, where: str) -> Image:
-    """Return a greyscale image of 16 bits in 8 bits: v / 257, as viewers show it.
-
-    Raises DataError for 32-bit integers and floats, whose range no file states.
-    """
-    import PIL.Image
-
-    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
-        kind = "floats" if image.mode == "F" else "signed or 32-bit integers"
-        raise DataError(
-            f"{where} holds {kind}, whose range is unknown, expected 8 or 16 bits a channel. "
-            "Scale it and save it as PNG."
-        )
-    values = np.asarray(image).astype(np.float64)
-    return PIL.Image.fromarray(np.rint(values / 257).clip(0, 255).astype(np.uint8))
-
-
 def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> Tensor:
     """Return the images [N, C, H, W] uint8, from the cache if possible; else add them to it.
 
@@ -140,15 +131,22 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
     """
     target = _cache_file(files, spec.image_size, like)
     try:
-        cached = _open(target, len(files))
-        if cached is None:
-            cached = _build(target, files, spec, like)
+        pixels = _open(target, len(files))
+        if pixels is None:
+            from filelock import FileLock
+
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{target}.lock"):  # other processes that need the array wait for it
+                pixels = _open(target, len(files))
+                if pixels is None:
+                    _build(target, files, spec, like)
+                    pixels = np.load(target, mmap_mode="c", allow_pickle=False)
     except OSError as error:
         raise DataError(
             f"{target.parent}: cannot hold the decoded images ({reason_of(error)}); "
             "name another folder in the environment variable FEDHET_CACHE_DIR"
         ) from error
-    return torch.from_numpy(cached)
+    return torch.from_numpy(pixels)
 
 
 def _cache_file(files: Sequence[str], image_size: int, like: Shape | None) -> Path:
@@ -156,10 +154,8 @@ def _cache_file(files: Sequence[str], image_size: int, like: Shape | None) -> Pa
     resolve = cache(os.path.realpath)  # once per folder: a tree may hold a million files
     for path in files:
         folder, name = os.path.split(path)
-        try:
+        with reading(path, "image"):
             stat = os.stat(path)
-        except OSError as error:
-            raise _unreadable(path, error) from error
         line = f"{resolve(folder)}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
         key.update(os.fsencode(line))
     home = os.environ.get("FEDHET_CACHE_DIR") or "~/.cache/fedhet"
@@ -180,42 +176,29 @@ def _open(target: Path, count: int) -> Pixels | None:
     return pixels if whole else None
 
 
-def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | None) -> Pixels:
-    """Decode into `target`; other processes that need the same array wait and then use it."""
-    from filelock import FileLock
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        cached = _open(target, len(files))
-        if cached is not None:
-            return cached
-        form = replace(_form(files, spec.image_size, like), max_bytes=spec.max_bytes)
-        refuse_more(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
-        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
-            try:
-                _write(file, files, form)
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    return np.load(target, mmap_mode="c", allow_pickle=False)  # type: ignore[no-any-return]
-
-
-def _form(files: Sequence[str], image_size: int, like: Shape | None) -> Form:
+def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | None) -> None:
+    """Decode `files`, in their order, into the .npy file `target`."""
     if like is not None:
         channels, height, width = like
-        return Form(MODES[channels], (width, height), image_size > 0)
-    with _image(files[0]) as first:
+        form = Form(MODES[channels], (width, height), spec.image_size > 0)
+    else:
+        with opened(files[0]) as first:
+            size = first.size if spec.image_size else upright(first).size
+        form = Form.of(size, all(map(_is_grey, files)), spec.image_size)
+    form = replace(form, max_bytes=spec.max_bytes)
+    refuse_more(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
-            size = first.size if image_size else upright(first).size
-        except Exception as error:  # as in `_image`
-            raise _unreadable(files[0], error) from error
-    return Form.of(size, all(_mode(path) in GREY_MODES for path in files), image_size)
-
-
-def _mode(path: str) -> str:
-    with _image(path) as image:
-        return str(image.mode)
+            header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *form.shape)}
+            np.lib.format.write_array_header_1_0(file, header)
+            for pixels in decoded(files, form):
+                file.write(pixels.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 def open_image(source: str | IO[bytes]) -> Image:
@@ -226,25 +209,16 @@ def open_image(source: str | IO[bytes]) -> Image:
     return PIL.Image.open(source, formats=[each for each in FORMATS if each in PIL.Image.OPEN])
 
 
-def _image(path: str) -> Image:
-    try:
-        return open_image(path)
-    except Exception as error:  # every format of Pillow's has its own
-        raise _unreadable(path, error) from error
+@contextmanager
+def opened(path: str) -> Iterator[Image]:
+    """Open an image file. Raises DataError for any fault while it is read in the block."""
+    with reading(path, "image"), open_image(path) as image:
+        yield image
 
 
-def _unreadable(path: str, error: Exception) -> DataError:
-    return DataError(f"{path}: not a readable image ({reason_of(error)})")
-
-
-def _write(file: IO[bytes], files: Sequence[str], form: Form) -> None:
-    """Write the .npy file of all `files`, decoded by a few threads, in the order of `files`."""
-    header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *form.shape)}
-    np.lib.format.write_array_header_1_0(file, header)
-    for pixels in decoded(files, form):
-        file.write(pixels.tobytes())
-    file.flush()
-    os.fsync(file.fileno())
+def _is_grey(path: str) -> bool:
+    with opened(path) as image:
+        return image.mode in GREY_MODES
 
 
 def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:
@@ -253,24 +227,19 @@ def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:
     Raises DataError for a file that is not an image, or does not fit the form.
     """
     blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        yield from pool.map(lambda block: np.stack([_pixels(path, form) for path in block]), blocks)
 
-
-def _pixels(path: str, form: Form) -> Pixels:
-    with _image(path) as image:
-        takes = 4 * _THREADS * image.width * image.height
-        if takes > form.max_bytes:  # whatever size it is resized to
-            raise DataError(
-                f"{path}: is {image.width} x {image.height} pixels, which take {takes} bytes while "
-                f"{_THREADS} are decoded, 'data.max-bytes' allows {form.max_bytes}"
-            )
-        try:
+    def pixels(path: str) -> Pixels:
+        with opened(path) as image:
+            takes = 4 * _THREADS * image.width * image.height
+            if takes > form.max_bytes:  # whatever size it is resized to
+                raise DataError(
+                    f"{path}: is {image.width} x {image.height} pixels, which take {takes} bytes "
+                    f"while {_THREADS} are decoded, 'data.max-bytes' allows {form.max_bytes}"
+                )
             return pixels_of(image, form, f"{path}:")
-        except DataError:
-            raise
-        except Exception as error:  # as in `_image`
-            raise _unreadable(path, error) from error
+
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        yield from pool.map(lambda block: np.stack([pixels(path) for path in block]), blocks)
 
 
 IMAGES = Files(

@@ -11,20 +11,12 @@ import torch
 
 from fedhet.base.disk import expanded, read_tables
 from fedhet.base.errors import DataError, StateError, reason_of
-from fedhet.data.cells import find_table, read_table
-from fedhet.data.class_folders import (
-    TRAIN,
-    UNLABELLED,
-    find_parts,
-    holds,
-    read_part,
-    understand,
-)
+from fedhet.data.cells import find_rows, read_table
+from fedhet.data.class_folders import TRAIN, UNLABELLED, Scan, holds, understand
 from fedhet.data.images import IMAGES
-from fedhet.data.npz import MAX_CLASSES, read_npz, same_form
 from fedhet.data.partition import hold_out
-from fedhet.data.schema import read_schema
 from fedhet.data.sources import sample_kind
+from fedhet.data.sources.files import MAX_CLASSES, read_pair
 from fedhet.data.spec import (
     FIXED_SEED,
     UNKNOWN,
@@ -34,9 +26,10 @@ from fedhet.data.spec import (
     Split,
     global_random_kept,
     no_test,
+    reading,
 )
-from fedhet.data.tables import labelled
-from fedhet.data.texts import TEXTS, find_rows, shape_of_texts, site_rows
+from fedhet.data.tables import labelled, read_schema
+from fedhet.data.texts import TEXTS, read_texts, shape_of_texts
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings
@@ -217,9 +210,9 @@ def _read(
     without a class that are not read.
     """
     names = declared.names if declared else _classes_file(root, classes)
-    rows = find_table(root, "train") or find_rows(root, "train")
-    tree = next(iter(find_parts(root)[TRAIN]), None)
-    if sum([(root / "train.npz").exists(), tree is not None, rows is not None]) != 1:
+    rows, is_npz = find_rows(root, "train"), (root / "train.npz").exists()
+    trees = Scan(IMAGES).find_parts(root)[TRAIN]
+    if is_npz + bool(trees) + (rows is not None) != 1:
         raise DataError(
             f"{root}: must hold either train.npz or train/<class>/<images or .txt>, or rows of "
             "texts in train.csv, .tsv or .jsonl (and test likewise)"
@@ -227,87 +220,56 @@ def _read(
     for path in root.iterdir():
         if path.name.lower() in UNLABELLED and path.is_dir():
             raise DataError(
-                f"{path}: is not allowed here: it lies next to the class folders, in {tree}"
+                f"{path}: is not allowed here: it lies next to the class folders, in "
+                f"{next(iter(trees), None)}"
             )
-    stated, where = sample_kind(spec), f"{root}"
-    if rows is not None and (stated is TABLE or (root / SCHEMA).exists()):
+    stated = sample_kind(spec)
+    if is_npz:
+        train, test = read_pair(root, spec, stated, classes)
+        kind = kind_of_arrays(tuple(train.x.shape[1:]), stated).name
+        names = names or tuple(map(str, range(classes)))
+        return Dataset(f"{root}", train, test, names, kind=kind), None, 0
+    if rows is not None:
+        held = find_rows(root, "test")
+        if stated is not TABLE and not (root / SCHEMA).exists():
+            return read_texts(rows, held, spec, names, classes), None, 0
         schema = read_schema(root / SCHEMA)
         if len(schema.classes) != classes:
             raise DataError(
                 f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"
             )
-        if (table := find_table(root, "train")) is None:
-            raise DataError(f"{root}: a table is train.csv, .tsv or .parquet")
-        found = find_table(root, "test")
-        train = labelled(schema, read_table(table, spec))
-        test = labelled(schema, read_table(found, spec)) if found else None
-        own = Dataset(where, train, test, schema.classes, kind=TABLE.name, schema=schema)
+        train = labelled(schema, read_table(rows, spec))
+        test = labelled(schema, read_table(held, spec)) if held else None
+        own = Dataset(f"{root}", train, test, schema.classes, kind=TABLE.name, schema=schema)
         return own, None, 0
-    if rows is not None:
-        shape = shape_of_texts(spec)
-        own = Dataset(where, *site_rows(rows, names, classes, spec), kind=TEXT.name, shape=shape)
-        return own, None, 0
-    if tree is not None:
-        return _site_tree(root, names, classes, spec, unlabelled, declared)
-    train, test = _within(root / "train.npz", classes, spec, stated), None
-    if (path := root / "test.npz").exists():
-        test = _within(path, classes, spec, stated)
-        same_form(train, test, "train.npz", path)
-    kind = kind_of_arrays(tuple(train.x.shape[1:]), stated).name
-    return Dataset(where, train, test, names or tuple(map(str, range(classes))), kind=kind), None, 0
 
-
-def _within(path: Path, classes: int, spec: DataSpec, kind: Kind) -> Split:
-    """Read a file, with labels among the run's classes."""
-    split = read_npz(path, spec, kind)
-    if len(split) and int(split.y.max()) >= classes:
-        raise DataError(
-            f"{path}: y holds the label {int(split.y.max())}, allowed are 0 to {classes - 1} "
-            f"(the run has {classes} classes)"
-        )
-    return split
-
-
-def _site_tree(
-    root: Path,
-    names: tuple[str, ...],
-    classes: int,
-    spec: DataSpec,
-    unlabelled: bool,
-    declared: Declaration | None,
-) -> tuple[Dataset, Split | None, int]:
-    """Read the files of a site, by class. Samples without a class are read if `unlabelled`."""
     # A text next to an image describes it: only a tree without images holds texts.
-    texts = sample_kind(spec) is TEXT or (not holds(root, IMAGES) and holds(root, TEXTS))
+    texts = stated is TEXT or (not holds(root, IMAGES) and holds(root, TEXTS))
     files = TEXTS if texts else IMAGES
     if named := [name for name in names if name.lower() in UNLABELLED]:
         raise DataError(
-            f"{root / 'classes.txt'}: {named[0]!r} cannot name a class: "
+            f"{root / CLASSES}: {named[0]!r} cannot name a class: "
             f"the folder of that name is for {files.noun} without one"
         )
     tree = understand(root, files, classes=names, whole=False)
     if len(tree.classes) != classes:
         raise DataError(
             f"{root}: has {len(tree.classes)} class folders, the run has {classes} classes; name "
-            f"all {classes} in the run's order in {root / 'classes.txt'}"
+            f"all {classes} in the run's order in {root / CLASSES}"
         )
-    tree.unused.report(root, files)
-    like = declared.shape if declared and not texts else None
-    train = read_part(tree.train, tree.classes, spec, files, like)
-    form = tuple(train.x.shape[1:])
-    test = read_part(tree.test, tree.classes, spec, files, form) if tree.test is not None else None
-    rest, left_aside, paths = None, 0, tree.unlabelled
-    if paths is not None and not unlabelled:
-        rest, left_aside = train.take(torch.arange(0)), len(paths)
-    elif paths is not None:
-        if not paths:
-            raise DataError(
-                f"{root}: the directory of training {files.noun} without a class has no "
-                f"{files.noun}. Remove it, and labels of others are hidden."
-            )
-        rest = Split(files.read(paths, spec, form), torch.full((len(paths),), UNKNOWN))
-    own = Dataset(f"{root}", train, test, tree.classes, kind=files.kind, shape=files.shape(spec))
-    return own, rest, left_aside
+    own = tree.read(spec, declared.shape if declared and not texts else None)
+    paths = tree.unlabelled
+    if paths is None:
+        return own, None, 0
+    if not unlabelled:
+        return own, own.train.take(torch.arange(0)), len(paths)
+    if not paths:
+        raise DataError(
+            f"{root}: the directory of training {files.noun} without a class has no "
+            f"{files.noun}. Remove it, and labels of others are hidden."
+        )
+    x = files.read(paths, spec, tuple(own.train.x.shape[1:]))
+    return own, Split(x, torch.full((len(paths),), UNKNOWN)), 0
 
 
 def _classes_file(root: Path, classes: int | None) -> tuple[str, ...]:
@@ -318,10 +280,8 @@ def _classes_file(root: Path, classes: int | None) -> tuple[str, ...]:
     path = root / CLASSES
     if not path.exists():
         return ()
-    try:
+    with reading(path, "text file"):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a readable text file ({reason_of(error)})") from error
     names = tuple(line.strip() for line in lines if line.strip())
     classes = classes or max(2, len(names))
     if len(names) != classes or len(set(names)) != classes:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fedhet.base.errors import DataError
+from fedhet.base.errors import DataError, reason_of
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.schema import TableSchema
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings, drawn_unseen
@@ -25,6 +24,8 @@ from fedhet.settings.schema import Count, CountOrNone
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fedhet.data.tables import TableSchema
 
 Index = npt.NDArray[np.int64]
 
@@ -197,6 +198,29 @@ def global_random_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(legacy)
+
+
+@contextmanager
+def reading(
+    path: object,
+    what: str,
+    absent: str | None = None,
+    describe: Callable[[Exception], str] = reason_of,
+) -> Iterator[None]:
+    """Raise DataError for any fault while `path` is read in the block: "not a readable `what`".
+
+    Each library has errors of its own, and many. With `absent`, a missing file is named as such,
+    with these words.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        if absent is not None and isinstance(error, FileNotFoundError):
+            raise DataError(f"{path}: no such file{absent}") from error
+        hint = ". Save it in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise DataError(f"{path}: not a readable {what} ({describe(error)}){hint}") from error
 
 
 def refuse_more(size: int, spec: DataSettings, where: object) -> None:

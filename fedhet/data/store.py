@@ -37,7 +37,6 @@ from fedhet.data.partition import (
     split_labels,
     stacked,
 )
-from fedhet.data.schema import TableSchema
 from fedhet.data.sources import SOURCES, find_source
 from fedhet.data.spec import (
     FIXED_SEED,
@@ -50,6 +49,7 @@ from fedhet.data.spec import (
     no_test,
     stratified,
 )
+from fedhet.data.tables import TableSchema
 from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name

@@ -1,24 +1,32 @@
-"""Tables of columns: finds the schema of a table, and encodes its rows by it.
+"""Tables of columns: the schema of a table, which is found in its rows, and encodes them.
 
-In a simulation the schema is found from the training rows; the sites of a deployment have one in
-common. `fedhet.data.values` has the rules by which values are recognized.
+A schema says what each column becomes, so that the same value is the same features at every
+client: a number is centred and scaled, a date is one in days, a word is one of the column's
+categories. A missing value is the mean, or no category, and a feature of its own says so. In a
+simulation the schema is found from the training rows; the sites of a deployment have one in common,
+a file. `fedhet.data.values` has the rules by which values are recognized.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from datetime import date, timedelta
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedhet.base.errors import DataError, nearest, one_line
+from fedhet.base.disk import read_tables
+from fedhet.base.errors import DataError, StateError, nearest, one_line, reason_of
 from fedhet.data.cells import NO_NAME, Cells
-from fedhet.data.schema import MOST_CATEGORIES, MOST_CLASSES, Column, TableSchema
 from fedhet.data.spec import DataSpec, Split, refuse_more
 from fedhet.data.values import (
     MAX_NUMBER,
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     import torch
 
 LOG = logging.getLogger("fedhet")
+MOST_CATEGORIES, MOST_CLASSES = 200, 1000
 LEAST_ROWS = 10
 """Of fewer rows, no column is taken for their numbers."""
 _FLOAT = 4
@@ -47,6 +56,88 @@ _ROW_NAME = re.compile(
     re.IGNORECASE,
 )
 """Names of columns that identify a row if all their values differ."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Column(_Frozen):
+    """A column, and the features that its values become."""
+
+    name: str
+    kind: Literal["number", "date", "category"]
+    mean: float = Field(0.0, allow_inf_nan=False)
+    """Of a number; of a date, in days since 1970."""
+    deviation: float = Field(1.0, gt=0, allow_inf_nan=False)
+    categories: tuple[str, ...] = Field((), max_length=MOST_CATEGORIES)
+    missing: bool = False
+    """Whether a feature of its own says that a value is missing."""
+    written: str = ""
+    """How numbers or dates are written, such as 1.234,5 or dd/mm/yyyy; "": 1234.5, and ISO 8601."""
+    unit: str = ""
+    """What each number is written with, such as %."""
+
+    @property
+    def width(self) -> int:
+        """The number of features."""
+        own = len(self.categories) if self.kind == "category" else 1
+        return own + self.missing
+
+    @property
+    def spread(self) -> str:
+        """The mean and the standard deviation of a number or a date, or the categories."""
+        if self.kind == "category":
+            return ", ".join(self.categories)
+        if self.kind == "date":
+            mean = date(1970, 1, 1) + timedelta(days=round(self.mean))
+            return f"mean {mean} ± {self.deviation:.4g} days"
+        return f"mean {self.mean:.4g} ± {self.deviation:.4g}"
+
+
+class TableSchema(_Frozen):
+    """What is predicted from which columns, and how these become features."""
+
+    target: str
+    classes: tuple[str, ...] = Field(min_length=2, max_length=MOST_CLASSES)
+    missing: tuple[str, ...] = ()
+    """Marks of missing values, in addition to those of `fedhet.data.values`."""
+    max_unknown: float = Field(0.2, ge=0, le=1)
+    """Maximum fraction of a column's values that may be unknown to the schema."""
+    columns: tuple[Column, ...] = Field(min_length=1)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The number of features of each column."""
+        return tuple(column.width for column in self.columns)
+
+    @property
+    def digest(self) -> str:
+        """A text that two schemas share only if they give the same features and classes."""
+        text = self.model_dump_json(exclude={"max_unknown"})
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def to_toml(self) -> str:
+        """Serialize the schema to TOML, in the format expected by `read_schema`."""
+        kept = self.model_dump(exclude_defaults=True) | {"max_unknown": self.max_unknown}
+        columns = kept.pop("columns")
+        texts = {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
+        return tomli_w.dumps({**texts, "columns": columns})
+
+
+def read_schema(path: Path) -> TableSchema:
+    """Return the schema in a file. Raises DataError."""
+    try:
+        return TableSchema.model_validate(read_tables(path))
+    except (OSError, StateError) as error:
+        fault = f"{path}: {reason_of(error)}" if isinstance(error, OSError) else str(error)
+        raise DataError(
+            f"cannot read the schema of the table, which `fedhet schema` writes: {fault}"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: {where}: {first['msg']}") from None
 
 
 def found_schema(
@@ -61,10 +152,8 @@ def found_schema(
     if not spec.target:
         names = ", ".join(cells.columns)
         raise DataError(f"{cells.path}: data.target must name the column of the class, of {names}")
-    target, words = cells.column(spec.target), frozenset(spec.categories)
-    absent = {text for text in set(target) if is_missing(text, spec.missing)}
-    labels = [value for value in target if value not in absent]
-    exact = spec.target in words
+    labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
+    exact = spec.target in spec.categories
     classes, spelled = class_words(labels, cells.path, spec.target, exact=exact)
     if not 2 <= len(classes) <= MOST_CLASSES:
         raise DataError(
@@ -74,91 +163,90 @@ def found_schema(
     others = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
     if others:
         say(f"{spec.target}: target, read {', '.join(others[:5])}")
-    left_out = {name: why for name in cells.columns if (why := _names_rows(name, cells))}
-    chosen = list(spec.columns)
+    chosen, no_features = list(spec.columns), {spec.target, spec.by.strip()}
     if not chosen:
-        for name, why in left_out.items():
-            if name not in (spec.target, spec.by.strip()):
+        for name in [each for each in cells.columns if each not in no_features]:
+            if why := _names_rows(name, cells):
                 say(f"{name}: left out, {why}")
                 LOG.warning("%s: column %r is left out: %s", cells.path, one_line(name), why)
-        rest = [*cells.columns, *cells.unusable]
-        skip = {spec.target, spec.by.strip(), *left_out}
-        chosen = [name for name in rest if name not in skip]
+                no_features.add(name)
+        chosen = [name for name in (*cells.columns, *cells.unusable) if name not in no_features]
     if spec.target in chosen or not chosen:
         raise DataError(f"{cells.path}: data.columns must name columns besides {spec.target!r}")
 
-    @cache
-    def decimal() -> str:
-        signs = {sign for values in cells.columns.values() if (sign := decimal_sign(values))}
-        return signs.pop() if len(signs) == 1 else ""
+    def shown(rule: Callable[[list[str]], str]) -> str:
+        found = {each for values in cells.columns.values() if (each := rule(values))}
+        return found.pop() if len(found) == 1 else ""
 
-    @cache
-    def order() -> str:
-        shown = (date_order(values[:4096]) for values in cells.columns.values())
-        orders = {each for each in shown if each}
-        return orders.pop() if len(orders) == 1 else ""
-
-    columns = []
-    for name in chosen:
-        values = Distinct.of(cells.column(name))
-        if all(is_missing(text, spec.missing) for text in values.texts):
-            raise DataError(
-                f"{cells.path}: the column {name!r} is empty; leave it out by data.columns"
-            )
-        try:
-            found = recognize(
-                values,
-                marks=spec.missing,
-                words=name in words,
-                typed=name in cells.typed,
-                decimal=spec.decimal,
-                order=spec.date_order,
-                decimal_evidence=decimal,
-                order_evidence=order,
-            )
-        except UnclearError as error:
-            if error.place is None:
-                raise DataError(f"{cells.path}: column {name!r}: {one_line(error.fault)}") from None
-            raise cells.fault_in(name)(values.row(error.place), error.fault) from None
-        if len(found.words) > MOST_CATEGORIES:
-            raise DataError(
-                f"{cells.path}: the column {name!r} has {len(found.words)} different words, at "
-                f"most {MOST_CATEGORIES} are allowed; name the columns that are features in "
-                "data.columns"
-            )
-        if len(found.words) == len(cells) > 2 * LEAST_ROWS and name not in words:
-            raise DataError(
-                f"{cells.path}: the column {name!r} has another word in each of {len(cells)} rows, "
-                "expected categories. Name the columns that are features in data.columns"
-            )
-        counts, mean, deviation = values.counts(), 0.0, 1.0
-        if found.numbers is not None:
-            rows = found.numbers[values.codes]
-            rows = rows[~np.isnan(rows)]
-            mean = float(rows[0])
-            if rows.min() < rows.max():  # else, rounding would give a huge deviation
-                mean, deviation = float(rows.mean()), float(rows.std())
-        columns.append(
-            Column(
-                name=name,
-                kind=found.kind,
-                mean=mean,
-                deviation=deviation,
-                categories=found.words,
-                missing=bool(found.missing.any()),
-                written=found.written,
-                unit=found.unit,
-            )
-        )
-        why, gone = found.why, int(counts[found.missing].sum())
-        if gone:
-            marks = [repr(text) for text, no in zip(values.texts, found.missing, strict=True) if no]
-            why += f"; {gone} of {len(cells)} are missing ({', '.join(marks[:5])})"
-        may_miss = ", may be missing" * columns[-1].missing
-        say(f"{name}: {found.kind}, {columns[-1].spread}{may_miss} ({why})")
+    evidence = cache(lambda: shown(decimal_sign)), cache(lambda: shown(date_order))
     return TableSchema(
-        target=spec.target, classes=classes, missing=spec.missing, columns=tuple(columns)
+        target=spec.target,
+        classes=classes,
+        missing=spec.missing,
+        columns=tuple(_found_column(name, cells, spec, *evidence, say) for name in chosen),
     )
+
+
+def _found_column(
+    name: str,
+    cells: Cells,
+    spec: DataSpec,
+    decimal_evidence: Callable[[], str],
+    order_evidence: Callable[[], str],
+    say: Callable[[str], object],
+) -> Column:
+    """Find what a column becomes. Raises DataError if it is in doubt, or cannot be features."""
+    values, where = Distinct.of(cells.column(name)), f"{cells.path}: the column {name!r}"
+    if all(is_missing(text, spec.missing) for text in values.texts):
+        raise DataError(f"{where} is empty; leave it out by data.columns")
+    try:
+        found = recognize(
+            values,
+            marks=spec.missing,
+            words=name in spec.categories,
+            typed=name in cells.typed,
+            decimal=spec.decimal,
+            order=spec.date_order,
+            decimal_evidence=decimal_evidence,
+            order_evidence=order_evidence,
+        )
+    except UnclearError as error:
+        if error.place is None:
+            raise DataError(f"{cells.path}: column {name!r}: {error.fault}") from None
+        raise cells.fault(name, values.row(error.place), error.fault) from None
+    if len(found.words) > MOST_CATEGORIES:
+        raise DataError(
+            f"{where} has {len(found.words)} different words, at most {MOST_CATEGORIES} are "
+            "allowed; name the columns that are features in data.columns"
+        )
+    if len(found.words) == len(cells) > 2 * LEAST_ROWS and name not in spec.categories:
+        raise DataError(
+            f"{where} has another word in each of {len(cells)} rows, expected categories. Name the "
+            "columns that are features in data.columns"
+        )
+    mean, deviation, why = 0.0, 1.0, found.why
+    if found.numbers is not None:
+        rows = found.numbers[values.codes]
+        rows = rows[~np.isnan(rows)]
+        mean = float(rows[0])
+        if rows.min() < rows.max():  # else, rounding would give a huge deviation
+            mean, deviation = float(rows.mean()), float(rows.std())
+    column = Column(
+        name=name,
+        kind=found.kind,
+        mean=mean,
+        deviation=deviation,
+        categories=found.words,
+        missing=bool(found.missing.any()),
+        written=found.written,
+        unit=found.unit,
+    )
+    if gone := int(values.counts()[found.missing].sum()):
+        marks = [repr(text) for text, no in zip(values.texts, found.missing, strict=True) if no]
+        why += f"; {gone} of {len(cells)} are missing ({', '.join(marks[:5])})"
+    may_miss = ", may be missing" * column.missing
+    say(f"{name}: {found.kind}, {column.spread}{may_miss} ({why})")
+    return column
 
 
 def _names_rows(name: str, cells: Cells) -> str:
@@ -199,15 +287,6 @@ def _names_rows(name: str, cells: Cells) -> str:
     return "it numbers the rows"
 
 
-def owners(cells: Cells, by: str) -> list[str]:
-    """Return whose each row is. Raises DataError for a row that does not say."""
-    found = cells.column(by)
-    for row, value in enumerate(found):
-        if is_missing(value):
-            raise cells.fault_in(by)(row, "is empty, but data.by names it")
-    return found
-
-
 def encode(schema: TableSchema, cells: Cells, *, refuse: bool = False) -> torch.Tensor:
     """Return the features [N, F] float32 of a table's rows.
 
@@ -221,57 +300,51 @@ def encode(schema: TableSchema, cells: Cells, *, refuse: bool = False) -> torch.
     encoded = np.empty((len(cells), sum(schema.widths)), np.float32)
     start = 0
     for column in schema.columns:
-        values, fault = cells.column(column.name), cells.fault_in(column.name)
-        own, unknown, respelled = features(column, values, schema.missing, fault)
+        own, unknown, respelled = _features(column, cells, schema)
         encoded[:, start : start + column.width] = own
         start += column.width
+        where = f"{cells.path}: column {column.name!r}"
         if respelled:
             pairs = [f"{text!r} as {word!r}" for text, word in islice(respelled.items(), 5)]
-            read = one_line(", ".join(pairs))
-            LOG.warning("%s: column %r: read %s", cells.path, one_line(column.name), read)
-        count = sum(unknown.values())
-        if not count:
-            continue
-        few = ", ".join(repr(text) for text in sorted(unknown)[:3])
-        said = f"{count} of {len(cells)} values are unknown to the schema, such as {few}"
-        if refuse and count > schema.max_unknown * len(cells):
-            raise DataError(
-                f"{cells.path}: column {one_line(column.name)!r}: {one_line(said)}, expected "
-                f"at most a fraction of {schema.max_unknown:g}. Write them as the schema does, "
-                "or raise its max_unknown"
-            )
-        LOG.warning("%s: column %r: %s", cells.path, one_line(column.name), one_line(said))
+            LOG.warning("%s", one_line(f"{where}: read {', '.join(pairs)}"))
+        if count := sum(unknown.values()):
+            few = ", ".join(repr(text) for text in sorted(unknown)[:3])
+            said = f"{count} of {len(cells)} values are unknown to the schema, such as {few}"
+            if refuse and count > schema.max_unknown * len(cells):
+                raise DataError(
+                    f"{where}: {said[:200]}, expected at most a fraction of "
+                    f"{schema.max_unknown:g}. Write them as the schema does, or raise its "
+                    "max_unknown"
+                )
+            LOG.warning("%s", one_line(f"{where}: {said}"))
     return torch.from_numpy(encoded)
 
 
-def features(
-    column: Column,
-    values: Sequence[str],
-    marks: Sequence[str],
-    fault: Callable[[int, str], DataError],
+def _features(
+    column: Column, cells: Cells, schema: TableSchema
 ) -> tuple[npt.NDArray[np.float32], dict[str, int], dict[str, str]]:
-    """Return the features [N, width] of values, and the values that the schema does not have.
+    """Return the features [N, width] of a column, and the values that the schema does not have.
 
     These are the number of rows of each unknown value, and the category of each word that is
     spelled otherwise. Unknown values are words that are no category, which are none of the
-    features, and missing values where the schema has none. `marks` are further marks of missing
-    values; `fault` makes the error for a value.
+    features, and missing values where the schema has none. Raises DataError for any other value.
     """
-    found = Distinct.of(values)
-    absent = np.array([is_missing(text, marks) for text in found.texts], bool)
+    found = Distinct.of(cells.column(column.name))
+    absent = np.array([is_missing(text, schema.missing) for text in found.texts], bool)
     unknown = absent & (not column.missing)
     respelled: dict[str, str] = {}
     if column.kind == "category":
         words = Words(column.categories)
         own = np.zeros((len(found.texts), len(column.categories)), np.float32)
-        for row, text in enumerate(found.texts):
-            place = None if absent[row] else words.place(text)
-            if place is not None:
-                own[row, place] = 1
-                if text != column.categories[place]:
-                    respelled[text] = column.categories[place]
-            else:
-                unknown[row] |= not absent[row]
+        for row in np.flatnonzero(~absent).tolist():
+            text = found.texts[row]
+            place = words.place(text)
+            if place is None:
+                unknown[row] = True
+                continue
+            own[row, place] = 1
+            if text != column.categories[place]:
+                respelled[text] = column.categories[place]
     else:
         if column.kind == "date":
             numbers = parse_dates(found.texts, column.written)
@@ -285,7 +358,7 @@ def features(
                 noun = f"number up to {MAX_NUMBER:g} either way{form}"
                 if column.kind == "date":
                     noun = f"date{form}" if form else "date such as 2026-01-31"
-                raise fault(found.row(odd), f"{text!r} is not a {noun}")
+                raise cells.fault(column.name, found.row(odd), f"{text!r} is not a {noun}")
             absent[odd] = True
             unknown[odd] = not column.missing
         numbers[absent] = column.mean
@@ -309,9 +382,8 @@ def labelled(schema: TableSchema, cells: Cells) -> Split:
     for number, value in enumerate(found.texts):
         place = words.place(value)
         if place is None:
-            fault, row = cells.fault_in(schema.target), found.row(number)
-            if is_missing(value, schema.missing):
-                raise fault(row, "has no class")
-            raise fault(row, f"{value!r} is not a class{nearest(value, schema.classes)}")
+            fault = f"{value!r} is not a class{nearest(value, schema.classes)}"
+            fault = "has no class" if is_missing(value, schema.missing) else fault
+            raise cells.fault(schema.target, found.row(number), fault)
         places[number] = place
     return Split(encode(schema, cells, refuse=True), torch.from_numpy(places[found.codes]))

@@ -18,7 +18,7 @@ import os
 import re
 import unicodedata
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, nearest, reason_of
-from fedhet.data.cells import TEXT_ENDINGS as ENDINGS
 from fedhet.data.cells import TextRows, read_bounded, read_rows
 from fedhet.data.class_folders import Files
-from fedhet.data.spec import DataSpec, Split, refuse_more
-from fedhet.data.values import Words, class_words
+from fedhet.data.spec import Dataset, DataSpec, Split, numbered, reading, refuse_more
+from fedhet.data.values import MANY_CLASSES, Words, class_words
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
+LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
 _ENCODER = re.compile(r"encoder-([1-5])(-frozen)?:(.+)")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,100}", re.ASCII)
@@ -72,18 +72,15 @@ def encoder_folder(name: str) -> str:
 
 def configuration(name: str) -> dict[str, Any]:
     """Return the content of an encoder's config.json. Raises DataError if it is not readable."""
-    return _read(encoder_folder(name))
+    return _configuration(Path(encoder_folder(name)) / "config.json")
 
 
 @lru_cache(maxsize=16)
-def _read(folder: str) -> dict[str, Any]:
-    path = Path(folder) / "config.json"
-    try:
+def _configuration(path: Path) -> dict[str, Any]:
+    with reading(path, "configuration"):
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not a readable configuration ({reason_of(error)})") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: not a readable configuration (it is not an object)")
+        if not isinstance(found, dict):
+            raise TypeError("it is not an object")
     return found
 
 
@@ -92,8 +89,6 @@ WORDS = "words"
 _MAX_VOCABULARY = 65_536
 _WORD = re.compile(r"\w+|[^\w\s]")
 _TOKEN_BYTES = 8
-Encode = Callable[[str], list[int]]
-"""A text -> its tokens, one or more, none of them PADDING."""
 
 
 def words(text: str) -> list[str]:
@@ -123,35 +118,29 @@ def shape_of_texts(spec: DataSpec) -> Shape:
 def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     """Return texts as tokens [N, L] int64, L = `data.max-tokens`; PADDING follows the last token.
 
-    Longer texts are cut. Raises DataError if they take more than `data.max-bytes`.
+    Longer texts are cut. A tokenizer's own padding token, if any, and PADDING swap their numbers;
+    `fedhet.models.libraries` swaps them back. Each text has a token or more, none of them PADDING.
+    Raises DataError if the texts take more than `data.max-bytes`.
     """
     refuse_more(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
-    encode = _hashing(spec.vocabulary) if spec.tokenizer == WORDS else _encoding(spec.tokenizer)
+    if spec.tokenizer == WORDS:
+        number = lru_cache(maxsize=2**17)(lambda word: number_of(word, spec.vocabulary))
+
+        def encode(text: str) -> list[int]:
+            return [number(word) for word in words(text)]
+    else:
+        tokenizer, padding = _tokenizer(spec.tokenizer), padding_of(spec.tokenizer)
+        swapped = {padding: PADDING, PADDING: padding}
+
+        def encode(text: str) -> list[int]:
+            own = [token for token in tokenizer.encode(text).ids if token != padding]
+            return [swapped.get(token, token) for token in own] or [padding or 1]
+
     found = np.full((len(texts), spec.max_tokens), PADDING, np.int64)
     for row, text in enumerate(texts):
         tokens = encode(text)[: spec.max_tokens]
         found[row, : len(tokens)] = tokens
     return torch.from_numpy(found)
-
-
-def _hashing(vocabulary: int) -> Encode:
-    number = lru_cache(maxsize=2**17)(lambda word: number_of(word, vocabulary))
-    return lambda text: [number(word) for word in words(text)]
-
-
-def _encoding(name: str) -> Encode:
-    """Return the function of a tokenizer, whose own padding token, if any, becomes PADDING.
-
-    The two swap their numbers; `fedhet.models.libraries` swaps them back.
-    """
-    tokenizer, padding = _tokenizer(name), padding_of(name)
-    swapped = {padding: PADDING, PADDING: padding}
-
-    def encode(text: str) -> list[int]:
-        found = [token for token in tokenizer.encode(text).ids if token != padding]
-        return [swapped.get(token, token) for token in found] or [padding or 1]
-
-    return encode
 
 
 def padding_of(name: str) -> int:
@@ -170,10 +159,8 @@ def _tokenizer(name: str) -> Any:
             "pip install 'fedhet[encoders]'"
         ) from None
     path = Path(encoder_folder(name)) / "tokenizer.json"
-    try:
+    with reading(path, "tokenizer"):
         tokenizer: Any = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library's own, for each fault of the file
-        raise DataError(f"{path}: not a readable tokenizer ({reason_of(error)})") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
     if tokenizer.get_vocab_size(with_added_tokens=True) > _MAX_VOCABULARY:
@@ -181,7 +168,6 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
-LOG = logging.getLogger("fedhet")
 _MARKS = {  # UTF-32's mark begins with UTF-16's
     BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
     BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
@@ -193,40 +179,36 @@ _LATIN = {0xDC00 + byte: byte for byte in range(128, 256)}
 """The five bytes that Windows-1252 leaves undefined are those of Latin-1."""
 
 
-def find_rows(folder: Path, part: str) -> Path | None:
-    """Return the file of rows in a folder: train.csv, .tsv or .jsonl, plain or .gz; None if none.
+def read_texts(
+    train: Path, test: Path | None, spec: DataSpec, names: Sequence[str] = (), classes: int = 0
+) -> Dataset:
+    """Read rows of texts as a dataset. `groups` is set if `data.by` names a column.
 
-    Raises DataError for more than one.
+    Without `names`, as from classes.txt, the classes are the different labels. At a site, the run
+    has `classes`, and they are 0 to `classes` - 1 if all labels are such numbers. Raises DataError
+    for any fault of the files, and if the run has another number of classes.
     """
-    found = [folder / f"{part}{ending}" for ending in ENDINGS]
-    there = [path for path in found if path.is_file()]
-    if len(there) > 1:
-        raise DataError(f"{folder}: holds {there[0].name} and {there[1].name}, one is allowed")
-    return there[0] if there else None
-
-
-def site_rows(
-    train: Path, names: Sequence[str], classes: int, spec: DataSpec
-) -> tuple[Split, Split | None, tuple[str, ...]]:
-    """Return a site's training rows, its test rows if there are any, and the run's classes.
-
-    Without `names`, from classes.txt, the classes are the different labels, or 0 to `classes` - 1
-    if all labels are such numbers. Raises DataError if the run has another number of classes.
-    """
-    test = find_rows(train.parent, "test")
-    rows, numbers = read_rows(train, spec), tuple(map(str, range(classes)))
-    names = tuple(names)
+    rows, names = read_rows(train, spec), tuple(names)
     if not names:
-        column = spec.label_column
-        names, words = class_words(rows.labels, train, column, max_numbers=classes)
+        column, numbers = spec.label_column, tuple(map(str, range(classes)))
+        exact = not classes and column in spec.categories
+        most = classes or MANY_CLASSES
+        names, words = class_words(rows.labels, train, column, exact=exact, max_numbers=most)
         names = numbers if set(words.values()) <= set(numbers) else names
-    if len(names) != classes:
+    if classes and len(names) != classes:
         raise DataError(
             f"{train}: has {len(names)} different labels, the run has {classes} classes; name all "
             f"{classes} in the run's order in {train.parent / 'classes.txt'}"
         )
-    tests = labelled(read_rows(test, spec), names, spec, test) if test else None
-    return labelled(rows, names, spec, train), tests, names
+    return Dataset(
+        spec.dataset,
+        labelled(rows, names, spec, train),
+        labelled(read_rows(test, spec), names, spec, test) if test else None,
+        names,
+        kind=TEXT.name,
+        shape=shape_of_texts(spec),
+        groups=numbered(rows.groups) if rows.groups is not None else None,
+    )
 
 
 def labelled(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path) -> Split:
@@ -249,10 +231,8 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
     """
     texts, taken, western = [], 0, []
     for path in map(Path, files):
-        try:
+        with reading(path, "text"):
             content = read_bounded(path, spec)
-        except OSError as error:
-            raise DataError(f"{path}: not a readable text ({reason_of(error)})") from error
         text, encoding = _decoded(content, path)
         texts.append(text)
         western += [path] if encoding == "cp1252" else []

@@ -217,16 +217,6 @@ def parse_numbers(texts: Sequence[str], written: str, unit: str) -> Numbers:
     return found
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Numbers as they may be meant in a column."""
-
-    values: Numbers
-    written: str
-    unit: str
-    why: str
-
-
 def decimal_sign(texts: Sequence[str]) -> str:
     """Return the decimal sign, "." or ",", that a column's values show beyond doubt, or ""."""
     signed = [text for text in texts if "," in text or "." in text]
@@ -244,18 +234,19 @@ def decimal_sign(texts: Sequence[str]) -> str:
 
 def _numbers(
     texts: Sequence[str], counts: npt.NDArray[np.int64], decimal: str, evidence: Callable[[], str]
-) -> _Numbers:
+) -> tuple[Numbers, str, str, str]:
     """Read values as numbers, in the unit of most rows and in the notation that fits.
 
-    `decimal` is the setting, and `evidence` returns the decimal sign that other columns show.
-    Raises UnclearError if a comma or a point may separate decimals as well as thousands.
+    Returns the numbers, the notation, the unit, and the evidence. `decimal` is the setting, and
+    `evidence` returns the decimal sign that other columns show. Raises UnclearError if a comma or a
+    point may separate decimals as well as thousands.
     """
     plain = np.array([_plain(text) for text in texts], np.float64)
     sign = {"point": ".", "comma": ","}.get(decimal, "")
     if not np.isnan(plain).any() and sign != ",":
         by_points = sign != "." and all(map(_GROUPED_BY_POINTS, texts))
         if not by_points or evidence() != ",":
-            return _Numbers(plain, _POINT, "", "all are numbers")
+            return plain, _POINT, "", "all are numbers"
     parts = [_parts(text) for text in texts]
     rows: Counter[str] = Counter()
     for (number, unit), count in zip(parts, counts.tolist(), strict=True):
@@ -297,7 +288,7 @@ def _numbers(
     elif written == _POINT_GROUPS:
         shown_by = next(p for p in np.flatnonzero(~np.isnan(by_point)).tolist() if "," in cores[p])
         why = f"numbers with commas between thousands, such as {texts[shown_by]!r}"
-    return _Numbers(found[written], written, unit, why + (f", each with {unit!r}" if unit else ""))
+    return found[written], written, unit, why + (f", each with {unit!r}" if unit else "")
 
 
 _GROUPED_BY_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+").fullmatch
@@ -357,33 +348,21 @@ def _date(text: str, order: str) -> float:
         try:
             moment = datetime(int(year), int(month), int(day))
             if at is not None:
-                moment = _at_time(moment, at)
+                hour, minute, second = int(at[1]), int(at[2] or 0), int(at[3] or 0)
+                if at[5]:
+                    hour = hour % 12 + 12 * (at[5].lower() == "p")
+                micro, zone = int((at[4] or "0").ljust(6, "0")[:6]), None
+                if at[6]:
+                    away = timedelta(hours=int(at[7]), minutes=int(at[8]))
+                    zone = timezone(away * int(at[6] + "1"))
+                moment = moment.replace(
+                    hour=hour, minute=minute, second=second, microsecond=micro, tzinfo=zone
+                )
         except (ValueError, OverflowError):
             return math.nan
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return (moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() / DAY
-
-
-def _at_time(day: datetime, at: re.Match[str]) -> datetime:
-    hour, minute, second = int(at[1]), int(at[2] or 0), int(at[3] or 0)
-    if at[5]:
-        hour = hour % 12 + 12 * (at[5].lower() == "p")
-    zone = None
-    if at[6]:
-        zone = timezone(timedelta(hours=int(at[7]), minutes=int(at[8])) * int(at[6] + "1"))
-    micro = int((at[4] or "0").ljust(6, "0")[:6])
-    return day.replace(hour=hour, minute=minute, second=second, microsecond=micro, tzinfo=zone)
-
-
-def _is_dated(text: str) -> bool:
-    """Return whether a text has the form of a date, with a year of two digits or four."""
-    found = _DATE_FORM.fullmatch(text)
-    return found is not None and (
-        found[5] is not None
-        or len(found[3]) in (2, 4)
-        or (len(found[1]) == 4 and found[1].isdigit())
-    )
 
 
 def parse_dates(texts: Sequence[str], written: str) -> Numbers:
@@ -408,7 +387,13 @@ def _dates(
     Raises UnclearError if the day and the month may be exchanged.
     """
     iso = parse_dates(texts, "")
-    rest = [place for place in np.flatnonzero(np.isnan(iso)).tolist() if _is_dated(texts[place])]
+    rest = []  # in the form of a date, with a year of two digits or four
+    for place in np.flatnonzero(np.isnan(iso)).tolist():
+        form = _DATE_FORM.fullmatch(texts[place])
+        if form and (
+            form[5] or len(form[3]) in (2, 4) or (len(form[1]) == 4 and form[1].isdigit())
+        ):
+            rest.append(place)
     if not rest:
         return iso, "", "all are dates as ISO 8601 writes them"
     found = {own: parse_dates(texts, written) for written, own in DATES.items()}
@@ -550,9 +535,12 @@ def class_words(
     except UnclearError as error:
         raise DataError(f"{path}: column {column!r}: {error.fault}") from None
     found = set(words.values())
-    numbers = {name: _any_number(name) for name in found}
     if not exact and len(found) > max_numbers:
-        known = [value for value in numbers.values() if not math.isnan(value)]
+        known = []
+        for name in found:
+            core, _ = _parts(name)
+            read = (_plain(name), _value(core, _POINT_GROUPS), _value(core, _COMMA_GROUPS))
+            known += [value for value in read if not math.isnan(value)][:1]
         if len(known) > (1 - MAX_ODD) * len(found):
             raise DataError(
                 f"{path}: column {column!r} holds {len(known)} different numbers from "
@@ -562,16 +550,6 @@ def class_words(
             )
     whole = all(name.isascii() and name.isdecimal() for name in found)
     return tuple(sorted(found, key=lambda name: (int(name), name) if whole else name)), words
-
-
-def _any_number(text: str) -> float:
-    """Return a number in any notation, or NaN."""
-    value = _plain(text)
-    if math.isnan(value):
-        number, _ = _parts(text)
-        value = _value(number, _POINT_GROUPS)
-        value = _value(number, _COMMA_GROUPS) if math.isnan(value) else value
-    return value
 
 
 # --- columns ------------------------------------------------------------------------------------
@@ -612,7 +590,7 @@ def recognize(
             if attempt == "number":
                 sign = "point" if typed else decimal
                 found = _numbers(given, given_rows, sign, decimal_evidence)
-                numbers, written, unit, why = found.values, found.written, found.unit, found.why
+                numbers, written, unit, why = found
             elif attempt == "date":
                 numbers, written, why = _dates(given, order, order_evidence)
             else:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
 from fedhet.base.version import __version__
-from fedhet.data.schema import TableSchema
 from fedhet.data.spec import Stored
+from fedhet.data.tables import TableSchema
 from fedhet.data.texts import WORDS
 from fedhet.data.values import MISSING, MISSING_NUMBER
 from fedhet.inference.client import TrainedClient

@@ -16,10 +16,9 @@ from fedhet.client_runtime.samples import ClientRecord
 from fedhet.data.cells import read_table
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decoded
-from fedhet.data.npz import read_arrays
-from fedhet.data.schema import TableSchema
+from fedhet.data.sources.files import read_arrays
 from fedhet.data.spec import DataSpec, refuse_more
-from fedhet.data.tables import encode
+from fedhet.data.tables import TableSchema, encode
 from fedhet.data.texts import TEXTS, tokenized
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
@@ -125,9 +124,8 @@ def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
             found.append(str(path))
             continue
         folder = Scan(files, follow=False).read(path)
-        bare = files.bare and not any(each.files for each in folder.walk())
-        found += sorted(folder.samples(bare), key=natural)
-        folder.all_unused(bare).report(path, files)
+        found += sorted(folder.samples(), key=natural)
+        folder.all_unused().report(path, files)
     for file in found:
         _refuse_irregular(Path(file))
     if not found:

@@ -1,4 +1,4 @@
-"""The user's own files: images, arrays, signals, tables, and texts.
+"""The user's own data: images, arrays, signals, tables and texts in files, and Python functions.
 
 `imagefolder:PATH` is a tree of images, one folder for each class; `npz:DIR` one .npz file for each
 client, with images or the rows of a table; `signal:DIR` signals [N, channels, time] in .npz files,
@@ -6,29 +6,167 @@ a file a client or one for all. `table:PATH`, with `data.target` as the column o
 `text:PATH` may be one file, which has no common test set, or a folder with train.csv and, if there
 is one, test.csv; a table also a folder with a file for each site, whose rows are one client's, and
 texts a folder with train/<class>/*.txt and test/<class>/*.txt, or <class>/*.txt.
+
+The function of `python:module:function` takes nothing and returns a `Dataset`, a pair (x, y) of
+arrays, or a mapping of `train` and, if there are, `test` to such pairs, and `classes` to their
+names. Arrays are as in .npz files, which are read without pickle, and bounded before anything is
+unpacked.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import math
 import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, SettingsError
+from fedhet.base.errors import DataError, SettingsError, nearest, typed
 from fedhet.data import tables
-from fedhet.data.cells import ENDINGS, Cells, find_table, read_rows, read_table
-from fedhet.data.class_folders import read_tree
+from fedhet.data.cells import ENDINGS, TEXT_ENDINGS, Cells, find_rows, read_table
+from fedhet.data.class_folders import Files, understand
 from fedhet.data.images import IMAGES
-from fedhet.data.npz import read_npz, read_owners, same_form
-from fedhet.data.spec import Dataset, DataSpec, Index, Source, Split, numbered, refuse_more
-from fedhet.data.texts import TEXTS, find_rows, labelled, shape_of_texts
-from fedhet.data.values import class_words
-from fedhet.kinds import IMAGE, SIGNAL, TABLE, TEXT, Kind
+from fedhet.data.spec import (
+    Dataset,
+    DataSpec,
+    Source,
+    Split,
+    nowhere,
+    numbered,
+    reading,
+    refuse_more,
+)
+from fedhet.data.texts import TEXTS, read_texts
+from fedhet.data.values import is_missing
+from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind
 
-_PARTS = ("train", "test")
+MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory
+_READ_AS = {"x": 4, "y": 8}  # bytes a value, as float32 and int64
+PYTHON = "python"
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def read_arrays(
+    path: Path,
+    names: Sequence[str],
+    spec: DataSpec,
+    *,
+    hint: str = "",
+    source: str = "",
+    scaled: bool = False,
+) -> Arrays:
+    """Return these arrays of a file unchanged; pickled ones are refused, not loaded.
+
+    Raises DataError for any fault of the file, and if they take more than `data.max-bytes`: as they
+    are, or as what they become if that is more; bytes that will be `scaled` count as float32.
+    Nothing is unpacked before but headers, which must agree with the sizes in the archive's index.
+    `hint` is added to the message if an array is absent, `source` if the file is.
+    """
+    with reading(path, ".npz file", source, typed):
+        with zipfile.ZipFile(path) as archive:
+            there = [name.removesuffix(".npy") for name in archive.namelist()]
+            taken = 0
+            for name in names:
+                if name not in there:
+                    others = ", ".join(there) or "none"
+                    raise DataError(f"{path}: has no array {name!r}, only {others}{hint}")
+                with archive.open(member := f"{name}.npy") as file:
+                    if (version := np.lib.format.read_magic(file)) != (1, 0):
+                        fault = f"is an .npy of version {version}, not (1, 0)"
+                        raise DataError(f"{path}: {member} {fault}")
+                    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                    if dtype.hasobject:
+                        rule = "save plain numeric arrays x and y"
+                        raise DataError(f"{path}: pickled objects are refused, {rule}")
+                    size = math.prod(shape) * dtype.itemsize
+                    if file.tell() + size != archive.getinfo(member).file_size:
+                        claim = f"claims {dtype} {list(shape)}, which is not what it holds"
+                        raise DataError(f"{path}: {member} {claim}")
+                are_bytes = name == "x" and dtype == np.uint8 and not scaled
+                read = 1 if are_bytes else _READ_AS.get(name, 8)
+                taken += max(size, read * math.prod(shape))
+            refuse_more(taken, spec, path)
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names}
+
+
+def checked_labels(
+    y: npt.NDArray[Any], where: Path | str, classes: int = MAX_CLASSES
+) -> npt.NDArray[np.int64]:
+    """Return labels [N] as int64. Raises DataError, which names `where`, unless they are."""
+    if y.ndim != 1 or y.dtype.kind not in "iu":
+        raise DataError(f"{where}: y must be whole numbers [N], is {y.dtype} {list(y.shape)}")
+    labels = y.astype(np.int64)
+    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        odd = labels.min() if labels.min() < 0 else labels.max()
+        run = f" (the run has {classes} classes)" if classes < MAX_CLASSES else ""
+        raise DataError(f"{where}: y holds the label {odd}, allowed are 0 to {classes - 1}{run}")
+    return labels
+
+
+def split_of(
+    x: npt.NDArray[Any],
+    y: npt.NDArray[Any],
+    where: Path | str,
+    kind: Kind = IMAGE,
+    classes: int = MAX_CLASSES,
+) -> Split:
+    """Return arrays as samples of a kind, with their labels. Raises DataError for a fault."""
+    labels, samples = checked_labels(y, where, classes), kind.checked(x, where)
+    if len(samples) != len(labels):
+        raise DataError(f"{where}: x has {len(samples)} rows and y has {len(labels)}")
+    return Split(torch.from_numpy(samples), torch.from_numpy(labels))
+
+
+def read_npz(path: Path, spec: DataSpec, kind: Kind = IMAGE, classes: int = MAX_CLASSES) -> Split:
+    """Read a file's arrays x and y; rows of tables are read as images are.
+
+    Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
+    """
+    arrays = read_arrays(path, ("x", "y"), spec)
+    return split_of(arrays["x"], arrays["y"], path, kind, classes)
+
+
+def read_pair(
+    root: Path, spec: DataSpec, kind: Kind, classes: int = MAX_CLASSES
+) -> tuple[Split, Split | None]:
+    """Read train.npz and, if there is one, test.npz in a folder. Raises DataError."""
+    train, path = read_npz(root / "train.npz", spec, kind, classes), root / "test.npz"
+    if not path.exists():
+        return train, None
+    test = read_npz(path, spec, kind, classes)
+    same_form(train, test, "train.npz", path)
+    return train, test
+
+
+def same_form(first: Split, other: Split, where: str, path: Path | str) -> None:
+    """Raise DataError unless `path`'s samples have the same shape and type as those of `where`."""
+    for what, left, right in (
+        ("shape", tuple(first.x.shape[1:]), tuple(other.x.shape[1:])),
+        ("type", first.x.dtype, other.x.dtype),
+    ):
+        if left != right:
+            raise DataError(f"{path}: samples have {what} {right}, those of {where} {left}")
+
+
+def refuse_subset(spec: DataSpec) -> None:
+    """Raise SettingsError if a run takes a part of samples that come as whole clients."""
+    if spec.max_samples:
+        raise SettingsError(
+            f"data.max-samples = {spec.max_samples}: must be 0 with data.dataset = "
+            f"{spec.dataset!r}, whose files are whole clients"
+        )
 
 
 def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
@@ -36,37 +174,51 @@ def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
 
     Each client's rows are contiguous, training before test; `Dataset.parts` holds the counts.
     """
-    if spec.max_samples:
-        raise SettingsError(
-            f"data.max-samples = {spec.max_samples}: must be 0 with "
-            f"data.dataset = {spec.dataset!r}, whose files are whole clients"
-        )
+    refuse_subset(spec)
     root = expanded(folder)
-    files = [root / part / f"{k}.npz" for k in range(_count(root)) for part in ("train", "test")]
-    splits = _read_all(files, spec, kind)
-    common = None
-    if (root / "common.npz").exists():
-        common = read_npz(root / "common.npz", spec, kind)
-    every = [*zip(files, splits, strict=True)]
-    every += [(root / "common.npz", common)] if common is not None else []
+    there = {part: {file.name for file in (root / part).glob("*.npz")} for part in _LEAST}
+    for part, found in there.items():
+        if not found:
+            raise DataError(f"{root}: no .npz files in {root / part} (expected 0.npz, ...)")
+    clients = len(there["train"])
+    expected = {f"{k}.npz" for k in range(clients)}
+    for part, found in there.items():
+        if odd := sorted(found ^ expected):
+            fault = "is missing" if odd[0] in expected else "is not expected"
+            raise DataError(
+                f"{root / part / odd[0]}: {fault}; train and test must each hold one file a "
+                f"client, 0.npz to {clients - 1}.npz"
+            )
+    files = [root / part / f"{k}.npz" for k in range(clients) for part in _LEAST]
+    splits: list[Split] = []
+    for path in files:
+        splits.append(read_npz(path, spec, kind))
+        refuse_more(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, root)
+    path = root / "common.npz"
+    common = read_npz(path, spec, kind) if path.exists() else None
+    every = [*zip(files, splits, strict=True), *([(path, common)] if common is not None else [])]
     for path, split in every:
         same_form(splits[0], split, files[0].name, path)
-        least = 2 if path.parent.name == "train" else 1
+        least = _LEAST.get(path.parent.name, 1)
         if len(split) < least:
             raise DataError(f"{path}: has {len(split)} samples, at least {least} are needed")
     train = Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
     parts = tuple((len(a), len(b)) for a, b in zip(splits[::2], splits[1::2], strict=True))
-    classes = 1 + max(int(split.y.max()) for _, split in every)
-    names, stated = tuple(map(str, range(classes))), "" if kind is IMAGE else kind.name
-    return Dataset(spec.dataset, train, common, names, parts, kind=stated)
+    classes = number_names(split for _, split in every)
+    stated = "" if kind is IMAGE else kind.name
+    return Dataset(spec.dataset, train, common, classes, parts, kind=stated)
+
+
+_LEAST = {"train": 2, "test": 1}
+"""Parts of a client, and the number of samples that each needs."""
 
 
 def kind_of_clients(folder: str) -> Kind:
-    """Return the kind of DIR/train/0.npz, rows x [N, F] or images; only its head is read."""
+    """Return the kind of DIR/train/0.npz, rows x [N, F] or images; only its header is read."""
     path = expanded(folder) / "train" / "0.npz"
     try:
         with zipfile.ZipFile(path) as file, file.open("x.npy") as x:
-            if np.lib.format.read_magic(x) != (1, 0):  # heads of later versions may be large
+            if np.lib.format.read_magic(x) != (1, 0):  # headers of later versions may be large
                 return IMAGE
             shape, _, _ = np.lib.format.read_array_header_1_0(x)
     except Exception:  # reading the file reports what is wrong with it
@@ -74,38 +226,11 @@ def kind_of_clients(folder: str) -> Kind:
     return TABLE if len(shape) == 2 else IMAGE
 
 
-def _count(root: Path) -> int:
-    """Return the number K of clients in `root`; both parts must hold 0.npz to K-1.npz."""
-    names = {part: {path.name for path in (root / part).glob("*.npz")} for part in _PARTS}
-    for part, found in names.items():
-        if not found:
-            raise DataError(f"{root}: no .npz files in {root / part} (expected 0.npz, ...)")
-    clients = len(names["train"])
-    expected = {f"{k}.npz" for k in range(clients)}
-    for part, found in names.items():
-        odd = sorted(found ^ expected)
-        if odd:
-            fault = "is missing" if odd[0] in expected else "is not expected"
-            raise DataError(
-                f"{root / part / odd[0]}: {fault}; train and test must each hold one file a "
-                f"client, 0.npz to {clients - 1}.npz"
-            )
-    return clients
-
-
-def _read_all(files: list[Path], spec: DataSpec, kind: Kind) -> list[Split]:
-    """Read files that together may take `data.max-bytes`."""
-    splits: list[Split] = []
-    for path in files:
-        splits.append(read_npz(path, spec, kind))
-        refuse_more(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, path.parents[1])
-    return splits
-
-
 def read_signals(folder: str, spec: DataSpec) -> Dataset:
     """Read DIR/train.npz and, if there is one, DIR/test.npz; or a file a client, as `npz:DIR` has.
 
-    `Dataset.groups` is set if `data.by` names an array of train.npz.
+    `Dataset.groups` is set if `data.by` names an array of train.npz: a whole number or a word for
+    each sample.
     """
     root = expanded(folder)
     path = root / "train.npz"
@@ -115,60 +240,72 @@ def read_signals(folder: str, spec: DataSpec) -> Dataset:
                 f"data.by = {spec.by!r}: takes {path}, and {root} holds a file for each client"
             )
         return read_clients(folder, spec, SIGNAL)
-    train = read_npz(path, spec, SIGNAL)
-    test = None
-    if (root / "test.npz").exists():
-        test = read_npz(root / "test.npz", spec, SIGNAL)
-        same_form(train, test, "train.npz", root / "test.npz")
-    highest = max(int(split.y.max()) for split in (train, test) if split is not None and len(split))
-    return Dataset(
-        spec.dataset,
-        train,
-        test,
-        tuple(map(str, range(highest + 1))),
-        kind=SIGNAL.name,
-        groups=read_owners(path, spec.by, spec) if spec.by else None,
-    )
+    train, test = read_pair(root, spec, SIGNAL)
+    groups = None
+    if spec.by:
+        owners = read_arrays(path, (spec.by,), spec, hint=" (data.by)")[spec.by]
+        if owners.shape != (len(train),) or owners.dtype.kind not in "iuU":
+            raise DataError(
+                f"{path}: {spec.by} must be whole numbers or words [{len(train)}], is "
+                f"{owners.dtype} {list(owners.shape)}"
+            )
+        groups = numbered(owners)
+    classes = number_names((train, test))
+    return Dataset(spec.dataset, train, test, classes, kind=SIGNAL.name, groups=groups)
+
+
+def number_names(splits: Iterable[Split | None]) -> tuple[str, ...]:
+    """Return the names of classes that have none: the numbers from 0 to the highest label."""
+    highest = max(int(split.y.max()) for split in splits if split is not None and len(split))
+    return tuple(map(str, range(highest + 1)))
+
+
+# --- trees, tables, and texts ---------------------------------------------------------------------
+
+
+def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
+    """Read a tree as a dataset. Raises DataError for any fault of its directories and files."""
+    tree = understand(expanded(place), files, level=spec.class_level)
+    apart = len(tree.unlabelled or ())
+    tree.unused.add(f"{files.noun} without a class", "see data.labelled-alpha", apart)
+    return tree.read(spec, most=spec.max_samples)
 
 
 def read_own_table(place: str, spec: DataSpec) -> Dataset:
     """Read PATH. `Dataset.groups` is set if a column or a file says whose a row is.
 
-    Raises DataError for any fault of the files.
+    Raises DataError for any fault of the files, and if one of several has other columns.
     """
     path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    first = path if path.is_file() else find_table(path, "train")
-    if first is None:
-        return _read_sites(path, spec)
-    cells = read_table(first, spec)
-    test = None if path.is_file() else find_table(path, "test")
-    groups = numbered(tables.owners(cells, spec.by.strip())) if spec.by else None
-    return _dataset(cells, read_table(test, spec) if test else None, groups, spec)
-
-
-def _read_sites(folder: Path, spec: DataSpec) -> Dataset:
-    """Read a folder with a file for each site. Raises DataError if one has other columns."""
-    if spec.by:
-        raise SettingsError(f"data.by = {spec.by!r}: {folder} holds a file for each client")
-    files = sorted(path for path in folder.iterdir() if path.name.lower().endswith(ENDINGS))
-    if not files:
-        raise DataError(f"{folder}: holds no table; a name ends in one of {', '.join(ENDINGS)}")
-    tables: list[Cells] = []
-    for file in files:
-        tables.append(read_table(file, spec, tables[-1].taken if tables else 0))
-    groups = numbered([f"{k:06d}" for k, table in enumerate(tables) for _ in table.lines])
-    return _dataset(Cells.joined(folder, tables, spec), None, groups, spec)
-
-
-def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataSpec) -> Dataset:
+    first = path if path.is_file() else find_rows(path, "train")
+    test = None if path.is_file() else find_rows(path, "test")
+    if first is not None:
+        train = read_table(first, spec)
+        groups, by = None, spec.by.strip()
+        if by:
+            groups = numbered(owners := train.column(by))
+            if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
+                raise train.fault(by, absent[0], "is empty, but data.by names it")
+    else:
+        test = None
+        if spec.by:
+            raise SettingsError(f"data.by = {spec.by!r}: {path} holds a file for each client")
+        files = sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS))
+        if not files:
+            raise DataError(f"{path}: holds no table; a name ends in one of {', '.join(ENDINGS)}")
+        sites: list[Cells] = []
+        for file in files:
+            sites.append(read_table(file, spec, sites[-1].taken if sites else 0))
+        groups = np.repeat(np.arange(len(sites)), [len(site) for site in sites])
+        train = Cells.joined(path, sites, spec)
     notes: list[str] = []
     schema = tables.found_schema(train, spec, notes.append)
     return Dataset(
         spec.dataset,
         tables.labelled(schema, train),
-        tables.labelled(schema, test) if test else None,
+        tables.labelled(schema, read_table(test, spec)) if test else None,
         schema.classes,
         kind=TABLE.name,
         columns=schema.widths,
@@ -178,14 +315,15 @@ def _dataset(train: Cells, test: Cells | None, groups: Index | None, spec: DataS
     )
 
 
-def read_texts(place: str, spec: DataSpec) -> Dataset:
+def read_own_texts(place: str, spec: DataSpec) -> Dataset:
     """Read PATH. `Dataset.groups` is set if `data.by` names a column. Raises DataError."""
     path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    train = path if path.is_file() else find_rows(path, "train")
+    train = path if path.is_file() else find_rows(path, "train", TEXT_ENDINGS)
     if train is not None:
-        return _read_rows(train, None if path.is_file() else find_rows(path, "test"), spec)
+        test = None if path.is_file() else find_rows(path, "test", TEXT_ENDINGS)
+        return read_texts(train, test, spec)
     if spec.by:
         raise SettingsError(
             f"data.by = {spec.by!r}: a tree of .txt files has no columns; it takes a text:FILE"
@@ -193,19 +331,71 @@ def read_texts(place: str, spec: DataSpec) -> Dataset:
     return read_tree(place, spec, TEXTS)
 
 
-def _read_rows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
-    rows = read_rows(train, spec)
-    exact = spec.label_column in spec.categories
-    classes, _ = class_words(rows.labels, train, spec.label_column, exact=exact)
-    return Dataset(
-        spec.dataset,
-        labelled(rows, classes, spec, train),
-        labelled(read_rows(test, spec), classes, spec, test) if test else None,
-        classes,
-        kind=TEXT.name,
-        shape=shape_of_texts(spec),
-        groups=numbered(rows.groups) if rows.groups is not None else None,
-    )
+# --- Python ---------------------------------------------------------------------------------------
+
+_ALLOWED = (
+    "must be a fedhet.Dataset, a pair (x, y), or a mapping of train and test to such pairs and of "
+    "classes to names"
+)
+
+
+@lru_cache(maxsize=4)
+def read_user_dataset(path: str) -> Dataset:
+    """Import and call the function named by `path`, module:function. Raises DataError; cached."""
+    name = f"{PYTHON}:{path}"
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise DataError(f"data.dataset = {name!r}: is not of the form {PYTHON}:module:function")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # a module of the user's may raise anything
+        raise DataError(f"data.dataset = {name!r}: cannot import '{module}': {error!r}") from error
+    function = getattr(found, attribute, None)
+    if not callable(function):
+        hint = nearest(attribute, vars(found))
+        raise DataError(f"data.dataset = {name!r}: {module} has no function '{attribute}'{hint}")
+    try:
+        made = function()
+    except Exception as error:
+        raise DataError(f"data.dataset = {name!r}: the function failed: {error!r}") from error
+    match made:
+        case Dataset():
+            return made
+        case Mapping():
+            parts: Mapping[str, Any] = made
+        case (x, y):
+            parts = {"train": (x, y)}
+        case _:
+            hint = "; write it by to_csv, and give 'table:FILE'" if hasattr(made, "to_csv") else ""
+            raise DataError(f"{name}: {_ALLOWED}; it is a {type(made).__name__}{hint}")
+    if "train" not in parts or not parts.keys() <= {"train", "test", "classes"}:
+        raise DataError(f"{name}: {_ALLOWED}; it has {', '.join(map(str, parts)) or 'nothing'}")
+    splits = {}
+    for part in [each for each in ("train", "test") if parts.get(each) is not None]:
+        where = f"{name}: {part}"
+        try:
+            x, y = map(np.asarray, parts[part])
+        except Exception as error:
+            raise DataError(f"{where}: must be a pair (x, y) of arrays ({error})") from error
+        split = split_of(x, y, where)
+        if not len(split):
+            raise DataError(f"{where}: has no samples")
+        splits[part] = Split(split.x.clone(), split.y.clone())  # the user's own may change
+    train, test = splits["train"], splits.get("test")
+    if test is not None and (test.x.shape[1:], test.x.dtype) != (train.x.shape[1:], train.x.dtype):
+        raise DataError(f"{name}: the samples of test have another shape or type than train's")
+    numbers = number_names(splits.values())
+    classes = tuple(map(str, parts.get("classes") or numbers))
+    if len(classes) < len(numbers) or len(set(classes)) < len(classes):
+        fault = f"has {len(numbers)} classes in y, but {len(classes)} names: {classes}"
+        raise DataError(f"{name}: {fault}")
+    return Dataset(name, train, test, classes)
+
+
+def _kind_of_function(path: str) -> Kind:
+    with contextlib.suppress(DataError):  # reading the dataset reports it
+        return KINDS[read_user_dataset(path).kind]
+    return IMAGE
 
 
 SOURCES = (
@@ -244,9 +434,18 @@ SOURCES = (
     Source(
         "text",
         "texts: CSV, TSV, JSON lines, or a tree of .txt files",
-        read_texts,
+        read_own_texts,
         "PATH",
         TEXT,
         owners="a text:FILE",
+    ),
+    Source(
+        PYTHON,
+        "a function of yours that returns arrays",
+        lambda path, spec: read_user_dataset(path),
+        "module:function",
+        found_kind=_kind_of_function,
+        files=nowhere,
+        imports=True,
     ),
 )

@@ -28,7 +28,6 @@ from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, refuse_mor
 from fedhet.data.texts import shape_of_texts, tokenized
 from fedhet.data.values import class_words, label_of
 from fedhet.kinds import IMAGE, TEXT
-from fedhet.settings.data import DataSettings
 
 TESTS = ("test", "validation")
 """Splits that may be the common test set; the first one that exists is taken."""
@@ -71,6 +70,7 @@ def parse(place: str) -> Place:
 
 def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
     """Return the dataset's splits by name."""
+    from datasets import Image
     from flwr_datasets import FederatedDataset
 
     place = parse(name)
@@ -88,11 +88,20 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
         except DataError:
             raise
         except Exception as error:  # the libraries' own, for each fault of a dataset or the network
-            raise DataError(_absent(name, spec, error)) from error
+            fault = " ".join(str(error).split())[:200] or type(error).__name__
+            said = f"is not on this machine, or cannot be read ({fault})"
+            said += "; --set download=true downloads it from the Hugging Face Hub"
+            if place.path or spec.download:
+                also = "" if place.path else " or downloaded"
+                said = f"cannot be read{also}: {fault}"
+            raise DataError(f"data.dataset = 'hf:{name}': {said}") from error
         for part in TESTS:
             with contextlib.suppress(ValueError):  # the split does not exist
                 splits[part] = federated.load_split(part)
-    return {part: _undecoded(rows) for part, rows in splits.items()}
+    for part, rows in splits.items():  # the library would open any path to decode an image
+        for column in [key for key, kind in rows.features.items() if isinstance(kind, Image)]:
+            splits[part] = splits[part].cast_column(column, Image(decode=False))
+    return splits
 
 
 def _check_files(where: str, subset: str | None, root: Path | None) -> None:
@@ -168,16 +177,6 @@ def _inside(file: str, root: Path) -> bool:
     return "://" not in file and Path(file).resolve().is_relative_to(root.resolve())
 
 
-def _undecoded(rows: Any) -> Any:
-    """Return a split whose images are not decoded by the library, which would open any path."""
-    from datasets import Image
-
-    for name, feature in rows.features.items():
-        if isinstance(feature, Image):
-            rows = rows.cast_column(name, Image(decode=False))
-    return rows
-
-
 @contextlib.contextmanager
 def _local_only(on: bool) -> Iterator[None]:
     """Refuse every file system but this machine's inside the block, if `on`."""
@@ -199,33 +198,21 @@ def _local_only(on: bool) -> Iterator[None]:
             setattr(module, find.__name__, find)
 
 
-def _absent(name: str, spec: DataSpec, error: Exception) -> str:
-    fault = " ".join(str(error).split())[:200] or type(error).__name__
-    if parse(name).path:
-        return f"data.dataset = 'hf:{name}': cannot be read: {fault}"
-    if spec.download:
-        return f"data.dataset = 'hf:{name}': cannot be read or downloaded: {fault}"
-    return (
-        f"data.dataset = 'hf:{name}': is not on this machine, or cannot be read ({fault}); "
-        "--set download=true downloads it from the Hugging Face Hub"
-    )
-
-
 @contextlib.contextmanager
 def _offline(*, unless: bool) -> Iterator[None]:
     """Keep the libraries from the network inside the block."""
     import datasets.config
     import huggingface_hub.constants
 
-    switches = ((datasets.config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE"))
-    before = [(module, name, getattr(module, name)) for module, name in switches]
+    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [module.HF_HUB_OFFLINE for module in modules]
     try:
-        for module, name, value in before:
-            setattr(module, name, value or not unless)
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value or not unless
         yield
     finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
 
 
 def _label_column(features: Any, name: str, spec: DataSpec) -> str:
@@ -264,10 +251,7 @@ def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataS
     labels = [places.get(value, -1) for value in rows[label]]
     if not labels or min(labels) < 0:
         raise DataError(f"hf:{name}: has no samples, or samples without a class, in {label!r}")
-    return Split(_samples(rows, name, spec), torch.tensor(labels, dtype=torch.int64))
-
-
-def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
+    y = torch.tensor(labels, dtype=torch.int64)
     if spec.sample_kind == TEXT.name:
         if absent := [column for column in spec.text_column if column not in rows.features]:
             raise DataError(
@@ -275,17 +259,16 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
                 f"{', '.join(rows.features)}"
             )
         parts = zip(*(rows[column] for column in spec.text_column), strict=True)
-        return tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
+        return Split(tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}"), y)
     columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
     if len(columns) != 1:
-        hint = (
-            "; texts need --set sample-kind=text" if {*spec.text_column} & {*rows.features} else ""
-        )
+        mixed = {*spec.text_column} & {*rows.features}
+        hint = "; texts need --set sample-kind=text" if mixed else ""
         raise DataError(
             f"hf:{name}: has {len(columns)} columns of images, one is needed, among "
             f"{', '.join(rows.features)}{hint}"
         )
-    return _images(rows[columns[0]], name, spec)
+    return Split(_images(rows[columns[0]], name, spec), y)
 
 
 def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
@@ -333,17 +316,13 @@ def _image(value: Any, number: int, name: str, roots: Sequence[Path]) -> Any:
         raise DataError(f"{where}: not a readable image ({reason_of(error)})") from error
 
 
-def _folder(path: str, table: DataSettings) -> Path | None:
-    return expanded(path) if path else None
-
-
 SOURCES = (
     Source(
         "hf",
         "images or texts of the Hugging Face Hub",
         read_hub,
         "NAME",
-        files=_folder,
+        files=lambda path, table: expanded(path) if path else None,
         parse=parse,
     ),
 )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, SettingsError, reason_of
+from fedhet.base.errors import DataError, reason_of
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.images import decode
-from fedhet.data.npz import checked_labels
+from fedhet.data.sources.files import checked_labels, refuse_subset
 from fedhet.data.spec import (
     FIXED_SEED,
     Dataset,
@@ -46,6 +45,7 @@ from fedhet.data.spec import (
     Source,
     Split,
     numbered,
+    reading,
     refuse_more,
     stratified,
 )
@@ -69,12 +69,16 @@ OTHER = len(LETTERS) + 1
 class LeafForm:
     """How the samples of one of LEAF's data sets are written."""
 
-    samples: Callable[[Sequence[Any], str], Tensor]
+    samples: Callable[[Sequence[Any], str], npt.NDArray[Any]]
     """(a user's `x`, where it stands) -> samples [N, ...]. Raises ValueError or TypeError."""
     labels: Callable[[Sequence[Any], str], Index]
     classes: tuple[str, ...]
     kind: Kind = IMAGE
     shape: Shape = ()
+
+    def source(self, name: str, line: str) -> Source:
+        """Return the source of the data set."""
+        return Source(name, line, partial(read_leaf, form=self), "DIR", self.kind)
 
 
 def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
@@ -83,99 +87,83 @@ def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
     train = root / "train" if (root / "train").is_dir() else root
     users, split = _read_leaf(train, spec, form)
     test = _read_leaf(root / "test", spec, form)[1] if (root / "test").is_dir() else None
-    groups = numbered(users)
-    kind, shape = form.kind.name, form.shape
+    kind, shape, groups = form.kind.name, form.shape, numbered(users)
     return Dataset(spec.dataset, split, test, form.classes, kind=kind, shape=shape, groups=groups)
 
 
 def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
     """Return the user of each sample, and the samples, in the order of files and users."""
     users: list[str] = []
-    parts: list[Split] = []
+    parts: list[tuple[npt.NDArray[Any], Index]] = []
     size = 0
-    for where, user, found in _users(folder, spec):
-        part = _leaf_samples(found, where, form)
-        size += part.x.nbytes + part.y.nbytes
-        refuse_more(size, spec, folder)
-        users += [user] * len(part)
-        parts.append(part)
-    if not users:
-        raise DataError(f"{folder}: holds no samples")
-    x, y = (torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y"))
-    return users, Split(x, y)
-
-
-def _users(folder: Path, spec: DataSpec) -> Iterator[tuple[str, str, Any]]:
-    """Yield where each user's samples stand, the user's name, and the samples."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise DataError(f"{folder}: has no .json files of LEAF")
     for path in files:
+        refuse_more(path.stat().st_size, spec, path)
         try:
-            refuse_more(path.stat().st_size, spec, path)
             found = json.loads(path.read_text(encoding="utf-8"))["user_data"]
             pairs = list(found.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path}: not a file of LEAF ({reason_of(error)})") from error
         for user, samples in pairs:
-            yield f"{path}, user {user!r}", user, samples
+            where = f"{path}, user {user!r}"
+            try:
+                x, y = form.samples(samples["x"], where), form.labels(samples["y"], where)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise DataError(f"{where}: {reason_of(error)}") from error
+            if len(x) != len(y):
+                raise DataError(f"{where}: x has {len(x)} samples and y has {len(y)}")
+            if len(y) and y.max() >= len(form.classes):
+                limit = len(form.classes) - 1
+                raise DataError(f"{where}: y holds {y.max()}, allowed are 0 to {limit}")
+            size += x.nbytes + y.nbytes
+            refuse_more(size, spec, folder)
+            users += [user] * len(y)
+            parts.append((x, y))
+    if not users:
+        raise DataError(f"{folder}: holds no samples")
+    x, y = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
+    return users, Split(x, y)
 
 
-def _leaf_samples(found: Any, where: str, form: LeafForm) -> Split:
-    try:
-        x, y = form.samples(found["x"], where), form.labels(found["y"], where)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{where}: {reason_of(error)}") from error
-    if len(x) != len(y):
-        raise DataError(f"{where}: x has {len(x)} samples and y has {len(y)}")
-    if len(y) and y.max() >= len(form.classes):
-        raise DataError(f"{where}: y holds {y.max()}, allowed are 0 to {len(form.classes) - 1}")
-    return Split(x, torch.from_numpy(y))
-
-
-def _leaf_images(x: Sequence[Any], where: str) -> Tensor:
+def _leaf_images(x: Sequence[Any], where: str) -> npt.NDArray[np.uint8]:
     """Return images [N, 1, 28, 28] of bytes; LEAF writes 784 numbers from 0 to 1."""
     values = np.asarray(x, dtype=np.float64).reshape(len(x), -1)
     if len(x) and values.shape[1] != SIDE * SIDE:
         raise DataError(f"{where}: an image has {values.shape[1]} numbers, not {SIDE * SIDE}")
     if not ((values >= 0) & (values <= 1)).all():
         raise DataError(f"{where}: x must be from 0 to 1")
-    pixels = np.round(255 * values).astype(np.uint8)
-    return torch.from_numpy(pixels.reshape(-1, 1, SIDE, SIDE))
-
-
-def _numbers(y: Sequence[Any], where: str) -> Index:
-    return checked_labels(np.asarray(y, dtype=None if y else np.int64), where)
+    return np.round(255 * values).astype(np.uint8).reshape(-1, 1, SIDE, SIDE)
 
 
 TOKENS: Mapping[str, int] = {letter: number for number, letter in enumerate(LETTERS, 1)}
 
 
-def _texts(x: Sequence[Any], where: str) -> Tensor:
+def _texts(x: Sequence[Any], where: str) -> Index:
     """Return texts as tokens [N, 80]: the number of each letter, from 1."""
     found = np.full((len(x), LENGTH), PADDING, np.int64)
     for row, text in enumerate(x):
         if not isinstance(text, str) or not 0 < len(text) <= LENGTH:
             raise DataError(f"{where}: x must be texts of 1 to {LENGTH} letters")
         found[row, : len(text)] = [TOKENS.get(letter, OTHER) for letter in text]
-    return torch.from_numpy(found)
+    return found
 
 
 def _next_letters(y: Sequence[Any], where: str) -> Index:
-    for letter in y:
-        if letter not in TOKENS:
-            raise DataError(f"{where}: y holds {letter!r}, which is none of LEAF's letters")
+    if odd := [letter for letter in y if letter not in TOKENS]:
+        raise DataError(f"{where}: y holds {odd[0]!r}, which is none of LEAF's letters")
     return np.array([TOKENS[letter] - 1 for letter in y], dtype=np.int64)
 
 
-FEMNIST = LeafForm(_leaf_images, _numbers, tuple(SIGNS))
+FEMNIST = LeafForm(
+    _leaf_images,
+    lambda y, where: checked_labels(np.asarray(y, dtype=None if y else np.int64), where),
+    tuple(SIGNS),
+)
 SHAKESPEARE = LeafForm(
     _texts, _next_letters, tuple(map(repr, LETTERS)), TEXT, text_shape(LENGTH, OTHER + 1)
 )
-
-
-def _leaf(name: str, line: str, form: LeafForm) -> Source:
-    return Source(name, line, partial(read_leaf, form=form), "DIR", form.kind)
 
 
 TEST_CENTRE = 2
@@ -202,17 +190,25 @@ class SitesForm:
     own_tests: bool = False
     """Whether the test images are split between the clients, instead of being common to all."""
 
+    def source(self, name: str, line: str) -> Source:
+        """Return the source of the data set."""
+        read = partial(read_sites, form=self)
+        return Source(name, line, read, "DIR", whole_clients=self.own_tests, is_mapped=True)
+
 
 def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
     """Read DIR. Raises DataError for any fault of its files."""
-    if form.own_tests and spec.max_samples:
-        raise SettingsError(
-            f"data.max-samples: must be 0 with data.dataset = {spec.dataset!r}, whose clients keep "
-            f"the images that its authors gave them; got {spec.max_samples}"
-        )
+    if form.own_tests:
+        refuse_subset(spec)
     root = expanded(place)
     path = root / form.table
-    table = _metadata(path, spec, form)
+    wanted = [form.label, form.owner, *form.needs]
+    table = _table(
+        path, spec, f"; it takes the columns {', '.join(wanted)}", usecols=wanted,
+        dtype=dict.fromkeys(form.needs, str),
+    )  # fmt: skip
+    if table.isna().any().any():
+        raise DataError(f"{path}: a row lacks one of {', '.join(wanted)}")
     labels = checked_labels(table[form.label].to_numpy(), path)
     if form.classes and labels.max() >= len(form.classes):
         raise DataError(
@@ -225,7 +221,11 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
     rest = _rows(parts == 2, labels, most, FIXED_SEED, "max-test-samples")
     if not len(train):
         raise DataError(f"{path}: has no row of the training set")
-    files = np.array([str(root / _inside(name, path)) for name in form.file(table)])
+    names = form.file(table)
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DataError(f"{path}: {name!r} is not an image below {root}")
+    files = np.array([str(root / name) for name in names])
 
     def split_of(rows: Any, like: Shape | None = None) -> Split:
         return Split(decode(files[rows].tolist(), spec, like), torch.from_numpy(labels[rows]))
@@ -233,9 +233,7 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
     classes = form.classes or tuple(map(str, range(int(labels.max()) + 1)))
     if form.own_tests:
         rows = [part[owners[part] == k] for k in np.unique(owners) for part in (train, rest)]
-        sizes = tuple(
-            (len(own), len(test)) for own, test in zip(rows[::2], rows[1::2], strict=True)
-        )
+        sizes = tuple((len(a), len(b)) for a, b in zip(rows[::2], rows[1::2], strict=True))
         for owner, (own, tests) in zip(np.unique(owners), sizes, strict=True):
             if own < 2 or not tests:
                 raise DataError(
@@ -250,13 +248,6 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
     return Dataset(spec.dataset, split, test, classes, kind=IMAGE.name, groups=groups)
 
 
-def _inside(name: str, table: Path) -> str:
-    """Return the path of an image. Raises DataError for one that leads out of the folder."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DataError(f"{table}: {name!r} is not an image below {table.parent}")
-    return name
-
-
 def _rows(chosen: Any, labels: Any, most: int, seed: int, use: str) -> Any:
     """Return the rows that are chosen; of more than `most` of them, a stratified draw."""
     rows = np.flatnonzero(chosen)
@@ -265,37 +256,15 @@ def _rows(chosen: Any, labels: Any, most: int, seed: int, use: str) -> Any:
     return rows[stratified(labels[rows], most, numpy_rng(seed, use))]
 
 
-def _metadata(path: Path, spec: DataSpec, form: SitesForm) -> pd.DataFrame:
-    import pandas as pd
-
-    wanted = [form.label, form.owner, *form.needs]
-    try:
-        refuse_more(path.stat().st_size, spec, path)
-        table = pd.read_csv(path, usecols=wanted, dtype=dict.fromkeys(form.needs, str))
-    except DataError:
-        raise
-    except Exception as error:  # pandas has its own for each fault of a file
-        reason = f"{reason_of(error)}; it takes the columns {', '.join(wanted)}"
-        raise DataError(f"{path}: cannot be read ({reason})") from error
-    if table.isna().any().any():
-        raise DataError(f"{path}: a row lacks one of {', '.join(wanted)}")
-    return table
-
-
-def _patches(table: pd.DataFrame) -> list[str]:
-    columns = (table[name] for name in ("patient", "node", "x_coord", "y_coord"))
-    return [
-        f"patches/patient_{patient}_node_{node}/patch_patient_{patient}_node_{node}_x_{x}_y_{y}.png"
-        for patient, node, x, y in zip(*columns, strict=True)
-    ]
-
-
 CAMELYON17 = SitesForm(
     "tumor",
     "center",
     ("patient", "node", "x_coord", "y_coord"),
     lambda table: np.where(table["center"] == TEST_CENTRE, 2, 1),
-    _patches,
+    lambda table: [
+        f"patches/patient_{p}_node_{n}/patch_patient_{p}_node_{n}_x_{x}_y_{y}.png"
+        for p, n, x, y in zip(*(table[c] for c in CAMELYON17.needs), strict=True)
+    ],
     ("normal", "tumor"),
 )
 IWILDCAM = SitesForm(
@@ -317,11 +286,6 @@ FED_ISIC2019 = SitesForm(
     table="train_test_split",
     own_tests=True,
 )
-
-
-def _sites(name: str, line: str, form: SitesForm) -> Source:
-    read = partial(read_sites, form=form)
-    return Source(name, line, read, "DIR", whole_clients=form.own_tests, is_mapped=True)
 
 
 Numbers = npt.NDArray[np.float32]
@@ -351,20 +315,15 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
     Raises DataError for any fault of the files.
     """
     root = expanded(place)
-    names = _har_classes(root / "activity_labels.txt")
+    path = root / "activity_labels.txt"
+    with reading(path, "text file"):
+        words = path.read_text(encoding="utf-8").split()
+    names = tuple(words[1::2])
+    if not names or words[::2] != [str(n) for n in range(1, len(names) + 1)]:
+        raise DataError(f"{path}: expected a line for each activity, such as '1 WALKING'")
     train, persons = _har_part(root, "train", len(names), spec)
     test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
     return Dataset(spec.dataset, train, test, names, kind=SIGNAL.name, groups=numbered(persons))
-
-
-def _har_classes(path: Path) -> tuple[str, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").split()
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({reason_of(error)})") from error
-    if not lines or lines[::2] != [str(n) for n in range(1, len(lines) // 2 + 1)]:
-        raise DataError(f"{path}: expected a line for each activity, such as '1 WALKING'")
-    return tuple(lines[1::2])
 
 
 def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
@@ -373,7 +332,7 @@ def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Spli
     labels = _whole(folder / f"y_{part}.txt", spec)
     persons = _whole(folder / f"subject_{part}.txt", spec)
     signals = [
-        _table(folder / "Inertial Signals" / f"{name}_{part}.txt", spec) for name in HAR_CHANNELS
+        _numbers(folder / "Inertial Signals" / f"{name}_{part}.txt", spec) for name in HAR_CHANNELS
     ]
     sizes = {signal.shape for signal in signals}
     if len(sizes) > 1 or {len(labels), len(persons)} != {len(signals[0])}:
@@ -385,7 +344,7 @@ def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Spli
 
 
 def _whole(path: Path, spec: DataSpec) -> Index:
-    found = _table(path, spec)
+    found = _numbers(path, spec)
     if found.shape[1:] != (1,) or (found != np.round(found)).any():
         raise DataError(f"{path}: expected a whole number in each line")
     return found[:, 0].astype(np.int64)
@@ -415,7 +374,7 @@ def read_pamap2(place: str, spec: DataSpec) -> Dataset:
 
 def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
     """Return a person's windows [N, 27, 256] and activities [N]."""
-    table = _table(path, spec, gaps=True)
+    table = _numbers(path, spec, gaps=True)
     if table.shape[1] != PAMAP2_COLUMNS:
         raise DataError(f"{path}: has {table.shape[1]} columns, PAMAP2 has {PAMAP2_COLUMNS}")
     channels = np.concatenate(
@@ -439,17 +398,9 @@ def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
     return np.ascontiguousarray(windows), np.array(y, dtype=np.int64)
 
 
-def _table(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
+def _numbers(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
     """Return a file's numbers, separated by spaces; `gaps` (NaN) may be filled."""
-    import pandas as pd
-
-    try:
-        refuse_more(path.stat().st_size, spec, path)
-        frame = pd.read_csv(path, sep=r"\s+", header=None, dtype=np.float32)
-    except DataError:
-        raise
-    except Exception as error:  # pandas has its own for each fault of a file
-        raise DataError(f"{path}: cannot be read ({reason_of(error)})") from error
+    frame = _table(path, spec, sep=r"\s+", header=None, dtype=np.float32)
     if gaps:
         frame = frame.interpolate(limit_direction="both").fillna(0.0)
     found: Numbers = frame.to_numpy(np.float32)
@@ -458,12 +409,24 @@ def _table(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
     return found
 
 
+def _table(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.DataFrame:
+    import pandas as pd
+
+    try:
+        refuse_more(path.stat().st_size, spec, path)
+        return pd.read_csv(path, **options)
+    except DataError:
+        raise
+    except Exception as error:  # pandas has its own for each fault of a file
+        raise DataError(f"{path}: cannot be read ({reason_of(error)}{hint})") from error
+
+
 SOURCES = (
-    _leaf("femnist", "LEAF's handwritten signs, a client each writer", FEMNIST),
-    _leaf("shakespeare", "LEAF's lines, a client each role", SHAKESPEARE),
-    _sites("camelyon17", "WILDS' tissue images, a client each hospital", CAMELYON17),
-    _sites("iwildcam", "WILDS' animals, a client each camera", IWILDCAM),
-    _sites("fed-isic2019", "FLamby's skin lesions, a client each center", FED_ISIC2019),
+    FEMNIST.source("femnist", "LEAF's handwritten signs, a client each writer"),
+    SHAKESPEARE.source("shakespeare", "LEAF's lines, a client each role"),
+    CAMELYON17.source("camelyon17", "WILDS' tissue images, a client each hospital"),
+    IWILDCAM.source("iwildcam", "WILDS' animals, a client each camera"),
+    FED_ISIC2019.source("fed-isic2019", "FLamby's skin lesions, a client each center"),
     Source("har", "UCI's smartphone signals, a client each person", read_har, "DIR", SIGNAL),
     Source("pamap2", "PAMAP2's sensor signals, a client each person", read_pamap2, "DIR", SIGNAL),
 )

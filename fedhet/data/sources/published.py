@@ -27,7 +27,7 @@ import torch
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, reason_of
 from fedhet.data.cells import bytes_of, open_bounded
-from fedhet.data.npz import checked_labels, read_arrays
+from fedhet.data.sources.files import checked_labels, read_arrays
 from fedhet.data.spec import (
     Dataset,
     DataSpec,
