@@ -225,11 +225,23 @@ def decimal_sign(texts: Sequence[str]) -> str:
     numbers = [number for number, _ in map(_parts, signed) if number]
     if 2 * len(numbers) < len(signed):  # words
         return ""
-    fits = [
-        sum(not math.isnan(_value(number, written)) for number in numbers)
-        for written in (_POINT_GROUPS, _COMMA_GROUPS)
-    ]
-    return "" if fits[0] == fits[1] else "." if fits[0] > fits[1] else ","
+    return _better({sign: _values(numbers, written) for sign, (_, written) in _SIGNED.items()})
+
+
+def _values(numbers: Sequence[str], written: str) -> Numbers:
+    return np.array([_value(number, written) for number in numbers], np.float64)
+
+
+def _fits(numbers: Numbers) -> int:
+    """Return how many values were read."""
+    return int((~np.isnan(numbers)).sum())
+
+
+def _better(readings: Mapping[str, Numbers]) -> str:
+    """Return the one of two readings that fits more values, or "" if both fit alike."""
+    (one, first), (two, second) = readings.items()
+    more = _fits(first) - _fits(second)
+    return "" if not more else one if more > 0 else two
 
 
 def _numbers(
@@ -242,11 +254,11 @@ def _numbers(
     point may separate decimals as well as thousands.
     """
     plain = np.array([_plain(text) for text in texts], np.float64)
-    sign = {"point": ".", "comma": ","}.get(decimal, "")
+    sign, why = {"point": ".", "comma": ","}.get(decimal, ""), "all are numbers"
     if not np.isnan(plain).any() and sign != ",":
         by_points = sign != "." and all(map(_GROUPED_BY_POINTS, texts))
         if not by_points or evidence() != ",":
-            return plain, _POINT, "", "all are numbers"
+            return plain, _POINT, "", why
     parts = [_parts(text) for text in texts]
     rows: Counter[str] = Counter()
     for (number, unit), count in zip(parts, counts.tolist(), strict=True):
@@ -254,43 +266,34 @@ def _numbers(
             rows[unit] += count
     unit = max(rows, key=lambda each: (rows[each], each == ""), default="")
     cores = [number if own == unit else "" for number, own in parts]
-    found = {written: np.array([_value(core, written) for core in cores]) for written in NUMBERS}
-    fits = {written: int((~np.isnan(values)).sum()) for written, values in found.items()}
+    found = {written: _values(cores, written) for written in NUMBERS}
     by_point, by_comma = found[_POINT_GROUPS], found[_COMMA_GROUPS]
-    shown = sign
-    if not sign and fits[_POINT_GROUPS] != fits[_COMMA_GROUPS]:
-        shown = "." if fits[_POINT_GROUPS] > fits[_COMMA_GROUPS] else ","
-    why = "all are numbers"
-    if not shown:
-        differ = np.flatnonzero(
-            (by_point != by_comma) & ~(np.isnan(by_point) & np.isnan(by_comma))
-        ).tolist()
-        if not len(differ):
-            shown = "."
-        elif seen := evidence():
-            shown, why = seen, f"the decimal sign is {seen!r}, as in other columns"
-        elif fits[_POINT] == fits[_POINT_GROUPS]:
-            shown = "."
+    if not (sign := sign or _better({".": by_point, ",": by_comma})):
+        unclear = (by_point != by_comma) & ~(np.isnan(by_point) & np.isnan(by_comma))
+        first = next(iter(np.flatnonzero(unclear).tolist()), None)
+        if first is not None and (seen := evidence()):
+            sign, why = seen, f"the decimal sign is {seen!r}, as in other columns"
+        elif first is None or _fits(found[_POINT]) == _fits(by_point):
+            sign = "."
         else:
             raise UnclearError(
-                f"{texts[differ[0]]!r} may have a decimal comma or a comma between thousands. "
+                f"{texts[first]!r} may have a decimal comma or a comma between thousands. "
                 "Set data.decimal to comma or to point",
-                differ[0],
+                first,
             )
-    pair = (_POINT, _POINT_GROUPS) if shown == "." else (_COMMA, _COMMA_GROUPS)
-    written = pair[0] if fits[pair[0]] == fits[pair[1]] else pair[1]
-    if shown == ",":
-        place = next(
-            (p for p, core in enumerate(cores) if "," in core and not np.isnan(by_comma[p])), None
-        )
-        if place is not None and why == "all are numbers":
-            why = f"numbers with a decimal comma, such as {texts[place]!r}"
+    ungrouped, grouped = _SIGNED[sign]
+    written = ungrouped if _fits(found[ungrouped]) == _fits(found[grouped]) else grouped
+    read = np.flatnonzero(~np.isnan(found[grouped])).tolist()
+    example = next((repr(texts[place]) for place in read if "," in cores[place]), "")
+    if sign == "," and example and why == "all are numbers":
+        why = f"numbers with a decimal comma, such as {example}"
     elif written == _POINT_GROUPS:
-        shown_by = next(p for p in np.flatnonzero(~np.isnan(by_point)).tolist() if "," in cores[p])
-        why = f"numbers with commas between thousands, such as {texts[shown_by]!r}"
+        why = f"numbers with commas between thousands, such as {example}"
     return found[written], written, unit, why + (f", each with {unit!r}" if unit else "")
 
 
+_SIGNED = {".": (_POINT, _POINT_GROUPS), ",": (_COMMA, _COMMA_GROUPS)}
+"""The notations of numbers with each decimal sign: without and with groups of thousands."""
 _GROUPED_BY_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+").fullmatch
 
 # --- dates --------------------------------------------------------------------------------------
@@ -372,11 +375,8 @@ def parse_dates(texts: Sequence[str], written: str) -> Numbers:
 
 
 def date_order(texts: Sequence[str]) -> str:
-    """Return the order, "dmy" or "mdy", that the dates of a column show beyond doubt, or ""."""
-    fits = {}
-    for order in DATES.values():
-        fits[order] = sum(not math.isnan(_date(text, order)) for text in texts)
-    return "" if fits["dmy"] == fits["mdy"] else max(fits, key=lambda order: fits[order])
+    """Return the order, "dmy" or "mdy", that a column's first dates show beyond doubt, or ""."""
+    return _better({own: parse_dates(texts[:4096], written) for written, own in DATES.items()})
 
 
 def _dates(
@@ -394,41 +394,35 @@ def _dates(
             form[5] or len(form[3]) in (2, 4) or (len(form[1]) == 4 and form[1].isdigit())
         ):
             rest.append(place)
-    if not rest:
-        return iso, "", "all are dates as ISO 8601 writes them"
-    found = {own: parse_dates(texts, written) for written, own in DATES.items()}
-    names = {own: written for written, own in DATES.items()}
-    differ = np.flatnonzero(
-        (found["dmy"] != found["mdy"]) & ~np.isnan(found["dmy"] + found["mdy"])
-    ).tolist()
-    fits = {own: int((~np.isnan(days)).sum()) for own, days in found.items()}
+    found = {own: parse_dates(texts, written) for written, own in DATES.items()} if rest else {}
+    fits = {own: _fits(days) for own, days in found.items()}
     if len(rest) > 1 and len(rest) == len(texts) and not any(fits.values()):
         raise UnclearError(
             f"{texts[rest[0]]!r} looks like a date, expected a year of four digits and a day that "
             "exists. Correct it, or name the column in data.categories if it holds words",
-            int(rest[0]),
+            rest[0],
         )
-    if set(fits.values()) == {int((~np.isnan(iso)).sum())}:  # the others are mistakes
+    if not rest or set(fits.values()) == {_fits(iso)}:  # the others are mistakes
         return iso, "", "all are dates as ISO 8601 writes them"
-    if order in found:
-        return found[order], names[order], "all are dates"
-    if not len(differ) and fits["dmy"] == fits["mdy"]:
-        return found["dmy"], names["dmy"], "all are dates"
-    shown = "" if fits["dmy"] == fits["mdy"] else max(fits, key=lambda own: fits[own])
-    if shown:
-        other = found["mdy" if shown == "dmy" else "dmy"]
-        only = np.flatnonzero(~np.isnan(found[shown]) & np.isnan(other)).tolist()
-        why = f"dates in the order {names[shown]}, as {texts[only[0]]!r} shows"
-        return found[shown], names[shown], why
-    if all("." in texts[place] for place in differ):
-        return found["dmy"], names["dmy"], "dates with points, which begin with the day"
-    if shown := evidence():
-        return found[shown], names[shown], f"dates in the order {names[shown]}, as in other columns"
-    raise UnclearError(
-        f"{texts[differ[0]]!r} may begin with the day or with the month. "
-        "Set data.date-order to dmy or to mdy",
-        differ[0],
-    )
+    both = ~np.isnan(found["dmy"] + found["mdy"])
+    differ = np.flatnonzero(both & (found["dmy"] != found["mdy"])).tolist()
+    names, shown = {own: written for written, own in DATES.items()}, _better(found)
+    if order in found or not (shown or differ):
+        shown, why = order if order in found else "dmy", "all are dates"
+    elif shown:
+        first = texts[np.flatnonzero(~np.isnan(found[shown]) & ~both)[0]]
+        why = f"dates in the order {names[shown]}, as {first!r} shows"
+    elif all("." in texts[place] for place in differ):
+        shown, why = "dmy", "dates with points, which begin with the day"
+    elif shown := evidence():
+        why = f"dates in the order {names[shown]}, as in other columns"
+    else:
+        raise UnclearError(
+            f"{texts[differ[0]]!r} may begin with the day or with the month. "
+            "Set data.date-order to dmy or to mdy",
+            differ[0],
+        )
+    return found[shown], names[shown], why
 
 
 # --- words --------------------------------------------------------------------------------------
@@ -575,97 +569,73 @@ def recognize(
     """
     texts, counts = values.texts, values.counts()
     missing = np.array([is_missing(text, marks) for text in texts], bool)
-    there = np.flatnonzero(~missing)
-    known, rows = [texts[place] for place in there.tolist()], counts[there]
-    if words:
-        return _categories(known, rows, missing, exact=True)
-    absent = np.array([is_no_number(text) for text in known], bool)
-    given, given_rows = [t for t, no in zip(known, absent, strict=True) if not no], rows[~absent]
+    there = np.flatnonzero(~missing).tolist()
+    places = [place for place in there if not is_no_number(texts[place])]
+    given, rows = [texts[place] for place in places], counts[places]
+    attempts = ("number",) if typed else ("number", "date", CLOCK)
     doubt: UnclearError | None = None
-    for attempt in ("number", "date", CLOCK):
-        if not given or (typed and attempt != "number"):
-            break
+    for attempt in attempts if given and not words else ():
         written = unit = ""
         try:
             if attempt == "number":
                 sign = "point" if typed else decimal
-                found = _numbers(given, given_rows, sign, decimal_evidence)
-                numbers, written, unit, why = found
+                numbers, written, unit, why = _numbers(given, rows, sign, decimal_evidence)
             elif attempt == "date":
                 numbers, written, why = _dates(given, order, order_evidence)
             else:
                 numbers, written, why = parse_numbers(given, CLOCK, ""), CLOCK, "all are times"
         except UnclearError as error:
-            place = int(there[np.flatnonzero(~absent)[error.place or 0]])
-            raise UnclearError(error.fault, place) from None
+            raise UnclearError(error.fault, places[error.place or 0]) from None
         odd = np.isnan(numbers)
         if not odd.any():
             full = np.full(len(texts), math.nan)
-            full[there[~absent]] = numbers
-            gone = missing.copy()
-            gone[there[absent]] = True
+            full[places] = numbers
             kind: Kind = "date" if attempt == "date" else "number"
-            return Reading(kind, gone, why, full, "" if written == _POINT else written, unit)
-        if doubt is None:
-            first = int(there[np.flatnonzero(~absent)[np.flatnonzero(odd)[0]]])
-            doubt = _doubt(attempt, unit, numbers, odd, given, given_rows, first)
+            return Reading(
+                kind, np.isnan(full), why, full, "" if written == _POINT else written, unit
+            )
+        if doubt is None and (fault := _doubt(attempt, unit, numbers, given, rows)):
+            doubt = UnclearError(fault, places[int(odd.argmax())])
     if doubt is not None:
         raise doubt
-    return _categories(known, rows, missing, exact=False)
+    spelled = merged([texts[place] for place in there], counts[there].tolist(), exact=words)
+    names = tuple(sorted(set(spelled.values())))
+    others = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
+    why = "named in data.categories" if words else f"{len(names)} different words"
+    if others:
+        why += f"; read {', '.join(others[:5])}" + (" and others" if len(others) > 5 else "")
+    return Reading("category", missing, why, words=names)
 
 
 def _doubt(
     attempt: str,
     unit: str,
     numbers: Numbers,
-    odd: npt.NDArray[np.bool_],
     given: Sequence[str],
     rows: npt.NDArray[np.int64],
-    first: int,
-) -> UnclearError | None:
-    """Return the error for a column of numbers (or dates) and words, or None for a column of words.
+) -> str:
+    """Return the fault of a column of numbers (or dates) and words, or "" for a column of words.
 
     A few words among numbers are mistakes. Many words are codes if the numbers next to them are
     few, whole, and frequent (1, 2, 3, X); next to measurements they are unknown marks.
     """
-    numeric, others = int(rows[~odd].sum()), int(rows[odd].sum())
-    different = int((~odd).sum())
+    odd = np.isnan(numbers)
+    numeric, others, different = int(rows[~odd].sum()), int(rows[odd].sum()), _fits(numbers)
     if not numeric or (unit and different <= FEW):  # such as 1st, next to 2nd
-        return None
+        return ""
     nouns = {"number": f"number up to {MAX_NUMBER:g} either way", "date": "date such as 2026-01-31"}
     noun = nouns.get(attempt, "time such as 12:30:00")
-    remedy = (
-        "leave it empty, list it in data.missing, or name the column in data.categories if its "
-        "values are words"
-    )
-    odd_text = given[int(np.flatnonzero(odd)[0])]
+    few = [repr(given[place]) for place in np.flatnonzero(odd)[:3].tolist()]
     if others < MAX_ODD * (numeric + others):
-        return UnclearError(
-            f"{odd_text!r} is not a {noun}, unlike nearly all others. Correct it, {remedy}", first
+        return (
+            f"{few[0]} is not a {noun}, unlike nearly all others. Correct it, leave it empty, list "
+            "it in data.missing, or name the column in data.categories if its values are words"
         )
     fractions = bool((numbers[~odd] % 1 != 0).any())
     if numeric < FEW or not (fractions or different > MANY_CLASSES or 2 * different > numeric):
-        return None
-    few = ", ".join(repr(given[place]) for place in np.flatnonzero(odd)[:3].tolist())
-    return UnclearError(
-        f"{others} of {numeric + others} values, such as {few[:100]}, are not a {noun}, and the "
-        f"others are. Correct them, leave them empty, list them in data.missing, or name the "
-        "column in data.categories if its values are words",
-        first,
+        return ""
+    return (
+        f"{others} of {numeric + others} values, such as {', '.join(few)[:100]}, are not a {noun}, "
+        "and the others are. Correct them, leave them empty, list them in data.missing, or name "
+        "the column in data.categories if its values are words"
     )
-
-
-def _categories(
-    known: Sequence[str],
-    rows: npt.NDArray[np.int64],
-    missing: npt.NDArray[np.bool_],
-    *,
-    exact: bool,
-) -> Reading:
-    spelled = merged(known, rows.tolist(), exact=exact)
-    words = tuple(sorted(set(spelled.values())))
-    others = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
-    why = "named in data.categories" if exact else f"{len(words)} different words"
-    if others:
-        why += f"; read {', '.join(others[:5])}" + (" and others" if len(others) > 5 else "")
-    return Reading("category", missing, why, words=words)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, reason_of
+from fedhet.base.errors import DataError
 from fedhet.data.images import GREY_MODES, Form, open_image, pixels_of, upright
-from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, refuse_more
+from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, reading, refuse_more
 from fedhet.data.texts import shape_of_texts, tokenized
 from fedhet.data.values import class_words, label_of
 from fedhet.kinds import IMAGE, TEXT
@@ -42,22 +42,45 @@ _LOCAL = ("file", "local", "zip", "tar", "gzip", "bz2", "xz", "lz4", "zstd")
 def read_hub(name: str, spec: DataSpec) -> Dataset:
     """Read the dataset, from this machine if it is there, else with `data.download`.
 
-    Its samples are images, or texts with `data.sample-kind` = text. Raises DataError if it cannot
-    be read, or has no such columns.
+    Its samples are images, or texts with `data.sample-kind` = text. The labels are in
+    `data.label-column` if there is one, or else in the only column of class labels. Raises
+    DataError if the dataset cannot be read, or has no such columns.
     """
-    splits = _splits(name, spec)
-    train = splits["train"]
-    label = _label_column(train.features, name, spec)
-    test = next((splits[part] for part in TESTS if part in splits), None)
-    classes, places = _classes(train, test, label, name, spec)
-    found = [_split(rows, label, places, name, spec) for rows in (train, test) if rows is not None]
+    splits, where = _splits(name, spec), f"hf:{name}"
+    train, test = splits["train"], next((splits[part] for part in TESTS if part in splits), None)
+    label, features = spec.label_column, train.features
+    if label not in features:
+        stated = [key for key, each in features.items() if type(each).__name__ == "ClassLabel"]
+        if len(stated) != 1:
+            raise DataError(
+                f"{where}: has no column {label!r}, but {', '.join(features)}: "
+                "'data.label-column' says which holds the classes"
+            )
+        label = str(stated[0])
+    if type(features[label]).__name__ == "ClassLabel":
+        classes = tuple(map(str, features[label].names))
+        places: dict[Any, int] = {number: number for number in range(len(classes))}
+    else:
+        values = [*train[label], *(test[label] if test is not None else ())]
+        labels = [text for text in map(label_of, values) if text is not None]
+        if len(labels) < len(values):
+            rule = "must hold a number or a word for each sample"
+            raise DataError(f"{where}: column {label!r} {rule}")
+        classes, words = class_words(labels, where, label, exact=label in spec.categories)
+        place = {each: number for number, each in enumerate(classes)}
+        places = {v: place[words[text]] for v, text in zip(values, labels, strict=True)}
+    found = []
+    for rows in (train, test) if test is not None else (train,):
+        labels_of = [places.get(value, -1) for value in rows[label]]
+        if not labels_of or min(labels_of) < 0:
+            raise DataError(f"{where}: has no samples, or samples without a class, in {label!r}")
+        found.append(Split(_samples(rows, name, spec), torch.tensor(labels_of, dtype=torch.int64)))
     if found[-1].x.shape[1:] != found[0].x.shape[1:]:
-        raise DataError(f"hf:{name}: the images of its test split have another shape than train's")
+        raise DataError(f"{where}: the images of its test split have another shape than train's")
+    is_text = spec.sample_kind == TEXT.name
+    kind, shape = (TEXT, shape_of_texts(spec)) if is_text else (IMAGE, ())
     tests = found[1] if test is not None else None
-    if spec.sample_kind == TEXT.name:
-        shape = shape_of_texts(spec)
-        return Dataset(spec.dataset, found[0], tests, classes, kind=TEXT.name, shape=shape)
-    return Dataset(spec.dataset, found[0], tests, classes, kind=IMAGE.name)
+    return Dataset(spec.dataset, found[0], tests, classes, kind=kind.name, shape=shape)
 
 
 def parse(place: str) -> Place:
@@ -81,7 +104,7 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
     federated = FederatedDataset(
         dataset=where, subset=subset, partitioners={"train": 1}, shuffle=False
     )
-    with _offline(unless=spec.download and not place.path), _local_only(bool(place.path)):
+    with _confined(network=spec.download and not place.path, local=bool(place.path)):
         try:
             _check_files(where, subset, Path(where) if place.path else None)
             splits = {"train": federated.load_split("train")}
@@ -142,13 +165,11 @@ def _check_card(root: Path) -> None:
             raise DataError(f"{path}: leads out of {root}. Replace the symlink with the file.")
         if name == "dataset_infos.json":
             continue
-        try:
+        with reading(path, "card of a dataset"):
             if name == "README.md":
                 card = DatasetCard.load(path).data.to_dict()
             else:
                 card = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the libraries' own, for each fault of the file
-            raise DataError(f"{path}: not readable ({reason_of(error)})") from error
         configs = card.get("configs") if isinstance(card, dict) else None
         for pattern in _patterns(configs if isinstance(configs, list) else []):
             parts = re.split(r"[\\/]", pattern)
@@ -178,80 +199,38 @@ def _inside(file: str, root: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _local_only(on: bool) -> Iterator[None]:
-    """Refuse every file system but this machine's inside the block, if `on`."""
+def _confined(*, network: bool, local: bool) -> Iterator[None]:
+    """Keep the libraries from the network inside the block, unless `network`.
+
+    With `local`, refuse every file system other than this machine's.
+    """
+    import datasets.config
+    import huggingface_hub.constants
+
     # The package has an attribute `registry`, which is not its module of this name.
-    found = [importlib.import_module(f"fsspec.{name}") for name in ("core", "registry")]
-    find: Callable[[str | None], Any] = vars(found[0])["get_filesystem_class"]
+    core, registry = (importlib.import_module(f"fsspec.{name}") for name in ("core", "registry"))
+    find: Callable[[str | None], Any] = vars(core)["get_filesystem_class"]
 
     def refused(protocol: str | None) -> Any:
         if protocol and protocol not in _LOCAL:
             raise DataError(f"{protocol}: a directory on this machine names files elsewhere")
         return find(protocol)
 
+    offline = (datasets.config, huggingface_hub.constants) if not network else ()
+    changes: list[tuple[Any, str, Any]] = [(each, "HF_HUB_OFFLINE", True) for each in offline]
+    changes += [(each, find.__name__, refused) for each in (core, registry) if local]
+    before = [getattr(module, name) for module, name, _ in changes]
     try:
-        for module in found if on else ():
-            setattr(module, find.__name__, refused)
+        for module, name, value in changes:
+            setattr(module, name, value)
         yield
     finally:
-        for module in found:
-            setattr(module, find.__name__, find)
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
 
 
-@contextlib.contextmanager
-def _offline(*, unless: bool) -> Iterator[None]:
-    """Keep the libraries from the network inside the block."""
-    import datasets.config
-    import huggingface_hub.constants
-
-    modules: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in modules]
-    try:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value or not unless
-        yield
-    finally:
-        for module, value in zip(modules, before, strict=True):
-            module.HF_HUB_OFFLINE = value
-
-
-def _label_column(features: Any, name: str, spec: DataSpec) -> str:
-    """Return `data.label-column` if there is one, or else the only column of class labels."""
-    if spec.label_column in features:
-        return spec.label_column
-    found = [key for key, feature in features.items() if type(feature).__name__ == "ClassLabel"]
-    if len(found) == 1:
-        return str(found[0])
-    raise DataError(
-        f"hf:{name}: has no column {spec.label_column!r}, but {', '.join(features)}: "
-        "'data.label-column' says which holds the classes"
-    )
-
-
-def _classes(
-    train: Any, test: Any, label: str, name: str, spec: DataSpec
-) -> tuple[tuple[str, ...], dict[Any, int]]:
-    """Return the names of the classes, and the place of each value of the label column."""
-    feature = train.features[label]
-    if type(feature).__name__ == "ClassLabel":
-        names = tuple(map(str, feature.names))
-        return names, {number: number for number in range(len(names))}
-    values = [*train[label], *(test[label] if test is not None else ())]
-    labels = [label_of(value) for value in values]
-    given = [text for text in labels if text is not None]
-    if len(given) < len(labels):
-        raise DataError(f"hf:{name}: column {label!r} must hold a number or a word for each sample")
-    names, words = class_words(given, f"hf:{name}", label, exact=label in spec.categories)
-    places = {class_name: place for place, class_name in enumerate(names)}
-    known = dict(zip(values, given, strict=True))
-    return names, {value: places[words[text]] for value, text in known.items()}
-
-
-def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataSpec) -> Split:
-    labels = [places.get(value, -1) for value in rows[label]]
-    if not labels or min(labels) < 0:
-        raise DataError(f"hf:{name}: has no samples, or samples without a class, in {label!r}")
-    y = torch.tensor(labels, dtype=torch.int64)
+def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
+    """Return the texts of a split as tokens, or its images."""
     if spec.sample_kind == TEXT.name:
         if absent := [column for column in spec.text_column if column not in rows.features]:
             raise DataError(
@@ -259,7 +238,7 @@ def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataS
                 f"{', '.join(rows.features)}"
             )
         parts = zip(*(rows[column] for column in spec.text_column), strict=True)
-        return Split(tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}"), y)
+        return tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
     columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
     if len(columns) != 1:
         mixed = {*spec.text_column} & {*rows.features}
@@ -268,7 +247,7 @@ def _split(rows: Any, label: str, places: dict[Any, int], name: str, spec: DataS
             f"hf:{name}: has {len(columns)} columns of images, one is needed, among "
             f"{', '.join(rows.features)}{hint}"
         )
-    return Split(_images(rows[columns[0]], name, spec), y)
+    return _images(rows[columns[0]], name, spec)
 
 
 def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
@@ -279,30 +258,29 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
     """
     import datasets.config
 
-    place = parse(name).path
+    place, where = parse(name).path, f"hf:{name}"
     caches = ("HF_DATASETS_CACHE", "HF_CACHE_HOME", "DOWNLOADED_DATASETS_PATH")
     roots = [expanded(place)] if place else []
     roots += [Path(getattr(datasets.config, each)) for each in caches]
 
     def opened() -> Iterator[Any]:
-        return (_image(each, number, name, roots) for number, each in enumerate(images))
+        return (_image(value, f"{where}: image {k}", roots) for k, value in enumerate(images))
 
     grey = all(image.mode in ("1", *GREY_MODES) for image in opened())
     form = Form.of(upright(next(opened())).size, grey, spec.image_size)
-    refuse_more(len(images) * prod(form.shape), spec, f"hf:{name}")
+    refuse_more(len(images) * prod(form.shape), spec, where)
     found = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(opened()):
-        found[number] = pixels_of(image, form, f"hf:{name}: image {number}")
+        found[number] = pixels_of(image, form, f"{where}: image {number}")
     return torch.from_numpy(found)
 
 
-def _image(value: Any, number: int, name: str, roots: Sequence[Path]) -> Any:
+def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
     """Open an image with Pillow, as `pixels_of` decodes it; its path must lead into `roots`."""
     import fsspec
 
     content, path = value["bytes"], value["path"] or ""
-    where = f"hf:{name}: image {number}"
-    try:
+    with reading(where, "image"):
         if content is None:
             archive = path.removeprefix("zip://").partition("::")[2] if "::" in path else path
             if not any(_inside(archive, root) for root in roots) or "::" in archive:
@@ -310,10 +288,6 @@ def _image(value: Any, number: int, name: str, roots: Sequence[Path]) -> Any:
             with fsspec.open(path, "rb") as file:
                 content = file.read()
         return open_image(io.BytesIO(content))
-    except DataError:
-        raise
-    except Exception as error:  # every format of Pillow's has its own
-        raise DataError(f"{where}: not a readable image ({reason_of(error)})") from error
 
 
 SOURCES = (
