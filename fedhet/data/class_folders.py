@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedhet.base.errors import DataError, nearest
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.spec import Dataset, DataSpec, Split, reading, stratified
+from fedhet.data.spec import Dataset, DataSpec, Split, reading, subset_rows
 from fedhet.kinds import Shape
 
 LOG = logging.getLogger("fedhet")
@@ -480,10 +480,9 @@ class Tree:
         place = {name: label for label, name in enumerate(self.classes)}
         pairs = [(path, place[name]) for name in sorted(part) for path in part[name]]
         paths, labels = [path for path, _ in pairs], np.array([y for _, y in pairs], np.int64)
-        if 0 < most < len(paths):
-            rows = stratified(labels, most, numpy_rng(spec.seed, "max-samples"))
-            paths, labels = [paths[row] for row in rows], labels[rows]
-        return Split(self.files.read(paths, spec, like), torch.from_numpy(labels))
+        rows = subset_rows(labels, most, numpy_rng(spec.seed, "max-samples"))
+        paths = [paths[row] for row in rows]
+        return Split(self.files.read(paths, spec, like), torch.from_numpy(labels[rows]))
 
 
 def understand(

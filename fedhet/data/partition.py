@@ -7,7 +7,6 @@ subclasses; non-IID, of one or two, and is tested on all.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -109,14 +108,21 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
                 f"the number of classes of {spec.dataset}"
             )
         wanted = min(wanted, spec.clients * spec.classes_per_client)
+    draws = {"dirichlet": _dirichlet, "shards": _shards, "classes": _some_classes}
     best: tuple[Index, ...] = ()
     most, fault = 0, ""
     for attempt in range(_DRAWS):
+        order = numpy_rng(spec.seed, "partition", attempt, "order").permutation(rows)
+        rng = np.random.default_rng(derive(spec.seed, "partition", attempt))
         try:
-            drawn = _draw(spec, labels, attempt)
+            if spec.partition == "iid":
+                dealt = np.array_split(np.arange(rows), spec.clients)
+            else:
+                dealt = draws[spec.partition](labels[order], spec, rng)
         except ValueError as error:
             fault = str(error)
             continue
+        drawn = tuple(np.sort(order[own]) for own in dealt)
         smallest = min(map(len, drawn))
         if smallest < spec.min_samples:
             fault = f"the smallest client has {smallest}"
@@ -142,22 +148,6 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
         f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); "
         f"{change}lower data.min-samples or clients"
     )
-
-
-def _draw(spec: DataSpec, labels: Index, attempt: int) -> tuple[Index, ...]:
-    """Draw each client's rows. Raises ValueError if the draw fails."""
-    order = numpy_rng(spec.seed, "partition", attempt, "order").permutation(len(labels))
-    rng = np.random.default_rng(derive(spec.seed, "partition", attempt))
-    shuffled = labels[order]
-    if spec.partition == "iid":
-        drawn: Sequence[Index] = np.array_split(np.arange(len(labels)), spec.clients)
-    elif spec.partition == "dirichlet":
-        drawn = _dirichlet(shuffled, spec, rng)
-    elif spec.partition == "shards":
-        drawn = _shards(shuffled, spec, rng)
-    else:
-        drawn = _some_classes(shuffled, spec, rng)
-    return tuple(np.sort(order[rows]) for rows in drawn)
 
 
 # The same draws as flwr-datasets 0.6, on labels alone: its import takes longer than a small run.
@@ -316,23 +306,23 @@ def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
 
     Raises DataError if the training set is too small.
     """
-    for attempt in range(_TASKS - 1):
-        with contextlib.suppress(DataError):
-            return _assigned(dataset, spec, label_spaces(spec, len(dataset.classes), attempt))
-    return _assigned(dataset, spec, label_spaces(spec, len(dataset.classes), _TASKS - 1))
-
-
-def _assigned(dataset: Dataset, spec: DataSpec, spaces: tuple[tuple[int, ...], ...]) -> Assignment:
-    """Return the assignment for these label spaces. Raises DataError if there are too few rows."""
     labels = dataset.train.y.numpy()
     subclasses = dataset.subclasses if dataset.subclasses is not None else labels
-    owned: list[list[Index]] = [[] for _ in spaces]
-    for label in range(len(dataset.classes)):
-        holders = [client for client, space in enumerate(spaces) if label in space]
-        rows = np.flatnonzero(labels == label)
-        parts = _share(label, rows, subclasses[rows], len(holders), spec)
-        for client, part in zip(holders, parts, strict=True):
-            owned[client].append(part)
+    for attempt in range(_TASKS):
+        try:
+            spaces = label_spaces(spec, len(dataset.classes), attempt)
+            owned: list[list[Index]] = [[] for _ in spaces]
+            for label in range(len(dataset.classes)):
+                holders = [own for own, space in zip(owned, spaces, strict=True) if label in space]
+                rows = np.flatnonzero(labels == label)
+                parts = _share(label, rows, subclasses[rows], len(holders), spec)
+                for own, part in zip(holders, parts, strict=True):
+                    own.append(part)
+        except DataError:
+            if attempt == _TASKS - 1:
+                raise
+        else:
+            break
     return Assignment(tuple(np.sort(np.concatenate(parts)) for parts in owned), spaces)
 
 
@@ -365,11 +355,13 @@ def _share(label: int, rows: Index, subclasses: Index, holders: int, spec: DataS
         left = {int(k): rng.permutation(rows[subclasses == k]) for k in present}
         shared: list[Index] = []
         for _ in range(holders):
-            drawn = _subclasses(left, spec, rng, with_room=attempt >= _ASSIGNMENTS)
-            taken = _take(left, drawn, spec.samples_per_class)
-            if taken is None:
+            drawn = _subclasses(left, spec, rng, with_room=attempt >= _ASSIGNMENTS).tolist()
+            parts = np.array_split(np.arange(spec.samples_per_class), max(1, len(drawn)))
+            sizes = {k: len(part) for k, part in zip(drawn, parts, strict=False)}
+            if not sizes or any(len(left[k]) < size for k, size in sizes.items()):
                 break
-            shared.append(taken)
+            shared.append(np.concatenate([left[k][:size] for k, size in sizes.items()]))
+            left |= {k: left[k][size:] for k, size in sizes.items()}
         if len(shared) == holders:
             return shared
     raise DataError(
@@ -399,19 +391,6 @@ def _subclasses(
             if len(open_) >= number:
                 return np.array(open_[:number])
     return order[:size]
-
-
-def _take(left: dict[int, Index], subclasses: Index, count: int) -> Index | None:
-    """Take `count` of the remaining rows, evenly among `subclasses`; None if there are too few."""
-    if not len(subclasses):
-        return None
-    parts = np.array_split(np.arange(count), len(subclasses))
-    sizes = {int(k): len(part) for k, part in zip(subclasses, parts, strict=True)}
-    if any(len(left[k]) < size for k, size in sizes.items()):
-        return None
-    taken = [left[k][:size] for k, size in sizes.items()]
-    left |= {k: left[k][size:] for k, size in sizes.items()}
-    return np.concatenate(taken)
 
 
 def labelled_parts(

@@ -61,13 +61,9 @@ class Split:
 
     def subset(self, size: int, rng: np.random.Generator) -> Split:
         """Return `size` rows, stratified by class; all if `size` is 0 or not smaller than N."""
-        return self.take(self.rows(size, rng)) if 0 < size < len(self) else self
-
-    def rows(self, size: int, rng: np.random.Generator) -> Index:
-        """Return the row numbers of `subset`."""
-        if 0 < size < len(self):
-            return stratified(self.y.numpy(), size, rng)
-        return np.arange(len(self))
+        if not 0 < size < len(self):
+            return self
+        return self.take(stratified(self.y.numpy(), size, rng))
 
     def scaled(self) -> Split:
         """Return the split with `x` as models expect it (see `fedhet.learning.devices.scaled`)."""
@@ -269,6 +265,11 @@ def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
     rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     place[by_class] = (rank + 0.5) / np.repeat(counts, counts)
     return np.sort(rows[np.argsort(place, kind="stable")[:size]])
+
+
+def subset_rows(labels: Index, size: int, rng: np.random.Generator) -> Index:
+    """Return `size` row numbers as `stratified` does; all if it is 0 or not smaller than N."""
+    return stratified(labels, size, rng) if 0 < size < len(labels) else np.arange(len(labels))
 
 
 def numbered(names: Sequence[str] | npt.NDArray[Any]) -> Index:

@@ -48,6 +48,7 @@ from fedhet.data.spec import (
     global_random_kept,
     no_test,
     stratified,
+    subset_rows,
 )
 from fedhet.data.tables import TableSchema
 from fedhet.kinds import KINDS, Shape
@@ -331,7 +332,7 @@ def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
         )
     if spec.max_samples:
         rng = numpy_rng(spec.seed, "max-samples")
-        dataset = dataset.keeping(dataset.train.rows(spec.max_samples, rng))
+        dataset = dataset.keeping(subset_rows(dataset.train.y.numpy(), spec.max_samples, rng))
     if spec.superclasses:
         dataset = merged(dataset, spec.superclasses)
     if spec.public_fraction:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,17 +20,12 @@ from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.data import DataSettings
 from fedhet.settings.schema import refused
 
-
-def _declared() -> Iterator[Source]:
-    for module in pkgutil.iter_modules(__path__):
-        yield from getattr(importlib.import_module(f"{__name__}.{module.name}"), "SOURCES", ())
-
-
+_MODULES = [f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)]
+_DECLARED: list[Source] = [
+    each for name in _MODULES for each in getattr(importlib.import_module(name), "SOURCES", ())
+]
 SOURCES: Mapping[str, Source] = MappingProxyType(
-    {
-        each.name: each
-        for each in sorted(_declared(), key=lambda each: (each.place != "", each.name))
-    }
+    {each.name: each for each in sorted(_DECLARED, key=lambda each: (each.place != "", each.name))}
 )
 """Every source by its name, those without a place first."""
 

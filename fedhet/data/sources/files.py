@@ -271,16 +271,22 @@ def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
     return tree.read(spec, most=spec.max_samples)
 
 
+def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
+    """Return a path, and its files of training and test rows, if there are such."""
+    path = expanded(place)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    if path.is_file():
+        return path, path, None
+    return path, find_rows(path, "train", endings), find_rows(path, "test", endings)
+
+
 def read_own_table(place: str, spec: DataSpec) -> Dataset:
     """Read PATH. `Dataset.groups` is set if a column or a file says whose a row is.
 
     Raises DataError for any fault of the files, and if one of several has other columns.
     """
-    path = expanded(place)
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
-    first = path if path.is_file() else find_rows(path, "train")
-    test = None if path.is_file() else find_rows(path, "test")
+    path, first, test = _located(place, ENDINGS)
     if first is not None:
         train = read_table(first, spec)
         groups, by = None, spec.by.strip()
@@ -317,12 +323,8 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
 
 def read_own_texts(place: str, spec: DataSpec) -> Dataset:
     """Read PATH. `Dataset.groups` is set if `data.by` names a column. Raises DataError."""
-    path = expanded(place)
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
-    train = path if path.is_file() else find_rows(path, "train", TEXT_ENDINGS)
+    _, train, test = _located(place, TEXT_ENDINGS)
     if train is not None:
-        test = None if path.is_file() else find_rows(path, "test", TEXT_ENDINGS)
         return read_texts(train, test, spec)
     if spec.by:
         raise SettingsError(

@@ -47,7 +47,7 @@ from fedhet.data.spec import (
     numbered,
     reading,
     refuse_more,
-    stratified,
+    subset_rows,
 )
 from fedhet.kinds import IMAGE, PADDING, SIGNAL, TEXT, Kind, Shape, text_shape
 
@@ -251,9 +251,7 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
 def _rows(chosen: Any, labels: Any, most: int, seed: int, use: str) -> Any:
     """Return the rows that are chosen; of more than `most` of them, a stratified draw."""
     rows = np.flatnonzero(chosen)
-    if not 0 < most < len(rows):
-        return rows
-    return rows[stratified(labels[rows], most, numpy_rng(seed, use))]
+    return rows[subset_rows(labels[rows], most, numpy_rng(seed, use))]
 
 
 CAMELYON17 = SitesForm(

@@ -13,11 +13,8 @@ from __future__ import annotations
 import csv
 import os
 import pickle
-import zlib
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, reason_of
+from fedhet.base.errors import DataError
 from fedhet.data.cells import bytes_of, open_bounded
-from fedhet.data.sources.files import checked_labels, read_arrays
+from fedhet.data.sources.files import checked_labels, number_names, read_arrays
 from fedhet.data.spec import (
     Dataset,
     DataSpec,
@@ -36,17 +33,25 @@ from fedhet.data.spec import (
     held_out,
     nowhere,
     numbered,
+    reading,
     refuse_more,
 )
+from fedhet.data.values import MAX_NUMBER
 from fedhet.kinds import IMAGE, TABLE
-from fedhet.settings.data import DataSettings
 
 _TEST_FRACTION = 0.2
 
 
 def read_digits(place: str, spec: DataSpec) -> Dataset:
-    """Return the digits, [N, 1, 8, 8] float32 in [-1, 1]; a fixed fifth is the test set."""
-    rows = np.loadtxt(_digits_file(), delimiter=",")  # 64 pixels from 0 to 16, and the label
+    """Return the digits, [N, 1, 8, 8] float32 in [-1, 1]; a fixed fifth is the test set.
+
+    Raises DataError.
+    """
+    found = find_spec("sklearn")  # its import takes a second
+    file = Path((found and found.origin) or "").parent / "datasets" / "data" / "digits.csv.gz"
+    if found is None or not file.is_file():
+        raise DataError("the digits come with scikit-learn, which is not installed as a whole")
+    rows = np.loadtxt(file, delimiter=",")  # 64 pixels from 0 to 16, and the label
     x = torch.from_numpy(rows[:, :-1]).to(torch.float32).div_(8.0).sub_(1.0).view(-1, 1, 8, 8)
     y = torch.from_numpy(rows[:, -1]).to(torch.int64)
     train, test = held_out(y.numpy(), _TEST_FRACTION, "digits")
@@ -54,18 +59,6 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
     return Dataset(
         "digits", every.take(train), every.take(test), classes, kind=IMAGE.name, scaled_images=True
     )
-
-
-def _digits_file() -> Path:
-    """Return scikit-learn's file of the digits, found without its import, which takes a second.
-
-    Raises DataError.
-    """
-    found = find_spec("sklearn")
-    file = Path((found and found.origin) or "").parent / "datasets" / "data" / "digits.csv.gz"
-    if found is None or not file.is_file():
-        raise DataError("the digits come with scikit-learn, which is not installed as a whole")
-    return file
 
 
 def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
@@ -85,14 +78,12 @@ def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
     )
 
 
-_CLASSES = MappingProxyType(
-    {
-        "mnist": ("MNIST", "MNIST/raw"),
-        "fashion-mnist": ("FashionMNIST", "FashionMNIST/raw"),
-        "cifar10": ("CIFAR10", "cifar-10-batches-py"),
-        "cifar100": ("CIFAR100", "cifar-100-python"),
-    }
-)
+_TORCHVISION = {
+    "mnist": ("MNIST", "MNIST/raw"),
+    "fashion-mnist": ("FashionMNIST", "FashionMNIST/raw"),
+    "cifar10": ("CIFAR10", "cifar-10-batches-py"),
+    "cifar100": ("CIFAR100", "cifar-100-python"),
+}
 """torchvision's class of each dataset, and where it keeps the files."""
 
 
@@ -101,51 +92,25 @@ def read_torchvision(place: str, spec: DataSpec) -> Dataset:
     import torchvision.datasets
 
     root = os.path.abspath(expanded(spec.data_dir))
-    source = getattr(torchvision.datasets, _CLASSES[spec.dataset][0])
+    source = getattr(torchvision.datasets, _TORCHVISION[spec.dataset][0])
     unreadable = (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
     try:
-        train, test = (source(root, train=part, download=spec.download) for part in (True, False))
+        found = [source(root, train=part, download=spec.download) for part in (True, False)]
     except unreadable as error:
-        raise DataError(_absent(spec, root, error)) from error
-    classes = tuple(str(name) for name in train.classes)
-    return Dataset(
-        spec.dataset,
-        _torchvision_images(train),
-        _torchvision_images(test),
-        classes,
-        kind=IMAGE.name,
-    )
-
-
-def _absent(spec: DataSpec, root: str, error: Exception) -> str:
-    fault = " ".join(str(error).split())
-    if spec.download:
-        return f"data.dataset = {spec.dataset!r}: cannot be downloaded into {root}: {fault}"
-    return (
-        f"data.dataset = {spec.dataset!r}: not found or incomplete in data.data-dir = {root}; put "
-        "torchvision's files there, or download them with --set download=true, or use "
-        "--set dataset=digits, which needs no files"
-    )
-
-
-def _torchvision_images(source: object) -> Split:
-    """Convert torchvision's [N, H, W] tensor or [N, H, W, C] array to [N, C, H, W] uint8."""
-    x = torch.as_tensor(source.data)  # type: ignore[attr-defined]
-    y = torch.as_tensor(source.targets, dtype=torch.int64)  # type: ignore[attr-defined]
-    return Split(x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous(), y)
-
-
-def _source(name: str) -> Source:
-    kept = _CLASSES[name][1]
-
-    def files(path: str, table: DataSettings) -> Path:
-        return expanded(table.data_dir) / kept
-
-    return Source(name, "torchvision's images, in data.data-dir", read_torchvision, files=files)
-
-
-PARTS = ("train", "val", "test")
-ARRAYS = tuple(f"{part}_{what}" for part in PARTS for what in ("images", "labels"))
+        fault = f"cannot be downloaded into {root}: {' '.join(str(error).split())}"
+        if not spec.download:
+            fault = (
+                f"not found or incomplete in data.data-dir = {root}; put torchvision's files "
+                "there, or download them with --set download=true, or use --set dataset=digits, "
+                "which needs no files"
+            )
+        raise DataError(f"data.dataset = {spec.dataset!r}: {fault}") from error
+    splits = []
+    for each in found:
+        x, y = torch.as_tensor(each.data), torch.as_tensor(each.targets, dtype=torch.int64)
+        x = x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()
+        splits.append(Split(x, y))
+    return Dataset(spec.dataset, *splits, tuple(map(str, found[0].classes)), kind=IMAGE.name)
 
 
 def read_medmnist(file: str, spec: DataSpec) -> Dataset:
@@ -153,46 +118,42 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
 
     Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
     """
-    path = expanded(file)
-    hint = f"; a file of MedMNIST has {', '.join(ARRAYS)}"
+    path, parts = expanded(file), ("train", "val", "test")
+    names = [f"{part}_{what}" for part in parts for what in ("images", "labels")]
+    hint = f"; a file of MedMNIST has {', '.join(names)}"
     source = "; MedMNIST's are at https://medmnist.com, one for each dataset"
-    arrays = read_arrays(path, ARRAYS, spec, hint=hint, source=source)
-    train, val, test = (_split(path, part, arrays) for part in PARTS)
-    for part, split in (("val", val), ("test", test)):
-        if split.x.shape[1:] != train.x.shape[1:]:
+    arrays = read_arrays(path, names, spec, hint=hint, source=source)
+    splits: list[Split] = []
+    for part in parts:
+        x, y = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+        if x.dtype != np.uint8 or not (x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3)):
+            volumes = "; volumes are not supported" if x.ndim == 4 else ""
+            raise DataError(
+                f"{path}: {part}_images must be uint8 [N, H, W] or [N, H, W, 3], are {x.dtype} "
+                f"{list(x.shape)}{volumes}"
+            )
+        if y.ndim == 2 and y.shape[1] != 1:
+            fault = f"{list(y.shape)}: several labels a sample are not supported"
+            raise DataError(f"{path}: {part}_labels are {fault}")
+        labels = checked_labels(y.reshape(-1), f"{path}: {part}_labels")
+        if len(labels) != len(x) or not len(x):
+            raise DataError(f"{path}: {part} has {len(x)} images and {len(labels)} labels")
+        images = np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2))
+        splits.append(Split(torch.from_numpy(images), torch.from_numpy(labels)))
+        if splits[-1].x.shape[1:] != splits[0].x.shape[1:]:
             raise DataError(f"{path}: {part}_images have another shape than train_images")
-    classes = 1 + max(int(split.y.max()) for split in (train, val, test))
+    train, val, test = splits
     whole = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    return Dataset(spec.dataset, whole, test, tuple(map(str, range(classes))), kind=IMAGE.name)
-
-
-def _split(path: Path, part: str, arrays: dict[str, npt.NDArray[Any]]) -> Split:
-    x, y = arrays[f"{part}_images"], arrays[f"{part}_labels"]
-    shape = list(x.shape)
-    grey = x.ndim == 3
-    if x.dtype != np.uint8 or not (grey or (x.ndim == 4 and shape[3] == 3)):
-        raise DataError(
-            f"{path}: {part}_images must be uint8 [N, H, W] or [N, H, W, 3], are {x.dtype} {shape}"
-            + ("; volumes are not supported" if x.ndim == 4 else "")
-        )
-    if y.ndim == 2 and y.shape[1] != 1:
-        raise DataError(
-            f"{path}: {part}_labels are {list(y.shape)}: several labels a sample are not supported"
-        )
-    labels = checked_labels(y.reshape(-1), f"{path}: {part}_labels")
-    if len(labels) != len(x) or not len(x):
-        raise DataError(f"{path}: {part} has {len(x)} images and {len(labels)} labels")
-    images = x[:, None] if grey else x.transpose(0, 3, 1, 2)
-    return Split(torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels))
+    return Dataset(spec.dataset, whole, test, number_names(splits), kind=IMAGE.name)
 
 
 _OPENML_TEST_FRACTION = 1 / 3
 _OPENML_ADULT = 1590
-_ADULT_NUMBERS = (0, 2, 4, 10, 11, 12)  # of the 14 columns in adult.names
+_ADULT_NUMBERS = [0, 2, 4, 10, 11, 12]  # of the 14 columns in adult.names
+_ADULT_WORDS = [1, 3, 5, 6, 7, 8, 9, 13]
 _ADULT_COLUMNS = 15  # the last is the class
 _CHARACTER = 4  # bytes of one in numpy's arrays of text
 _MOST_CHARACTERS = 200  # in a field: numpy gives every field the room of the longest
-_MOST_NUMBER = 1e15  # squares of such numbers and their sums are finite
 
 Rows = npt.NDArray[np.str_]
 
@@ -200,46 +161,74 @@ Rows = npt.NDArray[np.str_]
 def read_adult(folder: str, spec: DataSpec) -> Dataset:
     """Read UCI's Adult: DIR/adult.data and adult.test, plain or .gz, as published.
 
-    If they are missing and `download` is set, OpenML's copy is used and kept in DIR; a fixed third
-    of it is the common test set.
+    If they are missing and `download` is set, OpenML's copy is used, which scikit-learn keeps in
+    DIR; a fixed third of it is the common test set. Features are float32: numeric columns first,
+    then one feature per category.
     """
-    root = expanded(folder)
-    found = [_file(root, name) for name in ("adult.data", "adult.test")]
-    if found[0] is not None and found[1] is not None:
-        train, test = (_read_rows(path, spec) for path in found if path is not None)
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+    root, name = expanded(folder), spec.dataset
+    files = [
+        next((path for path in (root / each, root / f"{each}.gz") if path.is_file()), None)
+        for each in ("adult.data", "adult.test")
+    ]
+    if files[0] is not None and files[1] is not None:
+        train, test = (_read_rows(path, spec) for path in files if path is not None)
     elif spec.download:
-        rows = _openml_rows(root)
+        from sklearn.datasets import fetch_openml
+
+        try:
+            frame: Any = fetch_openml(
+                data_id=_OPENML_ADULT, data_home=str(root), as_frame=True, parser="auto"
+            ).frame
+        except Exception as error:  # urllib's, openml's own, a broken archive
+            raise DataError(f"Adult cannot be downloaded from OpenML: {error}") from error
+        if frame.shape[1] != _ADULT_COLUMNS:
+            raise DataError(f"OpenML's Adult has {frame.shape[1]} columns, 15 are expected")
+        rows = np.array(frame.astype(object).where(frame.notna(), "?").astype(str), dtype=np.str_)
         parts = held_out(numbered(rows[:, -1]), _OPENML_TEST_FRACTION, "adult")
         train, test = (rows[part] for part in parts)
     else:
         raise DataError(
-            f"data.dataset = {spec.dataset!r}: adult.data and adult.test (or .gz) are not in "
+            f"data.dataset = {name!r}: adult.data and adult.test (or .gz) are not in "
             f"{root.resolve()}; put UCI's files there, or allow --set download=true"
         )
-    return _encoded(spec.dataset, train, test)
+    scaler = StandardScaler().fit(_floats(name, train))
+    encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False, dtype=np.float32)
+    encoder.fit(train[:, _ADULT_WORDS])
+    classes = tuple(map(str, np.unique(train[:, -1])))
+    if odd := sorted(set(map(str, test[:, -1])) - set(classes)):
+        raise DataError(f"{name}: the test set has the class {odd[0]!r}, training has {classes}")
 
+    def encoded(rows: Rows) -> Split:
+        values = scaler.transform(_floats(name, rows)).astype(np.float32)
+        x = np.concatenate([values, encoder.transform(rows[:, _ADULT_WORDS])], axis=1)
+        return Split(torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1])))
 
-def _file(root: Path, name: str) -> Path | None:
-    found = [path for path in (root / name, root / f"{name}.gz") if path.is_file()]
-    return found[0] if found else None
+    widths = (*(1 for _ in _ADULT_NUMBERS), *(len(found) for found in encoder.categories_))
+    return Dataset(name, encoded(train), encoded(test), classes, kind=TABLE.name, columns=widths)
 
 
 def _read_rows(path: Path, spec: DataSpec) -> Rows:
     """Return the rows of one file as text [N, 15]; '?' is treated as a category."""
     rows, taken, longest = [], 0, 1
-    try:
-        with open_bounded(path, spec) as text:
-            lines = csv.reader(text, skipinitialspace=True)
-            for row in lines:
-                # adult.test starts with a line of one field; both files end with an empty line.
-                if len(row) > 1:
-                    _check_row(row, path, lines.line_num)
-                    rows.append(row)
-                    longest = max(longest, *map(len, row))
-                    taken += bytes_of(row) + _CHARACTER * longest * len(row)
-                    refuse_more(taken, spec, path)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
-        raise DataError(f"{path}: not a readable table ({reason_of(error)})") from error
+    with reading(path, "table"), open_bounded(path, spec) as text:
+        lines = csv.reader(text, skipinitialspace=True)
+        for row in lines:
+            if len(row) <= 1:  # adult.test starts with such a line; both files end with one
+                continue
+            where, most = f"{path}: line {lines.line_num}", max(map(len, row))
+            if len(row) != _ADULT_COLUMNS:
+                raise DataError(f"{where} has {len(row)} columns, Adult has 15")
+            if most > _MOST_CHARACTERS:
+                raise DataError(
+                    f"{where} has a field of {most} characters, at most {_MOST_CHARACTERS} are "
+                    "allowed"
+                )
+            rows.append(row)
+            longest = max(longest, most)
+            taken += bytes_of(row) + _CHARACTER * longest * len(row)
+            refuse_more(taken, spec, path)
     if not rows:
         raise DataError(f"{path}: holds no rows")
     table: Rows = np.array(rows, dtype=np.str_)
@@ -247,79 +236,38 @@ def _read_rows(path: Path, spec: DataSpec) -> Rows:
     return table
 
 
-def _check_row(row: Sequence[str], path: Path, line: int) -> None:
-    """Raise DataError for a row of another number of columns, or of a long field."""
-    if len(row) != _ADULT_COLUMNS:
-        raise DataError(f"{path}: line {line} has {len(row)} columns, Adult has 15")
-    if max(map(len, row)) > _MOST_CHARACTERS:
-        raise DataError(
-            f"{path}: line {line} has a field of {max(map(len, row))} characters, at most "
-            f"{_MOST_CHARACTERS} are allowed"
-        )
-
-
-def _openml_rows(root: Path) -> Rows:
-    """Return all rows of OpenML's copy of Adult as text; scikit-learn caches it in `root`."""
-    from sklearn.datasets import fetch_openml
-
+def _floats(name: str, rows: Rows) -> npt.NDArray[np.float64]:
     try:
-        frame: Any = fetch_openml(
-            data_id=_OPENML_ADULT, data_home=str(root), as_frame=True, parser="auto"
-        ).frame
-    except Exception as error:  # urllib's, openml's own, a broken archive
-        raise DataError(f"Adult cannot be downloaded from OpenML: {error}") from error
-    if frame.shape[1] != _ADULT_COLUMNS:
-        raise DataError(f"OpenML's Adult has {frame.shape[1]} columns, 15 are expected")
-    return np.array(frame.astype(object).where(frame.notna(), "?").astype(str), dtype=np.str_)
-
-
-def _encoded(name: str, train: Rows, test: Rows) -> Dataset:
-    """Return the rows as float32: numeric columns first, then one feature per category."""
-    from sklearn.preprocessing import OneHotEncoder, StandardScaler
-
-    numbers = list(_ADULT_NUMBERS)
-    words = [c for c in range(_ADULT_COLUMNS - 1) if c not in _ADULT_NUMBERS]
-    scaler = StandardScaler().fit(_floats(name, train, numbers))
-    encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False, dtype=np.float32)
-    encoder.fit(train[:, words])
-    classes = tuple(map(str, np.unique(train[:, -1])))
-    if odd := sorted(set(map(str, test[:, -1])) - set(classes)):
-        raise DataError(f"{name}: the test set has the class {odd[0]!r}, training has {classes}")
-
-    def split(rows: Rows) -> Split:
-        values = scaler.transform(_floats(name, rows, numbers)).astype(np.float32)
-        x = np.concatenate([values, encoder.transform(rows[:, words])], axis=1)
-        return Split(torch.from_numpy(x), torch.from_numpy(np.searchsorted(classes, rows[:, -1])))
-
-    widths = (*(1 for _ in numbers), *(len(found) for found in encoder.categories_))
-    return Dataset(name, split(train), split(test), classes, kind=TABLE.name, columns=widths)
-
-
-def _floats(name: str, rows: Rows, columns: Sequence[int]) -> npt.NDArray[np.float64]:
-    try:
-        numbers = rows[:, columns].astype(np.float64)
+        numbers = rows[:, _ADULT_NUMBERS].astype(np.float64)
     except ValueError as error:
         raise DataError(f"{name}: a column of numbers holds a word ({error})") from error
-    odd = numbers[~(np.abs(numbers) <= _MOST_NUMBER)]
+    odd = numbers[~(np.abs(numbers) <= MAX_NUMBER)]
     if odd.size:
         raise DataError(
             f"{name}: a column of numbers holds {odd[0]}, they must be finite and at most "
-            f"{_MOST_NUMBER:g} either way"
+            f"{MAX_NUMBER:g} either way"
         )
     return numbers
 
 
 SOURCES = (
-    Source("digits", "scikit-learn's digits, included", read_digits, "", IMAGE, files=nowhere),
+    Source("digits", "scikit-learn's digits, included", read_digits, files=nowhere),
     Source(
         "breast-cancer",
         "scikit-learn's rows on breast cancer, included",
         read_breast_cancer,
-        "",
-        TABLE,
+        kind=TABLE,
         files=nowhere,
     ),
-    *map(_source, _CLASSES),
+    *(
+        Source(
+            name,
+            "torchvision's images, in data.data-dir",
+            read_torchvision,
+            files=lambda path, table, kept=kept: expanded(table.data_dir) / kept,
+        )
+        for name, (_, kept) in _TORCHVISION.items()
+    ),
     Source("medmnist", "a 2D dataset of MedMNIST, its .npz file", read_medmnist, "FILE"),
     Source("adult", "UCI's census income: adult.data and adult.test", read_adult, "DIR", TABLE),
 )
