@@ -225,13 +225,10 @@ def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
     for begins, row in read_fields(path, spec):
         if not header:
             header = [str(place) for place in range(1, len(row) + 1)] if numbered else row
-            for name in wanted:
-                if name not in header:
-                    columns, close = ", ".join(map(repr, header))[:200], nearest(name, header)
-                    raise DataError(
-                        f"{path}: has no column {name!r}, only {columns}{close}; name columns in "
-                        "data.text-column and data.label-column, by number if there is no header"
-                    )
+            for name in [each for each in wanted if each not in header]:
+                settings = "data.text-column and data.label-column"
+                hint = f"; name columns in {settings}, by number if there is no header"
+                raise no_column(path, name, header, hint)
             refuse_doubled(path, header)
             if not numbered:
                 continue
@@ -240,6 +237,13 @@ def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
                 f"{path}: line {begins} has {len(row)} columns, the first has {len(header)}"
             )
         yield begins, dict(zip(header, row, strict=True))
+
+
+def no_column(where: object, name: str, columns: Iterable[str], hint: str = "") -> DataError:
+    """Return the error for a column that is absent from a table with other columns."""
+    there = ", ".join(map(repr, islice(columns, 50)))[:200]
+    close = nearest(name, columns)
+    return DataError(f"{where}: has no column {one_line(name)!r}, only {there}{close}{hint}")
 
 
 def refuse_doubled(path: Path, header: Sequence[str]) -> None:
@@ -296,9 +300,7 @@ class Cells:
                 "numbers, dates, or words. Name the columns that are features in data.columns"
             )
         if name not in self.columns:
-            there = ", ".join(map(repr, islice(self.columns, 50)))[:200]
-            close = nearest(name, self.columns)
-            raise DataError(f"{self.path}: has no column {one_line(name)!r}, only {there}{close}")
+            raise no_column(self.path, name, self.columns)
         return self.columns[name]
 
     def fault(self, column: str, row: int, fault: str) -> DataError:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
+from fedhet.data.cells import no_column
 from fedhet.data.images import GREY_MODES, Form, open_image, pixels_of, upright
 from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, reading, refuse_more
 from fedhet.data.texts import shape_of_texts, tokenized
@@ -52,10 +53,8 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     if label not in features:
         stated = [key for key, each in features.items() if type(each).__name__ == "ClassLabel"]
         if len(stated) != 1:
-            raise DataError(
-                f"{where}: has no column {label!r}, but {', '.join(features)}: "
-                "'data.label-column' says which holds the classes"
-            )
+            hint = "; name the column of the classes in data.label-column"
+            raise no_column(where, label, features, hint)
         label = str(stated[0])
     if type(features[label]).__name__ == "ClassLabel":
         classes = tuple(map(str, features[label].names))
@@ -233,10 +232,8 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
     """Return the texts of a split as tokens, or its images."""
     if spec.sample_kind == TEXT.name:
         if absent := [column for column in spec.text_column if column not in rows.features]:
-            raise DataError(
-                f"hf:{name}: has no column {absent[0]!r} ('data.text-column'), but "
-                f"{', '.join(rows.features)}"
-            )
+            hint = "; name the columns of the text in data.text-column"
+            raise no_column(f"hf:{name}", absent[0], rows.features, hint)
         parts = zip(*(rows[column] for column in spec.text_column), strict=True)
         return tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
     columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
