@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fedhet.base.errors import DataError, reason_of
-from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
 from fedhet.settings.data import DataSettings
 from fedhet.settings.run import RunSettings, drawn_unseen
@@ -122,7 +121,11 @@ class Dataset:
     @property
     def stored(self) -> Stored:
         """How samples are stored, which says how new ones are scaled."""
-        return "scaled" if self.scaled_images else stored_as(self.train.x)
+        import torch
+
+        if self.scaled_images:
+            return "scaled"
+        return "bytes" if self.train.x.dtype == torch.uint8 else "given"
 
     def keeping(self, rows: Index) -> Dataset:
         """Return the dataset with these rows of its training set."""
@@ -246,13 +249,6 @@ def concatenated(*parts: Tensor) -> Tensor:
     return torch.cat([to_device(part if alike else scaled(part), place) for part in parts])
 
 
-def stored_as(x: Tensor) -> Stored:
-    """Return how samples `x` are stored, as far as their type says so."""
-    import torch
-
-    return "bytes" if x.dtype == torch.uint8 else "given"
-
-
 def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
     """Return `size` sorted row numbers, stratified by `labels` [N] (up to one row per class).
 
@@ -275,12 +271,6 @@ def subset_rows(labels: Index, size: int, rng: np.random.Generator) -> Index:
 def numbered(names: Sequence[str] | npt.NDArray[Any]) -> Index:
     """Return the place [N] of each name, or number, among the sorted ones."""
     return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
-
-
-def held_out(labels: Index, share: float, use: str) -> tuple[Index, Index]:
-    """Return the training rows and the rows of a common test set, whatever the run's seed."""
-    test = stratified(labels, round(share * len(labels)), numpy_rng(FIXED_SEED, use, "common"))
-    return np.setdiff1d(np.arange(len(labels)), test), test
 
 
 def nowhere(path: str, table: DataSettings) -> None:

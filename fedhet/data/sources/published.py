@@ -23,23 +23,32 @@ import torch
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
+from fedhet.base.seeding import numpy_rng
 from fedhet.data.cells import bytes_of, open_bounded
 from fedhet.data.sources.files import checked_labels, number_names, read_arrays
 from fedhet.data.spec import (
+    FIXED_SEED,
     Dataset,
     DataSpec,
+    Index,
     Source,
     Split,
-    held_out,
     nowhere,
     numbered,
     reading,
     refuse_more,
+    stratified,
 )
 from fedhet.data.values import MAX_NUMBER
 from fedhet.kinds import IMAGE, TABLE
 
 _TEST_FRACTION = 0.2
+
+
+def held_out(labels: Index, share: float, use: str) -> tuple[Index, Index]:
+    """Return the training rows and the rows of a common test set, whatever the run's seed."""
+    test = stratified(labels, round(share * len(labels)), numpy_rng(FIXED_SEED, use, "common"))
+    return np.setdiff1d(np.arange(len(labels)), test), test
 
 
 def read_digits(place: str, spec: DataSpec) -> Dataset:
