@@ -116,7 +116,7 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
         rng = np.random.default_rng(derive(spec.seed, "partition", attempt))
         try:
             if spec.partition == "iid":
-                dealt = np.array_split(np.arange(rows), spec.clients)
+                dealt: Sequence[Index] = np.array_split(np.arange(rows), spec.clients)
             else:
                 dealt = draws[spec.partition](labels[order], spec, rng)
         except ValueError as error:

@@ -410,7 +410,7 @@ def _dates(
     if order in found or not (shown or differ):
         shown, why = order if order in found else "dmy", "all are dates"
     elif shown:
-        first = texts[np.flatnonzero(~np.isnan(found[shown]) & ~both)[0]]
+        first = texts[np.flatnonzero(~np.isnan(found[shown]) & ~both).tolist()[0]]
         why = f"dates in the order {names[shown]}, as {first!r} shows"
     elif all("." in texts[place] for place in differ):
         shown, why = "dmy", "dates with points, which begin with the day"

@@ -123,8 +123,8 @@ def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str],
             parts.append((x, y))
     if not users:
         raise DataError(f"{folder}: holds no samples")
-    x, y = (torch.from_numpy(np.concatenate(each)) for each in zip(*parts, strict=True))
-    return users, Split(x, y)
+    arrays = [np.concatenate(each) for each in zip(*parts, strict=True)]
+    return users, Split(*map(torch.from_numpy, arrays))
 
 
 def _leaf_images(x: Sequence[Any], where: str) -> npt.NDArray[np.uint8]:
@@ -254,14 +254,15 @@ def _rows(chosen: Any, labels: Any, most: int, seed: int, use: str) -> Any:
     return rows[subset_rows(labels[rows], most, numpy_rng(seed, use))]
 
 
+_PATCH = ("patient", "node", "x_coord", "y_coord")
 CAMELYON17 = SitesForm(
     "tumor",
     "center",
-    ("patient", "node", "x_coord", "y_coord"),
+    _PATCH,
     lambda table: np.where(table["center"] == TEST_CENTRE, 2, 1),
     lambda table: [
         f"patches/patient_{p}_node_{n}/patch_patient_{p}_node_{n}_x_{x}_y_{y}.png"
-        for p, n, x, y in zip(*(table[c] for c in CAMELYON17.needs), strict=True)
+        for p, n, x, y in zip(*(table[name] for name in _PATCH), strict=True)
     ],
     ("normal", "tumor"),
 )

@@ -119,7 +119,8 @@ def read_torchvision(place: str, spec: DataSpec) -> Dataset:
         x, y = torch.as_tensor(each.data), torch.as_tensor(each.targets, dtype=torch.int64)
         x = x.unsqueeze(1) if x.ndim == 3 else x.permute(0, 3, 1, 2).contiguous()
         splits.append(Split(x, y))
-    return Dataset(spec.dataset, *splits, tuple(map(str, found[0].classes)), kind=IMAGE.name)
+    train, test = splits
+    return Dataset(spec.dataset, train, test, tuple(map(str, found[0].classes)), kind=IMAGE.name)
 
 
 def read_medmnist(file: str, spec: DataSpec) -> Dataset:
