@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import os
 import pickle
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from fedhet.data.spec import (
 )
 from fedhet.data.values import MAX_NUMBER
 from fedhet.kinds import IMAGE, TABLE
+from fedhet.settings.data import DataSettings
 
 _TEST_FRACTION = 0.2
 
@@ -260,6 +262,10 @@ def _floats(name: str, rows: Rows) -> npt.NDArray[np.float64]:
     return numbers
 
 
+def _in_data_dir(kept: str) -> Callable[[str, DataSettings], Path]:
+    return lambda path, table: expanded(table.data_dir) / kept
+
+
 SOURCES = (
     Source("digits", "scikit-learn's digits, included", read_digits, files=nowhere),
     Source(
@@ -274,7 +280,7 @@ SOURCES = (
             name,
             "torchvision's images, in data.data-dir",
             read_torchvision,
-            files=lambda path, table, kept=kept: expanded(table.data_dir) / kept,
+            files=_in_data_dir(kept),
         )
         for name, (_, kept) in _TORCHVISION.items()
     ),
