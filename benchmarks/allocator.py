@@ -3,7 +3,7 @@
     python -m benchmarks.allocator [--steps 60]
 
 A small CNN takes steps on batches of 64 images of 28 × 28, in the main thread and in another one,
-with glibc's defaults and with what fedhet sets for them (`fedhet.engines.environment`).
+with glibc's defaults and with what fedhet sets for them (`fedhet.engines.connection`).
 Page faults and seconds of the processor hardly depend on what else a machine does.
 """
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 
-from fedhet.engines.environment import KEEPING_PAGES, TUNABLES
+from fedhet.engines.connection import KEEPING_PAGES, TUNABLES
 
 TRIED = {
     "glibc's defaults": "",

@@ -21,7 +21,7 @@ from flwr.server.client_manager import SimpleClientManager
 from benchmarks.timing import ratios, show
 from fedhet.client_runtime.node import Node, read_node
 from fedhet.config.resolve import Config, resolve
-from fedhet.engines.backend import InlineProxy
+from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
 
 SETTINGS = {

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.timing import ProcessTimes, again_as_a_worker, show, write_images
 from fedhet.config.resolve import resolve
 from fedhet.data.store import RunData
-from fedhet.engines.backend import run_inline
+from fedhet.engines.simulate import run_inline
 from fedhet.methods.registry import find_method
 from fedhet.server.app import components
 

@@ -22,7 +22,7 @@ from flwr.common import (
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve
-from fedhet.engines.backend import InlineProxy
+from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import Watcher
 from fedhet.server.app import FederationServer, components
 from fedhet.server.calls import DirectProxy

@@ -21,7 +21,7 @@ import fedhet
 from fedhet.client_runtime.node import read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config
-from fedhet.engines.environment import for_training
+from fedhet.engines.connection import for_training
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 

@@ -13,7 +13,7 @@ import torch
 os.environ.pop("COLUMNS", None)
 
 from fedhet.cli import main
-from fedhet.engines.ray import connection
+from fedhet.engines import connection
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker a core, and one thread in each
 os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for the other tests

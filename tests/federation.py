@@ -15,7 +15,6 @@ from fedhet.client_runtime.node import open_client, read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import full_name
-from fedhet.engines import backend
 from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method
@@ -133,7 +132,7 @@ class Server:
         for k in range(config.run.clients if clients is None else clients):
             node_config = {"partition-id": k, "num-partitions": config.run.clients}
             node = read_node(node_config, config.run, str(directory / "state"), self.strategy.data)
-            self.manager.register(backend.InlineProxy(config, node))
+            self.manager.register(simulation.InlineProxy(config, node))
         self.strategy.initialize_parameters(self.manager)
 
     def ask(self, round: int) -> list[tuple[object, FitIns]]:

@@ -21,9 +21,8 @@ from fedhet.cli import main
 from fedhet.config.resolve import absolute, resolve
 from fedhet.config.sources import read_toml
 from fedhet.data.sources import paths_of
-from fedhet.engines.environment import code_of, for_workers
-from fedhet.engines.ray import cluster, inspection
-from fedhet.engines.ray.cluster import (
+from fedhet.engines import cluster, inspection
+from fedhet.engines.cluster import (
     ReachableClients,
     WorkerProxy,
     _shared,
@@ -34,9 +33,9 @@ from fedhet.engines.ray.cluster import (
     running_machines,
     taking_clients,
 )
-from fedhet.engines.ray.connection import connect
-from fedhet.engines.ray.inspection import faults, listing
-from fedhet.engines.ray.workers import Failed, LostError, Machine, Worker, WorkerPool
+from fedhet.engines.connection import code_of, connect, for_workers
+from fedhet.engines.inspection import faults, listing
+from fedhet.engines.workers import Failed, LostError, Machine, Worker, WorkerPool
 from fedhet.runs.directory import check_same
 from fedhet.settings.data import DataSettings
 from fedhet.settings.engine import EngineSettings
@@ -193,7 +192,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
 def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
     root = Path(inspection.__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-S", "-c", "import fedhet.engines.ray.inspection"],
+        [sys.executable, "-S", "-c", "import fedhet.engines.inspection"],
         cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

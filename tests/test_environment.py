@@ -20,7 +20,7 @@ from fedhet.cli.training import ending_at_once, fault_of, side_by_side
 from fedhet.client_runtime.node import _state_dir
 from fedhet.config.resolve import resolve
 from fedhet.data.images import _cache_file
-from fedhet.engines.environment import KEEPING_PAGES, for_training, for_workers, inherited
+from fedhet.engines.connection import KEEPING_PAGES, for_training, for_workers, inherited
 from fedhet.runs.units import make_output_lenient
 from fedhet.server.app import run_directory
 

@@ -17,7 +17,7 @@ from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.client_runtime.app import client_fn
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import Layers, to_flower
-from fedhet.engines import backend, simulate
+from fedhet.engines import simulate
 from fedhet.inference import api
 from fedhet.runs.progress import Progress, read_status
 from fedhet.runs.progress import Status as RunStatus
@@ -126,7 +126,7 @@ def without_result(tmp_path, monkeypatch):
         fault = {"error": "its batch norm has diverged"}
         return EvaluateRes(Status(Code.OK, ""), 0.0, 1, fault)
 
-    monkeypatch.setattr(backend.InlineProxy, "evaluate", evaluate)
+    monkeypatch.setattr(simulate.InlineProxy, "evaluate", evaluate)
     progress = Progress()
     with pytest.raises(FedhetError) as raised:
         run(small("fedavg", rounds=1, clients=2, models="mlp"), directory, [progress])

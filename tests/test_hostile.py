@@ -15,8 +15,8 @@ from interruption import Notices, cut_and_resumed
 
 from fedhet.base.errors import FedhetError
 from fedhet.deployment.local import LocalDeployment
-from fedhet.engines import backend
-from fedhet.engines.backend import InlineProxy
+from fedhet.engines import simulate as simulation
+from fedhet.engines.simulate import InlineProxy
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.storage import Checkpoints, ClientStore
 from fedhet.server.reply import ReplySpool
@@ -136,7 +136,7 @@ def without(tmp_path_factory):
     def found(method):
         if method not in known:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(backend, "InlineProxy", Silent)
+                patch.setattr(simulation, "InlineProxy", Silent)
                 summary = run(five(method), tmp_path_factory.mktemp(method) / "run")
             known[method] = accuracy_of(method, summary)
         return known[method]
@@ -155,7 +155,7 @@ EACH = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("method", "hostile"), EACH)
 def test_the_others_end_as_without_it(method, hostile, without, tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "InlineProxy", hostile)
+    monkeypatch.setattr(simulation, "InlineProxy", hostile)
     notices = Notices()
     summary = run(five(method), tmp_path / "run", [notices])
     assert [past["round"] for past in summary["history"]] == list(range(1, ROUNDS + 1))
@@ -205,7 +205,7 @@ def _tensor(field):
 @pytest.mark.parametrize("method", ["felo", "fedavg", "um-pfssl"])
 def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch):
     """Also where replies lie on disk and are read one at a time, as those of um-pfssl."""
-    monkeypatch.setattr(backend, "InlineProxy", Huge)
+    monkeypatch.setattr(simulation, "InlineProxy", Huge)
     server = Server(five(method, rounds=2), tmp_path / "run")
     server.play(1)
     record = server.strategy.state.record
@@ -215,7 +215,7 @@ def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch
 
 
 def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "InlineProxy", Huge)
+    monkeypatch.setattr(simulation, "InlineProxy", Huge)
     server = Server(five("felo", outlier_factor=0.0, clip_factor=0.0), tmp_path / "run")
     server.play(1)
     assert server.strategy.state.record.failed == {}
@@ -224,7 +224,7 @@ def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", ["felo", "fedavg", "fedtype"])
 def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch):
     """Without the check of sizes the huge reply is in every instruction of round 2."""
-    monkeypatch.setattr(backend, "InlineProxy", HugeAtFirst)
+    monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
     notices = Notices()
     run(five(method, rounds=4, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run", [notices])
     first, second, third, fourth = records(tmp_path / "run")
@@ -239,7 +239,7 @@ def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch
 
 def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, monkeypatch):
     """Velo's CVAE does not learn from such features, so that the other architecture continues."""
-    monkeypatch.setattr(backend, "InlineProxy", HugeAtFirst)
+    monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
     always = {"velo.least-separation": 0.0}  # otherwise the means are sent, which strike all
     run(five("velo", rounds=5, outlier_factor=0.0, clip_factor=0.0, **always), tmp_path / "run")
     found = records(tmp_path / "run")
@@ -258,7 +258,7 @@ class HugeLater(Huge):
 @pytest.mark.parametrize("stop", [3, 4, 5])
 def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_path, monkeypatch):
     """It goes back to its state after round 2, whose checkpoint is kept for that."""
-    monkeypatch.setattr(backend, "InlineProxy", HugeLater)
+    monkeypatch.setattr(simulation, "InlineProxy", HugeLater)
     notices = Notices()
     config = five("felo", rounds=6, outlier_factor=0.0, clip_factor=0.0)
     cut_and_resumed(config, tmp_path, stop + 1, watchers=[notices])
@@ -267,7 +267,7 @@ def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_pat
 
 def test_a_resumed_run_asks_the_same_clients(tmp_path, monkeypatch):
     """The count of refusals and of silences is saved."""
-    monkeypatch.setattr(backend, "InlineProxy", Broken)
+    monkeypatch.setattr(simulation, "InlineProxy", Broken)
     cut_and_resumed(five("local", rounds=6), tmp_path)
     assert [HOSTILE in r["asked"] for r in records(tmp_path / "whole")] == [True] * 3 + [False] * 3
 
@@ -284,7 +284,7 @@ def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monk
             asked.append((self.cid, group_id))
             return super().evaluate(ins, timeout, group_id)
 
-    monkeypatch.setattr(backend, "InlineProxy", Counted)
+    monkeypatch.setattr(simulation, "InlineProxy", Counted)
     run(five("felo"), tmp_path / "run")
     assert [round for name, round in asked if name == HOSTILE] == [1, 2, 4, 8], "nor evaluated"
 
@@ -323,7 +323,7 @@ class Deaf(InlineProxy):
 
 @pytest.mark.parametrize(("rounds", "since"), [(4, "since round 3"), (2, "")])
 def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "InlineProxy", Deaf)
+    monkeypatch.setattr(simulation, "InlineProxy", Deaf)
     if not since:
         run(five("local", rounds=rounds), tmp_path / "run")
         return

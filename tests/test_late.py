@@ -245,7 +245,7 @@ def held(monkeypatch):
         return train(self, round, knowledge)
 
     monkeypatch.setattr(FedAvgClient, "train", slowly)
-    monkeypatch.setattr("fedhet.engines.backend.InlineProxy._one_at_a_time", threading.RLock())
+    monkeypatch.setattr("fedhet.engines.simulate.InlineProxy._one_at_a_time", threading.RLock())
     return gate
 
 
@@ -262,7 +262,7 @@ class Unlocked:
 def test_a_client_that_hangs_is_late_and_its_answer_is_used_when_it_comes(
     tmp_path, held, monkeypatch
 ):
-    monkeypatch.setattr("fedhet.engines.backend.InlineProxy._one_at_a_time", Unlocked())
+    monkeypatch.setattr("fedhet.engines.simulate.InlineProxy._one_at_a_time", Unlocked())
     config = small("fedavg", clients=3, rounds=4, models=["mlp"], enough=2.0, silences=1)
     server = Server(config, tmp_path / "run")
     strategy = server.strategy

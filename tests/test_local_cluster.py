@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from fedhet.base.errors import DataError, FedhetError, SettingsError
 from fedhet.cli import app
-from fedhet.engines.environment import KEEPING_PAGES
-from fedhet.engines.ray import connection
+from fedhet.engines import connection
+from fedhet.engines.connection import KEEPING_PAGES
 from fedhet.runs.log import Watcher
 
 
@@ -207,7 +207,7 @@ def test_an_error_does_not_wait_for_a_ray_that_is_starting(tmp_path):
 def test_an_error_does_not_wait_for_workers_that_are_starting(tmp_path):
     slow = (
         "import ray, sys, time; ray.init = lambda **_: None; "
-        "from fedhet.engines.ray import cluster; "
+        "from fedhet.engines import cluster; "
         "cluster.running_machines = lambda: time.sleep(300); "
     )
     words = ["fedhet", "run", "local", "--dataset", "breast-cancer", "--models", "cnn2"]

@@ -12,8 +12,8 @@ from flwr.server.client_manager import SimpleClientManager
 
 from fedhet.base.errors import FedhetError, KnowledgeError, StateError, shown
 from fedhet.client_runtime.node import open_client, read_node
-from fedhet.engines import backend
-from fedhet.engines.backend import InlineProxy
+from fedhet.engines import simulate as simulation
+from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
 from fedhet.server.members import Admission, Member, Members, commonest_task, first_of_pool
 from fedhet.settings.engine import EngineSettings
@@ -464,7 +464,7 @@ class Diverging(InlineProxy):
 
 
 def test_a_client_that_diverges_keeps_its_model_and_is_judged_by_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "InlineProxy", Diverging)
+    monkeypatch.setattr(simulation, "InlineProxy", Diverging)
     run(small("local", rounds=3, optimizer="sgd"), tmp_path / "run")
     first, second, third = records(tmp_path / "run")
     assert second["failed"].keys() == {"client-1"}
@@ -484,7 +484,7 @@ class Silent(InlineProxy):
 
 
 def test_who_is_not_heard_of_is_in_no_mean(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "InlineProxy", Silent)
+    monkeypatch.setattr(simulation, "InlineProxy", Silent)
     summary = run(small(), tmp_path / "run")
     kept = summary["accuracy"]["common"]["private"]
     assert set(kept["per_client"]) == {"client-0", "client-1", "client-3"}

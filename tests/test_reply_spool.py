@@ -15,7 +15,7 @@ from fedhet.algorithms import weights as averaging
 from fedhet.algorithms.weights import RunningAverage, average_weights
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, StateError
-from fedhet.engines.backend import InlineProxy
+from fedhet.engines.simulate import InlineProxy
 from fedhet.server import reply as replies
 from fedhet.server.reply import ReplySpool
 from fedhet.wire.contract import Contract, TensorField, WeightsField

@@ -12,9 +12,8 @@ from fedhet.base.errors import DataError, SettingsError, StateError
 from fedhet.client_runtime.node import open_client, read_node
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
-from fedhet.engines import backend
 from fedhet.engines import simulate as simulation
-from fedhet.engines.backend import InlineProxy
+from fedhet.engines.simulate import InlineProxy
 from fedhet.server.app import components
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
@@ -210,7 +209,7 @@ class Damaging(InlineProxy):
 
 
 def test_bytes_that_are_no_message_are_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "InlineProxy", Damaging)
+    monkeypatch.setattr(simulation, "InlineProxy", Damaging)
     server = Server(small(max_payload_mb=0.5), tmp_path / "run")
     answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
     server.strategy.aggregate_fit(1, answers, [])
@@ -232,7 +231,7 @@ class Unwell(InlineProxy):
 
 
 def test_a_client_that_dies_ends_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "InlineProxy", Unwell)
+    monkeypatch.setattr(simulation, "InlineProxy", Unwell)
     run(small(), tmp_path / "run")
     first, second = records(tmp_path / "run")
     assert first["failed"] == {"client-3": "the power went out"}

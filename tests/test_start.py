@@ -3,6 +3,7 @@
 Time depends on the machine; what is imported does not. `benchmarks/start.py` measures the time.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -13,15 +14,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from federation import small
 
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import validated
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.engines import backend
-from fedhet.engines.backend import with_backend
-from fedhet.engines.simulate import concurrently
+from fedhet.engines import simulate as simulation
+from fedhet.engines.simulate import with_backend
 from fedhet.methods.registry import shipped_names
 
 ROOT = Path(__file__).parent.parent
@@ -248,7 +249,7 @@ def test_a_backend_that_is_given_stays(backend):
 def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
     """15 s for Ray; two workers save half of the work, so the bound is 30 s."""
     for seconds, chosen, about in [(29, "inline", "about"), (31, "ray", "more than")]:
-        monkeypatch.setattr(backend, "_seconds_of_work", lambda *_, work=seconds: work)
+        monkeypatch.setattr(simulation, "_seconds_of_work", lambda *_, work=seconds: work)
         place = {"inline": "in this process", "ray": "on Ray"}[chosen]
         assert backend_of() == (chosen, f"training {place}: {about} {seconds} s of work")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
@@ -271,7 +272,9 @@ def test_what_needs_ray_chooses_it(settings, reason):
 
 def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(backend, "_seconds_per_sample", lambda name, *_: asked.append(name) or 1e-4)
+    monkeypatch.setattr(
+        simulation, "_seconds_per_sample", lambda name, *_: asked.append(name) or 1e-4
+    )
     settings = {"rounds": 10, "training.local-epochs": 2, "models.pool": ["mlp", "cnn2"]}
     config = resolve({"method": "felo", "clients": 4, **settings}).replacing(resume=True)
     data = RunData.of(config.run)
@@ -279,29 +282,33 @@ def test_work_is_estimated_from_the_remaining_rounds(two_cpus, monkeypatch, tmp_
     own = sum(len(data.split_rows(client)[1]) for client in range(4))
     (tmp_path / "metrics.jsonl").write_text("{}\n" * 3)
     for directory, rounds in [(tmp_path / "new", 10), (tmp_path, 7)]:
-        work = backend._seconds_of_work(config, data, directory, 1e9)
+        work = simulation._seconds_of_work(config, data, directory, 1e9)
         samples = rounds * (2 * train + (own + 4 * len(data.common_test)) / 3)
         assert work == pytest.approx(1e-4 * samples)
     assert set(asked) == {"mlp", "cnn2"}
 
 
-def test_what_is_closed_while_the_report_is_written_is_waited_for():
+def test_what_is_closed_while_the_report_is_written_is_waited_for(monkeypatch, tmp_path):
     events, begun = [], threading.Event()
 
-    def close():
+    @contextlib.contextmanager
+    def cluster(*_):
+        yield None
         begun.set()
         events.append("closed")
+        if len(events) > 2:
+            raise OSError("full")
 
-    with concurrently(close):
-        assert begun.wait(30)  # it does not wait for the block
+    def write(directory):
+        assert begun.wait(30)  # it does not wait for the report
         events.append("reported")
+
+    monkeypatch.setattr(simulation, "cluster_for", cluster)
+    monkeypatch.setattr("fedhet.report.write", write)
+    simulation.simulate(small(rounds=1), tmp_path / "a")
     assert sorted(events) == ["closed", "reported"]
-    with pytest.raises(OSError, match="full"), concurrently(lambda: _raise(OSError("full"))):
-        pass
-
-
-def _raise(error):
-    raise error
+    with pytest.raises(OSError, match="full"):
+        simulation.simulate(small(rounds=1), tmp_path / "b")
 
 
 def test_a_declaration_imports_neither_pytorch_nor_flower():

@@ -33,7 +33,7 @@ from fedhet.cli import deploy, results, run, show
 from fedhet.cli.example import example_command
 from fedhet.cli.options import FLAGS, console, errors
 from fedhet.config.sources import all_settings
-from fedhet.engines.ray.connection import abandon, is_starting
+from fedhet.engines.connection import abandon, is_starting
 from fedhet.runs.units import make_output_lenient
 from fedhet.settings.schema import meant
 

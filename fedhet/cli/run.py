@@ -37,7 +37,7 @@ from fedhet.cli.options import (
     say,
 )
 from fedhet.config.sources import Given, full_name, of_method, validated
-from fedhet.engines.ray.connection import starting
+from fedhet.engines.connection import starting
 from fedhet.methods.registry import find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text, read_text

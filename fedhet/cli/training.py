@@ -28,7 +28,7 @@ from fedhet.cli.results import show_comparison, show_run
 from fedhet.cli.run import point_name
 from fedhet.config.resolve import Config, completed
 from fedhet.config.sources import Given
-from fedhet.engines.environment import for_training, inherited
+from fedhet.engines.connection import for_training, inherited
 from fedhet.engines.simulate import baseline_of, settled_for, simulate, train
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on

@@ -26,12 +26,12 @@ from fedhet.client_runtime.node import (
     ALLOW_PATHS_VARIABLE,
     STATE_DIR_VARIABLE,
 )
-from fedhet.config.resolve import Config, absolute, check
+from fedhet.config.resolve import Config, absolute
 from fedhet.data.store import RunData
 from fedhet.deployment import certs
 from fedhet.deployment.control import Connection, program, submit
-from fedhet.engines.environment import for_training
-from fedhet.engines.simulate import check_own_models
+from fedhet.engines.connection import for_training
+from fedhet.engines.simulate import check_models_and_data
 from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"
@@ -180,8 +180,7 @@ def deploy_local(
     """
     say(f"reading {config.run.data.dataset}, and splitting it between the clients")
     data = RunData.of(config.run)
-    check(config, data)
-    check_own_models(config, data)
+    check_models_and_data(config, data)
     placed = absolute(config).replacing(out=str(directory))
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise FedhetError(f"{keep} is not empty; give another folder with --keep")

@@ -15,6 +15,7 @@ from fedhet.data.store import RunData
 from fedhet.kinds import KINDS, Kind, Shape
 from fedhet.learning.devices import find_device
 from fedhet.models import Refitted, build_any
+from fedhet.settings.schema import kebab
 
 CONTEXT_BYTES = 2**29
 """What CUDA itself takes of a GPU's memory in each process."""
@@ -28,42 +29,38 @@ COPIES = 4
 
 
 def with_gpu_share(config: Config, data: RunData) -> Config:
-    """Return the settings with a share of a GPU for each worker, if they leave it open."""
-    engine = config.run.engine
-    device = find_device(engine.device)
-    if engine.gpus_per_client or device.type != "cuda":
+    """Return the settings with a share of a GPU for each worker, if they leave it open.
+
+    It follows from what training takes for the largest of the run's models. A method that trains
+    further models of its own takes as much for each.
+    """
+    run, dataset = config.run, data.dataset
+    device = find_device(run.engine.device)
+    if run.engine.gpus_per_client or device.type != "cuda":
         return config
-    index = device.index or 0
-    total = torch.cuda.get_device_properties(index).total_memory
-    share = share_for(needed_bytes(config, data), total)
-    return config.replacing(engine=engine.model_copy(update={"gpus_per_client": share}))
+    kind, shape, own = dataset.kind, tuple(dataset.shape), config.own.flat()
+    others = [str(own[kebab(name)]) for name in config.method.spec.own_models]
+    batch = max(run.training.batch_size, 2)
+    sizes = {
+        name: training_bytes(
+            build_any(name, shape, len(dataset.classes), seed=run.seed, kind=kind),
+            KINDS[kind],
+            shape,
+            batch,
+        )
+        for name in dict.fromkeys([*run.models.pool, *others])
+    }
+    largest = max(sizes[name] for name in run.models.pool)
+    needed = CONTEXT_BYTES + largest + sum(sizes[name] for name in others)
+    total = torch.cuda.get_device_properties(device.index or 0).total_memory
+    share = share_for(needed, total)
+    return config.replacing(engine=run.engine.model_copy(update={"gpus_per_client": share}))
 
 
 def share_for(needed: int, total: int) -> float:
     """Return the share of a GPU of `total` bytes for a worker: 1/k, for k that fit side by side."""
     fitting = int(IN_USE * total / needed)
     return math.floor(100 / min(max(fitting, 1), MOST_WORKERS)) / 100
-
-
-def needed_bytes(config: Config, data: RunData) -> int:
-    """Return about what training takes of a GPU's memory for the largest of the run's models.
-
-    A method that trains further models of its own takes as much for each.
-    """
-    run, kind, shape = config.run, data.dataset.kind, tuple(data.dataset.shape)
-    classes, own = len(data.dataset.classes), config.flat()
-    names = [name.replace("_", "-") for name in config.method.spec.own_models]
-    others = [str(own[f"{run.method}.{name}"]) for name in names]
-    batch = max(run.training.batch_size, 2)
-    sizes = {
-        name: training_bytes(
-            build_any(name, shape, classes, seed=run.seed, kind=kind), KINDS[kind], shape, batch
-        )
-        for name in dict.fromkeys([*run.models.pool, *others])
-    }
-    largest = max(sizes[name] for name in run.models.pool)
-    each = largest + sum(sizes[name] for name in others)
-    return CONTEXT_BYTES + each
 
 
 @torch.no_grad()

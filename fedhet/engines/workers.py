@@ -181,26 +181,30 @@ class WorkerPool:
         memory of their GPUs before. Raises LostError if the second worker is lost too, or none is
         left, and TimeoutError after `timeout` seconds, with the time to wait for a worker.
         """
+        import ray
+
         if alone:
             self.notice(f"{who} {ASKED_ALONE}")
         end = None if timeout is None else time.monotonic() + timeout
         for tried in range(1, TRIES + 1):
             with self._worker(end, alone=alone) as placed:
                 try:
-                    return _result(task(placed.actor), end)
-                except LostError as error:
-                    again = tried < TRIES
-                    outcome = "it is asked again on another" if again else "it fails in this round"
+                    return ray.get(task(placed.actor), timeout=_left(end))
+                except ray.exceptions.GetTimeoutError:
+                    self._replace(placed)  # it is still at work, and might never end
+                    raise TimeoutError("did not answer in time") from None
+                except ray.exceptions.RayError as error:
+                    LOG.warning("%s", error)
+                    lost = LostError(type(error).__name__)
+                    is_last = tried == TRIES
+                    outcome = "fails in this round" if is_last else "is asked again on another"
                     self.notice(
-                        f"the worker of {who} on {placed.machine.address} is lost ({error}): "
+                        f"the worker of {who} on {placed.machine.address} is lost ({lost}): it "
                         f"{outcome}"
                     )
                     self._replace(placed)
-                    if not again:
-                        raise
-                except TimeoutError:
-                    self._replace(placed)  # it is still at work, and might never end
-                    raise
+                    if is_last:
+                        raise lost from error
         raise AssertionError("unreachable")
 
     def close(self) -> None:
@@ -290,19 +294,6 @@ class WorkerPool:
                     f"no worker starts on {placed.machine.address} ({type(error).__name__}): the "
                     "run continues without it"
                 )
-
-
-def _result(ref: Any, end: float | None) -> Any:
-    """Wait for a task's result. Raises LostError if its worker is lost, and TimeoutError."""
-    import ray
-
-    try:
-        return ray.get(ref, timeout=_left(end))
-    except ray.exceptions.GetTimeoutError:
-        raise TimeoutError("did not answer in time") from None
-    except ray.exceptions.RayError as error:
-        LOG.warning("%s", error)
-        raise LostError(type(error).__name__) from error
 
 
 def _left(end: float | None) -> float | None:

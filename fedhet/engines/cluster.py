@@ -14,6 +14,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from fedhet.config.resolve import Config, absolute
 from fedhet.data.sources import find_source, paths_of
 from fedhet.data.store import RunData
 from fedhet.data.texts import encoder_folder, encoder_parts, is_encoder
-from fedhet.engines.ray import inspection
-from fedhet.engines.ray.connection import BACKGROUND, connect, end_later, leave, start
-from fedhet.engines.ray.inspection import Needs
-from fedhet.engines.ray.workers import Failed, LostError, Machine, Worker, WorkerPool
+from fedhet.engines import inspection
+from fedhet.engines.connection import BACKGROUND, connect, end_later, leave, start
+from fedhet.engines.inspection import Needs
+from fedhet.engines.workers import Failed, LostError, Machine, Worker, WorkerPool
 from fedhet.learning.devices import find_device
 from fedhet.models import is_user_model
 from fedhet.runs.directory import make_empty
@@ -73,18 +74,14 @@ class WorkerProxy(DirectProxy):
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
         """Call the client on a worker. Raises ClientCallError or ClientCodeError."""
-        place = self._partition
+
+        def started(actor: Any, *, alone: bool = False) -> Any:
+            return actor.call.remote(self._partition, name, instruction, alone=alone)
+
         try:
-            result = self._pool.run(
-                self.cid, lambda actor: actor.call.remote(place, name, instruction), timeout
-            )
+            result = self._pool.run(self.cid, started, timeout)
             if isinstance(result, Failed) and result.of_memory:
-                result = self._pool.run(
-                    self.cid,
-                    lambda actor: actor.call.remote(place, name, instruction, alone=True),
-                    timeout,
-                    alone=True,
-                )
+                result = self._pool.run(self.cid, partial(started, alone=True), timeout, alone=True)
         except (LostError, TimeoutError) as error:
             raise ClientCallError(str(error)) from error
         if not isinstance(result, Failed):
@@ -123,16 +120,8 @@ class LocalCluster:
     def _start(self, states: Path, notice: Callable[[str], None]) -> WorkerPool:
         start()
         try:
-            import ray
-
-            engine = self._config.run.engine
-            on_gpu = find_device(engine.device).type == "cuda"
-            machines = taking_clients(running_machines(), engine)
-            actor, settings = actor_of(engine, on_gpu=on_gpu), ray.put(absolute(self._config))
-            placed = places(machines, engine, self._config.run.clients, on_gpu=on_gpu)
-            return WorkerPool(
-                placed, lambda _: actor.remote(settings, str(states), self._decoded), notice
-            )
+            machines = taking_clients(running_machines(), self._config.run.engine)
+            return start_workers(machines, absolute(self._config), states, notice, self._decoded)
         except BaseException:
             leave()
             raise
@@ -181,23 +170,13 @@ def joined_workers(
     engine = config.run.engine
     device = find_device(engine.device).type  # the workers train on what this machine trains on
     on_workers = absolute(config.replacing(engine=engine.model_copy(update={"device": device})))
-    on_gpu = device == "cuda"
     with contextlib.ExitStack() as leaving:
         with _shared(directory, go_on=config.run.resume):
             connect(engine.ray_address, modules_of(config))
             leaving.callback(leave)
             machines = taking_clients(running_machines(), engine)
             check_machines(machines, needs_of(on_workers, directory), engine.join_timeout)
-            placed = places(machines, engine, config.run.clients, on_gpu=on_gpu)
-            import ray  # only now: `connect` sets what it reads from the environment
-
-            actor, settings = actor_of(engine, on_gpu=on_gpu), ray.put(on_workers)
-            states = str(directory / "state")
-            pool = WorkerPool(
-                placed,
-                lambda m: actor.options(scheduling_strategy=pinned(m)).remote(settings, states),
-                notice,
-            )
+            pool = start_workers(machines, on_workers, directory / "state", notice)
             leaving.callback(pool.close)
             pool.wait(engine.join_timeout)
         yield pool
@@ -263,16 +242,32 @@ def places(
     return placed[:clients]
 
 
-def actor_of(engine: EngineSettings, *, on_gpu: bool) -> Any:
-    """Return Ray's class of a worker's actors, with what each takes of its machine."""
-    import ray
+def start_workers(
+    machines: Sequence[Machine],
+    config: Config,
+    states: Path,
+    notice: Callable[[str], None],
+    decoded: Path | None = None,
+) -> WorkerPool:
+    """Start workers on the machines, as many as have room; see `Worker` and `WorkerPool`."""
+    import ray  # only now: `connect` and `start` set what it reads from the environment
 
-    return ray.remote(
+    engine = config.run.engine
+    on_gpu = find_device(engine.device).type == "cuda"
+    placed = places(machines, engine, config.run.clients, on_gpu=on_gpu)
+    actor = ray.remote(
         num_cpus=engine.cpus_per_client,
         num_gpus=engine.gpus_per_client if on_gpu else 0,
         max_restarts=0,
         max_task_retries=0,
     )(Worker)
+    settings = ray.put(config)
+
+    def begin(machine: Machine) -> Any:
+        there = actor.options(scheduling_strategy=pinned(machine))
+        return there.remote(settings, str(states), decoded)
+
+    return WorkerPool(placed, begin, notice)
 
 
 def pinned(machine: Machine) -> Any:
@@ -315,45 +310,37 @@ def check_machines(machines: Sequence[Machine], needs: Needs, patience: float) -
     Raises FedhetError if one of them lacks it. The lines of all machines are the error's notes, if
     there are several.
     """
+    import ray
+
     directory = Path(needs.directory)
     with Folder(directory).replacing(needs.token) as path:  # machines recognise the directory by it
         path.write_text(needs.token, encoding="utf-8")
     try:
-        faults = {address: lines for address, lines in _faults(machines, needs, patience) if lines}
+        task = ray.remote(num_cpus=0, max_retries=0)(inspection.faults)
+        asked = {
+            machine.address: task.options(scheduling_strategy=pinned(machine)).remote(needs)
+            for machine in machines
+        }
+        refs, lines = list(asked.values()), []
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=patience)
+        for address, ref in asked.items():
+            found = [f"has not answered within {patience:g} s"]
+            if ref in answered:
+                try:
+                    found = ray.get(ref)
+                except Exception as error:  # of Ray, or of whatever is installed there
+                    found = [f"cannot be asked: {words_of(error)}"]
+            lines.append([one_line(f"{address}: {line}") for line in found])
     finally:
         Folder(directory).remove(path.name for path in directory.glob(f"{needs.token}*"))
-    lines = [one_line(f"{address}: {line}") for address, some in faults.items() for line in some]
-    if len(lines) == 1:
-        raise FedhetError(lines[0])
-    if lines:
-        error = FedhetError(
-            f"{len(faults)} of {plural(len(machines), 'machine')} of the Ray cluster cannot take "
-            f"part, and nothing was trained; the first fault: {lines[0]}"
+    faults = [line for found in lines for line in found]
+    if len(faults) == 1:
+        raise FedhetError(faults[0])
+    if faults:
+        refusal = FedhetError(
+            f"{sum(map(bool, lines))} of {plural(len(machines), 'machine')} of the Ray cluster "
+            f"cannot take part, and nothing was trained; the first fault: {faults[0]}"
         )
-        for line in lines:
-            error.add_note(line)
-        raise error
-
-
-def _faults(
-    machines: Sequence[Machine], needs: Needs, patience: float
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield the address of each machine, and what it lacks; if it does not answer, that."""
-    import ray
-
-    task = ray.remote(num_cpus=0, max_retries=0)(inspection.faults)
-    asked = {
-        machine.address: task.options(scheduling_strategy=pinned(machine)).remote(needs)
-        for machine in machines
-    }
-    refs = list(asked.values())
-    answered, _ = ray.wait(refs, num_returns=len(refs), timeout=patience)
-    for address, ref in asked.items():
-        if ref not in answered:
-            yield address, [f"has not answered within {patience:g} s"]
-            continue
-        try:
-            found = ray.get(ref)
-        except Exception as error:  # of Ray, or of whatever is installed there
-            found = [f"cannot be asked: {words_of(error)}"]
-        yield address, found
+        for line in faults:
+            refusal.add_note(line)
+        raise refusal
