@@ -25,7 +25,7 @@ from fedhet.kinds import TABLE
 from fedhet.runs.display import in_notebook, notebook_display
 from fedhet.runs.measures import spread
 from fedhet.runs.records import RoundRecord, RunSeconds, Summary
-from fedhet.settings.data import DataSettings
+from fedhet.settings.run import DataSettings
 from fedhet.strategies.local import LocalStrategy
 
 ROOT = Path(__file__).parents[1]

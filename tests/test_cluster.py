@@ -37,9 +37,8 @@ from fedhet.engines.connection import code_of, connect, for_workers
 from fedhet.engines.inspection import faults, listing
 from fedhet.engines.workers import Failed, LostError, Machine, Worker, WorkerPool
 from fedhet.runs.directory import check_same
-from fedhet.settings.data import DataSettings
 from fedhet.settings.engine import EngineSettings
-from fedhet.settings.run import where_it_ran
+from fedhet.settings.run import DataSettings, where_it_ran
 
 ADDRESS = "engine.ray-address"
 A, B = Machine("node-a", "10.0.0.1", 4.0, 1.0), Machine("node-b", "10.0.0.2", 2.0, 0.0)

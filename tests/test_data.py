@@ -32,7 +32,7 @@ from fedhet.data.sources import dataset_names
 from fedhet.data.spec import DataSpec, stratified
 from fedhet.data.store import RunData, load
 from fedhet.learning.devices import scaled
-from fedhet.settings.data import DataSettings
+from fedhet.settings.run import DataSettings
 from fedhet.settings.schema import build
 from fedhet.wire.identity import client_name
 

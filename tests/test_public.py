@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from PIL import Image
-from pydantic import ValidationError
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import check, resolve
@@ -144,7 +143,7 @@ def test_two_sources_are_refused():
         resolve({"data.public-dataset": "digits", "data.public-fraction": 0.1})
     with pytest.raises(SettingsError, match=said):
         build(DataSpec, {"public-dataset": "digits", "public-fraction": 0.1})
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(SettingsError, match=said):
         DataSpec(public_dataset="digits", public_fraction=0.1)
 
 

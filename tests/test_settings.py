@@ -30,7 +30,7 @@ from fedhet.data.spec import DataSpec
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 from fedhet.settings.run import PLACE, RunSettings, where_it_ran
-from fedhet.settings.schema import MethodSettings, Schema, allowed, build, kebab, nest
+from fedhet.settings.schema import MethodSettings, Schema, build, kebab, nest, takes
 from fedhet.settings.text import as_text
 
 
@@ -59,7 +59,7 @@ def test_a_setting_says_what_it_is_and_what_it_takes(name):
     assert info.description
     assert info.description.isprintable()
     assert info.default is not None
-    assert len(allowed(info)) > 3
+    assert len(takes(info)) > 3
     assert name == name.lower()
     assert "_" not in name
 
@@ -154,12 +154,12 @@ def test_a_setting_is_declared_in_one_place():
             ]
             above = next((b for b in bases[1:] if name in b.model_fields), schema)
             one, other = schema.model_fields[name], above.model_fields[name]
-            alike = (allowed(one), one.description) == (allowed(other), other.description)
+            alike = (takes(one), one.description) == (takes(other), other.description)
             changed = alike and one.default != other.default
             assert len(owners) == 1 or changed, f"{name} is declared in {' and '.join(owners)}"
     for name in ("clients", "seed"):
         one, two = DataSpec.fields()[name], RunSettings.fields()[name]
-        assert (allowed(one), one.default) == (allowed(two), two.default)
+        assert (takes(one), one.default) == (takes(two), two.default)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def numbers():
 
 @pytest.mark.parametrize("name", numbers())
 def test_a_number_has_two_ends(name):
-    rule = allowed(all_settings()[name])
+    rule = takes(all_settings()[name])
     assert ">" in rule
     assert "<" in rule
     method = "felo" if name in RunSettings.fields() else name.partition(".")[0]
@@ -298,10 +298,10 @@ def test_the_ends_that_are_said_are_those_that_hold(name):
         try:
             validated({"method": method, name: value})
         except SettingsError as error:
-            return f"it takes {allowed(info)}" in str(error)  # not another setting's rule
+            return f"it takes {takes(info)}" in str(error)  # not another setting's rule
         return False
 
-    for sign, text in re.findall(r"([<>]=?) (\S+)", allowed(info)):
+    for sign, text in re.findall(r"([<>]=?) (\S+)", takes(info)):
         end, way = info.annotation(text), 1 if sign[0] == "<" else -1
         if info.annotation is int:
             inside, outside = (end, end + way) if "=" in sign else (end - way, end)
@@ -352,7 +352,7 @@ def test_a_whole_number_stands_for_a_number():
     assert type(config.run.data.alpha) is type(config.own.alpha) is float
 
 
-LITERALS = [n for n, i in RunSettings.fields().items() if allowed(i).startswith("one of")]
+LITERALS = [n for n, i in RunSettings.fields().items() if takes(i).startswith("one of")]
 assert LITERALS
 
 
@@ -360,7 +360,7 @@ assert LITERALS
 @pytest.mark.parametrize("value", ["nonsense", "", "IID", 0, True, None])
 def test_not_one_of_the_choices(name, value):
     info = all_settings()[name]
-    choices = allowed(info).removeprefix("one of ").split(", ")
+    choices = takes(info).removesuffix(", or a list of such").removeprefix("one of ").split(", ")
     refusal(lambda: resolve({name: value}), f"'{name}'", repr(value), *choices)
     for choice in choices:
         assert resolve({name: choice}).flat()[name] == choice

@@ -14,8 +14,7 @@ from fedhet.config.sources import all_settings, defaults, read_toml, to_flower
 from fedhet.data.sources import sample_kind
 from fedhet.kinds import IMAGE, TABLE
 from fedhet.methods.registry import find_method, method_names
-from fedhet.settings.data import DataSettings
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import DataSettings, RunSettings
 
 SETTINGS = {
     "data.dataset": "breast-cancer",

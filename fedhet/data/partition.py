@@ -24,7 +24,7 @@ from fedhet.data.spec import (
     concatenated,
     global_random_kept,
 )
-from fedhet.settings.data import DataSettings
+from fedhet.settings.run import DataSettings
 
 _DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
 _DIRICHLET_DRAWS = 11

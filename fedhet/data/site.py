@@ -31,8 +31,7 @@ from fedhet.data.spec import (
 from fedhet.data.tables import labelled, read_schema
 from fedhet.data.texts import TEXTS, read_texts, shape_of_texts
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
-from fedhet.settings.data import DataSettings
-from fedhet.settings.run import RunSettings
+from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import build, kebab, refused
 
 LOG = logging.getLogger("fedhet")

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from fedhet.base.errors import DataError, reason_of
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
-from fedhet.settings.data import DataSettings
-from fedhet.settings.run import RunSettings, drawn_unseen
+from fedhet.settings.run import DataSettings, RunSettings, drawn_unseen
 from fedhet.settings.schema import Count, CountOrNone
 
 if TYPE_CHECKING:

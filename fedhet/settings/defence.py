@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.settings.schema import CountOrNone, NonNegative, Positive, Schema
+from fedhet.settings.schema import CountOrNone, NonNegative, Positive, Schema, refused
 
 Average = Literal["mean", "median", "trimmed-mean", "geometric-median", "krum", "filter"]
 """How replies are averaged; see `algorithms.robust`."""
@@ -46,10 +46,7 @@ class AttackSettings(Schema):
     @model_validator(mode="after")
     def _attackers_attack(self) -> AttackSettings:
         if self.attackers and self.kind == "none":
-            raise ValueError(
-                f"setting 'attack.attackers' = {self.attackers} is not allowed: it takes 0 without "
-                "an 'attack.kind'"
-            )
+            raise refused("attack.attackers", self.attackers, "0 without an 'attack.kind'")
         return self
 
 
@@ -134,7 +131,7 @@ class PrivacySettings(Schema):
         return f"{rounds} round{'s' * (rounds > 1)} {cost}"
 
     @model_validator(mode="after")
-    def _enough_noise(self) -> PrivacySettings:
+    def _noise_is_enough_and_given_once(self) -> PrivacySettings:
         for name, noise, least in (
             ("noise-multiplier", self.noise_multiplier, MIN_NOISE),
             ("class-noise", self.class_noise, MIN_CLASS_NOISE),
@@ -145,15 +142,9 @@ class PrivacySettings(Schema):
                     f"setting 'privacy.{name}': too little noise to be accounted, expected 0 or at "
                     f"least {least:g}, got {noise:g}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> PrivacySettings:
         if self.epsilon and self.noise_multiplier:
-            raise ValueError(
-                f"setting 'privacy.noise-multiplier' = {self.noise_multiplier:g} is not allowed: "
-                f"it takes 0 with 'privacy.epsilon' = {self.epsilon:g}, from which it follows"
-            )
+            rule = f"0 with 'privacy.epsilon' = {self.epsilon:g}, from which it follows"
+            raise refused("privacy.noise-multiplier", self.noise_multiplier, rule)
         if not self.is_on and (self.class_noise or self.count_noise):
             raise ValueError(
                 "setting 'privacy.class-noise' or 'privacy.count-noise' is not allowed without "

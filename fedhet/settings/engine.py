@@ -20,6 +20,7 @@ from fedhet.settings.schema import (
     Positive,
     Schema,
     machine,
+    refused,
 )
 from fedhet.settings.text import RayAddress
 
@@ -134,10 +135,8 @@ class EngineSettings(ComputeSettings):
     @model_validator(mode="after")
     def _only_ray_joins_a_cluster(self) -> EngineSettings:
         if self.ray_address and self.backend == "inline":
-            raise ValueError(
-                f"setting 'engine.ray-address' = {self.ray_address!r} is not allowed: it takes "
-                f"nothing with 'engine.backend' = {self.backend!r}"
-            )
+            rule = f"nothing with 'engine.backend' = {self.backend!r}"
+            raise refused("engine.ray-address", self.ray_address, rule)
         return self
 
 
@@ -254,15 +253,11 @@ class PaceSettings(Schema):
     @model_validator(mode="after")
     def _what_needs_another(self) -> PaceSettings:
         if self.server_lr != 1 and not self.is_asynchronous:
-            raise ValueError(
-                f"setting 'pace.server-lr' = {self.server_lr:g} is not allowed: it takes 1 unless "
-                "'pace.mode' is asynchronous"
-            )
+            rule = "1 unless 'pace.mode' is asynchronous"
+            raise refused("pace.server-lr", self.server_lr, rule)
         if self.candidates and self.select != "power-of-choice":
-            raise ValueError(
-                f"setting 'pace.candidates' = {self.candidates} is not allowed: it takes 0 unless "
-                "'pace.select' is power-of-choice"
-            )
+            rule = "0 unless 'pace.select' is power-of-choice"
+            raise refused("pace.candidates", self.candidates, rule)
         return self
 
 

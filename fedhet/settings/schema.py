@@ -21,11 +21,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     ValidationError,
+    WrapValidator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, core_schema
 
 from fedhet.base.errors import SettingsError, closest
 from fedhet.base.metrics import chosen
@@ -39,7 +38,6 @@ A_MODEL, A_METHOD, A_DATASET = "the name of a model", "a method's name", "a data
 A_FOLDER, A_DEVICE, AN_ADDRESS = "a folder", "a device", "an address"
 NAMED = (A_MODEL, A_METHOD, A_DATASET, A_FOLDER, A_DEVICE, AN_ADDRESS)
 """What the text of a setting may name; one of them is in the annotation of such a setting."""
-WHERE_LISTED = "`fedhet settings` and `fedhet methods NAME` list them"
 
 
 def kebab(name: str) -> str:
@@ -154,20 +152,6 @@ def names(info: FieldInfo) -> str:
     return next((mark for mark in info.metadata if mark in NAMED), "")
 
 
-class Assigned:
-    """Marks a setting that may have several values, a list of which each client is assigned one.
-
-    The annotation is the type of one value. A run's table holds one value, or a tuple of several,
-    which `TrainingSettings.pools` returns.
-    """
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Accept what one value's type accepts, and a list of such values."""
-        return core_schema.no_info_wrap_validator_function(_each, handler(source))
-
-
 def _each(value: Any, validated: Callable[[Any], Any]) -> Any:
     if not isinstance(value, list | tuple) or not value:
         return validated(value)
@@ -175,9 +159,17 @@ def _each(value: Any, validated: Callable[[Any], Any]) -> Any:
     return found if len(found) > 1 else found[0]
 
 
+Assigned = WrapValidator(_each)
+"""Marks a setting that may have several values, a list of which each client is assigned one.
+
+The annotation is the type of one value. A run's table holds one value, or a tuple of several, which
+`TrainingSettings.pools` returns.
+"""
+
+
 def is_assigned(info: FieldInfo) -> bool:
     """Return whether a setting may have several values, of which each client is assigned one."""
-    return any(isinstance(rule, Assigned) for rule in _rules(info.metadata))
+    return Assigned in info.metadata
 
 
 def _listed(value: object) -> object:
@@ -236,14 +228,10 @@ NonNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
-def allowed(info: FieldInfo, *, brief: bool = False) -> str:
-    """Describe the values that a setting accepts; if `brief`, without ends from FAR on."""
-    return _allowed(info.annotation, info.metadata, brief)
-
-
 def takes(info: FieldInfo, *, brief: bool = False) -> str:
-    """Describe the values that a setting accepts, and whether it accepts a list of them."""
-    return allowed(info, brief=brief) + (", or a list of such" if is_assigned(info) else "")
+    """Describe the values that a setting accepts; if `brief`, without ends from FAR on."""
+    allowed = _allowed(info.annotation, info.metadata, brief)
+    return allowed + (", or a list of such" if is_assigned(info) else "")
 
 
 def _allowed(kind: Any, metadata: Iterable[object], brief: bool) -> str:
@@ -262,28 +250,20 @@ def _allowed(kind: Any, metadata: Iterable[object], brief: bool) -> str:
         return f"a map of names to {_allowed(parts[1], (), brief)}"
     if origin is not None:
         return " or ".join(_allowed(part, (), brief) for part in parts)
+    noun = {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(kind)
     if kind in (int, float):
-        return f"{_NOUNS[kind]} {_bounds(metadata, brief)}".rstrip()
-    return "text in quotes" if kind is str and not brief else _NOUNS.get(kind, str(kind))
-
-
-_NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-
-
-def _bounds(metadata: Iterable[object], brief: bool) -> str:
-    """Return the ends of a range, such as ">= 0 and < 1"; "" if there are none."""
-    ends = []
-    for rule in _rules(metadata):
-        for kind, sign in ((Ge, ">="), (Gt, ">"), (Le, "<="), (Lt, "<")):
-            if isinstance(rule, kind):
-                end = getattr(rule, kind.__name__.lower())
-                ends += [] if brief and kind is Le and end >= FAR else [f"{sign} {end}"]
-    return " and ".join(ends)
-
-
-def _rules(metadata: Iterable[object]) -> Iterable[object]:
-    for rule in metadata:
-        yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
+        rules = [r for each in metadata for r in getattr(each, "metadata", [each])]
+        signs = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
+        ends = [
+            (signs[type(r)], getattr(r, type(r).__name__.lower()))
+            for r in rules
+            if type(r) in signs
+        ]
+        shown = [
+            f"{sign} {end}" for sign, end in ends if not (brief and sign == "<=" and end >= FAR)
+        ]
+        return f"{noun} {' and '.join(shown)}".rstrip()
+    return "text in quotes" if kind is str and not brief else noun or str(kind)
 
 
 def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
@@ -306,34 +286,46 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
         name = next((each for each in places if each in fields), "")
         if not name:
             raise SettingsError(reason) from None
-        rule = reason or f"it takes {takes(fields[name])}"
-        raise _not_allowed(prefix + name, values.get(name), rule) from None
+        if not reason:
+            raise refused(prefix + name, values.get(name), takes(fields[name])) from None
+        shown = repr(plain(values.get(name)))[:200]
+        raise SettingsError(
+            f"setting '{prefix}{name}' = {shown} is not allowed: {reason}"
+        ) from None
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
     """Return the error for an unknown setting, with its full name or the nearest known name."""
     known = list(names)
-    if target := meant(name, known):
-        return SettingsError(f"unknown setting '{name}'; did you mean '{target}'?")
-    homes = [full for full in known if full.rpartition(".")[2] == name]
-    if homes:
-        found = "' or '".join(homes)
-        return SettingsError(f"unknown setting '{name}': it is '{found}'")
-    if reason := instead(name):
-        return SettingsError(f"unknown setting '{name}': {reason}")
     endings = {full.rpartition(".")[2]: full for full in reversed(known)}
-    close = closest(name, [*known, *endings])
-    hint = f"; did you mean '{endings.get(close, close)}'?" if close else f"; {WHERE_LISTED}"
+    if target := meant(name, known):
+        hint = f"; did you mean '{target}'?"
+    elif homes := [full for full in known if full.rpartition(".")[2] == name]:
+        hint = f": it is {' or '.join(map(repr, homes))}"
+    elif reason := ABSENT.get(_word(name)):
+        hint = f": {reason}"
+    elif close := closest(name, [*known, *endings]):
+        hint = f"; did you mean '{endings.get(close, close)}'?"
+    else:
+        hint = "; `fedhet settings` and `fedhet methods NAME` list them"
     return SettingsError(f"unknown setting '{name}'{hint}")
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """Return the setting among `known` that another name stands for, or ""."""
+    target = MEANT.get(_word(name), "")
+    return target if target in known else ""
+
+
+def _word(name: str) -> str:
+    """Return the last part of a name as settings are spelled: `train.num_epochs` is num-epochs."""
+    return name.rpartition(".")[2].strip("-").replace("_", "-").lower()
 
 
 def refused(name: str, value: object, rule: str) -> SettingsError:
     """Return the error for a value that a setting does not allow."""
-    return _not_allowed(name, value, f"it takes {rule}")
-
-
-def _not_allowed(name: str, value: object, reason: str) -> SettingsError:
-    return SettingsError(f"setting '{name}' = {repr(plain(value))[:200]} is not allowed: {reason}")
+    shown = repr(plain(value))[:200]
+    return SettingsError(f"setting '{name}' = {shown} is not allowed: it takes {rule}")
 
 
 # --- names from other libraries and papers
@@ -393,19 +385,3 @@ ABSENT = MappingProxyType(
     }
 )
 """Settings of other projects, and what fedhet has instead."""
-
-
-def meant(name: str, known: Collection[str]) -> str:
-    """Return the setting among `known` that another name stands for, or ""."""
-    target = MEANT.get(_word(name), "")
-    return target if target in known else ""
-
-
-def instead(name: str) -> str:
-    """Return what replaces a setting that does not exist, or ""."""
-    return ABSENT.get(_word(name), "")
-
-
-def _word(name: str) -> str:
-    """Return the last part of a name as settings are spelled: `train.num_epochs` is num-epochs."""
-    return name.rpartition(".")[2].strip("-").replace("_", "-").lower()

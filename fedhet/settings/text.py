@@ -58,16 +58,12 @@ def as_text(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{name}={as_text(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
-        return _list_as_text(value)
+        inner = [each if isinstance(each, list | tuple) else [each] for each in value]
+        words = [[as_text(each) for each in several] for several in inner]
+        if all(_PLAIN.fullmatch(word) for several in words for word in several):
+            return ",".join("+".join(several) for several in words)
+        return json.dumps(value, ensure_ascii=False)
     return str(value)
-
-
-def _list_as_text(values: Any) -> str:
-    inner = [value if isinstance(value, list | tuple) else [value] for value in values]
-    words = [[as_text(each) for each in value] for value in inner]
-    if all(_PLAIN.fullmatch(word) for several in words for word in several):
-        return ",".join("+".join(several) for several in words)
-    return json.dumps(values, ensure_ascii=False)
 
 
 def holds_several(info: FieldInfo) -> bool:
@@ -81,24 +77,27 @@ def _read(kind: Any, text: str, separators: str) -> Any:
     origin, parts = get_origin(kind), get_args(kind)
     if kind is str or origin is Literal:
         return _unquoted(text)
-    if origin in (Union, UnionType):
-        return _read_one_of([_bare(part) for part in parts], text, separators)
+    if origin in (Union, UnionType):  # one of some words, or another type
+        kinds = [_bare(part) for part in parts]
+        words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+        others = [each for each in kinds if each is not str and get_origin(each) is not Literal]
+        word = _unquoted(text)
+        return word if word in words or not others else _read(others[0], text, separators)
     if origin is tuple:
         return _read_list(parts, text, separators)
-    if origin is dict:
-        return _read_map(parts[1], text) if "=" in text else text
-    return _toml(text)
-
-
-def _read_one_of(kinds: list[Any], text: str, separators: str) -> Any:
-    """Return the value of a text that is one of some words, or of another type."""
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    others = [kind for kind in kinds if kind is not str and get_origin(kind) is not Literal]
-    word = _unquoted(text)
-    return word if word in words or not others else _read(others[0], text, separators)
+    if origin is dict and "=" in text:
+        found: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, value = map(str.strip, part.partition("="))
+            if name in found:
+                raise ValueError(f"'{name}' is given twice")
+            found[name] = _read(parts[1], value, "")
+        return found
+    return text if origin is dict else _toml(text)
 
 
 def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
+    """Return the values of a list, or the ends of a range; in a list `cnn2*3` is three of cnn2."""
     if text.startswith("["):
         return _toml(text)
     if parts[-1] is not Ellipsis:  # a range
@@ -106,30 +105,18 @@ def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
     several = [part.strip() for part in text.split(separators[:1])] if text.strip() else []
     if _bare(parts[0]) is str:
         several = list(filter(None, several))
-    if separators == SEPARATORS:
-        several = [each for part in several for each in _repeated(part)]
-    return tuple(_read(parts[0], part, separators[1:]) for part in several)
-
-
-def _read_map(kind: Any, text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = map(str.strip, part.partition("="))
-        if name in found:
-            raise ValueError(f"'{name}' is given twice")
-        found[name] = _read(kind, value, "")
-    return found
-
-
-def _repeated(part: str) -> list[str]:
-    """Return a part of a list as often as it says: `cnn2*3` is three of cnn2."""
-    value, sign, times = map(str.strip, part.partition("*"))
-    if sign and not (value and times.isdecimal() and 1 <= int(times[:5]) <= MOST_TIMES):
-        raise ValueError(
-            f"'{part}' is not an item of a list: write VALUE, or VALUE*3 with a number from 1 to "
-            f"{MOST_TIMES}"
-        )
-    return [value] * (int(times) if sign else 1)
+    found = []
+    for part in several:
+        value, sign, times = part, "", ""
+        if separators == SEPARATORS:
+            value, sign, times = map(str.strip, part.partition("*"))
+        if sign and not (value and times.isdecimal() and 1 <= int(times[:5]) <= MOST_TIMES):
+            raise ValueError(
+                f"'{part}' is not an item of a list: write VALUE, or VALUE*3 with a number from 1 "
+                f"to {MOST_TIMES}"
+            )
+        found += [_read(parts[0], value, separators[1:])] * (int(times) if sign else 1)
+    return tuple(found)
 
 
 def _bare(kind: Any) -> Any:

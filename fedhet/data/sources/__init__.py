@@ -17,7 +17,7 @@ from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.data.spec import Source
 from fedhet.data.texts import WORDS, encoder_folder
 from fedhet.kinds import IMAGE, KINDS, Kind
-from fedhet.settings.data import DataSettings
+from fedhet.settings.run import DataSettings
 from fedhet.settings.schema import refused
 
 _MODULES = [f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)]

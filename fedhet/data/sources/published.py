@@ -42,7 +42,7 @@ from fedhet.data.spec import (
 )
 from fedhet.data.values import MAX_NUMBER
 from fedhet.kinds import IMAGE, TABLE
-from fedhet.settings.data import DataSettings
+from fedhet.settings.run import DataSettings
 
 _TEST_FRACTION = 0.2
 
