@@ -18,7 +18,6 @@ import fedhet
 from fedhet.base.errors import DataError, FedhetError, SettingsError, StateError
 from fedhet.client_runtime.app import permitted
 from fedhet.clients.local import LocalClient
-from fedhet.config.sources import Layers
 from fedhet.data.sources import dataset_names, sample_kind
 from fedhet.inference import api
 from fedhet.kinds import TABLE
@@ -309,8 +308,8 @@ def test_a_mistake_is_one_line(given, says):
 
 def test_an_object_that_no_worker_can_import_trains_in_this_process():
     given = [("models.pool", [lambda shape, classes: tiny(shape, classes)])]
-    assert api._resolved("felo", given, Layers()).run.engine.backend == "inline"
-    assert api._resolved("felo", [], Layers()).run.engine.backend == "auto"
+    assert api._resolved("felo", given).run.engine.backend == "inline"
+    assert api._resolved("felo", []).run.engine.backend == "auto"
 
 
 def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):

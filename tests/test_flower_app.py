@@ -16,7 +16,7 @@ from fedhet import report
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.client_runtime.app import client_fn
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import Layers, to_flower
+from fedhet.config.sources import to_flower
 from fedhet.engines import simulate
 from fedhet.inference import api
 from fedhet.runs.progress import Progress, read_status
@@ -178,5 +178,5 @@ def test_a_resumed_run_counts_the_bytes_and_forgets_the_fault_of_before(tmp_path
 
 @pytest.mark.parametrize("models", ["cnn2,mlp", ["cnn2", "mlp"]])
 def test_models_from_python_may_be_text(models):
-    config = api._resolved("felo", [("models.pool", models)], Layers(None, None, None, ""))
+    config = api._resolved("felo", [("models.pool", models)])
     assert config == resolve({"method": "felo", "models.pool": ["cnn2", "mlp"]})

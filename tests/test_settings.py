@@ -15,10 +15,11 @@ from fedhet.base.errors import SettingsError, nearest
 from fedhet.client_runtime.node import open_client, read_node
 from fedhet.config.resolve import Config, resolve, resolve_items
 from fedhet.config.sources import (
-    Layers,
     all_settings,
     defaults,
     from_flower,
+    layered,
+    of_method,
     parse_pairs,
     preset_names,
     read_preset,
@@ -251,9 +252,9 @@ def test_a_mistyped_table_in_a_file_is_said_and_another_methods_is_left_out(tmp_
     path = tmp_path / "run.toml"
     path.write_text("[trainnig]\nlr = 0.5\n")
     with pytest.raises(SettingsError, match=r"unknown setting 'trainnig.lr'; did you"):
-        Layers(config=path).values("felo")
+        of_method(layered(config=path), "felo")
     path.write_text("clients = 3\n[fedprox]\nmu = 3.0\n")
-    assert Layers(config=path).values("felo") == {"clients": 3, "method": "felo"}
+    assert of_method(layered(config=path), "felo") == {"clients": 3, "method": "felo"}
 
 
 def test_other_values_of_a_config_leave_the_rest():
@@ -301,7 +302,7 @@ def test_the_ends_that_are_said_are_those_that_hold(name):
             return f"it takes {takes(info)}" in str(error)  # not another setting's rule
         return False
 
-    for sign, text in re.findall(r"([<>]=?) (\S+)", takes(info)):
+    for sign, text in re.findall(r"([<>]=?) ([^\s,]+)", takes(info)):
         end, way = info.annotation(text), 1 if sign[0] == "<" else -1
         if info.annotation is int:
             inside, outside = (end, end + way) if "=" in sign else (end - way, end)

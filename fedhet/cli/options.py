@@ -22,7 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fedhet.base.errors import FedhetError, SettingsError, typed
-from fedhet.config.sources import Layers, all_settings, parse_pairs, preset_names
+from fedhet.config.sources import (
+    all_settings,
+    laid_over,
+    layered,
+    of_method,
+    parse_pairs,
+    preset_names,
+)
 from fedhet.methods.registry import all_methods
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
@@ -228,9 +235,11 @@ def gather(
     """
     given = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
     pairs = [*(set_ or []), *given]
-    return Layers(preset, config, resume, trust or "").under(
-        lambda name: parse_pairs(pairs, name), method
-    )
+    values = layered(preset, config, resume, trust or "")
+    if method is not None:  # so that `run local --preset felo-…` is the baseline of that experiment
+        values = of_method(values, method)
+    named = values.get("method")
+    return laid_over(values, parse_pairs(pairs, None if named is None else str(named)), resume)
 
 
 def read_seeds(text: str) -> list[int]:

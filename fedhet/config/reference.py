@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from fedhet.base.errors import SettingsError, unknown_name
-from fedhet.config.sources import CLIENTS, FOLLOW, defaults, preset_names, to_flower, validated
-from fedhet.kinds import IMAGE, KINDS, Kind
+from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
+from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.methods.spec import Late, MethodSpec
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import kebab, nest, plain, takes, unknown
+from fedhet.settings.schema import kebab, nest, plain, takes
 from fedhet.settings.text import as_text
 from fedhet.wire.contract import Contract
 
@@ -57,8 +55,6 @@ LATE: Mapping[Late, str] = {
 }
 PAPER_COLUMNS = ("setting", "default here", "in the paper", "why")
 PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
-REASONS = "why"
-"""The table of reasons that hold for every method."""
 
 
 def reference(root: Path) -> dict[Path, str]:
@@ -122,6 +118,7 @@ def _needs(spec: MethodSpec) -> str:
 
 
 def _method(method: Method) -> str:
+    """Return a method's page."""
     spec, file = method.spec, f"{method.name.replace('-', '_')}.py"
     code = [
         f"[{room}/{file}](../../fedhet/{room}/{file})"
@@ -136,37 +133,29 @@ def _method(method: Method) -> str:
         f"{privacy(method)}\n",
         f"The code: {', '.join(code)}.\n",
         "## What travels\n",
-        _fields("The server sends", spec.instructions),
-        _fields("A client sends", spec.replies),
+    ]
+    for title, contract in (("The server", spec.instructions), ("A client", spec.replies)):
+        rows = [(f"`{name}`", kind, line) for name, kind, line in field_rows(contract)]
+        fields = in_markdown(FIELD_COLUMNS, rows)
+        parts.append(f"{title} sends:\n\n{fields}" if rows else f"{title} sends nothing.\n")
+    parts += [
         "## Settings\n",
         _settings(method.settings()) if method.settings() else "None of its own.\n",
         "Those of every run are in the [reference](../reference.md).",
-        *_paper(method.name),
-        *_figures(spec),
     ]
+    if paper := paper_settings().get(method.name):
+        different = differences(method.name)
+        how = f"No preset runs it: {paper.get('without')}."
+        if "preset" in paper:
+            how = f"`fedhet run {method.name} --preset {paper['preset']}` runs it."
+        said = " These defaults differ from it:" if different else ""
+        parts.append(f"\n## The paper's settings\n\n{paper['what']}. {how}{said}")
+        parts += ["", in_markdown(PAPER_COLUMNS, different).rstrip()] if different else []
+    if spec.figures:
+        measured = [(f"`{name}`", title) for name, title in spec.figures.items()]
+        parts += ["\n## What a run measures besides\n"]
+        parts += [in_markdown(("figure", "what it is"), measured)]
     return "\n".join(parts)
-
-
-def _paper(name: str) -> list[str]:
-    """Return a comparison of the defaults with the settings of the method's paper, if it has one.
-
-    Raises SettingsError for a difference without a reason.
-    """
-    if name not in experiments():
-        return []
-    found, rows = experiments()[name], differences(name)
-    preset = f"`fedhet run {name} --preset {found.preset}` runs it."
-    how = preset if found.preset else f"No preset runs it: {found.without}."
-    said = " These defaults differ from it:" if rows else ""
-    head = f"\n## The paper's settings\n\n{found.what}. {how}{said}"
-    return [head, "", in_markdown(PAPER_COLUMNS, rows).rstrip()] if rows else [head]
-
-
-def _figures(spec: MethodSpec) -> list[str]:
-    """Return what the method measures of itself, for the record's `method` and the page."""
-    rows = [(f"`{name}`", title) for name, title in spec.figures.items()]
-    head = "\n## What a run measures besides\n"
-    return [head, in_markdown(("figure", "what it is"), rows)] if rows else []
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
@@ -190,9 +179,14 @@ def _literal(value: object) -> str:
 
 def default_models(method: Method) -> str:
     """Return the method's default models in a sentence, by the kind of data."""
-    others = [kind for kind in KINDS.values() if kind is not IMAGE]
-    parts = [f"for {kind.plural}, {_models(method, kind)}" for kind in others]
-    return f"Models, if none are given: {'; '.join([as_text(method.spec.pool(IMAGE)), *parts])}."
+    parts = [as_text(method.spec.pool(IMAGE))]
+    for kind in KINDS.values():
+        if kind is not IMAGE:
+            own = method.spec.defaults(kind).items()
+            named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own]
+            pool = as_text(method.spec.pool(kind))
+            parts.append(f"for {kind.plural}, {', and '.join([pool, *named])}")
+    return f"Models, if none are given: {'; '.join(parts)}."
 
 
 def privacy(method: Method) -> str:
@@ -228,23 +222,12 @@ def defences(method: Method) -> str:
     return f"`defence.average`: mean alone{f'; {resists}' if resists else ''}."
 
 
-def _models(method: Method, kind: Kind) -> str:
-    own = method.spec.defaults(kind)
-    named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own.items()]
-    return ", and ".join([as_text(method.spec.pool(kind)), *named])
-
-
 def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
     """Return the name, type and description of each field of a message."""
     return [
         (field.name, field.describe(), field.help + ("" if field.required else " (optional)"))
         for field in contract.fields
     ]
-
-
-def _fields(title: str, contract: Contract) -> str:
-    rows = [(f"`{name}`", kind, line) for name, kind, line in field_rows(contract)]
-    return f"{title}:\n\n{in_markdown(FIELD_COLUMNS, rows)}" if rows else f"{title} nothing.\n"
 
 
 def in_markdown(
@@ -267,122 +250,37 @@ def with_run_config(pyproject: str) -> str:
 # --- the settings of the papers' experiments, from paper_settings.toml
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Printed(_Part):
-    """A setting in a paper: a value, or words where no value of the setting is the paper's."""
-
-    value: Any = None
-    words: str = ""
-    source: str = Field(min_length=1)
-    """The section or table of the paper, or the file of the authors' code."""
-    why: str = ""
-    """Why the default differs; empty: the reason that holds for every method."""
-
-    @model_validator(mode="after")
-    def _is_a_value_or_words(self) -> Printed:
-        if (self.value is None) == (not self.words):
-            raise ValueError("expected either 'value' or 'words'")
-        return self
-
-    def describe(self) -> str:
-        """Return the value and its source in Markdown."""
-        return f"{self.words or _quoted(self.value)} ({self.source})"
-
-
-class Experiment(_Part):
-    """One of a paper's experiments, as its method's page compares it with the defaults."""
-
-    what: str = Field(min_length=1)
-    """The data, the clients and the models, and the section or table of the paper."""
-    preset: str = ""
-    """The presets that run it, comma-separated."""
-    without: str = ""
-    """Why no preset runs it."""
-    settings: dict[str, Printed] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _has_a_preset_or_a_reason(self) -> Experiment:
-        if bool(self.preset) == bool(self.without):
-            raise ValueError("expected either 'preset' or 'without'")
-        return self
-
-    def values(self) -> dict[str, object]:
-        """Return the settings that have a value, by name."""
-        return {name: each.value for name, each in self.settings.items() if not each.words}
-
-
 @cache
-def experiments() -> dict[str, Experiment]:
-    """Return the experiments by their methods. Raises SettingsError for a fault in the file."""
-    return {name: _experiment(name, table) for name, table in _tables().items() if name != REASONS}
+def paper_settings() -> dict[str, Any]:
+    """Return the papers' experiments by method; in the table "why", reasons for every method.
+
+    `tests/test_paper_settings.py` checks the file.
+    """
+    return tomllib.loads(PAPER_SETTINGS.read_text(encoding="utf-8"))
 
 
 def differences(name: str) -> list[tuple[str, str, str, str]]:
     """Return a row for each setting whose default differs: its name, the default, the paper, why.
 
-    Raises SettingsError for a difference without a reason, and for a reason without a difference.
+    A paper's setting has a value, or words where no value of the setting is the paper's.
     """
     # Import lazily: the defaults of models need PyTorch, which `fedhet methods` does without.
     from fedhet.config.resolve import resolve
 
-    defaults, printed = resolve({"method": name}).flat(), experiments()[name].settings
+    printed, reasons = paper_settings()[name].get("settings", {}), paper_settings()["why"]
     rows = []
-    for setting in filter(printed.__contains__, defaults):
-        each, default = printed[setting], defaults[setting]
-        if not each.words and plain(each.value) == default:
-            if each.why:
-                raise _fault(name, setting, "'why' must be absent, because the default is the same")
-            continue
-        why = each.why or str(_tables().get(REASONS, {}).get(setting, ""))
-        if not why:
-            raise _fault(name, setting, f"expected 'why', because the default is {default!r}")
-        rows.append((f"`{setting}`", _quoted(default), each.describe(), why))
+    for setting, default in resolve({"method": name}).flat().items():
+        each = printed.get(setting)
+        if each and ("words" in each or each["value"] != default):
+            words = each.get("words") or f"`{_literal(each['value'])}`"
+            why = each.get("why") or reasons.get(setting, "")
+            row = (f"`{setting}`", f"`{_literal(default)}`", f"{words} ({each['source']})", why)
+            rows.append(row)
     return rows
 
 
-def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
-    if name not in shipped_names():
-        listing = f"{PAPER_SETTINGS.name} has methods and the table '{REASONS}'"
-        raise SettingsError(unknown_name("method", name, shipped_names(), listing))
-    try:
-        found = Experiment.model_validate(table)
-    except ValidationError as error:
-        first: Any = error.errors()[0]
-        place = first["loc"][1] if len(first["loc"]) > 2 else ".".join(map(str, first["loc"]))
-        raise _fault(name, str(place), first["msg"]) from None
-    for preset in filter(None, found.preset.split(",")):
-        if preset not in preset_names():
-            raise SettingsError(unknown_name("preset", preset, preset_names(), PAPER_SETTINGS.name))
-    known = RunSettings.fields() | find_method(name).settings()
-    for setting in found.settings:
-        if setting not in known:
-            raise unknown(setting, known)
-    validated({**found.values(), "method": name})
-    return found
-
-
-@cache
-def _tables() -> dict[str, Any]:
-    return tomllib.loads(PAPER_SETTINGS.read_text(encoding="utf-8"))
-
-
-def _fault(name: str, place: str, rule: str) -> SettingsError:
-    return SettingsError(f"{PAPER_SETTINGS.name}: '{name}', '{place}': {rule}")
-
-
-def _quoted(value: object) -> str:
-    return f"`{_literal(value)}`"
-
-
-def _write() -> None:
+if __name__ == "__main__":
     for path, text in reference(Path()).items():
         path.write_text(text, encoding="utf-8")
     project = Path("pyproject.toml")
     project.write_text(with_run_config(project.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    _write()

@@ -1,7 +1,7 @@
 """Resolves a run's settings: adds the method's defaults, and checks what settings mean together.
 
-`RULES` has every rule between settings of several tables that takes the run's method, its models
-or its data to check. The rules of one table are its validators, in fedhet/settings.
+`completed` checks every rule between settings of several tables that takes the run's method, its
+models or its data. The rules of one table are its validators, in fedhet/settings.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
 
 
 def completed(given: Given) -> Config:
-    """Fill in the method's defaults for what is unset, and check RULES. Raises SettingsError.
+    """Fill in the method's defaults for what is unset, and check the rules. Raises SettingsError.
 
     A shared setting that has its default counts as unset, since Flower's run config lists every
     setting; so does one of the method's own, unless it is among the `chosen` ones.
@@ -132,84 +132,72 @@ def completed(given: Given) -> Config:
         changes["engine"] = run.engine.model_copy(update={"precision": "float32"})
 
     config = Config(run.model_copy(update=changes), method, own)
-    for rule_of in RULES:
-        rule_of(config)
+    _check_models_and_data(config)
+    _check_against_malice(config)
+    _check_privacy(config)
+    _check_training_and_pool(config)
     return config
 
 
-# --- rules between settings; each raises SettingsError
+# --- rules between settings of several tables; each function raises SettingsError
 
 
-def _models_exist(config: Config) -> None:
-    run = config.run
+def _check_models_and_data(config: Config) -> None:
+    run, pool = config.run, config.run.models.pool
     try:
-        models.assign(run.models.pool, run.clients, run.seed, run.models.assignment)
+        models.assign(pool, run.clients, run.seed, run.models.assignment)
     except FedhetError as error:
-        pool = list(run.models.pool)
-        raise SettingsError(f"setting 'models.pool' = {pool!r}: {error}") from None
+        raise SettingsError(f"setting 'models.pool' = {list(pool)!r}: {error}") from None
     values = config.own.flat()
-    for name, info in config.own.fields().items():
-        if A_MODEL in info.metadata and values[name] != info.default:
-            _check_own_model(config, name, lambda model: models.check_name(str(model)))
+    for own, info in config.own.fields().items():
+        if A_MODEL in info.metadata and values[own] != info.default:
+            _check_own_model(config, own, lambda model: models.check_name(str(model)))
+    sources.find_source(run.data.dataset)
+    if run.data.public_dataset not in ("", *MADE_HERE):
+        sources.find_source(run.data.public_dataset, "data.public-dataset")
 
 
-def _datasets_exist(config: Config) -> None:
-    table = config.run.data
-    sources.find_source(table.dataset)
-    if table.public_dataset not in ("", *MADE_HERE):
-        sources.find_source(table.public_dataset, "data.public-dataset")
+def _check_against_malice(config: Config) -> None:
+    """Check attack, defence, and pace.
 
-
-def _attack_fits_the_replies(config: Config) -> None:
-    kind = config.run.attack.kind
+    Malicious clients could be the majority by replying or joining first, where a round may close,
+    or a run may start, with too few of the honest clients.
+    """
+    run, name, spec = config.run, config.method.name, config.method.spec
+    kind, average, share = run.attack.kind, run.defence.average, run.defence.share
     struck = poisonable if kind in ("paf", "lie", "ofom") else floating
-    if kind != "none" and not struck(config.method.spec.replies):
-        rule = f"none with {config.method.name}, whose clients send neither logits nor weights"
+    if kind != "none" and not struck(spec.replies):
+        rule = f"none with {name}, whose clients send neither logits nor weights"
         raise refused("attack.kind", kind, rule)
-
-
-def _defence_fits_the_method(config: Config) -> None:
-    average, spec = config.run.defence.average, config.method.spec
     if average not in ("mean", *spec.defences):
         resists = f": {spec.resists}" if spec.resists else ""
         able = ", ".join(("mean", *spec.defences))
-        raise refused("defence.average", average, f"{able} with {config.method.name}{resists}")
-
-
-def _honest_clients_are_the_majority(config: Config) -> None:
-    """Malicious clients could be the majority by replying or joining first.
-
-    This is so where a round may close, or a run may start, with too few of the honest clients.
-    """
-    pace, defence, members = config.run.pace, config.run.defence, config.run.clients
-    if defence.average == "mean":
-        return
-    malicious, count, least = honest_majority(config.run)
-    closes = closing(pace, wanted(members, config.run.fraction), count).enough
-    rule = f"with 'defence.average' = '{defence.average}', 'defence.share' = {defence.share:g}"
-    if malicious and closes < least:
-        raise SettingsError(
-            f"setting 'pace.enough' = {pace.enough:g} closes a round with {closes} replies: "
-            f"{rule}, {malicious} of {count} clients may be malicious and the fastest, expected at "
-            f"least {least}. Set 'pace.enough' to {least}, or lower 'defence.share'."
-        )
-    malicious, start = withstood(members, defence.share), config.run.engine.min_clients
-    if 0 < start < min(2 * malicious + 1, members):
-        raise SettingsError(
-            f"setting 'engine.min-clients' = {start}: {rule}, {malicious} of {members} clients may "
-            f"be malicious and the first to join, expected 0 or at least {2 * malicious + 1}."
-        )
-
-
-def _method_may_be_asynchronous(config: Config) -> None:
-    pace, method = config.run.pace, config.method
-    if pace.is_asynchronous and method.spec.late != "averaged":
+        raise refused("defence.average", average, f"{able} with {name}{resists}")
+    if average != "mean":
+        malicious, count, least = honest_majority(run)
+        closes = closing(run.pace, wanted(run.clients, run.fraction), count).enough
+        rule = f"with 'defence.average' = '{average}', 'defence.share' = {share:g}"
+        if malicious and closes < least:
+            raise SettingsError(
+                f"setting 'pace.enough' = {run.pace.enough:g} closes a round with {closes} "
+                f"replies: {rule}, {malicious} of {count} clients may be malicious and the "
+                f"fastest, expected at least {least}. Set 'pace.enough' to {least}, or lower "
+                "'defence.share'."
+            )
+        malicious, start = withstood(run.clients, share), run.engine.min_clients
+        if 0 < start < min(2 * malicious + 1, run.clients):
+            raise SettingsError(
+                f"setting 'engine.min-clients' = {start}: {rule}, {malicious} of {run.clients} "
+                "clients may be malicious and the first to join, expected 0 or at least "
+                f"{2 * malicious + 1}."
+            )
+    if run.pace.is_asynchronous and spec.late != "averaged":
         able = ", ".join(n for n, each in all_methods()[0].items() if each.spec.late == "averaged")
-        rule = f"synchronous with {config.run.method}; {able} may be asynchronous"
-        raise refused("pace.mode", pace.mode, rule)
+        rule = f"synchronous with {run.method}; {able} may be asynchronous"
+        raise refused("pace.mode", run.pace.mode, rule)
 
 
-def _samples_stay_private(config: Config) -> None:
+def _check_privacy(config: Config) -> None:
     """What cannot be private is refused, naming what would do."""
     run, method, own = config.run, config.method, config.own
     if not run.privacy.is_on:
@@ -248,27 +236,27 @@ def _samples_stay_private(config: Config) -> None:
             check(setting, model, ("a network",))
 
 
-def _clients_learn_from_unlabelled_samples(config: Config) -> None:
-    run, semi = config.run, config.run.training.semi
-    if semi == "none":
-        return
-    if not config.method.spec.semi:
-        rule = f"none with {config.method.name}, which trains in its own way"
-        raise refused("training.semi", semi, rule)
-    if not sources.sample_kind(run.data).changeable:
-        able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)
-        rule = f"{able} with 'training.semi' = '{semi}', which augments them"
-        raise refused("data.dataset", run.data.dataset, rule)
-    if run.training.augment != "none":
-        rule = f"none with 'training.semi' = '{semi}', which augments by its own rules"
-        raise refused("training.augment", run.training.augment, rule)
-    if unable := [name for name in run.models.pool if name in models.WITHOUT_GRADIENTS]:
-        rule = f"networks with 'training.semi' = '{semi}', not {unable[0]}"
-        raise refused("models.pool", run.models.pool, rule)
-
-
-def _pool_fits_the_method(config: Config) -> None:
-    pool, name, spec = config.run.models.pool, config.method.name, config.method.spec
+def _check_training_and_pool(config: Config) -> None:
+    run, semi, name, spec = (
+        config.run,
+        config.run.training.semi,
+        config.method.name,
+        config.method.spec,
+    )
+    pool = run.models.pool
+    if semi != "none":
+        if not spec.semi:
+            raise refused("training.semi", semi, f"none with {name}, which trains in its own way")
+        if not sources.sample_kind(run.data).changeable:
+            able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)
+            rule = f"{able} with 'training.semi' = '{semi}', which augments them"
+            raise refused("data.dataset", run.data.dataset, rule)
+        if run.training.augment != "none":
+            rule = f"none with 'training.semi' = '{semi}', which augments by its own rules"
+            raise refused("training.augment", run.training.augment, rule)
+        if unable := [each for each in pool if each in models.WITHOUT_GRADIENTS]:
+            rule = f"networks with 'training.semi' = '{semi}', not {unable[0]}"
+            raise refused("models.pool", pool, rule)
     several = len(set(pool)) > 1 or not models.DRAWN.keys().isdisjoint(pool)
     if several and (spec.one_model or spec.pool_of_one):
         how = "exchanges their weights" if spec.one_model else "cuts theirs from it"
@@ -280,20 +268,6 @@ def _pool_fits_the_method(config: Config) -> None:
                 f"setting 'models.pool' = {list(pool)!r} is not allowed: {model} has no gradients, "
                 f"which {name} trains by; methods for models of any kind: {able}"
             )
-
-
-RULES: tuple[Callable[[Config], None], ...] = (
-    _models_exist,
-    _datasets_exist,
-    _attack_fits_the_replies,
-    _defence_fits_the_method,
-    _honest_clients_are_the_majority,
-    _method_may_be_asynchronous,
-    _samples_stay_private,
-    _clients_learn_from_unlabelled_samples,
-    _pool_fits_the_method,
-)
-"""The rules between settings of several tables, in the order in which they are checked."""
 
 
 def _check_own_model(config: Config, name: str, check: Callable[[Any], object]) -> None:

@@ -1,7 +1,7 @@
 """A run's settings as they are given, up to their validation, without PyTorch.
 
 Sources are `KEY=VALUE` on a command line, TOML files, named presets, and Flower's run config. The
-command line and `fedhet.run` both lay them over each other in `Layers`. Settings from somebody else
+command line and `fedhet.run` both lay them over each other (`layered`). Settings from somebody else
 may name code to import, which `check_trusted` refuses. `validated` checks names, types and ranges,
 so that commands refuse a mistyped setting at once; `resolve` checks the rest and adds defaults.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -48,7 +48,14 @@ from fedhet.settings.text import as_text, holds_several, read_text
 PRESETS = resources.files("fedhet") / "presets"
 CLIENTS, FOLLOW = "clients", 0
 """In Flower's run config, `clients = 0` follows the number of nodes of a simulated federation."""
-PUBLIC_SOURCES = ("data.public-dataset", "data.public-fraction")
+PUBLIC_SOURCES = (
+    ("data.public-dataset", "data.public-fraction"),
+    ("data.public-fraction", "data.public-dataset"),
+)
+RESUMED_ALONE = (
+    "resume takes its settings from the run's directory, and cannot be combined with preset, "
+    "config or out"
+)
 TRUST_VARIABLE = "FEDHET_TRUST"
 OBJECTS = "fedhet.inference.objects"
 """The module of objects that this process was given: naming them imports nothing."""
@@ -57,15 +64,24 @@ DATASETS = ("data.dataset", "data.public-dataset")
 """The settings that name datasets."""
 
 
+def settings_of(*methods: str) -> dict[str, FieldInfo]:
+    """Return the settings of every run and of these methods, by full name."""
+    found = RunSettings.fields()
+    for name in methods:
+        found |= find_method(name).settings()
+    return found
+
+
 def all_settings() -> dict[str, FieldInfo]:
     """Return the settings of every run and of every method, by full name."""
-    return _with_settings_of(all_methods()[0])
+    return settings_of(*all_methods()[0])
 
 
 def defaults() -> dict[str, object]:
     """Return all settings at their defaults, those of the built-in methods too."""
-    found = _with_settings_of(sorted(shipped_names()))
-    return {name: plain(info.default) for name, info in found.items()}
+    return {
+        name: plain(info.default) for name, info in settings_of(*sorted(shipped_names())).items()
+    }
 
 
 def to_flower(values: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -93,21 +109,16 @@ def known_settings(values: Mapping[str, object]) -> dict[str, FieldInfo]:
     return all_settings() | find_method(method).settings()
 
 
-def _with_settings_of(names: Iterable[str]) -> dict[str, FieldInfo]:
-    found = RunSettings.fields()
-    for name in names:
-        found |= find_method(name).settings()
-    return found
-
-
 def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, object]:
     """Return settings from `KEY=VALUE` texts, as `by_full_name` does. Raises SettingsError."""
-    texts = [pair.partition("=") for pair in pairs]
-    for key, sign, _ in texts:
+    texts = []
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
         if not sign:
             raise SettingsError(f"expected KEY=VALUE, got '{key}'")
-    given = by_full_name(((key.strip(), text.strip()) for key, _, text in texts), method)
-    known = all_settings() | (find_method(method).settings() if method else {})
+        texts.append((key.strip(), text.strip()))
+    known = all_settings() | settings_of(*([method] if method else []))
+    given = by_full_name(texts, method)
     return {name: read_text(name, known.get(name), str(text)) for name, text in given.items()}
 
 
@@ -117,7 +128,7 @@ def by_full_name(given: Iterable[tuple[str, object]], method: str | None) -> dic
     They are given so, or by the last part if that is unique among the shared settings and those of
     `method`. Raises SettingsError for any other name, and for a setting that is given twice.
     """
-    known = RunSettings.fields() | (find_method(method).settings() if method else {})
+    known = settings_of(*([method] if method else []))
     values: dict[str, object] = {}
     for key, value in given:
         name = full_name(key, known)
@@ -161,7 +172,7 @@ def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
     """
     tables = {"", find_method(method).table, *(table_of(name) for name in RunSettings.fields())}
     first = find_method(str(values.get("method", method)))
-    known = all_settings().keys() | _with_settings_of([first.name]).keys()
+    known = all_settings() | settings_of(first.name)
     for name in values:
         if table_of(name) not in tables and name not in known:
             raise unknown(name, known)
@@ -191,54 +202,39 @@ def read_preset(names: str) -> dict[str, object]:
     return values
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Where settings come from, besides those that are given by name."""
+def layered(
+    preset: str | None = None,
+    config: Path | None = None,
+    resume: Path | None = None,
+    trust: str = "",
+) -> dict[str, object]:
+    """Return the settings of presets (comma-separated names) with those of a TOML file over them.
 
-    preset: str | None = None
-    """The names of presets, comma-separated."""
-    config: Path | None = None
-    """A TOML file."""
-    resume: Path | None = None
-    """The directory of a resumed run, in place of the other two."""
-    trust: str = ""
-    """The modules that a resumed run's settings may import; see `check_trusted`."""
+    `resume` is the directory of a run to resume, whose settings are taken in place of both; they
+    may import the modules of `trust`, see `check_trusted`. Raises FedhetError.
+    """
+    if resume is None:
+        found = read_preset(preset) if preset is not None else {}
+        return found | (read_toml(config) if config is not None else {})
+    if preset or config:
+        raise SettingsError(RESUMED_ALONE)
+    path = resume / "config.toml"
+    if not path.exists():
+        raise StateError(f"{resume} holds no run to resume: it has no config.toml")
+    found = read_toml(path)
+    check_trusted(found, trust, path)
+    return found | {"resume": True, "out": str(resume)}
 
-    def values(self, method: str | None = None) -> dict[str, object]:
-        """Return the layers' settings as a run of `method` has them. Raises FedhetError."""
-        if self.resume is not None:
-            path = self.resume / "config.toml"
-            if not path.exists():
-                raise StateError(f"{self.resume} holds no run to resume: it has no config.toml")
-            found = read_toml(path)
-            check_trusted(found, self.trust, path)
-            found |= {"resume": True, "out": str(self.resume)}
-        else:
-            found = read_preset(self.preset) if self.preset is not None else {}
-            found |= read_toml(self.config) if self.config is not None else {}
-        # So that `run local --preset felo-…` is the baseline of that experiment.
-        return found if method is None else of_method(found, method)
 
-    def under(
-        self, given: Callable[[str | None], Mapping[str, object]], method: str | None
-    ) -> dict[str, object]:
-        """Return the layers' settings with those that are given over them.
-
-        `given` returns settings by their full names, for the name of the run's method, or None if
-        neither a layer nor `method` names it. Raises FedhetError.
-        """
-        values = self.values(method)
-        chosen = given(str(values["method"]) if "method" in values else None)
-        if self.resume is not None and (self.preset or self.config or "out" in chosen):
-            raise SettingsError(
-                "resume takes its settings from the run's directory, and cannot be combined with "
-                "preset, config or out"
-            )
-        # A source of public data replaces the other one.
-        for name, rival in (PUBLIC_SOURCES, PUBLIC_SOURCES[::-1]):
-            if chosen.get(name):
-                values.pop(rival, None)
-        return values | dict(chosen)
+def laid_over(
+    values: Mapping[str, object], chosen: Mapping[str, object], resume: Path | None
+) -> dict[str, object]:
+    """Return `values`, which `layered` has returned, with the `chosen` settings over them."""
+    if resume is not None and "out" in chosen:
+        raise SettingsError(RESUMED_ALONE)
+    # A source of public data replaces the other one.
+    replaced = {rival for name, rival in PUBLIC_SOURCES if chosen.get(name)}
+    return {k: v for k, v in values.items() if k not in replaced} | dict(chosen)
 
 
 # --- code that settings name

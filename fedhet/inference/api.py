@@ -16,7 +16,7 @@ from fedhet import report
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import Layers, by_full_name
+from fedhet.config.sources import by_full_name, laid_over, layered, of_method
 from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.inference import Predictions, TrainedClient, clients_in, open_client, samples_for
 from fedhet.inference import export as write_model
@@ -84,8 +84,8 @@ def run(
         "seed": seed, BACKEND: backend, "out": out,
     }  # fmt: skip
     given = [(name, value) for name, value in keywords.items() if value is not None]
-    layers = Layers(preset, _path(config), _path(resume), trust)
-    chosen = _resolved(method, [*given, *flatten(settings or {}).items()], layers)
+    named = [*given, *flatten(settings or {}).items()]
+    chosen = _resolved(method, named, preset, _path(config), _path(resume), trust)
     directory = run_directory(chosen)
     beside = None if against is None else baseline_of(chosen, directory, against)
     with _shown(progress) as display:
@@ -144,18 +144,26 @@ def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-def _resolved(method: Any, given: Sequence[tuple[str, Any]], layers: Layers) -> Config:
+def _resolved(
+    method: Any,
+    given: Sequence[tuple[str, Any]],
+    preset: str | None = None,
+    config: Path | None = None,
+    resume: Path | None = None,
+    trust: str = "",
+) -> Config:
     """Return the run's settings, Python objects replaced by names. Raises SettingsError."""
-    everything = [*given, *layers.values().items()]
+    values = layered(preset, config, resume, trust)
+    everything = [*given, *values.items()]
     named_first = (value for name, value in everything if name in (BACKEND, "backend"))
     backend = next(named_first, RunSettings().engine.backend)
     inline = backend != "ray"
-
-    def named(method: str | None) -> dict[str, object]:
-        values = by_full_name(given, method)
-        return {name: _named(name, value, inline) for name, value in values.items()}
-
-    values = layers.under(named, None if method is None else method_name(method, inline=inline))
+    if method is not None:
+        values = of_method(values, method_name(method, inline=inline))
+    named = None if "method" not in values else str(values["method"])
+    chosen = by_full_name(given, named)
+    chosen = {name: _named(name, value, inline) for name, value in chosen.items()}
+    values = laid_over(values, chosen, resume)
     if "method" not in values:
         raise SettingsError("METHOD is missing, as in fedhet.run('felo', ...)")
     if backend == "auto" and any(HERE in str(value) for value in values.values()):
