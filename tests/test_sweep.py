@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fedhet import report
 from fedhet.base.errors import SettingsError
 from fedhet.cli import app
-from fedhet.cli.run import check_names, folder_name, point_name, read_grid, read_sweep
+from fedhet.cli.run import point_name, read_grid, read_sweep
 from fedhet.cli.training import jobs_that_fit
 from fedhet.report.sweep import _panel
 
@@ -64,7 +64,7 @@ def test_what_is_no_sweep_is_said(text, fault):
 
 
 def test_values_name_folders():
-    assert [folder_name(v) for v in (0.1, "npz:/a b", "")] == ["0.1", "npz--a-b", "empty"]
+    assert [point_name((v,)) for v in (0.1, "npz:/a b", "")] == ["0.1", "npz--a-b", "empty"]
 
 
 SMALL = [
@@ -148,7 +148,7 @@ def test_several_settings_make_a_grid():
 )
 def test_what_is_no_grid_is_said(texts, fault):
     with pytest.raises(SettingsError, match=fault):
-        check_names(read_grid(texts, "local"))
+        read_grid(texts, "local")
 
 
 def test_a_grid_has_a_curve_for_each_value_of_the_others(tmp_path):

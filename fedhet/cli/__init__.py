@@ -57,21 +57,15 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            way = _way_to_set(error.option_name)
-            if not way or not any(option.name == "set_" for option in self.params):
+            known, word = all_settings(), error.option_name.strip("-").replace("_", "-")
+            named = (name for name in known if word in (name, name.rpartition(".")[2]))
+            full = meant(word, known) or next(named, "")
+            if not full or not any(option.name == "set_" for option in self.params):
                 raise
-            raise click.NoSuchOption(
-                error.option_name, f"No such option '{error.option_name}'; write {way}", ctx=ctx
-            ) from None
-
-
-def _way_to_set(option: str) -> str:
-    """Return how to give the setting that an unknown option names or means, or ""."""
-    known, word = all_settings(), option.strip("-").replace("_", "-")
-    named = (name for name in known if word in (name, name.rpartition(".")[2]))
-    full = meant(word, known) or next(named, "")
-    flag = next((flag for flag, name in FLAGS.items() if name == full), "")
-    return f"--{flag} VALUE" if flag else f"--set {full}=VALUE" if full else ""
+            flag = next((flag for flag, name in FLAGS.items() if name == full), "")
+            way = f"--{flag} VALUE" if flag else f"--set {full}=VALUE"
+            message = f"No such option '{error.option_name}'; write {way}"
+            raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
 
 
 app = typer.Typer(
@@ -155,22 +149,16 @@ def main() -> None:
     except (FedhetError, OSError) as error:
         for note in getattr(error, "__notes__", ()):
             errors.print(note, style="red", highlight=False, markup=False, soft_wrap=True)
-        errors.print(
-            f"fedhet: {_words(error)}", style="red", highlight=False, markup=False, soft_wrap=True
-        )
+        words = reason_of(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            words = f"{error.filename}: {words}"
+        errors.print(f"fedhet: {words}", style="red", highlight=False, markup=False, soft_wrap=True)
         if is_starting():
             end_at_once(2)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         errors.print("fedhet: interrupted", style="red")
         raise SystemExit(130) from None
-
-
-def _words(error: Exception) -> str:
-    """Return an error's message; for an error of the system, the file and the reason."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {reason_of(error)}"
-    return reason_of(error)
 
 
 def end_at_once(status: int) -> NoReturn:

@@ -238,37 +238,24 @@ def status_command(
             raise SettingsError(f"no run in {directory}/: give the directory of one, or HOST:PORT")
         directory = max(configs, key=lambda path: path.stat().st_mtime).parent
     from fedhet.runs.progress import read_status
+    from fedhet.runs.units import human_seconds, plural, score
 
     status = read_status(directory)
     if as_json:
         say(json.dumps({"directory": str(directory), **status.as_json()}))
         return
-    _show_status(directory, status)
-
-
-def _show_status(directory: Path, status: Any) -> None:
-    from fedhet.runs.units import human_seconds, plural, score
-
     say(f"{status.title or 'a run'} in {directory}")
     say(status.in_words)
     rows = [
-        (
-            each.name,
-            each.model,
-            each.state,
-            score(each.accuracy),
-            human_seconds(each.seconds),
-            each.line,
-        )
-        for each in status.clients
+        (c.name, c.model, c.state, score(c.accuracy), human_seconds(c.seconds), c.line)
+        for c in status.clients
     ]
     headers = ("client", "model", "state", "accuracy", "time", "last answer")
     console.print(listing(*headers, rows=rows))
     for notice in status.notices:
         say(f"note: {notice}")
     if status.updated and status.stage != "finished":
-        age = max(0, round(time.time() - status.updated))
-        say(f"as of {plural(age, 'second')} ago")
+        say(f"as of {plural(max(0, round(time.time() - status.updated)), 'second')} ago")
 
 
 def _show_server(address: str, ca: Path | None, *, as_json: bool) -> None:

@@ -47,48 +47,37 @@ BY = "site"
 """The column, and the array, that says whose a sample is."""
 
 
-def write_texts(folder: Path) -> None:
-    """Write train.csv and test.csv with the columns text, label and site."""
-    for part, count in (("train", TRAIN), ("test", TEST)):
-        rng = numpy_rng(0, "example", "text", part)
-        with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(("text", "label", BY))
-            rows.writerows(_text(rng) for _ in range(count))
-
-
-def write_signals(folder: Path) -> None:
-    """Write train.npz and test.npz with x [N, 3, 96], y [N] and site [N]."""
-    for part, count in (("train", TRAIN), ("test", TEST)):
-        rng = numpy_rng(0, "example", "signal", part)
-        y, site = rng.integers(len(FORMS), size=count), rng.integers(OWNERS, size=count)
-        x = np.stack([_signal(rng, int(form), int(own)) for form, own in zip(y, site, strict=True)])
-        np.savez_compressed(folder / f"{part}.npz", x=x.astype(np.float32), y=y, site=site)
-
-
-def write_tables(folder: Path) -> None:
-    """Write train.csv and test.csv of patients, with gaps: the class is in the column outcome."""
-    for part, count in (("train", TRAIN), ("test", TEST)):
-        rng = numpy_rng(0, "example", "table", part)
-        with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(("age", "sex", "admitted", "pressure", "ward", BY, "outcome"))
-            rows.writerows(_patient(rng) for _ in range(count))
-
-
-WRITERS: Mapping[str, Callable[[Path], None]] = MappingProxyType(
-    {"text": write_texts, "signal": write_signals, "table": write_tables}
-)
 SETTINGS = {"table": " --set target=outcome"}
 """What a run on an example needs besides its place."""
 
 
 def write_example(kind: str, folder: Path) -> None:
-    """Write example data of a kind of samples into a new folder. Raises DataError."""
+    """Write example data of a kind of samples into a new folder. Raises DataError.
+
+    Texts: train.csv and test.csv with the columns text, label and site. Tables: the same of
+    patients, with gaps; the class is in the column outcome. Signals: train.npz and test.npz with x
+    [N, 3, 96], y [N] and site [N].
+    """
     if folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder}: is not empty; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    WRITERS[kind](folder)
+    for part, count in (("train", TRAIN), ("test", TEST)):
+        rng = numpy_rng(0, "example", kind, part)
+        if kind == "signal":
+            y, site = rng.integers(len(FORMS), size=count), rng.integers(OWNERS, size=count)
+            waves = [_signal(rng, int(f), int(own)) for f, own in zip(y, site, strict=True)]
+            x = np.stack(waves).astype(np.float32)
+            np.savez_compressed(folder / f"{part}.npz", x=x, y=y, site=site)
+            continue
+        head: tuple[str, ...] = ("text", "label", BY)
+        row: Callable[[np.random.Generator], tuple[str, ...]] = _text
+        if kind == "table":
+            head = ("age", "sex", "admitted", "pressure", "ward", BY, "outcome")
+            row = _patient
+        with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(head)
+            rows.writerows(row(rng) for _ in range(count))
 
 
 def _text(rng: np.random.Generator) -> tuple[str, str, str]:

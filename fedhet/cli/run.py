@@ -6,7 +6,7 @@ They check all settings before they import PyTorch; `fedhet.cli.training` does t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from decimal import Decimal, InvalidOperation
 from itertools import product
@@ -36,10 +36,8 @@ from fedhet.cli.options import (
     read_seeds,
     say,
 )
-from fedhet.config.sources import Given, full_name, of_method, validated
+from fedhet.config.sources import Given, full_name, of_method, settings_of, validated
 from fedhet.engines.connection import starting
-from fedhet.methods.registry import find_method
-from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text, read_text
 
 
@@ -100,23 +98,23 @@ def run_command(
         raise SettingsError("--seeds cannot be combined with --resume, which resumes one run")
     if seed is not None:
         values["seed"] = seed
-    several = None if seeds is None else read_seeds(seeds)
+    several = [] if seeds is None else read_seeds(seeds)
     given = validated(values)
-    runs = [given] if several is None else [validated({**values, "seed": s}) for s in several]
+    runs = [validated({**values, "seed": each}) for each in several]
     if against is not None:
         if against == values["method"]:
             raise SettingsError(f"--against {against} is the run's own method: name another one")
         validated(of_method(values, against))
-    _say_first(given, "" if several is None else f", {len(several)} seeds")
+    _say_first(given, f", {len(several)} seeds" if several else "")
     on_own_ray = given.run.engine.backend == "ray" and not given.run.engine.ray_address
     with starting() if on_own_ray else nullcontext():  # Ray starts while PyTorch is imported
         with loading():
             from fedhet.cli import training
 
-        if several is None:
-            training.train_one(given, against)
-        else:
+        if runs:
             training.train_seeds(runs, against)
+        else:
+            training.train_one(given, against)
 
 
 def _say_first(given: Given, more: str) -> None:
@@ -186,7 +184,6 @@ def sweep_command(
         ]
         for point in product(*swept.values())
     }
-    check_names(swept)
     _say_first(given, f", {len(runs) * len(several)} runs")
     with loading():
         from fedhet.cli import training
@@ -218,14 +215,24 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     Raises SettingsError for another form, an unknown setting, or a repeated value.
     """
     name, sign, spelled = text.partition("=")
-    known = RunSettings.fields() | find_method(method).settings()
+    known = settings_of(method)
     if not sign or not spelled:
         raise SettingsError(f"expected KEY=START:STOP:STEP or KEY=a,b,c, got '{text}'")
     name = full_name(name.strip(), known)
     if name not in known:
         raise SettingsError(f"setting '{name}' is not one of {method}, the run's method")
     refuse_of_each_run([name])
-    parts = _steps(text, spelled.split(":")) if ":" in spelled else spelled.split(",")
+    parts = spelled.split(",")
+    if ":" in spelled:
+        try:  # in decimal arithmetic: 0.3 is exactly 0.3
+            start, stop, step = (Decimal(end.strip()) for end in spelled.split(":"))
+            if not all(each.is_finite() for each in (start, stop, step)):
+                raise ValueError(text)
+        except (ValueError, InvalidOperation):
+            raise SettingsError(f"sweep '{text}': START:STOP:STEP must be three numbers") from None
+        if not (step > 0 and start <= stop and (stop - start) / step < MOST_VALUES):
+            raise SettingsError(f"sweep '{text}' must ascend, by 1 to {MOST_VALUES} values")
+        parts = [str(start + n * step) for n in range(int((stop - start) / step) + 1)]
     read = [read_text(name, known[name], part.strip()) for part in parts]
     # A list of one stands for its value, which the setting accepts too.
     values = [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in read]
@@ -237,8 +244,8 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
     """Return the settings of a sweep with their values, of which it runs all combinations.
 
-    Raises SettingsError as `read_sweep` does, for a setting that is given twice, and for more
-    points than a sweep may have.
+    Raises SettingsError as `read_sweep` does, for a setting that is given twice, for more points
+    than a sweep may have, and for two points with the same name as a folder.
     """
     grid: dict[str, list[object]] = {}
     for text in texts:
@@ -248,36 +255,13 @@ def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
         grid[name] = values
     if (points := math.prod(map(len, grid.values()))) > MOST_VALUES:
         raise SettingsError(f"a sweep has at most {MOST_VALUES} points; this one has {points}")
-    return grid
-
-
-def check_names(grid: Mapping[str, Sequence[object]]) -> None:
-    """Raise SettingsError if two points of a sweep have the same name as a folder."""
-    points = list(product(*grid.values()))
-    if len(set(map(point_name, points))) < len(points):
+    if len(set(map(point_name, product(*grid.values())))) < points:
         raise SettingsError("two values of the sweep would have the same folder")
+    return grid
 
 
 def point_name(point: Sequence[object]) -> str:
     """Return a combination of values as a valid folder name."""
-    return "_".join(map(folder_name, point))
-
-
-def folder_name(value: object) -> str:
-    """Return a value as a valid folder name."""
-    text = as_text(value) if isinstance(value, tuple) else str(value)
-    kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
-    return kept.lstrip("._-")[:60] or "empty"
-
-
-def _steps(text: str, ends: list[str]) -> list[str]:
-    """Return START, START + STEP, ... up to STOP, in decimal arithmetic: 0.3 is exactly 0.3."""
-    try:
-        start, stop, step = (Decimal(end.strip()) for end in ends)
-        if not all(each.is_finite() for each in (start, stop, step)):
-            raise ValueError(text)
-    except (ValueError, InvalidOperation):
-        raise SettingsError(f"sweep '{text}': START:STOP:STEP must be three numbers") from None
-    if not (step > 0 and start <= stop and (stop - start) / step < MOST_VALUES):
-        raise SettingsError(f"sweep '{text}' must ascend, by 1 to {MOST_VALUES} values")
-    return [str(start + n * step) for n in range(int((stop - start) / step) + 1)]
+    texts = [as_text(value) if isinstance(value, tuple) else str(value) for value in point]
+    kept = ["".join(c if c.isalnum() or c in "._-" else "-" for c in text) for text in texts]
+    return "_".join(text.lstrip("._-")[:60] or "empty" for text in kept)

@@ -51,24 +51,19 @@ def methods_command(
     ] = None,
 ) -> None:
     """List the methods, or one with its settings and what it sends."""
-    if name is not None:
-        _show_method(name)
+    if name is None:
+        found, faults = all_methods()
+        specs = {name: method.spec for name, method in found.items()}
+        rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
+        console.print(listing("method", "what it does", "headline", "paper", rows=rows))
+        for fault in faults:
+            console.print(f"left out: {fault}", markup=False)
         return
-    found, faults = all_methods()
-    specs = {name: method.spec for name, method in found.items()}
-    rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
-    console.print(listing("method", "what it does", "headline", "paper", rows=rows))
-    for fault in faults:
-        console.print(f"left out: {fault}", markup=False)
-
-
-def _show_method(name: str) -> None:
     method = find_method(name)
     spec = method.spec
     console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
-    console.print(default_models(method), markup=False)
-    console.print(defences(method), markup=False)
-    console.print(privacy(method), markup=False)
+    for line in (default_models(method), defences(method), privacy(method)):
+        console.print(line, markup=False)
     if method.settings():
         console.print(_settings(method.settings()))
     for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):
@@ -127,38 +122,24 @@ def settings_command(
         console.print(toml_text, end="", markup=False, highlight=False, soft_wrap=True)
         return
     if name is not None:
-        console.print(_settings(_settings_of(name)))
+        known = all_settings()
+        found = {k: info for k, info in known.items() if table_of(k) == name}
+        found = found or {k: info for k, info in known.items() if name in k}
+        if not found:
+            raise unknown(name, known)
+        console.print(_settings({name: known[name]} if name in known else found))
         return
-    for table, words in _sections().items():
-        found = {k: info for k, info in RunSettings.fields().items() if table_of(k) == table}
+    tables = {"": inspect.getdoc(RunSettings)}
+    for field, info in RunSettings.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
+            tables[field] = inspect.getdoc(info.annotation)
+    for table, doc in tables.items():
+        words = (doc or "").splitlines()[0]
         title = f"[{table}] {words}" if table else words
         console.print(title, style="bold", markup=False, highlight=False)
-        console.print(_settings(found), "")
+        own = {k: info for k, info in RunSettings.fields().items() if table_of(k) == table}
+        console.print(_settings(own), "")
     console.print("A method's own: `fedhet methods NAME`.")
-
-
-def _settings_of(name: str) -> dict[str, FieldInfo]:
-    """Return the settings, of methods too, in a table or with a word in their names.
-
-    Raises SettingsError if there is none.
-    """
-    known = all_settings()
-    if name in known:
-        return {name: known[name]}
-    found = {k: info for k, info in known.items() if table_of(k) == name}
-    found = found or {k: info for k, info in known.items() if name in k}
-    if not found:
-        raise unknown(name, known)
-    return found
-
-
-def _sections() -> dict[str, str]:
-    """Return the tables of settings that every run has, each with its description."""
-    named = {"": inspect.getdoc(RunSettings)}
-    for name, info in RunSettings.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
-            named[name] = inspect.getdoc(info.annotation)
-    return {name: (line or "").splitlines()[0] for name, line in named.items()}
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> Table:

@@ -276,7 +276,19 @@ def ending_at_once(hint: Callable[[], str]) -> Iterator[None]:
     caught = ENDING.keys() - (ignored - {signal.SIGINT})
     before = {each: signal.signal(each, lambda *_: None) for each in caught}
     wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_end_on_signal, args=(heard, hint), daemon=True).start()
+
+    def end() -> None:
+        with heard:
+            while received := heard.recv(1):
+                if (number := received[0]) in ENDING:
+                    try:
+                        console.show_cursor(True)
+                        words = ENDING[signal.Signals(number)]
+                        errors.print(f"\nfedhet: {words}; {hint()}", markup=False, soft_wrap=True)
+                    finally:  # the terminal may be gone
+                        os._exit(128 + number)
+
+    threading.Thread(target=end, daemon=True).start()
     try:
         yield
     finally:
@@ -284,18 +296,3 @@ def ending_at_once(hint: Callable[[], str]) -> Iterator[None]:
         for each, handler in before.items():
             signal.signal(each, handler or signal.SIG_DFL)
         sender.close()
-
-
-def _end_on_signal(heard: socket.socket, hint: Callable[[], str]) -> None:
-    """Read signal numbers as they arrive; end the process on one in `ENDING`."""
-    with heard:
-        while received := heard.recv(1):
-            number = received[0]
-            if number not in ENDING:
-                continue
-            try:
-                console.show_cursor(True)
-                words = ENDING[signal.Signals(number)]
-                errors.print(f"\nfedhet: {words}; {hint()}", markup=False, soft_wrap=True)
-            finally:  # the terminal may be gone
-                os._exit(128 + number)

@@ -99,19 +99,6 @@ class Connection:
             raise
         return True
 
-    def submit(self, config: Config) -> str:
-        """Start a run; return its id. The app has no code: each site uses its own installation."""
-        app = self.home / "app"
-        shutil.rmtree(app, ignore_errors=True)
-        _write_toml(app / "pyproject.toml", app_of(config))
-        started = json.loads(self.flwr("run", app, CONNECTION, "--format", "json"))
-        return str(started["run-id"])
-
-    def status(self, run_id: str) -> str:
-        """Return Flower's status of a run: running, finished:completed, …"""
-        runs = json.loads(self.flwr("list", CONNECTION, "--run-id", run_id, "--format", "json"))
-        return str(runs["runs"][0]["status"])
-
     def follow(self, run_id: str, say: Callable[[str], None]) -> None:
         """Pass the log lines of the run's server to `say` until the run is over.
 
@@ -175,9 +162,7 @@ class Connection:
 
     def answers(self) -> bool:
         """Return whether something listens at the server's address."""
-        with contextlib.suppress(OSError), socket.create_connection(self.place, 5.0):
-            return True
-        return False
+        return listens(*self.place)
 
     def flwr(self, *words: object) -> str:
         """Return the output of Flower's command line. Raises FedhetError if it fails."""
@@ -256,16 +241,28 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
 def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:
     """Run `config` on the deployment at `connection` until it ends.
 
-    Raises FedhetError if the run fails, and SettingsError for a method that is only simulated.
+    The app that is sent has the settings and no code: each site uses its own installation. Raises
+    FedhetError if the run fails, and SettingsError for a method that is only simulated.
     """
     check_deployable(config)
     connection.require_answer()
     say(f"sending the run to {connection.address} …")
-    run_id = connection.submit(config)
+    components = {
+        "serverapp": "fedhet.server.app:app",
+        "clientapp": "fedhet.client_runtime.app:app",
+    }
+    settings = nest(to_flower(config.flat()))
+    flower = {"publisher": "fedhet", "components": components, "config": settings}
+    project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
+    app = connection.home / "app"
+    shutil.rmtree(app, ignore_errors=True)
+    _write_toml(app / "pyproject.toml", {"project": project, "tool": {"flwr": {"app": flower}}})
+    started = json.loads(connection.flwr("run", app, CONNECTION, "--format", "json"))
+    run_id = str(started["run-id"])
     say(f"run {run_id} on {connection.address}; waiting for its server app to start …")
     connection.follow(run_id, say)
     try:
-        status = connection.status(run_id)
+        listed = connection.flwr("list", CONNECTION, "--run-id", run_id, "--format", "json")
     except FedhetError:
         if connection.answers():
             raise
@@ -274,22 +271,16 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
             "the run's directory: start the server again with the same --database, and submit the "
             "run again with the same --out and --set resume=true"
         ) from None
+    status = str(json.loads(listed)["runs"][0]["status"])
     if status != COMPLETED:
         raise FedhetError(f"run {run_id} ended as {status!r}: see above, and the server's log")
 
 
-def app_of(config: Config) -> dict[str, object]:
-    """Return the pyproject.toml of a Flower app that contains only the settings of a run."""
-    app = {
-        "publisher": "fedhet",
-        "components": {
-            "serverapp": "fedhet.server.app:app",
-            "clientapp": "fedhet.client_runtime.app:app",
-        },
-        "config": nest(to_flower(config.flat())),
-    }
-    project = {"name": "fedhet-run", "version": __version__, "dependencies": []}
-    return {"project": project, "tool": {"flwr": {"app": app}}}
+def listens(host: str, port: int) -> bool:
+    """Return whether something listens at an address."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 5.0):
+        return True
+    return False
 
 
 def program(name: str) -> str:

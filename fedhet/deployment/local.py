@@ -29,7 +29,7 @@ from fedhet.client_runtime.node import (
 from fedhet.config.resolve import Config, absolute
 from fedhet.data.store import RunData
 from fedhet.deployment import certs
-from fedhet.deployment.control import Connection, program, submit
+from fedhet.deployment.control import Connection, listens, program, submit
 from fedhet.engines.connection import for_training
 from fedhet.engines.simulate import check_models_and_data
 from fedhet.wire.identity import client_name
@@ -102,16 +102,11 @@ class LocalDeployment:
         )
         end = time.monotonic() + START_SECONDS
         for port in (self.control_port, self.fleet_port):
-            while not self._listens(port):
+            while not listens(self.host, port):
                 if time.monotonic() > end or self.processes["server"].poll() is not None:
                     words = " ".join(self.log_of("server").split())[-500:] or "its log is empty"
                     raise FedhetError(f"the server does not start: {words}")
                 time.sleep(0.1)
-
-    def _listens(self, port: int) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection((self.host, port), 1.0):
-            return True
-        return False
 
     def register(self, index: int) -> None:
         """Register node `index` at the server with its public key and its client's name."""
