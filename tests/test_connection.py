@@ -1,6 +1,8 @@
 """What Flower's command line says, as a person gets to read it."""
 
 import contextlib
+import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedhet.base.errors import FedhetError
+from fedhet.cli.deploy import connected
 from fedhet.config.resolve import resolve
 from fedhet.deployment import control
 from fedhet.deployment.certs import make, make_node_key
@@ -178,6 +181,17 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
     assert "cannot be read as a public key" in words["private key"]
     assert "no TLS" in words["no TLS"]
     assert "expected HOST:PORT" in words["no port"]
+
+
+def test_a_command_that_is_terminated_leaves_no_folder(monkeypatch, tmp_path):
+    for step in ("prepare", "require_answer"):
+        monkeypatch.setattr(Connection, step, lambda self: None)
+    homes = []
+    with pytest.raises(KeyboardInterrupt), connected("h:1", tmp_path / "ca.crt") as connection:
+        homes.append(connection.home)
+        assert homes[0].is_dir()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not homes[0].exists()
 
 
 def test_an_error_in_flowers_json_is_its_message(monkeypatch, tmp_path):

@@ -153,9 +153,9 @@ def submit_command(
 @contextlib.contextmanager
 def connected(server: str, ca: Path) -> Iterator[Connection]:
     """Yield a connection to a server, whose configuration goes with it."""
-    from fedhet.deployment.control import Connection
+    from fedhet.deployment.control import Connection, interrupted_by_terminate
 
-    with tempfile.TemporaryDirectory(prefix="fedhet-") as home:
+    with interrupted_by_terminate(), tempfile.TemporaryDirectory(prefix="fedhet-") as home:
         connection = Connection(Path(home), server, ca)
         connection.prepare()
         connection.require_answer()

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -274,6 +275,20 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
     status = str(json.loads(listed)["runs"][0]["status"])
     if status != COMPLETED:
         raise FedhetError(f"run {run_id} ended as {status!r}: see above, and the server's log")
+
+
+@contextlib.contextmanager
+def interrupted_by_terminate() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does, so that it leaves no process and no folder."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def listens(host: str, port: int) -> bool:

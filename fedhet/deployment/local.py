@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from fedhet.client_runtime.node import (
 from fedhet.config.resolve import Config, absolute
 from fedhet.data.store import RunData
 from fedhet.deployment import certs
-from fedhet.deployment.control import Connection, listens, program, submit
+from fedhet.deployment.control import Connection, interrupted_by_terminate, listens, program, submit
 from fedhet.engines.connection import for_training
 from fedhet.engines.simulate import check_models_and_data
 from fedhet.wire.identity import client_name
@@ -181,7 +180,7 @@ def deploy_local(
         raise FedhetError(f"{keep} is not empty; give another folder with --keep")
     root = Path(tempfile.mkdtemp(prefix="fedhet-")) if keep is None else keep.resolve()
     root.mkdir(parents=True, exist_ok=True)
-    with _interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
+    with interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
         say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")
         try:
             submit(placed, deployment.connection, say)
@@ -189,20 +188,6 @@ def deploy_local(
             raise FedhetError(f"{error}; logs are in {root / 'log'}") from None
     if keep is None:
         shutil.rmtree(root)
-
-
-@contextlib.contextmanager
-def _interrupted_by_terminate() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that no started process is left running."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def site_name(index: int) -> str:
