@@ -8,11 +8,13 @@ import ssl
 import subprocess
 import sys
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from fedhet.base.errors import FedhetError
+from fedhet.cli import deploy
 from fedhet.cli.deploy import connected
 from fedhet.config.resolve import resolve
 from fedhet.deployment import control
@@ -187,11 +189,29 @@ def test_a_command_that_is_terminated_leaves_no_folder(monkeypatch, tmp_path):
     for step in ("prepare", "require_answer"):
         monkeypatch.setattr(Connection, step, lambda self: None)
     homes = []
-    with pytest.raises(KeyboardInterrupt), connected("h:1", tmp_path / "ca.crt") as connection:
-        homes.append(connection.home)
-        assert homes[0].is_dir()
-        os.kill(os.getpid(), signal.SIGTERM)
+
+    def terminated():
+        with connected("h:1", tmp_path / "ca.crt") as connection:
+            homes.append(connection.home)
+            assert homes[0].is_dir()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        terminated()
     assert not homes[0].exists()
+
+
+def test_a_site_that_has_never_connected_is_listed_so(capsys):
+    since = datetime(2026, 1, 2, tzinfo=UTC)
+    deploy._list_sites(
+        [
+            control.Site("site-a", 1, "registered", None),
+            control.Site("site-b", 2, "offline", since),
+        ]
+    )
+    _, first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert first == "site-a never seen 1"
+    assert second == "site-b offline 2026-01-02 00:00:00 2"
 
 
 def test_an_error_in_flowers_json_is_its_message(monkeypatch, tmp_path):

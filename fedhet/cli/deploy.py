@@ -313,7 +313,8 @@ def _list_sites(sites: Any) -> None:
     rows = []
     for site in sites:
         fields = _site_fields(site)
-        rows.append((fields["name"], fields["state"], fields["since"] or "", fields["node"]))
+        state = "never seen" if site.state == "registered" else site.state
+        rows.append((fields["name"], state, fields["since"] or "", fields["node"]))
     console.print(listing("site", "state", "since (UTC)", "node", rows=rows))
     if not rows:
         say("no site is registered: `fedhet register` does")
