@@ -520,6 +520,7 @@ def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
     [
         (["/a/slow.csv", "/a/fast.csv", "none"], {"slow.csv", "fast.csv", "none"}),
         (["/a/slow.csv", "/b/slow.csv"], {"/a/slow.csv", "/b/slow.csv"}),
+        (["/a/slow.csv", ""], {"slow.csv", "none"}),
     ],
 )
 def test_a_label_names_a_file_without_its_folder_if_that_tells_it_apart(

@@ -218,7 +218,7 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
         return end if ends[end] == 1 else key.removeprefix(method + ".")
 
     return [
-        " ".join([method, *(f"{short(key, method)}={row[key]}" for key in row.index)])
+        " ".join([method, *(f"{short(key, method)}={row[key] or 'none'}" for key in row.index)])
         for method, (_, every) in zip(methods, settings.iterrows(), strict=True)
         for row in [every[varies.loc[method]].dropna()]
     ]
