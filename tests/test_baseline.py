@@ -80,6 +80,7 @@ def test_table_page_and_curve_show_both(tmp_path: Path) -> None:
         assert re.search(rf"{name} .*{value:.4f} +{other[name]:.4f}", text)
     page = Page(write_page(load_run(path)))
     assert f"against local {sentence}" in page.text
+    assert re.search(r"fedhet run felo --config \S+ --against local", page.text)
     assert f"local {b:.3f}" in page.text  # the legend of the curve
 
 

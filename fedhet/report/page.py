@@ -106,6 +106,8 @@ def render_run(run: Run, live: Live | None = None) -> str:
     config = shown_path(run.path.resolve() / "config.toml")
     command = ["fedhet", "submit" if run.origin.deployed else "run", run.method]
     command += ["--server", "HOST:PORT", "--ca", "FILE"] if run.origin.deployed else []
+    command += ["--config", config]
+    command += ["--against", run.baseline.method] if run.baseline else []
     peak = max(record.peak_memory_mb for record in run.records) or NAN
     return render(
         "run.html",
@@ -131,7 +133,7 @@ def render_run(run: Run, live: Live | None = None) -> str:
         clients=client_cells(run),
         recalls=recall_cells(run),
         remarks=remarks(run),
-        command=shlex.join([*command, "--config", config]),
+        command=shlex.join(command),
         live=live,
     )  # fmt: skip
 
