@@ -312,6 +312,8 @@ def test_the_share_is_chosen_where_it_is_left_open(gib, share):
     data = RunData.of(config.run)
     with pretended(memory=gib * 2**30):
         assert with_gpu_share(config, data).run.engine.gpus_per_client == share
+        several = on_gpu("fedtype", batch_size=[8, config.run.training.batch_size])
+        assert with_gpu_share(several, data).run.engine.gpus_per_client == share
         for given in ({"gpus_per_client": 0.5}, {"device": "cpu"}):
             chosen = config.replacing(engine=config.run.engine.model_copy(update=given))
             assert with_gpu_share(chosen, data) == chosen

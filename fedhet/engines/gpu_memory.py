@@ -40,7 +40,7 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
         return config
     kind, shape, own = dataset.kind, tuple(dataset.shape), config.own.flat()
     others = [str(own[kebab(name)]) for name in config.method.spec.own_models]
-    batch = max(run.training.batch_size, 2)
+    batch = max(2, *run.training.pools().get("batch_size", (run.training.batch_size,)))
     sizes = {
         name: training_bytes(
             build_any(name, shape, len(dataset.classes), seed=run.seed, kind=kind),
