@@ -83,10 +83,8 @@ class Connection:
             raise FedhetError(f"{self.authority}: no such file; it must be the CA's certificate")
         read_certificate(self.authority)
         connection = {"address": address, "root-certificates": str(self.authority.resolve())}
-        _write_toml(
-            self.home / "config.toml",
-            {"superlink": {"default": CONNECTION, CONNECTION: connection}},
-        )
+        superlinks = {"default": CONNECTION, CONNECTION: connection}
+        _write_toml(self.home / "config.toml", {"superlink": superlinks})
         shutil.rmtree(self._nowhere, ignore_errors=True)
         self._nowhere.mkdir(parents=True)
 
@@ -121,13 +119,7 @@ class Connection:
         command = [program("flwr"), "log", run_id, CONNECTION, "--stream"]
         try:
             with subprocess.Popen(
-                command,
-                cwd=self._nowhere,
-                env=self.environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **self._options()
             ) as stream:
                 try:
                     for line in readable(stream.stdout or ()):
@@ -170,15 +162,7 @@ class Connection:
         absolute = [word.resolve() if isinstance(word, Path) else word for word in words]
         command, end = [program("flwr"), *map(str, absolute)], time.monotonic() + PATIENCE
         while True:
-            done = subprocess.run(
-                command,
-                cwd=self._nowhere,
-                env=self.environment(),
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                check=False,
-            )
+            done = subprocess.run(command, capture_output=True, check=False, **self._options())
             if _UNREACHABLE not in done.stdout + done.stderr or time.monotonic() > end:
                 break
             time.sleep(1.0)
@@ -197,6 +181,11 @@ class Connection:
     def _nowhere(self) -> Path:
         """An empty folder in which Flower's command line runs: it reads and changes projects."""
         return self.home / "nowhere"
+
+    def _options(self) -> dict[str, Any]:
+        """Return where and how Flower's command line runs."""
+        text = {"encoding": "utf-8", "errors": "replace"}
+        return {"cwd": self._nowhere, "env": self.environment(), **text}
 
     def environment(self) -> dict[str, str]:
         """Return the environment for all of Flower's programs that are started here."""
