@@ -143,12 +143,16 @@ def test_several_settings_make_a_grid():
     [
         (["lr=0.1,1", "training.lr=2,3"], "gives 'training.lr' a second time"),
         (["rounds=1:100:1", "clients=2:100:1"], "at most 1000 points; this one has 9900"),
-        (["data.by=a b,a-b"], "would have the same folder"),
     ],
 )
 def test_what_is_no_grid_is_said(texts, fault):
     with pytest.raises(SettingsError, match=fault):
         read_grid(texts, "local")
+
+
+def test_two_points_with_one_folder_are_refused(call):
+    status, _, fault = call("sweep", "local", "data.by=a b,a-b")
+    assert (status, fault) == (2, "fedhet: two values of the sweep would have the same folder\n")
 
 
 def test_a_grid_has_a_curve_for_each_value_of_the_others(tmp_path):

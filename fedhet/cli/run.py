@@ -184,6 +184,8 @@ def sweep_command(
         ]
         for point in product(*swept.values())
     }
+    if len(set(map(point_name, runs))) < len(runs):
+        raise SettingsError("two values of the sweep would have the same folder")
     _say_first(given, f", {len(runs) * len(several)} runs")
     with loading():
         from fedhet.cli import training
@@ -244,8 +246,8 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
     """Return the settings of a sweep with their values, of which it runs all combinations.
 
-    Raises SettingsError as `read_sweep` does, for a setting that is given twice, for more points
-    than a sweep may have, and for two points with the same name as a folder.
+    Raises SettingsError as `read_sweep` does, for a setting that is given twice, and for more
+    points than a sweep may have.
     """
     grid: dict[str, list[object]] = {}
     for text in texts:
@@ -255,8 +257,6 @@ def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
         grid[name] = values
     if (points := math.prod(map(len, grid.values()))) > MOST_VALUES:
         raise SettingsError(f"a sweep has at most {MOST_VALUES} points; this one has {points}")
-    if len(set(map(point_name, product(*grid.values())))) < points:
-        raise SettingsError("two values of the sweep would have the same folder")
     return grid
 
 
