@@ -118,9 +118,10 @@ class Connection:
         looking.start()
         command = [program("flwr"), "log", run_id, CONNECTION, "--stream"]
         try:
-            with subprocess.Popen(
+            stream: subprocess.Popen[str] = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **self._options()
-            ) as stream:
+            )
+            with stream:
                 try:
                     for line in readable(stream.stdout or ()):
                         say(line)
@@ -162,7 +163,9 @@ class Connection:
         absolute = [word.resolve() if isinstance(word, Path) else word for word in words]
         command, end = [program("flwr"), *map(str, absolute)], time.monotonic() + PATIENCE
         while True:
-            done = subprocess.run(command, capture_output=True, check=False, **self._options())
+            done: subprocess.CompletedProcess[str] = subprocess.run(
+                command, capture_output=True, check=False, **self._options()
+            )
             if _UNREACHABLE not in done.stdout + done.stderr or time.monotonic() > end:
                 break
             time.sleep(1.0)

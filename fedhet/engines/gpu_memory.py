@@ -40,13 +40,13 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
         return config
     kind, shape, own = dataset.kind, tuple(dataset.shape), config.own.flat()
     others = [str(own[kebab(name)]) for name in config.method.spec.own_models]
-    batch = max(2, *run.training.pools().get("batch_size", (run.training.batch_size,)))
+    batches = run.training.pools().get("batch_size", (run.training.batch_size,))
     sizes = {
         name: training_bytes(
             build_any(name, shape, len(dataset.classes), seed=run.seed, kind=kind),
             KINDS[kind],
             shape,
-            batch,
+            max(2, *map(int, batches)),
         )
         for name in dict.fromkeys([*run.models.pool, *others])
     }
