@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Recording(InlineProxy):
 
 def record(config: Config, folder: Path) -> None:
     """Let a real client of a federation train, and write what it answers into a folder."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     one = resolve({**config.flat(), "clients": 1, "rounds": 1})
     server = components(one, folder / "recorded", workers=1, watchers=[]).server
     assert isinstance(server, FederationServer)
@@ -98,6 +100,7 @@ def server_with(
     watchers: list[Watcher],
 ) -> FederationServer:
     """Return a server in the directory `run` whose clients repeat the recorded one."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)
     server = components(config, run, workers=1, watchers=watchers).server
     assert isinstance(server, FederationServer)
     name = json.loads((run / "run.json").read_text())["run"]

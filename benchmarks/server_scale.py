@@ -13,7 +13,6 @@ clients' introductions and the end of the run take for each, and the peak memory
 from __future__ import annotations
 
 import argparse
-import logging
 import resource
 import tempfile
 import time
@@ -32,7 +31,6 @@ BOUND, MODEL = 1.2, "mlp"
 
 def cost(clients: int, method: str, rounds: int) -> dict[str, float]:
     """Return a client's milliseconds of the server: in a round, before, after; the memory in MB."""
-    logging.getLogger("flwr").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = {
