@@ -270,11 +270,12 @@ def test_when_a_round_brings_more_than_can_stay_chance_decides_not_the_names(tmp
 
 
 def test_the_cvae_is_trained_and_decoded_in_as_many_threads_as_the_run_has(tmp_path):
-    strategy = started(tmp_path, **{"velo.interval": 2})
-    for round in (1, 2, 3):
+    server = Server(velo(), tmp_path)
+    for round in (1, 2):
+        answers = server.answers(server.ask(round))
         torch.set_num_threads(2)
-        strategy.aggregate(round, two_replies(strategy, round))
-        assert torch.get_num_threads() == strategy.run.engine.threads == 1
+        server.strategy.aggregate_fit(round, answers, [])
+        assert torch.get_num_threads() == server.strategy.run.engine.threads == 1
 
 
 def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):

@@ -285,6 +285,7 @@ class HetStrategy(Strategy):
         """Let the replies pass their steps, and the method aggregate those that are accepted."""
         self.state.clock.replied()
         self._code_faults.enter(failures)
+        torch.set_num_threads(self.run.engine.threads)  # whoever has changed it meanwhile
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.arrived}
             self.state.scores.outdate(trained & {*self.state.expected})
