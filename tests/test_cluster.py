@@ -104,7 +104,7 @@ def test_the_code_of_a_run_is_sent_and_pythons_own_is_not(monkeypatch, tmp_path)
     (tmp_path / "mymodule.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     named = ["fedhet", "fedhet.strategies.felo", "mypack.inner.deep", "mymodule", "os", "json"]
-    fedhet = Path(inspection.__file__).parents[2]
+    fedhet = Path(inspection.__file__).parents[1]
     found = [str(fedhet), str(tmp_path / "mypack"), str(tmp_path / "mymodule.py")]
     assert code_of([*named, "flwr", "nowhere"]) == [*found, str(Path(flwr.__file__).parent)]
 
@@ -189,7 +189,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
-    root = Path(inspection.__file__).parents[3]
+    root = Path(inspection.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-S", "-c", "import fedhet.engines.inspection"],
         cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=60,
@@ -233,18 +233,29 @@ def test_where_data_lies(tmp_path):
 
 
 def answering(monkeypatch, **answers):
-    monkeypatch.setattr(cluster, "_faults", lambda machines, wanted, _: answers.items())
+    """Let a task that is sent to a machine return the answer of its address."""
+    pinned = lambda machine: SimpleNamespace(remote=lambda _: machine.address)  # noqa: E731
+    ray = SimpleNamespace(
+        remote=lambda **_: (
+            lambda _: SimpleNamespace(options=lambda scheduling_strategy: scheduling_strategy)
+        ),
+        wait=lambda refs, num_returns, timeout: (refs, []),
+        get=answers.__getitem__,
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(cluster, "pinned", pinned)
 
 
 def test_one_fault_is_the_error_and_several_are_its_notes(tmp_path, monkeypatch, capsys):
     wanted = needs_of(absolute(small("felo", backend="ray")), tmp_path)
+    machines = [replace(A, address="a"), replace(B, address="b")]
     answering(monkeypatch, a=[], b=["has PyTorch\n1.0"])
     with pytest.raises(FedhetError, match=r"^b: has PyTorch\\n1\.0$") as one:
-        check_machines([A, B], wanted, 1.0)
+        check_machines(machines, wanted, 1.0)
     assert not getattr(one.value, "__notes__", [])
     answering(monkeypatch, a=["is mute"], b=["has PyTorch 1.0", "has no device cuda"])
     with pytest.raises(FedhetError, match="2 of 2 machines of the Ray cluster") as several:
-        check_machines([A, B], wanted, 1.0)
+        check_machines(machines, wanted, 1.0)
     assert [note.partition(":")[0] for note in several.value.__notes__] == ["a", "b", "b"]
     assert list(tmp_path.iterdir()) == []
 
