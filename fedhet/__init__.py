@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from fedhet.base.version import __version__
+from fedhet.base import __version__
 
 if TYPE_CHECKING:
     from fedhet.data.spec import Dataset, Split

@@ -11,10 +11,12 @@ from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.local_training import FixMatch
 from fedhet.data.spec import Split
 from fedhet.kinds import IMAGE, KINDS, check_changeable
-from fedhet.kinds.changes import strong, weak
+from fedhet.kinds.changes import CHANGES
 from fedhet.learning.devices import CPU
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.settings.run import TrainingSettings
+
+weak, strong = CHANGES["image"]["weak"], CHANGES["image"]["strong"]
 
 METHODS = [name for name in sorted(shipped_names()) if find_method(name).spec.semi]
 

@@ -359,7 +359,7 @@ def test_what_is_not_for_texts_says_so(tmp_path, changes, fault):
 
 
 def test_token_changes_keep_words_and_order():
-    from fedhet.kinds.changes import REACH, left_out, moved, strong_tokens
+    from fedhet.kinds.changes import CHANGES, REACH, left_out, moved
 
     rng = numpy_rng(0, "tokens")
     lengths = rng.integers(1, 40, 200)
@@ -381,7 +381,7 @@ def test_token_changes_keep_words_and_order():
         assert max(away) <= REACH
     assert (places != x).any()
     single = torch.ones(5, 1, dtype=torch.int64)
-    assert torch.equal(strong_tokens(single, torch.Generator()), single)
+    assert torch.equal(CHANGES["text"]["strong"](single, torch.Generator()), single)
 
 
 def test_a_signal_file_reads_as_it_is(tmp_path):

@@ -34,6 +34,10 @@ MOST_IN_A_KEY = 32
 """Parts of a dotted key in TOML, whose memory grows with their square."""
 LARGE = 2**28
 """Bytes of a file that may be mapped however few of them are on the disk."""
+LEFT_BEHIND = 3600.0
+"""Seconds after which a temporary file belongs to a writer that was killed."""
+_OPEN_FOLDERS = Path("/proc/self/fd")
+_UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MOST_IN_A_KEY}}}")
 
@@ -106,11 +110,6 @@ def read_tables(path: Path) -> dict[str, Any]:
         raise StateError(f"{path}: not valid TOML: {one_line(str(error))}") from None
 
 
-_OPEN_FOLDERS = Path("/proc/self/fd")
-LEFT_BEHIND = 3600.0
-"""Seconds after which a temporary file belongs to a writer that was killed."""
-
-
 def expanded(path: str | Path, remedy: str = "give an absolute path") -> Path:
     """Return `path` with a leading `~` replaced by the home directory.
 
@@ -140,10 +139,7 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield a path of the folder for files that are neither kept nor replaced.
-
-        Raises OSError, and StateError that names a link.
-        """
+        """Yield a path of the folder for files that are neither kept nor replaced, as `opened`."""
         with self.opened() as folder:
             yield self._place(folder)
 
@@ -155,7 +151,14 @@ class Folder:
         try:
             for name in self.path.relative_to(self._within).parts:
                 here /= name
-                outer, descriptor = descriptor, _inner(descriptor, here, self._mode)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, self._mode, dir_fd=descriptor)
+                outer, flags = descriptor, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+                try:
+                    descriptor = os.open(name, flags, dir_fd=outer)
+                except OSError:
+                    _refuse_link(here)
+                    raise
                 os.close(outer)
             yield descriptor
         finally:
@@ -167,17 +170,26 @@ class Folder:
 
         Only its owner can read a private file. Raises StateError.
         """
-        with failing(self.path / name), self.opened() as folder:
-            written = f".{name}.{secrets.token_hex(6)}"
-            os.close(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder))
-            try:
-                yield self._place(folder) / written
-                _finish(folder, written, 0o600 if private else 0o644)
-                os.replace(written, name, src_dir_fd=folder, dst_dir_fd=folder)
-                os.fsync(folder)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(written, dir_fd=folder)
+        written, flags = f".{name}.{secrets.token_hex(6)}", os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            with self.opened() as folder:
+                os.close(os.open(written, flags, 0o600, dir_fd=folder))
+                try:
+                    yield self._place(folder) / written
+                    flags = os.O_RDONLY | _UNFOLLOWED
+                    with os.fdopen(os.open(written, flags, dir_fd=folder), "rb") as file:
+                        os.fchmod(file.fileno(), 0o600 if private else 0o644)
+                        os.fsync(file.fileno())
+                    os.replace(written, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.fsync(folder)
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(written, dir_fd=folder)
+        except (OSError, SafetensorError) as error:
+            raise StateError(
+                f"cannot write {self.path / name}: {reason_of(error)}; the file before it is "
+                "unchanged"
+            ) from error
 
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:
         """Return a descriptor of a file in the folder, which is made if it is absent.
@@ -238,45 +250,10 @@ def write_text(path: Path, text: str, *, within: Path | None = None, private: bo
     return path
 
 
-_UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
-@contextlib.contextmanager
-def failing(path: Path) -> Iterator[None]:
-    """Raise a StateError that names `path` for an error of the system inside the block."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise StateError(
-            f"cannot write {path}: {reason_of(error)}; the file before it is unchanged"
-        ) from error
-
-
 def refuse_links(folder: Path) -> None:
     """Raise StateError, which names the link, if an entry of the folder is one."""
     for path in sorted(folder.iterdir()):
         _refuse_link(path)
-
-
-def _inner(outer: int, path: Path, mode: int) -> int:
-    """Return a descriptor of the folder `path` in the open folder `outer`; make it if absent."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path.name, mode, dir_fd=outer)
-    try:
-        return os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=outer)
-    except OSError:
-        _refuse_link(path)
-        raise
-
-
-def _finish(folder: int, name: str, mode: int) -> None:
-    """Set the mode of a written file, and sync it."""
-    descriptor = os.open(name, os.O_RDONLY | _UNFOLLOWED, dir_fd=folder)
-    try:
-        os.fchmod(descriptor, mode)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _refuse_link(path: Path) -> None:

@@ -16,7 +16,6 @@ from fedhet.base.arrays import Array
 from fedhet.base.errors import nearest
 
 ACCURACY = "accuracy"
-RECALL = "recall"
 BINS = 15
 """Bins of the calibration error (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
 LEAST_LIKELIHOOD = 2.0**-52
@@ -42,11 +41,7 @@ class Predictions:
         return np.unique(self.truth)
 
 
-def _accuracy(made: Predictions) -> float:
-    return float(np.mean(made.truth == made.predicted))
-
-
-def _recalls(made: Predictions) -> dict[str, float]:
+def recalls(made: Predictions) -> dict[str, float]:
     """Return the share of each present class's samples that are predicted as it."""
     from sklearn.metrics import recall_score
 
@@ -54,18 +49,15 @@ def _recalls(made: Predictions) -> dict[str, float]:
     return {str(label): float(score) for label, score in zip(made.present, scores, strict=True)}
 
 
-def _balanced_accuracy(made: Predictions) -> float:
-    return float(np.mean(list(_recalls(made).values())))
-
-
-def _macro_f1(made: Predictions) -> float:
+def macro_f1(made: Predictions) -> float:
+    """Return the mean over the present classes of the F1 score."""
     from sklearn.metrics import f1_score
 
     wanted = {"labels": made.present, "average": "macro", "zero_division": 0}
     return float(f1_score(made.truth, made.predicted, **wanted))
 
 
-def _auc(made: Predictions) -> float | None:
+def auc(made: Predictions) -> float | None:
     """Return the mean over the present classes of the AUC of each against the rest."""
     from sklearn.metrics import roc_auc_score
 
@@ -75,13 +67,13 @@ def _auc(made: Predictions) -> float | None:
     return float(np.mean(each))
 
 
-def _test_loss(made: Predictions) -> float:
+def test_loss(made: Predictions) -> float:
     """Return the mean cross-entropy, which the least likelihood bounds."""
     own = np.take_along_axis(made.likely, made.truth[:, None], axis=1)
     return float(-np.log(own.clip(LEAST_LIKELIHOOD, 1.0)).mean())
 
 
-def _calibration_error(made: Predictions) -> float:
+def calibration_error(made: Predictions) -> float:
     """Return the expected calibration error: |share correct - mean confidence|, over the bins.
 
     A bin counts by its samples.
@@ -122,15 +114,21 @@ class Metric:
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric(ACCURACY, "accuracy", _accuracy, min_positive=LEAST_ACCURACY),
-        Metric("balanced-accuracy", "balanced accuracy", _balanced_accuracy),
-        Metric("macro-f1", "macro F1", _macro_f1),
-        Metric("auc", "AUC", _auc),
-        Metric("test-loss", "test loss", _test_loss, highest=37.0, lower_is_better=True),
-        Metric("calibration-error", "calibration error", _calibration_error, lower_is_better=True),
-        Metric(RECALL, "recall", _recalls, by_class=True),
+        Metric(
+            ACCURACY, "accuracy", lambda made: float(np.mean(made.truth == made.predicted)),
+            min_positive=LEAST_ACCURACY,
+        ),
+        Metric(
+            "balanced-accuracy", "balanced accuracy",
+            lambda made: float(np.mean(list(recalls(made).values()))),
+        ),
+        Metric("macro-f1", "macro F1", macro_f1),
+        Metric("auc", "AUC", auc),
+        Metric("test-loss", "test loss", test_loss, highest=37.0, lower_is_better=True),
+        Metric("calibration-error", "calibration error", calibration_error, lower_is_better=True),
+        Metric("recall", "recall", recalls, by_class=True),
     )
-}
+}  # fmt: skip
 """Every metric by the name that the setting `metrics` takes."""
 
 
@@ -169,7 +167,7 @@ def measured_names(metrics: Sequence[str], classes: int) -> list[str]:
 def metric_of(name: str) -> Metric:
     """Return the metric of a reported name, such as `auc` or `recall.3`; unknown ones rank high."""
     kind, _, label = name.partition(".")
-    found = METRICS.get(kind, Metric(name, name, _accuracy))
+    found = METRICS.get(kind) or Metric(name, name, METRICS[ACCURACY].compute)
     return replace(found, name=name, title=f"{found.title} of class {label}") if label else found
 
 

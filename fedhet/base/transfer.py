@@ -42,7 +42,11 @@ def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
     Those that are there already are returned as they are, others are contiguous.
     """
     found = {name: tensor.detach() for name, tensor in tensors.items()}
-    away = {name: each for name, each in found.items() if not _is_there(each, device)}
+    away = {
+        name: each
+        for name, each in found.items()
+        if each.device.type != device.type or device.index not in (None, each.device.index)
+    }
     for kind in dict.fromkeys(each.dtype for each in away.values()):
         named = {name: each for name, each in away.items() if each.dtype == kind}
         block = to_device(torch.cat([each.reshape(-1) for each in named.values()]), device)
@@ -50,10 +54,6 @@ def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
         for (name, each), piece in zip(named.items(), pieces, strict=True):
             found[name] = piece.view(each.shape)
     return found
-
-
-def _is_there(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def joined(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -27,8 +27,8 @@ import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
+from fedhet.base import __version__
 from fedhet.base.errors import FedhetError, reason_of
-from fedhet.base.version import __version__
 from fedhet.cli import deploy, results, run, show
 from fedhet.cli.example import example_command
 from fedhet.cli.options import FLAGS, console, errors

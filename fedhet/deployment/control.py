@@ -26,8 +26,8 @@ from typing import Any
 
 import tomli_w
 
+from fedhet.base import __version__
 from fedhet.base.errors import FedhetError, reason_of
-from fedhet.base.version import __version__
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedhet.base import __version__
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
-from fedhet.base.version import __version__
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
 from fedhet.data.texts import WORDS

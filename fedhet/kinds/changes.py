@@ -21,11 +21,19 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from fedhet.base.transfer import to_device
-from fedhet.kinds.base import PADDING, Change
+from fedhet.kinds import PADDING, Change
 
 BLACK = -1.0
 IN_A_ROW = 2
 """How many operations RandAugment applies to an image."""
+STRENGTH = 1 / 3
+"""RandAugment's magnitude: 10 of its scale of 30."""
+DIRECTED, UNDIRECTED = 9, 5
+"""The number of RandAugment's operations that have a direction, and of the others."""
+WEAK, STRONG = 0.1, 0.3
+"""The share of tokens that a weak and a strong change leave out."""
+REACH = 3
+"""How many places a token moves at most."""
 
 
 def shift(x: Tensor, generator: Generator, *, reflect: bool = False) -> Tensor:
@@ -99,18 +107,6 @@ def weak(x: Tensor, generator: Generator) -> Tensor:
     return shift(flip(x, generator) if x.shape[1] == 3 else x, generator, reflect=True)
 
 
-def strong(x: Tensor, generator: Generator) -> Tensor:
-    """Apply the weak change, RandAugment and random erasing (FixMatch's strong change)."""
-    return erase(rand_augment(weak(x, generator), generator), generator)
-
-
-Operation = Callable[[Tensor], Tensor]
-STRENGTH = 1 / 3
-"""RandAugment's magnitude: 10 of its scale of 30."""
-DIRECTED, UNDIRECTED = 9, 5
-"""The number of RandAugment's operations that have a direction, and of the others."""
-
-
 def operated(x: Tensor, generator: Generator) -> Tensor:
     """Apply to each image [N, C, H, W], from 0 to 1, an operation that is drawn for it.
 
@@ -129,14 +125,14 @@ def operated(x: Tensor, generator: Generator) -> Tensor:
 
 
 @cache
-def operations() -> tuple[Operation, ...]:
+def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
     """Return RandAugment's operations on images from 0 to 1, with the ranges of torchvision's.
 
     Those with a direction come first in one direction, and last in the other.
     """
     from torchvision.transforms.v2 import functional as V
 
-    def directed(sign: int) -> list[Operation]:
+    def directed(sign: int) -> list[Callable[[Tensor], Tensor]]:
         part = sign * STRENGTH
         factor, degrees = 1 + 0.9 * part, math.degrees(math.atan(0.3 * part))
 
@@ -158,7 +154,7 @@ def operations() -> tuple[Operation, ...]:
             lambda x: V.adjust_sharpness(x, factor),
         ]
 
-    undirected: list[Operation] = [
+    undirected: list[Callable[[Tensor], Tensor]] = [
         lambda x: x,
         lambda x: V.posterize(x, 7),
         lambda x: V.solarize(x, 1 - STRENGTH),
@@ -166,12 +162,6 @@ def operations() -> tuple[Operation, ...]:
         V.equalize,
     ]
     return (*directed(1), *undirected, *directed(-1))
-
-
-WEAK, STRONG = 0.1, 0.3
-"""The share of tokens that a weak and a strong change leave out."""
-REACH = 3
-"""How many places a token moves at most."""
 
 
 def left_out(x: Tensor, generator: Generator, share: float) -> Tensor:
@@ -192,21 +182,6 @@ def moved(x: Tensor, generator: Generator) -> Tensor:
     return x.gather(1, places.argsort(dim=1, stable=True))
 
 
-def weak_tokens(x: Tensor, generator: Generator) -> Tensor:
-    """Leave out a tenth of the tokens."""
-    return left_out(x, generator, WEAK)
-
-
-def strong_tokens(x: Tensor, generator: Generator) -> Tensor:
-    """Leave out three tenths of the tokens, and move the others."""
-    return moved(left_out(x, generator, STRONG), generator)
-
-
-def changed_tokens(x: Tensor, generator: Generator) -> Tensor:
-    """Leave out a tenth of the tokens, and move the others: `training.augment` = tokens."""
-    return moved(left_out(x, generator, WEAK), generator)
-
-
 CHANGES: Mapping[str, Mapping[str, Change]] = MappingProxyType(
     {
         "image": {
@@ -215,9 +190,13 @@ CHANGES: Mapping[str, Mapping[str, Change]] = MappingProxyType(
             "crop-flip": in_order(flip, shift),
             "randaugment": in_order(flip, shift, rand_augment),
             "weak": weak,
-            "strong": strong,
+            "strong": in_order(weak, rand_augment, erase),  # FixMatch's
         },
-        "text": {"tokens": changed_tokens, "weak": weak_tokens, "strong": strong_tokens},
+        "text": {
+            "tokens": lambda x, generator: moved(left_out(x, generator, WEAK), generator),
+            "weak": lambda x, generator: left_out(x, generator, WEAK),
+            "strong": lambda x, generator: moved(left_out(x, generator, STRONG), generator),
+        },
     }
 )
 """The changes of samples by kind and name: `training.augment`, and FixMatch's, which has images

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from fedhet.base import versions
 from fedhet.base.arrays import Array
 from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import FedhetError, one_line, typed
 from fedhet.base.metrics import ACCURACY
-from fedhet.base.version import versions
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
 from fedhet.runs.directory import (
