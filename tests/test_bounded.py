@@ -182,7 +182,7 @@ def test_a_state_of_which_nothing_is_on_the_disk(received, command, in_one_line)
 def test_a_checkpoint_or_state_of_odd_numbers_is_passed_over(received, odd, in_one_line):
     """Of weights that are integers, and facts that are no numbers."""
     path = state_of(received) / "round-000001.safetensors"
-    tensors, facts = load(path, torch.device("cpu"))
+    tensors, facts = load(path)
     tensors = {k: v.to(torch.int64) if odd == "integers" else v for k, v in tensors.items()}
     facts |= {"participations": "many"} if odd == "text for a number" else {}
     facts |= {"version": -3} if odd == "negative version" else {}

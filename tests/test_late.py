@@ -222,7 +222,7 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
 def raw_reply(server, name, number):
     """Return the weights with which a client ended a round, as its own disk has them."""
     store = ClientStore(server.log.directory / "state", server.log.run_name, name)
-    tensors, _ = store.load(number, "cpu")
+    tensors, _ = store.load(number)
     return {
         k.removeprefix("private/"): v.numpy()
         for k, v in tensors.items()

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedhet.base.errors import SettingsError
 from fedhet.deployment.control import readable
-from fedhet.runs import logs
+from fedhet.runs import units
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def table():
 def test_every_line_is_an_object_and_submit_shows_its_message(monkeypatch):
     monkeypatch.setenv("FEDHET_LOG", "json")
     out = io.StringIO()
-    console = logs.console_for(out)
+    console = units.console_for(out)
     console.print('round 1 of "3"', end="")
     console.print(": done")
     console.print(table())
@@ -47,7 +47,7 @@ def test_every_line_is_an_object_and_submit_shows_its_message(monkeypatch):
 
 def test_a_sites_warning_is_one_line_with_its_traceback(monkeypatch):
     monkeypatch.setenv("FEDHET_LOG", "json")
-    logs.configure()
+    units.configure_logs()
     handler, out = logging.getLogger("fedhet").handlers[0], io.StringIO()
     handler.setStream(out)
     try:
@@ -64,7 +64,7 @@ def test_a_sites_warning_is_one_line_with_its_traceback(monkeypatch):
 def test_a_level_leaves_out_what_is_below(monkeypatch):
     monkeypatch.setenv("FEDHET_LOG_LEVEL", "warning")
     out = io.StringIO()
-    logs.console_for(out).print("round 1")
+    units.console_for(out).print("round 1")
     assert out.getvalue() == ""
     assert not logging.getLogger("fedhet").isEnabledFor(logging.INFO)
     assert logging.getLogger("fedhet").isEnabledFor(logging.WARNING)
@@ -74,9 +74,9 @@ def test_a_level_leaves_out_what_is_below(monkeypatch):
 def test_another_value_is_refused_with_what_is_allowed(monkeypatch, variable):
     monkeypatch.setenv(variable, "xml")
     with pytest.raises(SettingsError, match=rf"{variable}='.*' is not allowed: it takes"):
-        logs.configure()
+        units.configure_logs()
 
 
 def test_a_line_that_only_looks_like_json_is_shown_as_it_is():
     for line in ('{"time": ', '{"time": 1}', '{"time": "x", "message": ["a"]'):
-        assert logs.message_of(line) == line
+        assert units.message_of(line) == line

@@ -156,7 +156,7 @@ def test_a_tampered_partition_or_run_name_costs_one_line(tmp_path):
         path.write_text(text)
         with pytest.raises(StateError, match=r"partition\.json: "):
             read_partition(path)
-    for text in (DEEP, "9" * 5000, "[]", '{"run": 3}', '{"run": "../x"}'):
+    for text in (DEEP, "9" * 5000, "[]", '{"run": [3]}', '{"run": "../x"}'):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(StateError, match=r"run\.json"):
             read_run_name(tmp_path)

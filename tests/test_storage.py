@@ -65,7 +65,7 @@ def trained_net():
 def test_a_model_with_counters_comes_back(store):
     model = trained_net()
     store.save(1, model.state_dict(), {"version": 1})
-    tensors, _ = store.load(1, CPU)
+    tensors, _ = store.load(1)
     assert tensors["bn.num_batches_tracked"].item() == 5
     other = Net()
     other.load_state_dict(tensors)
@@ -86,7 +86,7 @@ def test_every_dtype_comes_back(store, dtype, shape):
     raw = torch.randint(0, high, (240,), generator=generator, dtype=torch.uint8).view(dtype)
     tensor = raw[: torch.Size(shape).numel()].reshape(shape)
     store.save(1, {"t": tensor}, {})
-    assert identical(store.load(1, CPU)[0]["t"], tensor)
+    assert identical(store.load(1)[0]["t"], tensor)
 
 
 LAYOUTS = {
@@ -104,7 +104,7 @@ LAYOUTS = {
 def test_any_layout_comes_back(store, layout):
     tensor = LAYOUTS[layout](torch.randn(2, 4, 6, 8))
     store.save(1, {"t": tensor}, {})
-    (loaded,) = store.load(1, CPU)[0].values()
+    (loaded,) = store.load(1)[0].values()
     assert identical(loaded, tensor)
     assert not loaded.requires_grad
 
@@ -139,7 +139,7 @@ def tied_module():
 def test_tensors_of_one_storage_come_back(store, make):
     tensors = make()
     store.save(1, tensors, {})
-    loaded, _ = store.load(1, CPU)
+    loaded, _ = store.load(1)
     assert loaded.keys() == tensors.keys()
     assert all(identical(loaded[name], tensors[name]) for name in tensors)
 
@@ -158,7 +158,7 @@ def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
     path = tmp_path_factory.getbasetemp() / "facts" / "state.safetensors"
     tensors = {name: torch.full((size,), float(size)) for name, size in sizes.items()}
     save(path, tensors, kept)
-    loaded, came = load(path, CPU)
+    loaded, came = load(path)
     assert came == kept == load_facts(path)
     assert {name: type(value) for name, value in came.items()} == {
         name: type(value) for name, value in kept.items()
@@ -170,7 +170,7 @@ def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
 def test_a_state_that_is_saved_again_is_replaced(store):
     for number in range(4):
         store.save(1, {f"t{number}": torch.tensor(number)}, {"version": number})
-        tensors, facts = store.load(1, CPU)
+        tensors, facts = store.load(1)
         assert facts == store.facts(1) == {"version": number}
         assert list(tensors) == [f"t{number}"]
     assert files(store.root) == [STATE]
@@ -186,7 +186,7 @@ def test_the_last_three_rounds_are_kept_and_none_of_a_forgotten_future(rounds):
             store.save(number, {"w": torch.tensor(version)}, {"version": version})
             expected = [*[known for known in expected if known < number][-2:], number]
             assert store.rounds() == expected
-            assert store.load(number, CPU)[0]["w"] == version == store.facts(number)["version"]
+            assert store.load(number)[0]["w"] == version == store.facts(number)["version"]
 
 
 def test_a_name_that_no_state_has(store):
@@ -198,11 +198,11 @@ def test_a_name_that_no_state_has(store):
 def test_what_was_loaded_outlives_the_next_save(store):
     """The file is mapped into memory: a new state must not show through an old tensor."""
     store.save(1, *OLD)
-    old, _ = store.load(1, CPU)
+    old, _ = store.load(1)
     store.save(1, *NEW)
     assert torch.equal(old["w"], OLD[0]["w"])
     old["w"] += 5
-    assert torch.equal(store.load(1, CPU)[0]["w"], NEW[0]["w"])
+    assert torch.equal(store.load(1)[0]["w"], NEW[0]["w"])
 
 
 def test_clients_and_runs_do_not_share(tmp_path):
@@ -214,7 +214,7 @@ def test_clients_and_runs_do_not_share(tmp_path):
 
 def test_nothing_saved(store):
     assert store.rounds() == []
-    for read in (store.facts, lambda round: store.load(round, CPU)):
+    for read in (store.facts, lambda round: store.load(round)):
         with pytest.raises(StateError, match="cannot read"):
             read(1)
     assert files(store.root) == []
@@ -250,7 +250,7 @@ def test_a_state_lies_below_its_root(run, client):
 # --- what is no state -----------------------------------------------------------------------
 
 
-def fault(path, read=lambda path: load(path, CPU)):
+def fault(path, read=lambda path: load(path)):
     """The one line of the StateError, which names the path."""
     with pytest.raises(StateError) as caught:
         read(path)
@@ -286,7 +286,7 @@ def test_bytes_flipped_in_the_header(tmp_path_factory, flips):
         data[position % header] = value
     path.write_bytes(data)
     try:
-        load(path, CPU)
+        load(path)
     except StateError as error:
         message = str(error)
     else:
@@ -389,7 +389,7 @@ def test_a_failed_write_leaves_what_was_there(store, monkeypatch, case, first):
         assert store.rounds() == []
     else:
         assert store.path(1).read_bytes() == before
-        assert torch.equal(store.load(1, CPU)[0]["w"], OLD[0]["w"])
+        assert torch.equal(store.load(1)[0]["w"], OLD[0]["w"])
     store.save(1, *NEW)
     assert store.facts(1) == NEW[1]
 
@@ -406,7 +406,7 @@ def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
         with pytest.raises(raised):
             store.save(1, *NEW)
     assert files(store.root) == [STATE]
-    assert store.load(1, CPU)[1] == OLD[1]
+    assert store.load(1)[1] == OLD[1]
 
 
 def test_a_write_that_the_system_cuts_off(tmp_path):
@@ -425,7 +425,7 @@ except StateError as error:
     assert str(store.path(1)) in str(error), error
 else:
     raise SystemExit("nothing failed")
-tensors, facts = store.load(1, torch.device("cpu"))
+tensors, facts = store.load(1)
 assert facts == {"version": 1} and tensors["w"].sum() == 100
 """
     done = subprocess.run(
@@ -486,7 +486,7 @@ for _ in range(int(sys.argv[2])):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(heard)
-    tensors, facts = store.load(1, torch.device("cpu"))
+    tensors, facts = store.load(1)
     version = facts["version"]
     assert version >= least, (version, least)
     assert (tensors["w"] == version).all(), version

@@ -9,8 +9,7 @@ from federation import run, small
 
 from fedhet.base.errors import SettingsError
 from fedhet.inference import api
-from fedhet.runs.log import Watcher
-from fedhet.runs.trackers import trackers_of
+from fedhet.runs.log import Watcher, trackers_of
 
 
 class Fake:

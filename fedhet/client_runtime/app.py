@@ -37,7 +37,7 @@ from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, code_named, is_name
 from fedhet.data.sources import SOURCES
 from fedhet.data.spec import DataSpec, Place
 from fedhet.data.store import RunData
-from fedhet.runs.logs import configure
+from fedhet.runs.units import configure_logs
 from fedhet.settings import schema
 from fedhet.settings.run import RunSettings
 
@@ -58,7 +58,7 @@ def client_fn(context: Context) -> Client:
     """Return this node's client in a deployed run, as far as the site allows what it asks."""
     site = schema.build(NodeSettings, context.node_config, prefix="node-config ")
     with told_without_paths(site):
-        configure()
+        configure_logs()
         settings = permitted(context.node_config, context.run_config)
         if settings.get(CLIENTS) == FOLLOW and site.num_partitions:
             settings[CLIENTS] = site.num_partitions

@@ -166,7 +166,7 @@ class ClientState:
         self.models, self.tensors, self.facts, self.round = self._setup(), {}, {}, round
 
     def _load(self, store: ClientStore, round: int) -> int:
-        tensors, facts = store.load(round, torch.device("cpu"))
+        tensors, facts = store.load(round)
         path, identity = store.path(round), self._identity_in(store, round)
         refuse_other(path, facts, identity, "this client's")
         for kind, model in self.models.items():

@@ -31,7 +31,7 @@ from fedhet.base.errors import FedhetError, reason_of
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
-from fedhet.runs.logs import message_of
+from fedhet.runs.units import message_of
 from fedhet.settings.schema import nest
 from fedhet.settings.text import host_and_port, joined
 

@@ -34,8 +34,6 @@ BASELINE = "baseline"
 """The folder in a run's directory of the run that it is compared with."""
 PARTS_OF_A_RECORD = 20
 """Parts of a record that are there though its line does not name them."""
-MOST_BYTES = 2**16
-"""A longer run.json is refused."""
 LOCK = "run.lock"
 """The file that a run's process locks."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
@@ -175,19 +173,16 @@ def make_empty(directory: Path) -> None:
             f"{directory} already contains a run: give another directory with --out, or resume "
             "the run with --resume (in a deployment: --set resume=true)"
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            raise StateError(f"{directory} is not empty; give another directory with --out")
-    except OSError as error:
-        fault = f"cannot make the run's directory {directory}: {reason_of(error)}"
-        raise StateError(fault) from None
+    make_folder(directory)
+    if any(directory.iterdir()):
+        raise StateError(f"{directory} is not empty; give another directory with --out")
 
 
-def make_parent(directory: Path) -> None:
-    """Create the folder of several runs, unless it exists. Raises StateError."""
+def make_folder(directory: Path) -> None:
+    """Create a folder for runs, unless it exists and can be read. Raises StateError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        next(directory.iterdir(), None)
     except OSError as error:
         raise StateError(f"cannot make the folder {directory}: {reason_of(error)}") from None
 
@@ -293,16 +288,7 @@ def last_round(records: Sequence[RoundRecord], config: Config) -> int:
 def read_run_name(directory: Path) -> str:
     """Return the run's name, as clients know it. Raises StateError."""
     path = directory / "run.json"
-    try:
-        name = read_json(path, MOST_BYTES)["run"]
-    except (OSError, KeyError, TypeError) as error:
-        raise StateError(f"cannot read {path}: {error!r}") from None
-    if not isinstance(name, str) or not is_name(name):
+    name = read_validated(path, Origin).run
+    if not is_name(name):
         raise StateError(f"{path}: {name!r} cannot name a run")
     return name
-
-
-def whole_rounds(path: Path) -> list[RoundRecord]:
-    """Return the records of the rounds from 1 on without a gap. Raises StateError."""
-    found = read_records(path)[0] if path.exists() else []
-    return [record for number, record in enumerate(found, 1) if record.round == number]

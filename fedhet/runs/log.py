@@ -1,26 +1,32 @@
-"""Writes a run's files, and notifies watchers of its events.
+"""Writes a run's files, and notifies watchers of its events: displays, trackers, and users' own.
 
 config.toml  run.json  partition.json  metrics.jsonl (a record a round)  summary.json  tensorboard/
 checkpoints/ (the server's state after the last rounds, from which a run can be resumed)
+
+A tracker is a watcher that sends a run's numbers to Weights & Biases, MLflow or Prometheus. What
+goes wrong with it once the run has started costs its numbers, with a warning, and not the run.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
+import re
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.base import versions
-from fedhet.base.arrays import Array
 from fedhet.base.disk import Folder, write_text
-from fedhet.base.errors import FedhetError, one_line, typed
+from fedhet.base.errors import FedhetError, SettingsError, one_line, typed
 from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
@@ -31,10 +37,10 @@ from fedhet.runs.directory import (
     last_round,
     make_empty,
     read_origin,
+    read_records,
     read_run_name,
     record_line,
     summary_text,
-    whole_rounds,
 )
 from fedhet.runs.measures import best_round, final_scores, peak_memory_mb, scalars
 from fedhet.runs.records import (
@@ -47,10 +53,14 @@ from fedhet.runs.records import (
     Spent,
     Summary,
 )
-from fedhet.runs.storage import Checkpoint, Checkpoints, Facts
+from fedhet.runs.storage import Checkpoint, Checkpoints
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Scalar
 from fedhet.wire.identity import ClientInfo
+
+LOG = logging.getLogger("fedhet")
+PROJECT = "fedhet"
+"""The project of W&B, and the experiment of MLflow, that runs are sent to."""
 
 
 class Watcher:
@@ -109,9 +119,7 @@ class RunLog:
 
         `deployed`: its clients are reached over the network.
         """
-        self.config = config
-        self.directory = directory
-        self.watchers = tuple(watchers)
+        self.config, self.directory, self.watchers = config, directory, tuple(watchers)
         self.models: dict[str, str] = {}
         self.training: dict[str, str] = {}
         """What each client trains with, in words."""
@@ -129,7 +137,6 @@ class RunLog:
         self._begun = time.perf_counter() if begun is None else begun
         self._earlier = 0.0
         """Seconds of the rounds before the run was resumed."""
-        self._metrics = directory / "metrics.jsonl"
         if config.run.resume and (directory / "config.toml").exists():
             check_same(config, directory)
             self._claim = claimed(directory)
@@ -138,33 +145,41 @@ class RunLog:
             make_empty(directory)
             self._claim = claimed(directory)
             # Of fixed length, so that it does not affect byte counts. No result depends on it.
-            self.run_name = f"{config.method.name}-{secrets.token_hex(6)}"
+            self._origin.run = f"{config.method.name}-{secrets.token_hex(6)}"
             self._origin.started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
             self._write_origin()
             write_text(directory / "config.toml", config.to_toml())
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=self.done + 1)
 
     @property
+    def run_name(self) -> str:
+        """The run's name, as clients know it."""
+        return self._origin.run
+
+    @property
     def done(self) -> int:
-        """Return the number of rounds completed before this process started."""
+        """The number of rounds completed before this process started."""
         return self.resumed.round if self.resumed else 0
 
     @property
-    def _checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> Checkpoints:
+        """The server's states after the last rounds, from which the run can be resumed."""
         identity = {"run": self.run_name, "method": self.config.method.name}
         return Checkpoints(self.directory, identity)
 
     def _resume(self) -> None:
         """Resume the run after the last round of which record and checkpoint are whole."""
-        self.run_name = read_run_name(self.directory)
-        origin = read_origin(self.directory / "run.json")
-        self._origin = origin.model_copy(update={"deployed": self._origin.deployed, "fault": ""})
+        name, origin = read_run_name(self.directory), read_origin(self.directory / "run.json")
+        now = {"run": name, "deployed": self._origin.deployed, "fault": ""}
+        self._origin = origin.model_copy(update=now)
         self._write_origin()
-        recorded = whole_rounds(self._metrics)
-        self.resumed = self._checkpoints.newest(self.notice, len(recorded))
-        self._checkpoints.forget_after(self.done)
+        metrics = self.directory / "metrics.jsonl"
+        found = read_records(metrics)[0] if metrics.exists() else []
+        recorded = [record for number, record in enumerate(found, 1) if record.round == number]
+        self.resumed = self.checkpoints.newest(self.notice, len(recorded))
+        self.checkpoints.forget_after(self.done)
         self._history = recorded[: self.done]
-        write_text(self._metrics, "".join(map(record_line, self._history)))
+        write_text(metrics, "".join(map(record_line, self._history)))
         for record in self._history:
             self._seconds.add(record.seconds)
         self._earlier = self._seconds.total
@@ -180,18 +195,12 @@ class RunLog:
             )
 
     def _write_origin(self) -> None:
-        self._origin.run = self.run_name
         write_text(self.directory / "run.json", self._origin.model_dump_json())
 
     @property
     def best_round(self) -> int:
         """The round with the best headline accuracy so far; 0: none was evaluated."""
         return best_round(self._history, self.config.method.spec.headline)
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics that are measured."""
-        return self.config.run.metrics
 
     @property
     def kept_too(self) -> dict[str, Scalar]:
@@ -291,24 +300,11 @@ class RunLog:
         """Write a round's record and notify watchers."""
         self._history.append(record)
         self._seconds.add(record.seconds)
-        append(self._metrics, record_line(record))
+        append(self.directory / "metrics.jsonl", record_line(record))
         for name, value in scalars(record, self.config.method.name, clients=True):
             self._board.add_scalar(name, value, record.round)
         for watcher in self.watchers:
             watcher.round_finished(record)
-
-    def checkpoint(
-        self, round: int, tensors: Mapping[str, Array], facts: Facts, good: int = 0
-    ) -> None:
-        """Save the server's state after a round, from which the run can be resumed.
-
-        The checkpoint of round `good` is kept too: the server may have to go back to it.
-        """
-        self._checkpoints.write(round, tensors, facts, good)
-
-    def state_after(self, round: int) -> Mapping[str, Array]:
-        """Return the server's state as it was saved after a round. Raises StateError."""
-        return self._checkpoints.read(round).tensors
 
     def finish(self) -> Summary:
         """Write summary.json and pass the summary to watchers; return it."""
@@ -370,15 +366,121 @@ class RunLog:
                 for name, epsilon in last.epsilon.items()
             },
             history=[PastRound.of(record) for record in self._history],
-            bytes_up=_sum(record.bytes_up for record in self._history),
-            bytes_down=_sum(record.bytes_down for record in self._history),
-            bytes_evaluation=_sum(record.bytes_evaluation for record in self._history),
+            **{
+                name: min(sum(getattr(record, name) for record in self._history), MOST_BYTES)
+                for name in ("bytes_up", "bytes_down", "bytes_evaluation")
+            },
             seconds=self._seconds.model_copy(update={"total": total}).rounded(),
             peak_memory_mb=round(max([peak_memory_mb(), *peaks]), 1),
             versions=versions(),
         )
 
 
-def _sum(counts: Iterable[int]) -> int:
-    """Return a sum of bytes: those of records that were tampered with may exceed what fits."""
-    return min(sum(counts), MOST_BYTES)
+# --- trackers
+
+Opened = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
+"""What sends a round's numbers, and what closes the run."""
+
+
+def wandb(library: Any, config: Config, directory: Path) -> Opened:
+    """Open a run at Weights & Biases, where a resumed one continues.
+
+    `WANDB_MODE=offline` keeps it in the run's directory.
+    """
+    run = library.init(
+        project=PROJECT, name=directory.name, id=read_run_name(directory), dir=str(directory),
+        config=config.flat(), resume="allow",
+    )  # fmt: skip
+    return lambda found, round: run.log(found, step=round), run.finish
+
+
+def mlflow(library: Any, config: Config, directory: Path) -> Opened:
+    """Open a run at `MLFLOW_TRACKING_URI`; a resumed one is another there."""
+    library.set_experiment(PROJECT)
+    library.start_run(run_name=directory.name, tags={"fedhet.run": read_run_name(directory)})
+    library.log_params({name: str(value)[:500] for name, value in config.flat().items()})
+    return lambda found, round: library.log_metrics(found, step=round), library.end_run
+
+
+def prometheus(library: Any, config: Config, directory: Path) -> Opened:
+    """Write the last round's numbers into metrics.prom, for node_exporter's textfile collector.
+
+    Nothing listens: what gathers the file is the machine's own.
+    """
+    labels = {"run": directory.name, "method": config.method.name}
+    values: dict[str, float] = {"rounds": config.run.rounds, "finished": 0}
+
+    def write(changed: Mapping[str, float]) -> None:
+        values.update(changed)
+        registry = library.CollectorRegistry()
+        for name, value in values.items():
+            metric = f"fedhet_{re.sub('[^a-zA-Z0-9]+', '_', name)}"
+            words = f"{name} of a run's last round"
+            gauge = library.Gauge(metric, words, list(labels), registry=registry)
+            gauge.labels(**labels).set(value)
+        write_text(directory / "metrics.prom", library.generate_latest(registry).decode())
+
+    def send(found: dict[str, float], round: int) -> None:
+        write({**found, "round": round, "round_ended_timestamp_seconds": time.time()})
+
+    return send, lambda: write({"finished": 1})
+
+
+TRACKERS: Mapping[str, tuple[Callable[[Any, Config, Path], Opened], str]] = {
+    "wandb": (wandb, "wandb"),
+    "mlflow": (mlflow, "mlflow"),
+    "prometheus": (prometheus, "prometheus_client"),
+}
+"""By the value of `engine.track`: what opens a run, and the package that it is given."""
+
+
+class Tracker(Watcher):
+    """Sends each round's numbers to a tracker; the first call that fails switches it off."""
+
+    def __init__(self, name: str, library: Any) -> None:
+        self._name, self._library, self._off = name, library, False
+
+    def run_started(
+        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
+    ) -> None:
+        """Open the run at the tracker, with its settings."""
+        self._method = config.method.name
+
+        def begin() -> None:
+            self._send, self._close = TRACKERS[self._name][0](self._library, config, directory)
+
+        self._try(begin)
+
+    def round_finished(self, record: RoundRecord) -> None:
+        """Send the round's numbers."""
+        found = {n: v for n, v in scalars(record, self._method) if math.isfinite(v)}
+        self._try(lambda: self._send(found, record.round))
+
+    def run_finished(self, summary: Summary) -> None:
+        """Close the run at the tracker."""
+        self._try(lambda: self._close())
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self._off:
+            return
+        try:
+            call()
+        except Exception as error:  # the library's own, and the network's
+            self._off = True
+            name, fault = self._name.capitalize(), one_line(str(error))[:200]
+            LOG.warning("%s is switched off for the rest of the run: %s", name, fault)
+
+
+def trackers_of(config: Config) -> list[Watcher]:
+    """Return the run's trackers. Raises SettingsError if the library is not installed."""
+    name = config.run.engine.track
+    if name == "none":
+        return []
+    package = TRACKERS[name][1]
+    try:
+        return [Tracker(name, importlib.import_module(package))]
+    except ImportError:
+        raise SettingsError(
+            f"setting 'engine.track' = {name!r}: needs the package '{package}': "
+            f"pip install 'fedhet[{name}]'"
+        ) from None

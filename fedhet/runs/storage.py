@@ -30,9 +30,10 @@ from fedhet.base.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
 
 Facts = Mapping[str, int | float | str]
+Loaded = tuple[dict[str, Tensor], dict[str, int | float | str]]
 _KEY = "fedhet"
+_ROUND = re.compile(r"round-([0-9]{1,18})\.safetensors")
 _MODEL = re.compile(r"([0-9]{1,18})-([0-9]{1,18})\.safetensors")
-_ROUND = re.compile(r"round-[0-9]{1,18}\.safetensors")
 KEPT_STATES = 3
 """States kept per client, so that a server that resumes from an earlier round finds its state."""
 KEPT_CHECKPOINTS = 2
@@ -57,16 +58,16 @@ class ClientStore:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the states."""
+        """The folder of the states."""
         return self.root / self.run / self.client
 
     def path(self, round: int) -> Path:
         """Return the path of the state at the end of `round`."""
-        return self.folder / f"round-{round:06d}.safetensors"
+        return path_in(self.folder, round)
 
     def rounds(self) -> list[int]:
         """Return the rounds of which a state is saved, ascending."""
-        return sorted(map(round_of, _states(self.folder)))
+        return rounds_in(self.folder)
 
     def save(
         self, round: int, tensors: Mapping[str, Tensor], facts: Facts, kept_too: int = 0
@@ -83,11 +84,9 @@ class ClientStore:
         unwanted = sorted(set(rounds) - wanted)
         Folder(self.folder, self.root).remove(self.path(number).name for number in unwanted)
 
-    def load(
-        self, round: int, device: torch.device
-    ) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
-        """Return the tensors, on `device`, and facts of the state of `round`."""
-        return load(self.path(round), device)
+    def load(self, round: int) -> Loaded:
+        """Return the tensors and facts of the state of `round`."""
+        return load(self.path(round))
 
     def facts(self, round: int) -> dict[str, int | float | str]:
         """Return only the facts of the state of `round`."""
@@ -109,7 +108,7 @@ class Checkpoints:
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
         """`identity`: the run and the method, which each checkpoint states; others are refused."""
         self._run, self._folder = directory, directory / "checkpoints"
-        self._identity = identity
+        self._identity, self._writable = identity, Folder(self._folder, self._run)
 
     def write(
         self, round: int, tensors: Mapping[str, Array], facts: Facts, kept_too: int = 0
@@ -123,15 +122,15 @@ class Checkpoints:
             for name, value in tensors.items()
         }
         whole = {**facts, **self._identity, "round": round}
-        save(self._path(round), kept, whole, self._run)
-        old = [path.name for path in self._files()[:-KEPT_CHECKPOINTS]]
+        save(path_in(self._folder, round), kept, whole, self._run)
+        old = {*rounds_in(self._folder)[:-KEPT_CHECKPOINTS]} - {kept_too}
         with contextlib.suppress(OSError):
-            self._writable.remove(name for name in old if name != self._path(kept_too).name)
+            self._writable.remove(path_in(self._folder, number).name for number in old)
 
     def read(self, round: int) -> Checkpoint:
         """Return the checkpoint of `round`. Raises StateError unless it is whole and this run's."""
-        path = self._path(round)
-        tensors, facts = load(path, torch.device("cpu"))
+        path = path_in(self._folder, round)
+        tensors, facts = load(path)
         refuse_other(path, facts, {**self._identity, "round": round})
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -145,42 +144,33 @@ class Checkpoints:
         read, is of another run, method or round, or holds NaN is skipped with a notice. Raises
         StateError if there are checkpoints, but none is whole.
         """
-        every = self._files()
-        files = [path for path in every if round_of(path) <= recorded]
-        if not files and any(round_of(path) > 1 for path in every):
+        every = rounds_in(self._folder)
+        rounds = [number for number in every if number <= recorded]
+        held = f"{self._run / 'metrics.jsonl'} holds {recorded} whole rounds"
+        if not rounds and any(number > 1 for number in every):
             raise StateError(
-                f"{self._run / 'metrics.jsonl'} holds {recorded} whole rounds, the last checkpoint "
-                f"is of round {round_of(every[-1])}: the run cannot be resumed"
+                f"{held}, the last checkpoint is of round {every[-1]}: the run cannot be resumed"
             )
         if not every and recorded > 1:
             raise StateError(
-                f"{self._run / 'metrics.jsonl'} holds {recorded} whole rounds, and there is no "
-                "checkpoint: the models of the run were not kept, so it cannot be resumed"
+                f"{held}, and there is no checkpoint: the models of the run were not kept, so it "
+                "cannot be resumed"
             )
-        for path in reversed(files):
+        for number in reversed(rounds):
             try:
-                return self.read(round_of(path))
+                return self.read(number)
             except StateError as error:
                 notice(f"{error}; the checkpoint before it is tried")
-        if files:
-            raise StateError(f"{self._folder}: none of {len(files)} checkpoints can be read")
+        if rounds:
+            raise StateError(f"{self._folder}: none of {len(rounds)} checkpoints can be read")
         return None
 
     def forget_after(self, round: int) -> None:
         """Rename the unreadable checkpoints after `round`, so that they are ignored."""
-        for path in self._files():
-            if round_of(path) > round:
+        for number in rounds_in(self._folder):
+            if number > round:
+                path = path_in(self._folder, number)
                 self._writable.rename(path.name, path.with_suffix(".unreadable").name)
-
-    @property
-    def _writable(self) -> Folder:
-        return Folder(self._folder, self._run)
-
-    def _path(self, round: int) -> Path:
-        return self._folder / f"round-{round:06d}.safetensors"
-
-    def _files(self) -> list[Path]:
-        return sorted(_states(self._folder), key=round_of)
 
 
 @dataclass(frozen=True)
@@ -198,7 +188,7 @@ class ModelStore:
 
     def get(self, key: Key) -> dict[str, Array]:
         """Return a model's tensors. Raises StateError if it is missing."""
-        tensors, _ = load(self._path(key), torch.device("cpu"))
+        tensors, _ = load(self._path(key))
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def __contains__(self, key: Key) -> bool:
@@ -235,14 +225,16 @@ def refuse_other(
             raise StateError(f"{path} is of {name} {facts.get(name)!r}, {whose} is {value!r}")
 
 
-def _states(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that are named as a state is; others are ignored."""
-    return (path for path in folder.glob("round-*.safetensors") if _ROUND.fullmatch(path.name))
+def path_in(folder: Path, round: int) -> Path:
+    """Return the path of the state of `round` in a folder of states."""
+    return folder / f"round-{round:06d}.safetensors"
 
 
-def round_of(path: Path) -> int:
-    """Return the round of a file named round-<n>.safetensors."""
-    return int(path.name.removeprefix("round-").removesuffix(".safetensors"))
+def rounds_in(folder: Path) -> list[int]:
+    """Return the rounds of which a folder holds a state, ascending; other files are ignored."""
+    names = {path.name for path in folder.glob("round-*.safetensors")}
+    numbers = [int(found[1]) for name in names if (found := _ROUND.fullmatch(name))]
+    return sorted(number for number in numbers if path_in(folder, number).name in names)
 
 
 def save(
@@ -271,26 +263,24 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def load(
-    path: Path, device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, int | float | str]]:
-    """Return the tensors and facts of `path`. Raises StateError."""
-    with _opened(path, str(device)) as (file, facts):
+def load(path: Path) -> Loaded:
+    """Return the tensors, on the CPU, and facts of `path`. Raises StateError."""
+    with _opened(path) as (file, facts):
         return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
 
 
 def load_facts(path: Path) -> dict[str, int | float | str]:
     """Return the facts of `path` without reading its tensors. Raises StateError."""
-    with _opened(path, "cpu") as (_, facts):
+    with _opened(path) as (_, facts):
         return facts
 
 
 @contextlib.contextmanager
-def _opened(path: Path, device: str) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
     """Yield an open state and its facts."""
     try:
         refuse_odd(path)
-        with safe_open(path, framework="pt", device=device) as file:
+        with safe_open(path, framework="pt", device="cpu") as file:
             try:
                 facts = parsed((file.metadata() or {})[_KEY])
             except (KeyError, ValueError, RecursionError):

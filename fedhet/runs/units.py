@@ -1,18 +1,36 @@
-"""Formatting of numbers and names for users: on the page, in the terminal and in Markdown."""
+"""Formatting of numbers and names for users, the standard streams, and the logs of a deployment.
+
+A deployed server and a site's process log plain lines or JSON. FEDHET_LOG=json writes each line as
+an object with `time` (UTC), `level`, `logger` and `message`, for programs that gather logs;
+FEDHET_LOG_LEVEL=WARNING leaves out what is not at least that.
+"""
 
 from __future__ import annotations
 
 import codecs
 import io
+import json
+import logging
 import math
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from fedhet.base.errors import FedhetError, SettingsError
 
 ABSENT = "—"
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+_IN_ASCII = {"±": "+-", "…": "...", "—": "-", "–": "-", "×": "x", "→": "->", "≥": ">=", "≤": "<="}
+FORM, LEVEL = "FEDHET_LOG", "FEDHET_LOG_LEVEL"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+WIDTH = 160
+"""Columns of a deployed server's progress lines."""
 
 
 def human_bytes(count: float) -> str:
@@ -37,6 +55,11 @@ def human_seconds(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 client", "2 clients"."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def time_left(seconds: float) -> str:
@@ -109,9 +132,6 @@ def path_text(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-_IN_ASCII = {"±": "+-", "…": "...", "—": "-", "–": "-", "×": "x", "→": "->", "≥": ">=", "≤": "<="}
-
-
 def make_output_lenient() -> None:
     """Let the standard streams replace characters that their encoding lacks.
 
@@ -131,7 +151,7 @@ def make_output_lenient() -> None:
             continue
         strict = name != "stdin" and stream.errors in ("strict", "surrogateescape")
         if strict and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_LENIENT)
+            stream.reconfigure(errors="fedhet.lenient")
 
 
 def _replacement(error: UnicodeError) -> tuple[str, int]:
@@ -149,10 +169,93 @@ def _replacement(error: UnicodeError) -> tuple[str, int]:
     return "".join(escaped), error.end
 
 
-_LENIENT = "fedhet.lenient"
-codecs.register_error(_LENIENT, _replacement)
+codecs.register_error("fedhet.lenient", _replacement)
 
 
-def plural(count: int, noun: str) -> str:
-    """Return "1 client", "2 clients"."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+def _log_form() -> tuple[bool, int]:
+    """Return whether the log is JSON, and its lowest level. Raises SettingsError."""
+    form, level = os.environ.get(FORM, "text"), os.environ.get(LEVEL, "INFO").upper()
+    for name, value, allowed in ((FORM, form, ("text", "json")), (LEVEL, level, LEVELS)):
+        if value not in allowed:
+            raise SettingsError(f"{name}={value!r} is not allowed: it takes {', '.join(allowed)}")
+    return form == "json", int(getattr(logging, level))
+
+
+def json_line(level: str, logger: str, message: str, at: float | None = None) -> str:
+    """Return a line of a log in JSON, `at` seconds since 1970."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+    return json.dumps({"time": stamp, "level": level, "logger": logger, "message": message})
+
+
+def message_of(line: str) -> str:
+    """Return the message of a line that may be of JSON; another line as it is."""
+    if not line.startswith('{"time": '):
+        return line
+    try:
+        return str(json.loads(line)["message"])
+    except (ValueError, KeyError, TypeError):
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line; a traceback is part of the message."""
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        return json_line(record.levelname, record.name, message, record.created)
+
+
+class _JsonLines(io.TextIOBase):
+    """A stream that writes each line that it is given as one of JSON."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._begun = out, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in filter(str.strip, lines):
+            print(json_line("INFO", "fedhet", line.rstrip()), file=self._out, flush=True)
+        return len(text)
+
+
+def configure_logs() -> None:
+    """Let this process's own loggers write as the environment says, once. Raises SettingsError."""
+    as_json, level = _log_form()
+    own, flower = logging.getLogger("fedhet"), logging.getLogger("flwr")
+    own.setLevel(level)
+    if not own.handlers:
+        own.addHandler(logging.StreamHandler())
+        own.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for handler in [*own.handlers, *flower.handlers] if as_json else ():
+        handler.setFormatter(JsonFormatter())
+
+
+def console_for(stream: TextIO | None = None) -> Console:
+    """Return where a deployed server shows its run's progress, which is on the level INFO.
+
+    Raises SettingsError for a form or a level that there is not.
+    """
+    make_output_lenient()
+    configure_logs()
+    as_json, level = _log_form()
+    out = stream or sys.stdout
+    file: Any = _JsonLines(out) if as_json else out
+    return Console(file=io.StringIO() if level > logging.INFO else file, width=WIDTH)
+
+
+def log_error(error: FedhetError) -> None:
+    """Write an error of this process as one line, and keep Flower from writing its traceback."""
+    message = f"error: {error}"
+    line = json_line("ERROR", "fedhet", message) if os.environ.get(FORM) == "json" else message
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+    def without_traceback(record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], FedhetError):
+            record.exc_info = None
+        return True
+
+    logging.getLogger("flwr").addFilter(without_traceback)

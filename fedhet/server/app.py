@@ -19,11 +19,10 @@ from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data.store import RunData
 from fedhet.runs.display import line_display, round_lines
-from fedhet.runs.log import RunLog, Watcher
-from fedhet.runs.logs import console_for, log_error
+from fedhet.runs.log import RunLog, Watcher, trackers_of
 from fedhet.runs.progress import StatusFile
 from fedhet.runs.records import Summary
-from fedhet.runs.trackers import trackers_of
+from fedhet.runs.units import console_for, log_error
 from fedhet.wire.identity import is_name
 
 FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None

@@ -310,7 +310,7 @@ class LateReplies:
     def get(self, client: str) -> tuple[FitRes, int, Knowledge | None, int]:
         """Return a client's late reply, and the rest of what `put` was given. Raises StateError."""
         path = self._file(client)
-        tensors, facts = load(path, torch.device("cpu"))
+        tensors, facts = load(path)
         payload, base = group(tensors, "payload"), group(tensors, "sent")
         try:
             arrays = [payload[str(n)].numpy().tobytes() for n in range(int(facts["arrays"]))]

@@ -80,7 +80,7 @@ class HetStrategy(Strategy):
         # Messages to clients, and their replies.
         limit = int(engine.max_payload_mb * 1e6)
         self._codec = Codec(
-            *(log.run_name, config.method, limit, self.state, log.metrics),
+            *(log.run_name, config.method, limit, self.state, self.run.metrics),
             remember=pace.may_be_late and spec.late != "refused",
             max_age=pace.max_age,
             encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
@@ -296,7 +296,7 @@ class HetStrategy(Strategy):
             if self.state.settle([reply.client.name for reply in accepted]):
                 # The state after the last round whose instructions the clients could use.
                 good = self.state.rollback.good
-                kept = self.log.state_after(good) if good else {}
+                kept = self.log.checkpoints.read(good).tensors if good else {}
                 self.init()
                 if good:
                     self.load_state_dict(without_versions(kept))
@@ -410,5 +410,5 @@ class HetStrategy(Strategy):
             **self._codec.encoder.facts(),
         }
         tensors = {**self.state_dict(), **self._codec.encoder.state_dict()}
-        self.log.checkpoint(record.round, tensors, facts, self.state.rollback.good)
+        self.log.checkpoints.write(record.round, tensors, facts, self.state.rollback.good)
         self.collector.settled(self.state.arrived)
