@@ -21,8 +21,8 @@ from fedhet.cli.training import RUNS_A_PROCESS
 from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate, train
 from fedhet.experiments.plan import PlannedRun, plan, read_table
-from fedhet.runs.directory import read_summary
-from fedhet.runs.records import FinalScores
+from fedhet.runs.directory import read_known
+from fedhet.runs.records import FinalScores, Summary
 
 Parts = dict[str, float]
 STAGES = ("train", "evaluate", "server", "overhead", "start")
@@ -36,7 +36,7 @@ def made(
     directory = folder / run.directory.parent.name
     config = PlannedRun(run.label, values, directory).config
     whole = seconds(lambda: work(config, directory.resolve()))
-    summary = read_summary(directory / "summary.json")
+    summary = read_known(directory / "summary.json", Summary)
     assert summary
     found = {name: float(getattr(summary.seconds, name)) for name in STAGES}
     return {**found, "report": whole - sum(found.values())}, summary.accuracy

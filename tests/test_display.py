@@ -198,7 +198,8 @@ def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():
     assert {*ranked[:3]} <= {*shown}
     assert "client-99" in shown, "the slowest of those that have trained"
     assert len(shown) == 12
-    order = [(progress.clients[name].state, progress.clients[name].accuracy) for name in shown]
+    clients = [progress.clients[name] for name in shown]
+    order = [([*State].index(client.state), client.accuracy) for client in clients]
     assert order == sorted(order)
     hidden = next(line for line in picture(hundred.live, 80, 24).splitlines() if "more:" in line)
     counts = [int(word) for word in hidden.replace(",", "").split() if word.isdigit()]
@@ -262,7 +263,7 @@ def test_a_client_keeps_its_last_accuracy_and_time():
     progress.round_finished(RoundRecord(2, asked=["b"]))  # not evaluated
     a, late = progress.clients["a"], progress.clients["late"]
     assert (a.state, a.accuracy, progress.seconds_of(a)) == (State.NOT_ASKED, 0.25, 7.0)
-    assert late.state is State.WAITING
+    assert late.state == State.WAITING
     assert math.isnan(late.accuracy)
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from fedhet.base.errors import StateError
 from fedhet.runs.directory import (
-    read_partition,
+    read_known,
     read_records,
     read_run_name,
-    read_summary,
     record_line,
     summary_text,
 )
 from fedhet.runs.measures import Tail, final_scores, relative, spread, summarise, tail_of
 from fedhet.runs.records import (
+    Partition,
     PastRound,
     RoundRecord,
     RunSeconds,
@@ -147,7 +147,7 @@ def test_a_tampered_summary_costs_one_line(tmp_path, change):
     }
     path.write_text(DEEP if change == "deep" else json.dumps({**sound, **changes[change]}))
     with pytest.raises(StateError, match=r"summary\.json: "):
-        read_summary(path)
+        read_known(path, Summary)
 
 
 def test_a_tampered_partition_or_run_name_costs_one_line(tmp_path):
@@ -155,7 +155,7 @@ def test_a_tampered_partition_or_run_name_costs_one_line(tmp_path):
     for text in (DEEP, '{"classes": ["a"], "counts": {"c": [1' + "0" * 30 + "]}}"):
         path.write_text(text)
         with pytest.raises(StateError, match=r"partition\.json: "):
-            read_partition(path)
+            read_known(path, Partition)
     for text in (DEEP, "9" * 5000, "[]", '{"run": [3]}', '{"run": "../x"}'):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(StateError, match=r"run\.json"):
@@ -208,8 +208,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
             "per_client": {"a": 0.25, "b": 0.75},
         }
     }  # fmt: skip
-    assert read_summary(path) == with_ratios
-    assert read_summary(tmp_path / "none.json") is None
+    assert read_known(path, Summary) == with_ratios
+    assert read_known(tmp_path / "none.json", Summary) is None
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path):

@@ -21,8 +21,8 @@ from fedhet.experiments.plan import Place, Plan, PlannedCell, Size, about, comma
 from fedhet.report.comparison import Difference
 from fedhet.report.page import render
 from fedhet.report.tables import LATEX_HEAD, Cell, Cells, markdown, plain, tabular
-from fedhet.runs.directory import read_origin, read_summary
-from fedhet.runs.records import NAN
+from fedhet.runs.directory import read_known
+from fedhet.runs.records import NAN, Origin, Summary
 
 OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
 """The possible outcomes of a claim in a place."""
@@ -168,8 +168,9 @@ class Finished(BaseModel, frozen=True, extra="forbid"):
         """Return what a table's results come to."""
         plan = results.plan
         done = [run.directory for run in plan.runs if run.finished]
-        began = [read_origin(run / "run.json").started for run in done]
-        summaries = [read_summary(run / "summary.json") for run in done]
+        origins = [read_known(run / "run.json", Origin) or Origin() for run in done]
+        began = [origin.started for origin in origins]
+        summaries = [read_known(run / "summary.json", Summary) for run in done]
         return cls(
             table=plan.name,
             size=plan.size,

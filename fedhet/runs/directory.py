@@ -22,7 +22,7 @@ from fedhet.base.disk import Folder, parsed, read_file, read_json, refuse_links,
 from fedhet.base.errors import StateError, reason_of
 from fedhet.config.sources import read_toml
 from fedhet.runs.measures import headline_mean
-from fedhet.runs.records import Origin, Partition, RoundRecord, Summary
+from fedhet.runs.records import Origin, RoundRecord, Summary
 from fedhet.settings.run import ENDS, PLACE, where_it_ran
 from fedhet.wire.identity import is_name
 
@@ -113,27 +113,9 @@ def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
     return [records[number] for number in sorted(records)], notes
 
 
-def read_summary(path: Path) -> Summary | None:
-    """Return the summary of a run, or None if there is none yet. Raises StateError."""
-    return read_validated(path, Summary) if path.exists() else None
-
-
-def read_origin(path: Path) -> Origin:
-    """Return how a run was started; simulated, if its file is not there. Raises StateError."""
-    return read_validated(path, Origin) if path.exists() else Origin()
-
-
-def read_partition(path: Path) -> Partition | None:
-    """Return the label distribution, or None if it is not known. Raises StateError."""
-    if not path.exists():
-        return None
-    found = read_validated(path, Partition)
-    for client, row in found.counts.items():
-        if len(row) != len(found.classes):
-            raise StateError(
-                f"{path}: counts.{client}: {len(row)} counts for {len(found.classes)} classes"
-            )
-    return found
+def read_known(path: Path, schema: type[T]) -> T | None:
+    """Return what a JSON file holds, of a schema, or None if it is absent. Raises StateError."""
+    return read_validated(path, schema) if path.exists() else None
 
 
 @contextlib.contextmanager

@@ -35,16 +35,10 @@ from fedhet.runs.units import (
 )
 
 COLOURS = {
-    State.FAILED: "bold red",
-    State.TRAINING: "yellow",
-    State.WAITING: "dim",
-    State.LATE: "yellow",
-    State.DONE: "green",
-    State.NOT_ASKED: "dim",
-    State.RESTING: "dim",
+    State.FAILED: "bold red", State.TRAINING: "yellow", State.LATE: "yellow", State.DONE: "green",
     State.EXCLUDED: "red",
-    State.AWAY: "dim",
-}
+}  # fmt: skip
+"""The other states are dim."""
 LEAST_ROWS = 3
 """The least number of clients in view; on a lower terminal the notices give way."""
 TRACE = 20
@@ -88,8 +82,7 @@ class LiveDisplay:
             self._printed, line = True, f"run: {shown_path(run.directory)}"
         elif not run.summary:
             return
-        text = self._label + printable(line)
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_line(self._console, self._label + printable(line))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield as many clients and notices as fit; the other lines are always there."""
@@ -116,8 +109,19 @@ class LiveDisplay:
     def _summary(self, width: int) -> list[RenderableType]:
         """Return the lines about the whole run."""
         run = self.progress
+        busy, waiting = run.count(State.TRAINING), run.count(State.WAITING)
+        if not run.round:
+            now = f"{plural(len(run.clients), 'client')} wait for the server to begin round 1"
+        elif not run.goes_on:
+            now = f"round {run.round} has ended"
+        else:
+            failed, answered = run.count(State.FAILED), run.asked - busy - waiting
+            now = f"round {run.round}: {answered} of {plural(run.asked, 'client')} answered"
+            now += f", {failed} failed" if failed else ""
+            working = busy + waiting
+            now += f" · {busy} training" if working else " · the server aggregates and evaluates"
         heading = _cut(self._label + run.title, "bold")
-        lines: list[RenderableType] = [heading, self._bar, _cut(self._now())]
+        lines: list[RenderableType] = [heading, self._bar, _cut(now)]
         if run.last:
             lines.append(_cut(accuracies_of(run.last, run.protocol), "cyan"))
             start = "mean by round:"
@@ -125,29 +129,10 @@ class LiveDisplay:
             means = (f"{mean:.3f}" for mean in run.means[-min(TRACE, fitting) :])
             lines.append(_cut(" ".join([start, *means]), "cyan"))
         if not math.isnan(run.seconds_a_round):
-            cost = [
-                f"{human_bytes(run.bytes_moved)} sent",
-                f"{human_seconds(run.seconds_a_round)} per round",
-            ]
-            if run.seconds_left > 0:
-                cost.append(time_left(run.seconds_left))
-            lines.append(_cut(" · ".join(cost)))
+            sent, each = human_bytes(run.bytes_moved), human_seconds(run.seconds_a_round)
+            left = f" · {time_left(run.seconds_left)}" if run.seconds_left > 0 else ""
+            lines.append(_cut(f"{sent} sent · {each} per round{left}"))
         return lines
-
-    def _now(self) -> str:
-        """Return what happens in the current round."""
-        run = self.progress
-        if not run.round:
-            return f"{plural(len(run.clients), 'client')} wait for the server to begin round 1"
-        busy, waiting = run.count(State.TRAINING), run.count(State.WAITING)
-        if not run.goes_on:
-            return f"round {run.round} has ended"
-        failed = run.count(State.FAILED)
-        answered = run.asked - busy - waiting
-        text = f"round {run.round}: {answered} of {plural(run.asked, 'client')} answered"
-        text += f", {failed} failed" if failed else ""
-        rest = "the server aggregates and evaluates" if not busy + waiting else f"{busy} training"
-        return f"{text} · {rest}"
 
     def _clients(self, room: int) -> Iterator[RenderableType]:
         """Yield the table of clients, and a line about those that do not fit in `room` lines."""
@@ -165,7 +150,7 @@ class LiveDisplay:
             table.add_row(
                 Text(printable(client.name)),
                 Text(printable(client.model)),
-                Text(client.state.words, style=COLOURS[client.state]),
+                Text(client.state, style=COLOURS.get(client.state, "dim")),
                 Text(_number(client.accuracy, 4)),
                 Text(_number(client.loss, 4)),
                 Text(_number(run.seconds_of(client), 1)),
@@ -174,7 +159,7 @@ class LiveDisplay:
         if len(shown) < everyone:
             names = {client.name for client in shown}
             states = [c.state for c in [*run.clients.values()] if c.name not in names]
-            counts = [f"{states.count(state)} {state.words}" for state in State if state in states]
+            counts = [f"{states.count(state)} {state}" for state in State if state in states]
             hidden = f"and {len(states)} more: {', '.join(counts)}"
             yield _cut(f"{hidden} (in view: the worst and the slowest)", "dim")
 
@@ -190,10 +175,6 @@ def _cut(text: str, style: str = "") -> Text:
 
 def _number(value: float, digits: int) -> str:
     return "" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-LINE_SECONDS = 10.0
-"""Between two lines on a round that is under way."""
 
 
 @contextlib.contextmanager
@@ -217,13 +198,17 @@ def line_display(console: Console, label: str = "") -> Progress:
 
     def show(line: str) -> None:
         if line:
-            text = f"{label}: {line}" if label else line
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            print_line(console, f"{label}: {line}" if label else line)
 
     return Progress(show)
 
 
-def round_lines(console: Console, seconds: float = LINE_SECONDS) -> Progress:
+def print_line(console: Console, text: str) -> None:
+    """Print a text as it is, however long."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def round_lines(console: Console, seconds: float = 10.0) -> Progress:
     """Return a progress that says who has answered and who is awaited, in rounds that last.
 
     At most one line in so many seconds, for the log of a deployment whose sites take minutes.
@@ -232,7 +217,7 @@ def round_lines(console: Console, seconds: float = LINE_SECONDS) -> Progress:
     def show() -> None:
         awaited = progress.count(State.WAITING) + progress.count(State.TRAINING)
         if progress.goes_on and 0 < awaited < progress.asked:
-            console.print(progress.in_words(), highlight=False, markup=False, soft_wrap=True)
+            print_line(console, progress.in_words())
 
     lines = Repeated(show, seconds)
     progress = Progress(changed=lines.note)

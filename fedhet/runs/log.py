@@ -36,9 +36,9 @@ from fedhet.runs.directory import (
     claimed,
     last_round,
     make_empty,
-    read_origin,
     read_records,
     read_run_name,
+    read_validated,
     record_line,
     summary_text,
 )
@@ -169,8 +169,8 @@ class RunLog:
 
     def _resume(self) -> None:
         """Resume the run after the last round of which record and checkpoint are whole."""
-        name, origin = read_run_name(self.directory), read_origin(self.directory / "run.json")
-        now = {"run": name, "deployed": self._origin.deployed, "fault": ""}
+        origin = read_validated(self.directory / "run.json", Origin)
+        now = {"run": read_run_name(self.directory), "deployed": self._origin.deployed, "fault": ""}
         self._origin = origin.model_copy(update=now)
         self._write_origin()
         metrics = self.directory / "metrics.jsonl"

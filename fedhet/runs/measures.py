@@ -33,6 +33,7 @@ from fedhet.runs.records import (
     Score,
     Scores,
 )
+from fedhet.runs.units import position
 
 if TYPE_CHECKING:
     from fedhet.learning.training import Evaluation
@@ -151,8 +152,17 @@ def read_measures(
         if name not in known:
             fault = f"is not a metric of this method{nearest(name, known)}"
             raise KnowledgeError(sender, name, fault)
+    scores: dict[Place, float] = {}
+    for name in filter(metrics.__contains__, places):
+        metric, accuracy = metric_of(places[name][0]), ".".join((ACCURACY, *places[name][1:]))
+        if accuracy not in metrics:
+            raise KnowledgeError(sender, name, f"comes without {accuracy}")
+        scores[places[name]] = value = number(name, metric.lowest, metric.highest)
+        if 0 < value < metric.min_positive:
+            fault = f"is {value}, must be 0 or from {metric.min_positive:g} to {metric.highest:g}"
+            raise KnowledgeError(sender, name, fault)
     return Measured(
-        {places[name]: _score(sender, metrics, places[name]) for name in places if name in metrics},
+        scores,
         number("loss", low=-MOST) if "loss" in metrics else None,
         number("seconds.train"),
         number("seconds.evaluate"),
@@ -165,19 +175,6 @@ def read_measures(
             if (name := f"{MAJORITY}.{protocol}") in metrics
         },
     )
-
-
-def _score(sender: str, metrics: Mapping[str, object], place: Place) -> float:
-    """Return a metric of a model; its accuracy on the same test set must be there too."""
-    name, accuracy = ".".join(place), ".".join((ACCURACY, *place[1:]))
-    if accuracy not in metrics:
-        raise KnowledgeError(sender, name, f"comes without {accuracy}")
-    metric = metric_of(place[0])
-    value = _number(sender, metrics, name, metric.lowest, metric.highest)
-    if 0 < value < metric.min_positive:
-        fault = f"is {value}, must be 0 or from {metric.min_positive:g} to {metric.highest:g}"
-        raise KnowledgeError(sender, name, fault)
-    return value
 
 
 def _number(
@@ -242,22 +239,22 @@ def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Rati
     return found
 
 
-def headline_scores(record: RoundRecord, protocol: str) -> tuple[str, Score] | None:
-    """Return the private models' accuracies, and their protocol; None if they were not evaluated.
+def shown_scores(record: RoundRecord | None, protocol: str) -> tuple[str, dict[str, Score]]:
+    """Return the protocol to show, and its scores by kind of model, the private models' first.
 
-    They are those under `protocol`, or under the other if only that was evaluated; of a method
-    without private models, those of the first kind that it has.
+    It is `protocol`, or another one if only that was evaluated; without scores the dict is empty.
     """
-    shown = next((p for p in (protocol, *PROTOCOLS) if p in record.accuracy), protocol)
-    kind = next((k for k in KINDS if k in record.accuracy.get(shown, {})), "private")
-    scores = record.score(ACCURACY, shown, kind)
-    return None if scores is None else (shown, scores)
+    found = record.accuracy if record else {}
+    shown = next((p for p in (protocol, *PROTOCOLS) if found.get(p)), protocol)
+    kinds = found.get(shown, {})
+    order = sorted(kinds, key=lambda kind: (kind == "local", position(kind, KINDS)))
+    return shown, {kind: kinds[kind] for kind in order}
 
 
 def headline_mean(record: RoundRecord, protocol: str) -> float | None:
     """Return the headline number of a round; None if it was not evaluated."""
-    found = headline_scores(record, protocol)
-    return found[1].mean if found else None
+    _, kinds = shown_scores(record, protocol)
+    return next((score.mean for score in kinds.values()), None)
 
 
 def best_round(records: Sequence[RoundRecord], protocol: str) -> int:

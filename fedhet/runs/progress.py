@@ -14,42 +14,22 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from enum import StrEnum
 from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from fedhet.base.disk import write_text
 from fedhet.base.errors import StateError
 from fedhet.config.resolve import Config
-from fedhet.runs.directory import is_claimed, read_validated
+from fedhet.runs.directory import is_claimed, read_known
 from fedhet.runs.log import Watcher
-from fedhet.runs.records import (
-    KINDS,
-    LARGEST,
-    NAN,
-    PROTOCOLS,
-    READING,
-    Number,
-    Round,
-    RoundRecord,
-    Score,
-    Summary,
-    Text,
-)
-from fedhet.runs.units import (
-    human_bytes,
-    human_seconds,
-    natural,
-    plural,
-    position,
-    score,
-    time_left,
-)
+from fedhet.runs.measures import headline_mean, shown_scores
+from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecord, Summary, Text
+from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
 
 LONG, SHARE = 0.05, 0.02
 """Seconds from which a call takes long, as what is shown of thousands of clients does, and the most
@@ -67,43 +47,40 @@ Stage = Literal["starting", "running", "finished", "stopped"]
 """Of a run; it has stopped if its process has ended before its last round."""
 
 
-class State(IntEnum):
+class State(StrEnum):
     """A client's state in the current round, in the order in which clients are shown."""
 
-    FAILED = 0
-    TRAINING = 1
-    WAITING = 2
-    LATE = 3
+    FAILED = "failed"
+    TRAINING = "training"
+    WAITING = "waiting"
+    LATE = "late"
     """It is still at work, although its round has closed."""
-    DONE = 4
-    NOT_ASKED = 5
-    RESTING = 6
+    DONE = "done"
+    NOT_ASKED = "not asked"
+    RESTING = "resting"
     """It is asked only now and then, since it was silent."""
-    EXCLUDED = 7
-    AWAY = 8
+    EXCLUDED = "excluded"
+    AWAY = "away"
     """It has joined before, and is not connected."""
 
-    @property
-    def words(self) -> str:
-        """The state in words."""
-        return self.name.lower().replace("_", " ")
 
+class ClientStatus(BaseModel):
+    """A client in the current round; NaN, in the file null, is what is not known."""
 
-@dataclass(frozen=True)
-class ClientProgress:
-    """A client as it is shown; numbers are NaN as long as they are not known."""
+    model_config = READING | ConfigDict(frozen=True)
 
-    name: str
-    model: str = ""
-    state: State = State.WAITING
-    accuracy: float = NAN
-    loss: float = NAN
-    seconds: float = NAN
-    """For how long it trained when it last answered; see `Progress.seconds_of`."""
-    began: float = NAN
-    """When it began to train."""
-    line: str = ""
+    name: Text
+    model: Text = ""
+    state: Text = ""
+    """A `State`; another version may have others."""
+    accuracy: Number = NAN
+    loss: Number = NAN
+    seconds: Number = NAN
+    """For how long it trained last; in the file and of one that trains, for how long it has."""
+    line: Text = ""
     """Its last answer, or why there was none."""
+    began: Number = Field(default=NAN, exclude=True)
+    """When it began to train, by the clock of `Progress`."""
 
 
 class Progress(Watcher):
@@ -128,7 +105,7 @@ class Progress(Watcher):
         self.title = ""
         self.method = ""
         self.directory: Path | None = None
-        self.clients: dict[str, ClientProgress] = {}
+        self.clients: dict[str, ClientStatus] = {}
         self.round = 0
         """The current round; 0 before the first."""
         self.rounds = 0
@@ -166,17 +143,26 @@ class Progress(Watcher):
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
     ) -> None:
         """Begin a run with the clients of `models`."""
-        self.title, self.directory = title(config, models, dataset), directory
-        self.method, self.rounds = config.method.name, config.run.rounds
+        counts = [
+            plural(len(models), "client"),
+            plural(len(set(models.values())), "architecture"),
+            plural(config.run.rounds, "round"),
+            f"seed {config.run.seed}",
+        ]
+        self.title = f"{config.method.name} on {dataset}: {', '.join(counts)}"
+        self.directory, self.method, self.rounds = directory, config.method.name, config.run.rounds
         self.protocol, self.notices = config.method.spec.headline, []
-        self.clients = {name: ClientProgress(name, model) for name, model in models.items()}
+        self.clients = {
+            name: ClientStatus(name=name, model=model, state=State.WAITING)
+            for name, model in models.items()
+        }
         self._show(f"{self.title} -> {directory}")
 
     def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
         """Count the bytes and accuracies of earlier rounds, so that totals are the whole run's."""
         self.bytes_moved = sum(record.bytes_up + record.bytes_down for record in records)
-        found = [shown_scores(record, self.protocol)[1] for record in records]
-        self.means = [next(iter(kinds.values())).mean for kinds in found if kinds]
+        means = (headline_mean(record, self.protocol) for record in records)
+        self.means = [mean for mean in means if mean is not None]
 
     def run_failed(self, reason: str) -> None:
         """Take note of why the run has failed."""
@@ -185,21 +171,19 @@ class Progress(Watcher):
 
     def set_aside(self, clients: Mapping[str, str]) -> None:
         """Take note of the clients that the next round leaves out, and why."""
-        self._aside = {name: State[why.upper()] for name, why in clients.items()}
+        self._aside = {name: State(why) for name, why in clients.items()}
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Begin a round with the clients `asked`, which wait for their turn."""
         self.round, self.asked, self._began, self.phase = number, len(asked), self._clock(), ""
-        new = {name: ClientProgress(name) for name in asked if name not in self.clients}
-        chosen, all_clients = {*asked}, {**self.clients, **new}
-        self.clients = {
-            name: replace(
-                client,
-                state=State.WAITING if name in chosen else self._aside.get(name, State.NOT_ASKED),
-                began=client.began if self._aside.get(name) is State.LATE else NAN,
-            )
-            for name, client in all_clients.items()
-        }
+        new = {name: ClientStatus(name=name) for name in asked if name not in self.clients}
+        chosen, clients = {*asked}, {**self.clients, **new}
+        for name, client in clients.items():
+            aside = self._aside.get(name, State.NOT_ASKED)
+            began = client.began if aside is State.LATE else NAN
+            state = State.WAITING if name in chosen else aside
+            clients[name] = client.model_copy(update={"state": state, "began": began})
+        self.clients = clients
         self._show("")
 
     def client_started(self, client: str) -> None:
@@ -231,8 +215,7 @@ class Progress(Watcher):
             self._change(name, state=State.DONE, began=NAN, line=line)
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)
-        _, kinds = shown_scores(record, self.protocol)
-        for shown in list(kinds.values())[:1]:
+        for shown in list(shown_scores(record, self.protocol)[1].values())[:1]:
             self.last = record
             self.means.append(shown.mean)
             for name, accuracy in shown.per_client.items():
@@ -257,15 +240,15 @@ class Progress(Watcher):
 
     def _change(self, name: str, **changes: object) -> None:
         if name in self.clients:
-            self.clients[name] = replace(self.clients[name], **changes)  # type: ignore[arg-type]
+            self.clients[name] = self.clients[name].model_copy(update=changes)
 
-    def seconds_of(self, client: ClientProgress) -> float:
+    def seconds_of(self, client: ClientStatus) -> float:
         """Return for how long a client has been training, or trained last; NaN if unknown."""
         return client.seconds if math.isnan(client.began) else self._clock() - client.began
 
     def count(self, state: State) -> int:
         """Return the number of clients in a state."""
-        return sum(client.state is state for client in [*self.clients.values()])
+        return sum(client.state == state for client in [*self.clients.values()])
 
     @property
     def goes_on(self) -> bool:
@@ -287,19 +270,19 @@ class Progress(Watcher):
 
     def in_words(self) -> str:
         """Return the round's clients by what they do: "round 3 of 20: done a · training b, c"."""
-        names: dict[State, list[str]] = {}
+        names: dict[str, list[str]] = {}
         for client in sorted(self.clients.values(), key=lambda c: natural(c.name)):
             names.setdefault(client.state, []).append(client.name)
         parts = []
         for state in filter(names.__contains__, State):
             more = len(names[state]) - MOST_NAMES
             listed = ", ".join(names[state][:MOST_NAMES])
-            parts.append(f"{state.words} {listed}{f' and {more} more' if more > 0 else ''}")
+            parts.append(f"{state} {listed}{f' and {more} more' if more > 0 else ''}")
         if math.isfinite(left := self.seconds_left):
             parts.append(time_left(left))
         return f"round {self.round} of {self.rounds}: {' · '.join(parts)}"
 
-    def in_view(self, room: int) -> list[ClientProgress]:
+    def in_view(self, room: int) -> list[ClientStatus]:
         """Return the clients to show in `room` rows: all if they fit.
 
         Otherwise failed clients, those that train, the worst and the slowest take turns; they are
@@ -310,40 +293,19 @@ class Progress(Watcher):
             return clients
         slow = sorted(clients, key=lambda c: _last(-self.seconds_of(c)))
         worst = sorted(clients, key=lambda c: _last(c.accuracy))
-        failed = [c for c in worst if c.state is State.FAILED]
-        training = [c for c in slow if c.state is State.TRAINING]
+        failed = [c for c in worst if c.state == State.FAILED]
+        training = [c for c in slow if c.state == State.TRAINING]
         turns = chain.from_iterable(zip_longest(failed, training, worst, slow))
         chosen = {c.name: c for c in turns if c is not None}
-        shown = list(chosen.values())[: max(room, 0)]
-        return sorted(shown, key=lambda c: (c.state, _last(c.accuracy), natural(c.name)))
+        shown, order = list(chosen.values())[: max(room, 0)], [*State]
+        return sorted(
+            shown, key=lambda c: (order.index(State(c.state)), _last(c.accuracy), natural(c.name))
+        )
 
 
 def _last(value: float) -> float:
     """Return a sort key that puts NaN after every number."""
     return math.inf if math.isnan(value) else value
-
-
-def shown_scores(record: RoundRecord | None, protocol: str) -> tuple[str, dict[str, Score]]:
-    """Return the protocol to show, and its scores by kind of model, the private models' first.
-
-    It is `protocol`, or another one if only that was evaluated; without scores the dict is empty.
-    """
-    found = record.accuracy if record else {}
-    shown = next((p for p in (protocol, *PROTOCOLS) if found.get(p)), protocol)
-    kinds = found.get(shown, {})
-    order = sorted(kinds, key=lambda kind: (kind == "local", position(kind, KINDS)))
-    return shown, {kind: kinds[kind] for kind in order}
-
-
-def title(config: Config, models: Mapping[str, str], dataset: str) -> str:
-    """Return a one-line title of a run."""
-    counts = [
-        plural(len(models), "client"),
-        plural(len(set(models.values())), "architecture"),
-        plural(config.run.rounds, "round"),
-        f"seed {config.run.seed}",
-    ]
-    return f"{config.method.name} on {dataset}: {', '.join(counts)}"
 
 
 def duration(summary: Summary) -> str:
@@ -425,23 +387,6 @@ class Repeated:
             rest = max(self._seconds, taken / SHARE if taken > LONG else 0.0)
 
 
-class ClientStatus(BaseModel):
-    """A client in the current round; NaN, in the file null, is what is not known."""
-
-    model_config = READING
-
-    name: Text
-    model: Text = ""
-    state: Text = ""
-    """done, failed, training, waiting, late, not asked, resting, excluded, away."""
-    accuracy: Number = NAN
-    loss: Number = NAN
-    seconds: Number = NAN
-    """For how long it has been training, or trained last."""
-    line: Text = ""
-    """Its last answer, or why there was none."""
-
-
 class Status(BaseModel):
     """status.json: where a run is, and what its clients do."""
 
@@ -469,12 +414,9 @@ class Status(BaseModel):
     def of(cls, progress: Progress) -> Status:
         """Return the status of a run that `progress` follows."""
         clients = [
-            ClientStatus(
-                name=each.name, model=each.model, state=each.state.words, accuracy=each.accuracy,
-                loss=each.loss, seconds=round(progress.seconds_of(each), 3), line=each.line,
-            )
+            each.model_copy(update={"seconds": round(progress.seconds_of(each), 3)})
             for each in sorted(progress.clients.values(), key=lambda client: natural(client.name))
-        ]  # fmt: skip
+        ]
         stage: Stage = "running" if progress.round else "starting"
         stage = "stopped" if progress.fault else stage
         return cls(
@@ -537,8 +479,7 @@ def read_status(directory: Path) -> Status:
     """Return the status of a run, as of now. Raises StateError."""
     if not (directory / "config.toml").exists():
         raise StateError(f"{directory} holds no run: it has no config.toml")
-    path = directory / STATUS_FILE
-    status = read_validated(path, Status) if path.exists() else Status()
+    status = read_known(directory / STATUS_FILE, Status) or Status()
     if (directory / "summary.json").exists():
         return status.model_copy(update={"stage": "finished"})
     if not is_claimed(directory):

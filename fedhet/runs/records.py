@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    model_validator,
 )
 
 from fedhet.base.errors import one_line
@@ -308,3 +309,12 @@ class Partition(BaseModel):
 
     classes: list[Text]
     counts: dict[Text, list[Count]]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for client, row in self.counts.items():
+            if len(row) != len(self.classes):
+                raise ValueError(
+                    f"counts.{client}: {len(row)} counts for {len(self.classes)} classes"
+                )
+        return self
