@@ -11,7 +11,7 @@ from interruption import Notices, cut_and_resumed, resumed
 from fedhet.base.errors import StateError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
-from fedhet.inference import api, open_client
+from fedhet.inference.client import api, open_client
 from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, spread
 from fedhet.runs.records import RoundRecord

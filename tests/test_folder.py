@@ -167,7 +167,8 @@ def watch(event, given):
 from federation import run, small
 from interruption import CutError, CutOff, resumed
 from fedhet import report
-from fedhet.inference import export, open_client
+from fedhet.inference.client import open_client
+from fedhet.inference.export import export
 from fedhet.report import compare, write_comparison
 
 root = Path(ROOT)

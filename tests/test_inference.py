@@ -25,8 +25,8 @@ from torch import nn
 from fedhet.base.errors import DataError, FedhetError, ModelError, StateError
 from fedhet.cli.example import write_example
 from fedhet.client_runtime.node import read_node
-from fedhet.inference import FORMATS, clients_in, export, open_client, read_inputs, samples_for
-from fedhet.inference.export import Encoder
+from fedhet.inference.client import clients_in, open_client, read_inputs, samples_for
+from fedhet.inference.export import FORMATS, Encoder, export
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 MLP, CNN, TREE = "client-0", "client-1", "client-2"

@@ -24,7 +24,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
 from fedhet.data.tables import TableSchema, encode, found_schema, labelled, read_schema
-from fedhet.inference import open_client, read_inputs
+from fedhet.inference.client import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]
 ROWS = [

@@ -20,7 +20,7 @@ from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load
 from fedhet.data.texts import TEXTS, read_files
-from fedhet.inference.inputs import _files_in
+from fedhet.inference.client import _files_in
 
 
 @pytest.fixture(autouse=True)

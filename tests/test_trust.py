@@ -12,7 +12,8 @@ from federation import run, small, without_figures
 
 import fedhet
 from fedhet.base.errors import SettingsError
-from fedhet.inference import export, open_client
+from fedhet.inference.client import open_client
+from fedhet.inference.export import export
 
 OWN = """
 import pathlib

@@ -208,7 +208,7 @@ def predict_command(
 ) -> None:
     """Predict samples with a client's model: their classes and probabilities."""
     with loading("PyTorch"):
-        from fedhet.inference import open_client, read_inputs
+        from fedhet.inference.client import open_client, read_inputs
 
     trained = open_client(directory, client, best=best, trust=trust)
     names, x = read_inputs(inputs, trained.record, resize=resize, most=most)
@@ -249,7 +249,8 @@ def export_command(
 ) -> None:
     """Export a client's model, with a model card of its inputs and accuracy."""
     with loading("PyTorch"):
-        from fedhet.inference import export, open_client
+        from fedhet.inference.client import open_client
+        from fedhet.inference.export import export
 
     trained = open_client(directory, client, best=best, trust=trust)
     card = export(trained, form, out, kind)

@@ -18,8 +18,14 @@ from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import by_full_name, laid_over, layered, of_method
 from fedhet.engines.simulate import baseline_of, settled_for, simulate
-from fedhet.inference import Predictions, TrainedClient, clients_in, open_client, samples_for
-from fedhet.inference import export as write_model
+from fedhet.inference.client import (
+    Predictions,
+    TrainedClient,
+    clients_in,
+    open_client,
+    samples_for,
+)
+from fedhet.inference.export import export
 from fedhet.inference.objects import HERE, check_held, dataset_name, hold, method_name, model_name
 from fedhet.report.comparison_report import comparison_cells, paired_cells, to_dict
 from fedhet.report.page import render
@@ -339,7 +345,7 @@ class Result:
         `fedhet.inference.export` does.
         """
         path = Path(out)
-        return write_model(self._client(client), form or path.suffix.lstrip("."), path, kind)
+        return export(self._client(client), form or path.suffix.lstrip("."), path, kind)
 
     def _client(self, name: str) -> TrainedClient:
         if name not in self._open:
@@ -368,24 +374,16 @@ class ComparedRuns:
     def to_frame(self) -> pd.DataFrame:
         """Return a row per group, best first: mean and std of its accuracies, and its cost."""
         content: Any = to_dict(self.comparison)
-        metric = content["metric"]
-        rows = [
-            {
-                "method": group["method"],
-                "dataset": group["dataset"],
-                "seeds": len(group["seeds"]),
-                **{
-                    f"{metric}.{protocol}.{kind}.{which}": spread[which]
-                    for protocol, kinds in group[metric].items()
-                    for kind, spread in kinds.items()
-                    for which in ("mean", "std")
-                },
-                "bytes_up": group["bytes_up"]["mean"],
-                "bytes_down": group["bytes_down"]["mean"],
-                "seconds": group["seconds"]["mean"],
-            }
-            for group in content["groups"]
-        ]
+        metric, rows = content["metric"], []
+        for group in content["groups"]:
+            row = {name: group[name] for name in ("method", "dataset")}
+            row["seeds"] = len(group["seeds"])
+            for protocol, kinds in group[metric].items():
+                for kind, spread in kinds.items():
+                    for which in ("mean", "std"):
+                        row[f"{metric}.{protocol}.{kind}.{which}"] = spread[which]
+            costs = ("bytes_up", "bytes_down", "seconds")
+            rows.append(row | {name: group[name]["mean"] for name in costs})
         labels = [group["label"] for group in content["groups"]]
         return _Frame(rows, index=pd.Index(labels, name="run"))
 

@@ -1,9 +1,10 @@
-"""A client as a run left it: where its states are, its models, and what they predict."""
+"""A client as a run left it: where its states are, its models, and what they predict of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
+from fedhet.data.cells import read_table
+from fedhet.data.class_folders import Files, Scan
+from fedhet.data.images import IMAGES, MODES, Form, decoded
+from fedhet.data.sources.files import read_arrays
+from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.data.tables import encode
+from fedhet.data.texts import TEXTS, tokenized
+from fedhet.kinds import IMAGE, KINDS, TEXT
+from fedhet.learning.devices import scaled
 from fedhet.learning.training import evaluate, logits_of
 from fedhet.models import Allocation, Refitted
 from fedhet.runs.directory import read_records, read_run_name
@@ -31,6 +41,10 @@ TIMES_ITS_STATE = 8
 """How many times the bytes of a client's state its models may take while they are built."""
 STATE = "state"
 """The folder of the private states in the directory of a simulated run."""
+ROUNDING = 1e-3
+"""By how much a scaled pixel may be outside -1 to 1."""
+MOST_BYTES = 2**29
+"""Bytes of samples, as the model takes them, that are read at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,9 +206,7 @@ def _record_of(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
             f"{store.folder} has no record of the client, as runs of older versions: name the "
             "run's directory instead"
         )
-    settings = read_toml(directory / "config.toml")
-    check_trusted(settings, trust, directory / "config.toml")
-    config = resolve(settings)
+    config = _config_of(directory, trust)
     clients = config.run.clients
     names = [client_name(index, clients) for index in range(clients)]
     if store.client not in names:
@@ -252,37 +264,30 @@ def best_round_of(directory: Path, trust: str = "") -> int:
     """
     if not (directory / "metrics.jsonl").exists():
         raise StateError(f"{directory} is not a run's directory, which names the best round")
-    settings = read_toml(directory / "config.toml")
-    check_trusted(settings, trust, directory / "config.toml")
-    config = resolve(settings)
-    records, _ = read_records(directory / "metrics.jsonl")
-    found = best_round(records, config.method.spec.headline)
+    headline = _config_of(directory, trust).method.spec.headline
+    found = best_round(read_records(directory / "metrics.jsonl")[0], headline)
     if not found:
         raise StateError(f"{directory}: no round was evaluated, so there is no best one")
     return found
 
 
+def _config_of(directory: Path, trust: str) -> Config:
+    """Return the settings of a run, if they import no module that `trust` does not name."""
+    settings = read_toml(directory / "config.toml")
+    check_trusted(settings, trust, directory / "config.toml")
+    return resolve(settings)
+
+
 def _stores(directory: Path) -> Iterator[ClientStore]:
     """Yield the clients that have a state, in a folder of any of the four kinds."""
-    if (directory / "run.json").exists():
-        run = read_run_name(directory)
-        yield from _of_run(directory / STATE / run)
-        return
     here = directory.resolve()
-    if any(directory.glob("round-*.safetensors")):
-        yield from _trained([here])
-        return
-    yield from _of_run(here)
-    for run_folder in _folders(here):
-        yield from _of_run(run_folder)
-
-
-def _of_run(folder: Path) -> Iterator[ClientStore]:
-    yield from _trained(_folders(folder))
-
-
-def _trained(folders: list[Path]) -> Iterator[ClientStore]:
-    for folder in folders:
+    if (directory / "run.json").exists():
+        folders = sorted((directory / STATE / read_run_name(directory)).glob("*"))
+    elif any(directory.glob("round-*.safetensors")):
+        folders = [here]
+    else:
+        folders = [*sorted(here.glob("*")), *sorted(here.glob("*/*"))]
+    for folder in filter(Path.is_dir, folders):
         try:
             store = ClientStore(folder.parents[1], folder.parent.name, folder.name)
         except (StateError, IndexError):  # a folder whose name no run or client can have
@@ -291,5 +296,109 @@ def _trained(folders: list[Path]) -> Iterator[ClientStore]:
             yield store
 
 
-def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*") if path.is_dir())
+# --- samples to predict: files of images or texts, folders of them, tables, npz files and arrays
+
+
+def read_inputs(
+    paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, most: int = MOST_BYTES
+) -> tuple[list[str], Tensor]:
+    """Return a name for each sample, and the samples [N, *shape], scaled as in training.
+
+    `paths` are image files and directories of them, or one .npz file with an array `x`; for a
+    client with texts, text files and directories of them. Images get the client's channels; those
+    of another size are resized if `resize` is set, or if the client's own were
+    (`data.image-size`). Raises DataError, which names the file, also if the samples take more than
+    `most` bytes. The settings of the run may be somebody else's, so their `data.max-bytes` does
+    not count.
+    """
+    bounds = DataSpec.of(record.config().run).but(max_bytes=most)
+    if record.kind == TEXT.name:
+        texts = _files_in(paths, TEXTS)
+        return texts, TEXTS.read(texts, bounds, None)
+    arrays = [path for path in paths if path.suffix == ".npz"]
+    if record.table is not None and not arrays:
+        if len(paths) > 1:
+            raise DataError(f"{paths[1]}: give one table alone")
+        _refuse_irregular(paths[0])
+        cells = read_table(paths[0], bounds)
+        return [f"line {line}" for line in cells.lines], encode(record.table, cells)
+    if arrays and len(paths) > 1:
+        raise DataError(f"{arrays[0]}: is one file of all samples; give it alone")
+    if arrays:
+        _refuse_irregular(arrays[0])
+        found = read_arrays(arrays[0], ("x",), bounds, scaled=True)["x"]
+        x = samples_for(record, found, str(arrays[0]))
+        return [str(row) for row in range(len(x))], x
+    files = _files_in(paths, IMAGES)
+    if record.kind != IMAGE.name or record.shape[0] not in MODES:
+        raise DataError(
+            f"{files[0]}: {record.client}'s model takes samples of shape {record.shape}, which "
+            "images cannot give; give an .npz file with an array x"
+        )
+    channels, height, width = record.shape
+    resize = resize or bool(record.settings.get("data.image-size"))
+    rule = f"{record.client}'s model takes"
+    form = Form(MODES[channels], (width, height), resize, rule, "--resize resizes it")
+    refuse_more(4 * len(files) * prod(form.shape), bounds, f"{files[0]} and the others")
+    return files, samples_for(record, np.concatenate(list(decoded(files, form))), files[0])
+
+
+def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
+    """Return samples as the client's models take them: float32 [N, *shape], or tokens of texts.
+
+    Bytes (uint8) are scaled as the client's own images were; floats are taken as scaled already;
+    texts are a sequence of str. Raises DataError, which names `where`, for another shape, or a
+    range that cannot be meant.
+    """
+    if record.kind == TEXT.name:
+        if isinstance(x, str) or not all(isinstance(text, str) for text in x):
+            raise DataError(f"{where}: {record.client}'s model takes texts, a sequence of str")
+        return tokenized(list(x), DataSpec.of(record.config().run), where)
+    shape = tuple(record.shape)
+    kind = KINDS[record.kind]
+    values, wanted = kind.checked(np.asarray(x), where), kind.blank(1, shape).shape[1:]
+    if values.shape[1:] != wanted:
+        raise DataError(
+            f"{where}: has samples of shape {list(values.shape[1:])}, {record.client}'s model "
+            f"takes {list(wanted)}"
+        )
+    as_bytes = values.dtype == np.uint8
+    if as_bytes and record.stored == "given":
+        raise DataError(
+            f"{where}: holds bytes, but {record.client} was trained on numbers as they were given: "
+            "give float32 in the range of its own samples"
+        )
+    if not as_bytes and record.stored != "given" and np.abs(values).max(initial=0) > 1 + ROUNDING:
+        raise DataError(
+            f"{where}: holds {values.flat[np.abs(values).argmax()]:g}, but images are bytes "
+            "(uint8), or floats already scaled to -1 to 1"
+        )
+    return scaled(torch.from_numpy(values))
+
+
+def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
+    """Return files, and the samples anywhere in directories, in natural order.
+
+    Files of directories that are not used are counted in one line of the log; symlinks to
+    directories are not followed. Raises DataError if there are no samples.
+    """
+    found: list[str] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(str(path))
+            continue
+        folder = Scan(files, follow=False).read(path)
+        found += sorted(folder.samples(), key=natural)
+        folder.all_unused().report(path, files)
+    for file in found:
+        _refuse_irregular(Path(file))
+    if not found:
+        given = ", ".join(map(str, paths)) or "nothing given"
+        raise DataError(f"{given}: holds no {files.noun}")
+    return found
+
+
+def _refuse_irregular(path: Path) -> None:
+    """Raise DataError for a pipe or a device, which may never end."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: not a regular file")

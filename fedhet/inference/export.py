@@ -43,6 +43,12 @@ class Encoder(nn.Module):
     Computes in float64 like the schema: float32 has too few digits for dates.
     """
 
+    place: Tensor
+    of: Tensor
+    mean: Tensor
+    deviation: Tensor
+    code: Tensor
+
     def __init__(self, schema: TableSchema) -> None:
         super().__init__()
         rows: list[tuple[int, int, float, float, int]] = []
@@ -54,11 +60,6 @@ class Encoder(nn.Module):
             if column.missing:
                 rows.append((place, _MISSING, 0.0, 1.0, 0))
         places, of, *scales = zip(*rows, strict=True)
-        self.place: Tensor
-        self.of: Tensor
-        self.mean: Tensor
-        self.deviation: Tensor
-        self.code: Tensor
         self.register_buffer("place", torch.tensor(places))
         self.register_buffer("of", torch.tensor(of))
         for name, values in zip(("mean", "deviation", "code"), scales, strict=True):
@@ -144,7 +145,16 @@ def _write_program(
     try:
         with _quiet(), torch.no_grad():
             program = torch.export.export(packaged, (example,), dynamic_shapes=(batch,))
-            _save(program, form, path, text)
+            if form == "pt2":
+                with path.open("wb") as file:
+                    torch.export.save(program, file, extra_files={"card.json": text})
+                return
+            made: Any = torch.onnx.export(
+                program, (), dynamo=True, input_names=["x"], output_names=["probabilities"],
+                verbose=False,
+            )  # fmt: skip
+            made.model.metadata_props["card"] = text
+            made.save(str(path), external_data=False)
     except FedhetError:
         raise
     except Exception as error:  # torch's tracer and its ONNX converter have many of their own
@@ -152,18 +162,6 @@ def _write_program(
             f"{record.client}'s model '{record.model}' cannot be exported as {form}: "
             f"{one_line(' '.join(str(error).split()))}"
         ) from error
-
-
-def _save(program: Any, form: str, path: Path, text: str) -> None:
-    if form == "pt2":
-        with path.open("wb") as file:
-            torch.export.save(program, file, extra_files={"card.json": text})
-        return
-    made: Any = torch.onnx.export(
-        program, (), dynamo=True, input_names=["x"], output_names=["probabilities"], verbose=False
-    )
-    made.model.metadata_props["card"] = text
-    made.save(str(path), external_data=False)
 
 
 @contextlib.contextmanager
@@ -182,9 +180,10 @@ def _quiet() -> Iterator[None]:
 
 # --- the card of an exported model, as JSON: its inputs, outputs, training, and accuracy
 
+_FROM_BYTES = "x / 127.5 - 1, from bytes (0 to 255) to float32 in -1 to 1"
 SCALING: dict[Stored, str] = {
-    "bytes": "x / 127.5 - 1, from bytes (0 to 255) to float32 in -1 to 1",
-    "scaled": "x / 127.5 - 1, from bytes (0 to 255) to float32 in -1 to 1",
+    "bytes": _FROM_BYTES,
+    "scaled": _FROM_BYTES,
     "given": "none: float32 in the range of the client's own samples",
 }
 """How samples are scaled before a model takes them, by how the client's own were stored."""
@@ -264,8 +263,18 @@ def card(trained: TrainedClient, kind: str, form: str, scales_itself: bool) -> s
 def _input(trained: TrainedClient, scales_itself: bool) -> dict[str, Any]:
     """Return the description of the inputs, from which raw samples can be prepared."""
     record = trained.record
-    if record.table is not None:
-        return _columns(record.table, scales_itself)
+    if schema := record.table:
+        return {
+            "name": "x",
+            "shape": ["N", len(schema.columns) if scales_itself else sum(schema.widths)],
+            "type": "float64" if scales_itself else "float32",
+            "values": VALUES,
+            "scaling": "in the file" if scales_itself else FEATURES,
+            "target": schema.target,
+            "columns": [column.model_dump(mode="json") for column in schema.columns],
+            "missing": sorted(MISSING | set(schema.missing)),
+            "missing_numbers": sorted(MISSING_NUMBER),
+        }
     shape = tuple(record.shape)
     if record.kind == TEXT.name:
         settings = trained.config.run.data
@@ -293,18 +302,3 @@ def _input(trained: TrainedClient, scales_itself: bool) -> dict[str, Any]:
         found["channels"] = {1: ["grey"], 3: ["red", "green", "blue"]}.get(shape[0], shape[0])
         found["size"] = resized if trained.config.run.data.image_size else size
     return found
-
-
-def _columns(schema: TableSchema, encodes_itself: bool) -> dict[str, Any]:
-    """Return the description of a table's columns: a value a column, or the features of all."""
-    return {
-        "name": "x",
-        "shape": ["N", len(schema.columns) if encodes_itself else sum(schema.widths)],
-        "type": "float64" if encodes_itself else "float32",
-        "values": VALUES,
-        "scaling": "in the file" if encodes_itself else FEATURES,
-        "target": schema.target,
-        "columns": [column.model_dump(mode="json") for column in schema.columns],
-        "missing": sorted(MISSING | set(schema.missing)),
-        "missing_numbers": sorted(MISSING_NUMBER),
-    }
