@@ -245,9 +245,9 @@ def test_a_run_that_is_in_a_round_waits_for_nothing():
     progress = Progress()
     progress.waiting("waiting for 3 clients")
     progress.run_started(small(rounds=4), Path("x"), {"a": "mlp"}, "digits")
-    assert progress.phase == "waiting for 3 clients"
+    assert progress.status.phase == "waiting for 3 clients"
     progress.round_started(1, ["a"])
-    assert progress.phase == ""
+    assert progress.status.phase == ""
 
 
 def test_a_client_keeps_its_last_accuracy_and_time():

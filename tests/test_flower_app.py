@@ -20,7 +20,6 @@ from fedhet.config.sources import to_flower
 from fedhet.engines import simulate
 from fedhet.inference import api
 from fedhet.runs.progress import Progress, read_status
-from fedhet.runs.progress import Status as RunStatus
 from fedhet.server import app as server_app
 from fedhet.server.app import FedhetServerApp, Reported
 
@@ -138,7 +137,7 @@ def test_a_run_none_of_whose_models_can_be_evaluated_fails_with_the_reason(witho
     assert fault.startswith("no client could be evaluated in round 1; client client-0: ")
     assert "its batch norm has diverged" in fault
     assert not (directory / "summary.json").exists()
-    assert progress.fault == fault
+    assert progress.status.fault == fault
     assert read_status(directory).in_words == f"failed in round 1 of 1: {fault}"
 
 
@@ -170,9 +169,9 @@ def test_a_resumed_run_counts_the_bytes_and_forgets_the_fault_of_before(tmp_path
     run(resumed(config, directory), directory, [progress])
     lines = records(directory)
     assert len(lines) == 2
-    assert progress.bytes_moved == sum(each["bytes_up"] + each["bytes_down"] for each in lines)
+    assert progress.status.bytes == sum(each["bytes_up"] + each["bytes_down"] for each in lines)
     assert len(progress.means) == 2
-    assert RunStatus.of(progress).bytes == progress.bytes_moved
+    assert progress.now().bytes == progress.status.bytes
     assert json.loads((directory / "run.json").read_text())["fault"] == ""
 
 

@@ -18,9 +18,9 @@ def test_calls_that_take_long_are_rare(monkeypatch):
             pass
         calls.append(time.monotonic())
 
-    calling = progress.Repeated(work, 0.01)
+    calling = progress.Throttled(work, 0.01)
     for _ in range(150):
-        calling.note()
+        calling.trigger()
         time.sleep(0.01)
     _, *rests = [after - before for before, after in itertools.pairwise(calls)]
     calling.end()
@@ -36,11 +36,11 @@ def test_a_change_is_followed_by_a_call_and_the_end_by_a_last_one():
         count.append(1)
         called.set()
 
-    calling = progress.Repeated(work, 0.0)
-    calling.note()
+    calling = progress.Throttled(work, 0.0)
+    calling.trigger()
     assert called.wait(10)
     calling.end()
     before = len(count)
-    calling.note()
+    calling.trigger()
     time.sleep(0.05)
     assert len(count) == before

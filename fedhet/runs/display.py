@@ -23,7 +23,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.runs.progress import Progress, Repeated, State, accuracies_of
+from fedhet.runs.progress import Progress, State, Throttled, accuracies_of
 from fedhet.runs.units import (
     human_bytes,
     human_seconds,
@@ -87,19 +87,19 @@ class LiveDisplay:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield as many clients and notices as fit; the other lines are always there."""
         run = self.progress
-        everyone, done = len(run.clients), run.round - run.goes_on
-        phase = printable(run.phase).replace("[", r"\[")  # else rich reads it as markup
+        everyone, done = len(run.clients), run.status.round - run.goes_on
+        phase = printable(run.status.phase).replace("[", r"\[")  # else rich reads it as markup
         self._start.update(self._phase, description=phase)
         self._bar.update(
-            self._task, description=run.method, total=run.rounds or None, completed=done
+            self._task, description=run.method, total=run.status.rounds or None, completed=done
         )
         top = self._summary(options.max_width) if everyone else [self._start]
         notes: list[RenderableType] = [
-            Text(f"note: {printable(text)}", "yellow") for text in run.notices
+            Text(f"note: {printable(text)}", "yellow") for text in run.status.notices
         ]
         room = console.size.height - 1 - _lines(console, options, top)
         if _lines(console, options, notes) + everyone >= room:
-            notes = [_cut(f"note: {text}", "yellow") for text in run.notices]
+            notes = [_cut(f"note: {text}", "yellow") for text in run.status.notices]
             kept = min(len(notes), max(0, room - LEAST_ROWS - 2), max(1, room // 3))
             notes = notes[len(notes) - kept :]
         yield from top
@@ -110,17 +110,17 @@ class LiveDisplay:
         """Return the lines about the whole run."""
         run = self.progress
         busy, waiting = run.count(State.TRAINING), run.count(State.WAITING)
-        if not run.round:
+        if not run.status.round:
             now = f"{plural(len(run.clients), 'client')} wait for the server to begin round 1"
         elif not run.goes_on:
-            now = f"round {run.round} has ended"
+            now = f"round {run.status.round} has ended"
         else:
             failed, answered = run.count(State.FAILED), run.asked - busy - waiting
-            now = f"round {run.round}: {answered} of {plural(run.asked, 'client')} answered"
+            now = f"round {run.status.round}: {answered} of {plural(run.asked, 'client')} answered"
             now += f", {failed} failed" if failed else ""
             working = busy + waiting
             now += f" · {busy} training" if working else " · the server aggregates and evaluates"
-        heading = _cut(self._label + run.title, "bold")
+        heading = _cut(self._label + run.status.title, "bold")
         lines: list[RenderableType] = [heading, self._bar, _cut(now)]
         if run.last:
             lines.append(_cut(accuracies_of(run.last, run.protocol), "cyan"))
@@ -129,7 +129,7 @@ class LiveDisplay:
             means = (f"{mean:.3f}" for mean in run.means[-min(TRACE, fitting) :])
             lines.append(_cut(" ".join([start, *means]), "cyan"))
         if not math.isnan(run.seconds_a_round):
-            sent, each = human_bytes(run.bytes_moved), human_seconds(run.seconds_a_round)
+            sent, each = human_bytes(run.status.bytes), human_seconds(run.seconds_a_round)
             left = f" · {time_left(run.seconds_left)}" if run.seconds_left > 0 else ""
             lines.append(_cut(f"{sent} sent · {each} per round{left}"))
         return lines
@@ -219,8 +219,8 @@ def round_lines(console: Console, seconds: float = 10.0) -> Progress:
         if progress.goes_on and 0 < awaited < progress.asked:
             print_line(console, progress.in_words())
 
-    lines = Repeated(show, seconds)
-    progress = Progress(changed=lines.note)
+    lines = Throttled(show, seconds)
+    progress = Progress(changed=lines.trigger)
     return progress
 
 
@@ -250,16 +250,16 @@ def html_of(progress: Progress) -> str:
     """Return a bar of the rounds, the last accuracy, and notices; all texts are escaped."""
     record, done = progress.ended, progress.ended.round if progress.ended else 0
     news = f"round {done}: {accuracies_of(record, progress.protocol)}" if record else ""
-    if not news and progress.round:
-        news = f"round {progress.round}: {plural(progress.asked, 'client')} train"
+    if not news and progress.status.round:
+        news = f"round {progress.status.round}: {plural(progress.asked, 'client')} train"
     if progress.summary:
         news += f" ({progress.summary.seconds.total:.1f} s)"
     lines = [
-        f"<b>{_safe(progress.title or progress.phase)}</b>",
-        f'<progress value="{done}" max="{max(1, progress.rounds)}"></progress> '
-        f"{done}/{progress.rounds} rounds",
+        f"<b>{_safe(progress.status.title or progress.status.phase)}</b>",
+        f'<progress value="{done}" max="{max(1, progress.status.rounds)}"></progress> '
+        f"{done}/{progress.status.rounds} rounds",
         _safe(news),
-        *(f"note: {_safe(text)}" for text in progress.notices),
+        *(f"note: {_safe(text)}" for text in progress.status.notices),
     ]
     return "<br>".join(line for line in lines if line)
 

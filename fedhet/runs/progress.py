@@ -1,6 +1,6 @@
 """A run in progress, followed through its events: in words, for displays, and as status.json.
 
-The terminal, plain lines and a notebook draw `Progress` (`fedhet.runs.display`). `StatusFile`
+The terminal, plain lines and a notebook draw `Progress` (`fedhet.runs.display`). `status_file`
 writes it as rounds go on, for `fedhet status` and the pages of `fedhet watch`. Whether the run's
 process is still alive is not in the file, which a killed process could not change; the run's lock
 tells.
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedhet.base.disk import write_text
-from fedhet.base.errors import StateError
+from fedhet.base.errors import StateError, one_line
 from fedhet.config.resolve import Config
 from fedhet.runs.directory import is_claimed, read_known
 from fedhet.runs.log import Watcher
@@ -83,6 +83,56 @@ class ClientStatus(BaseModel):
     """When it began to train, by the clock of `Progress`."""
 
 
+class Status(BaseModel):
+    """status.json: where a run is, and what its clients do.
+
+    `Progress` keeps it up to date, but for the stage, the clients and the times.
+    """
+
+    model_config = READING | ConfigDict(validate_assignment=True)
+
+    title: Text = ""
+    stage: Stage = "starting"
+    phase: Text = ""
+    """What the run waits for before its first round."""
+    round: Round = 0
+    """The current round; 0 before the first."""
+    rounds: Round = 0
+    seconds_left: Number = NAN
+    bytes: Number = Field(default=0.0, ge=0)
+    """Sent up, and down to train, in all rounds that have ended."""
+    mean: Number = NAN
+    """The mean accuracy of the last round that was evaluated."""
+    clients: list[ClientStatus] = []
+    notices: list[Text] = []
+    """The last notices."""
+    fault: Text = ""
+    """Why the run failed."""
+    updated: Number = 0.0
+    """When this was written, in seconds since 1970."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of status.json, with None for NaN, which JSON does not have."""
+        found: dict[str, Any] = json.loads(self.model_dump_json())
+        return found
+
+    @property
+    def in_words(self) -> str:
+        """Where the run is, in one line."""
+        if self.stage == "starting":
+            return f"starting: {self.phase or 'its clients load data and models'}"
+        if self.stage == "stopped" and self.fault:
+            where = f" in round {self.round} of {self.rounds}" if self.round else ""
+            return f"failed{where}: {self.fault}"
+        parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
+        if math.isfinite(self.mean):
+            parts.append(f"mean accuracy {score(self.mean)}")
+        parts.append(f"{human_bytes(self.bytes)} sent")
+        if self.stage == "running" and math.isfinite(self.seconds_left):
+            parts.append(time_left(self.seconds_left))
+        return " · ".join(parts)
+
+
 class Progress(Watcher):
     """Follows a run through its events.
 
@@ -100,15 +150,10 @@ class Progress(Watcher):
         `changed` is called after every event.
         """
         self._say, self._clock, self._changed = show, clock, changed
-        self.phase = "starting"
-        """What the run waits for before its first round."""
-        self.title = ""
+        self.status = Status(phase="starting")
         self.method = ""
         self.directory: Path | None = None
         self.clients: dict[str, ClientStatus] = {}
-        self.round = 0
-        """The current round; 0 before the first."""
-        self.rounds = 0
         self.asked = 0
         """Number of clients asked in this round."""
         self.protocol = "common"
@@ -119,14 +164,8 @@ class Progress(Watcher):
         """The last record that holds accuracies."""
         self.means: list[float] = []
         """The mean accuracy of each round that was evaluated."""
-        self.notices: list[str] = []
-        """The last notices."""
         self.summary: Summary | None = None
         """The run's summary, once it has ended."""
-        self.bytes_moved = 0
-        """Bytes sent to train and replied, in all rounds of the run that have ended."""
-        self.fault = ""
-        """Why the run has failed."""
         self._began = NAN
         """When the current round began; NaN between two rounds."""
         self._durations: list[float] = []
@@ -136,7 +175,7 @@ class Progress(Watcher):
 
     def waiting(self, what: str) -> None:
         """Take note of what the run waits for before its first round."""
-        self.phase = what
+        self.status.phase = what
         self._show(what)
 
     def run_started(
@@ -149,24 +188,25 @@ class Progress(Watcher):
             plural(config.run.rounds, "round"),
             f"seed {config.run.seed}",
         ]
-        self.title = f"{config.method.name} on {dataset}: {', '.join(counts)}"
-        self.directory, self.method, self.rounds = directory, config.method.name, config.run.rounds
-        self.protocol, self.notices = config.method.spec.headline, []
+        self.status.title = f"{config.method.name} on {dataset}: {', '.join(counts)}"
+        self.status.rounds, self.status.notices = config.run.rounds, []
+        self.directory, self.method = directory, config.method.name
+        self.protocol = config.method.spec.headline
         self.clients = {
             name: ClientStatus(name=name, model=model, state=State.WAITING)
             for name, model in models.items()
         }
-        self._show(f"{self.title} -> {directory}")
+        self._show(f"{self.status.title} -> {directory}")
 
     def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
         """Count the bytes and accuracies of earlier rounds, so that totals are the whole run's."""
-        self.bytes_moved = sum(record.bytes_up + record.bytes_down for record in records)
+        self._moved(sum(record.bytes_up + record.bytes_down for record in records))
         means = (headline_mean(record, self.protocol) for record in records)
         self.means = [mean for mean in means if mean is not None]
 
     def run_failed(self, reason: str) -> None:
         """Take note of why the run has failed."""
-        self.fault = reason
+        self.status.fault = reason
         self._changed()
 
     def set_aside(self, clients: Mapping[str, str]) -> None:
@@ -175,7 +215,8 @@ class Progress(Watcher):
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Begin a round with the clients `asked`, which wait for their turn."""
-        self.round, self.asked, self._began, self.phase = number, len(asked), self._clock(), ""
+        self.asked, self._began = len(asked), self._clock()
+        self.status.round, self.status.phase = number, ""
         new = {name: ClientStatus(name=name) for name in asked if name not in self.clients}
         chosen, clients = {*asked}, {**self.clients, **new}
         for name, client in clients.items():
@@ -195,14 +236,14 @@ class Progress(Watcher):
         """Mark a client as done or failed."""
         seconds = self.seconds_of(self.clients[client]) if client in self.clients else NAN
         state = State.FAILED if error else State.DONE
-        line = f"round {self.round}: {error or 'answered'}"
+        line = f"round {self.status.round}: {error or 'answered'}"
         self._change(client, state=state, seconds=seconds, began=NAN, line=line)
         self._changed()
 
     def round_finished(self, record: RoundRecord) -> None:
         """Take over a round's results; a client without an accuracy keeps the one it had."""
-        self.round, self.ended = record.round, record
-        self.bytes_moved += record.bytes_up + record.bytes_down
+        self.status.round, self.ended = record.round, record
+        self._moved(record.bytes_up + record.bytes_down)
         self._durations.append(record.seconds.total)
         self._began = NAN
         for name, reason in record.failed.items():
@@ -224,7 +265,7 @@ class Progress(Watcher):
 
     def notice(self, text: str) -> None:
         """Keep the notice in view."""
-        self.notices = [*self.notices, text][-MOST_NOTICES:]
+        self.status.notices = [*self.status.notices, text][-MOST_NOTICES:]
         self._show(f"note: {text}")
 
     def run_finished(self, summary: Summary) -> None:
@@ -234,9 +275,26 @@ class Progress(Watcher):
 
     # What a display asks.
 
+    def now(self) -> Status:
+        """Return the status of the run, with its clients and times as of now."""
+        clients = []
+        for client in sorted(self.clients.values(), key=lambda client: natural(client.name)):
+            seconds, line = round(self.seconds_of(client), 3), one_line(client.line)
+            clients.append(client.model_copy(update={"seconds": seconds, "line": line}))
+        stage = "stopped" if self.status.fault else "running" if self.status.round else "starting"
+        found = {
+            "stage": "finished" if self.summary else stage, "clients": clients,
+            "seconds_left": self.seconds_left, "mean": self.means[-1] if self.means else NAN,
+            "updated": time.time(),
+        }  # fmt: skip
+        return self.status.model_copy(update=found)
+
     def _show(self, line: str) -> None:
         self._say(line)
         self._changed()
+
+    def _moved(self, count: int) -> None:
+        self.status.bytes = min(self.status.bytes + count, LARGEST)
 
     def _change(self, name: str, **changes: object) -> None:
         if name in self.clients:
@@ -264,9 +322,9 @@ class Progress(Watcher):
     def seconds_left(self) -> float:
         """The estimated time until the last round ends, NaN before the first has ended."""
         if not self.goes_on:
-            return (self.rounds - self.round) * self.seconds_a_round
+            return (self.status.rounds - self.status.round) * self.seconds_a_round
         spent = min(self._clock() - self._began, self.seconds_a_round)
-        return (self.rounds - self.round + 1) * self.seconds_a_round - spent
+        return (self.status.rounds - self.status.round + 1) * self.seconds_a_round - spent
 
     def in_words(self) -> str:
         """Return the round's clients by what they do: "round 3 of 20: done a · training b, c"."""
@@ -280,7 +338,7 @@ class Progress(Watcher):
             parts.append(f"{state} {listed}{f' and {more} more' if more > 0 else ''}")
         if math.isfinite(left := self.seconds_left):
             parts.append(time_left(left))
-        return f"round {self.round} of {self.rounds}: {' · '.join(parts)}"
+        return f"round {self.status.round} of {self.status.rounds}: {' · '.join(parts)}"
 
     def in_view(self, room: int) -> list[ClientStatus]:
         """Return the clients to show in `room` rows: all if they fit.
@@ -348,7 +406,7 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
     return "".join([text, *(f", {name} {each.mean:.4f}" for name, each in others)])
 
 
-class Repeated:
+class Throttled:
     """Calls a function after changes, at most once in so many seconds, in a thread of its own.
 
     A call that takes long is followed by a rest in proportion.
@@ -360,8 +418,8 @@ class Repeated:
         self._calling = threading.Lock()
         self._thread = threading.Thread(target=self._repeat, daemon=True)
 
-    def note(self) -> None:
-        """Take note of a change."""
+    def trigger(self) -> None:
+        """Call the function soon: something has changed."""
         self._changed.set()
         if self._thread.ident is None:
             self._thread.start()
@@ -387,92 +445,22 @@ class Repeated:
             rest = max(self._seconds, taken / SHARE if taken > LONG else 0.0)
 
 
-class Status(BaseModel):
-    """status.json: where a run is, and what its clients do."""
+def status_file(directory: Path) -> Progress:
+    """Return a progress that writes status.json as it changes, from a thread of its own."""
 
-    model_config = READING
-
-    title: Text = ""
-    stage: Stage = "starting"
-    phase: Text = ""
-    """What the run waits for before its first round."""
-    round: Round = 0
-    rounds: Round = 0
-    seconds_left: Number = NAN
-    bytes: Number = Field(default=0.0, ge=0)
-    """Sent up, and down to train, in all rounds that have ended."""
-    mean: Number = NAN
-    """The mean accuracy of the last round that was evaluated."""
-    clients: list[ClientStatus] = []
-    notices: list[Text] = []
-    fault: Text = ""
-    """Why the run failed."""
-    updated: Number = 0.0
-    """When this was written, in seconds since 1970."""
-
-    @classmethod
-    def of(cls, progress: Progress) -> Status:
-        """Return the status of a run that `progress` follows."""
-        clients = [
-            each.model_copy(update={"seconds": round(progress.seconds_of(each), 3)})
-            for each in sorted(progress.clients.values(), key=lambda client: natural(client.name))
-        ]
-        stage: Stage = "running" if progress.round else "starting"
-        stage = "stopped" if progress.fault else stage
-        return cls(
-            title=progress.title,
-            stage="finished" if progress.summary else stage,
-            phase=progress.phase,
-            round=progress.round,
-            rounds=progress.rounds,
-            seconds_left=progress.seconds_left,
-            bytes=min(progress.bytes_moved, LARGEST),
-            mean=progress.means[-1] if progress.means else NAN,
-            clients=clients,
-            notices=list(progress.notices),
-            fault=progress.fault,
-            updated=time.time(),
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of status.json, with None for NaN, which JSON does not have."""
-        found: dict[str, Any] = json.loads(self.model_dump_json())
-        return found
-
-    @property
-    def in_words(self) -> str:
-        """Where the run is, in one line."""
-        if self.stage == "starting":
-            return f"starting: {self.phase or 'its clients load data and models'}"
-        if self.stage == "stopped" and self.fault:
-            where = f" in round {self.round} of {self.rounds}" if self.round else ""
-            return f"failed{where}: {self.fault}"
-        parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
-        if math.isfinite(self.mean):
-            parts.append(f"mean accuracy {score(self.mean)}")
-        parts.append(f"{human_bytes(self.bytes)} sent")
-        if self.stage == "running" and math.isfinite(self.seconds_left):
-            parts.append(time_left(self.seconds_left))
-        return " · ".join(parts)
-
-
-class StatusFile:
-    """Writes the status of a run into its directory as it changes, from a thread of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._changed = directory, Repeated(self._write, STATUS_SECONDS)
-        self.progress = Progress(changed=self._note)
-        """What is to watch the run."""
-
-    def _note(self) -> None:
-        self._changed.note()
-        if self.progress.summary or self.progress.fault:
-            self._changed.end()
-
-    def _write(self) -> None:
+    def write() -> None:
         # A folder that cannot be written ends the run where its records are written.
         with contextlib.suppress(StateError, OSError):
-            write_text(self._directory / STATUS_FILE, Status.of(self.progress).model_dump_json())
+            write_text(directory / STATUS_FILE, progress.now().model_dump_json())
+
+    def changed() -> None:
+        writing.trigger()
+        if progress.summary or progress.status.fault:
+            writing.end()
+
+    writing = Throttled(write, STATUS_SECONDS)
+    progress = Progress(changed=changed)
+    return progress
 
 
 def read_status(directory: Path) -> Status:

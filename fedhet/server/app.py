@@ -20,7 +20,7 @@ from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data.store import RunData
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher, trackers_of
-from fedhet.runs.progress import StatusFile
+from fedhet.runs.progress import status_file
 from fedhet.runs.records import Summary
 from fedhet.runs.units import console_for, log_error
 from fedhet.wire.identity import is_name
@@ -116,7 +116,7 @@ def components(
     `begun`, `deployed`: as of `RunLog`; `manager` has the clients, None: they will come; `data` is
     the store of the run's data in this process, None: a new one.
     """
-    every = [*watchers, *trackers_of(config), StatusFile(directory).progress]
+    every = [*watchers, *trackers_of(config), status_file(directory)]
     log = RunLog(config, directory, workers=workers, watchers=every, begun=begun, deployed=deployed)
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     server = FederationServer(config, log, manager or SimpleClientManager(), data)
