@@ -163,7 +163,5 @@ def _held_as(given: Any, what: str, inline: bool, like: str = "") -> str:
             "at the top level of a module (module:function), or give backend='inline'"
         )
     base = re.sub(r"\W+", "", own, flags=re.ASCII) or "object"
-    for name in (base, *(f"{base}_{n}" for n in itertools.islice(itertools.count(2), 10**6))):
-        if _held.setdefault(name, given) is given:
-            return f"{HERE}:{name}"
-    raise SettingsError(f"{what}: too many objects are called '{base}'")
+    names = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(2)))
+    return f"{HERE}:{next(name for name in names if _held.setdefault(name, given) is given)}"

@@ -198,14 +198,13 @@ class RunLog:
         write_text(self.directory / "run.json", self._origin.model_dump_json())
 
     @property
-    def best_round(self) -> int:
-        """The round with the best headline accuracy so far; 0: none was evaluated."""
-        return best_round(self._history, self.config.method.spec.headline)
-
-    @property
     def kept_too(self) -> dict[str, Scalar]:
-        """What a client is told of the models that it is to keep besides the last ones."""
-        return {"best": self.best_round} if self.config.run.keep_best else {}
+        """What a client is told of the models that it is to keep besides the last ones.
+
+        These are those of the round with the best headline accuracy so far; 0: none was evaluated.
+        """
+        best = best_round(self._history, self.config.method.spec.headline)
+        return {"best": best} if self.config.run.keep_best else {}
 
     def ending(self, run: RunSettings) -> RunSettings:
         """Return the run's settings with the last round as it is known now; tell if it is new."""

@@ -124,10 +124,8 @@ def placed(scores: Mapping[tuple[str, str], Evaluation]) -> dict[Place, float]:
 def write_measures(measured: Measured) -> dict[str, float]:
     """Return the measurements by flat metric names; `read_measures` is the inverse."""
     flat = {".".join(place): value for place, value in measured.scores.items()}
-    if measured.loss is not None:
-        flat["loss"] = measured.loss
-    if measured.epsilon is not None:
-        flat["epsilon"] = measured.epsilon
+    sometimes = {"loss": measured.loss, "epsilon": measured.epsilon}
+    flat |= {name: value for name, value in sometimes.items() if value is not None}
     flat["seconds.train"] = measured.train_seconds
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
