@@ -60,7 +60,7 @@ RECIPES = {
 def last_model(directory):
     """Return the tensors of client-0's private model after the last round."""
     newest = sorted(directory.glob("state/*/client-0/round-*.safetensors"))[-1]
-    tensors, _ = load(newest, torch.device("cpu"))
+    tensors, _ = load(newest)
     return {k: v for k, v in tensors.items() if k.startswith("private/")}
 
 
