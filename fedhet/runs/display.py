@@ -35,10 +35,10 @@ from fedhet.runs.units import (
 )
 
 COLOURS = {
-    State.FAILED: "bold red", State.TRAINING: "yellow", State.LATE: "yellow", State.DONE: "green",
-    State.EXCLUDED: "red",
+    State.FAILED: "bold red", State.TRAINING: "yellow", State.WAITING: "dim", State.LATE: "yellow",
+    State.DONE: "green", State.NOT_ASKED: "dim", State.RESTING: "dim", State.EXCLUDED: "red",
+    State.AWAY: "dim",
 }  # fmt: skip
-"""The other states are dim."""
 LEAST_ROWS = 3
 """The least number of clients in view; on a lower terminal the notices give way."""
 TRACE = 20
@@ -150,7 +150,7 @@ class LiveDisplay:
             table.add_row(
                 Text(printable(client.name)),
                 Text(printable(client.model)),
-                Text(client.state, style=COLOURS.get(client.state, "dim")),
+                Text(client.state, style=COLOURS[State(client.state)]),
                 Text(_number(client.accuracy, 4)),
                 Text(_number(client.loss, 4)),
                 Text(_number(run.seconds_of(client), 1)),

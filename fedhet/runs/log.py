@@ -341,10 +341,9 @@ class RunLog:
         return f"no client has answered {since}: {why[0] if why else 'see the notices'}"
 
     def _summary(self) -> Summary:
-        last = self._history[-1] if self._history else RoundRecord(0)
+        history, last = self._history, self._history[-1] if self._history else RoundRecord(0)
         total = self._earlier + time.perf_counter() - self._begun
-        peaks = [record.peak_memory_mb for record in self._history]
-        scores = final_scores(self._history)
+        scores = final_scores(history)
         headline: str = self.config.method.spec.headline
         if last.accuracy and headline not in last.accuracy:  # only the other one has a test set
             headline = min(last.accuracy)
@@ -352,7 +351,7 @@ class RunLog:
             method=self.config.method.name,
             dataset=self.dataset,
             seed=self.config.run.seed,
-            rounds=len(self._history),
+            rounds=len(history),
             clients=len(self.models),
             models=self.models,
             training=self.training,
@@ -364,13 +363,14 @@ class RunLog:
                 name: Spent(epsilon=epsilon, delta=self.config.run.privacy.delta)
                 for name, epsilon in last.epsilon.items()
             },
-            history=[PastRound.of(record) for record in self._history],
-            **{
-                name: min(sum(getattr(record, name) for record in self._history), MOST_BYTES)
-                for name in ("bytes_up", "bytes_down", "bytes_evaluation")
-            },
+            history=[PastRound.of(record) for record in history],
+            bytes_up=min(sum(each.bytes_up for each in history), MOST_BYTES),
+            bytes_down=min(sum(each.bytes_down for each in history), MOST_BYTES),
+            bytes_evaluation=min(sum(each.bytes_evaluation for each in history), MOST_BYTES),
             seconds=self._seconds.model_copy(update={"total": total}).rounded(),
-            peak_memory_mb=round(max([peak_memory_mb(), *peaks]), 1),
+            peak_memory_mb=round(
+                max([peak_memory_mb(), *(each.peak_memory_mb for each in history)]), 1
+            ),
             versions=versions(),
         )
 
