@@ -364,6 +364,7 @@ class RunLog:
                 for name, epsilon in last.epsilon.items()
             },
             history=[PastRound.of(record) for record in history],
+            # Sums of records that were tampered with may exceed what fits.
             bytes_up=min(sum(each.bytes_up for each in history), MOST_BYTES),
             bytes_down=min(sum(each.bytes_down for each in history), MOST_BYTES),
             bytes_evaluation=min(sum(each.bytes_evaluation for each in history), MOST_BYTES),
