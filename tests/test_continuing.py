@@ -11,7 +11,8 @@ from interruption import Notices, cut_and_resumed, resumed
 from fedhet.base.errors import StateError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
-from fedhet.inference.client import api, open_client
+from fedhet.inference import api
+from fedhet.inference.client import open_client
 from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, spread
 from fedhet.runs.records import RoundRecord
