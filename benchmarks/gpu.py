@@ -57,6 +57,12 @@ class Where:
     quick: bool
     folder: Path
     """Where runs leave their files, until the last piece has ended."""
+    seconds: float = 300.0
+    """How long a preset may run at its paper's size."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """The seeds of the comparison of precisions."""
+    rounds: int = 6
+    """The rounds of the small federation."""
 
     def choose(self, usual: Any, quick: Any) -> Any:
         """Return the usual number, or the one for a quick look."""
@@ -87,7 +93,7 @@ def settings_of(where: Where, method: str, **settings: Any) -> Config:
     usual = {
         "method": method,
         "clients": where.choose(8, 2),
-        "rounds": where.choose(6, 2),
+        "rounds": where.choose(where.rounds, 2),
         "models.pool": where.choose(["cnn2", "resnet10", "vgg11", "mlp"], ["cnn2", "mlp"]),
         "data.dataset": dataset_name(images, inline=True),
         "training.local-epochs": 2,
@@ -130,7 +136,7 @@ def same(one: fedhet.Result, other: fedhet.Result) -> bool:
 
 def precision(where: Where) -> None:
     """Felo in bfloat16 and float16 against float32, and channels-last: accuracy, and time."""
-    seeds = range(where.choose(3, 1))
+    seeds = where.choose(where.seeds, (0,))
     kinds = [{"engine.precision": p} for p in ("float32", "bfloat16", "float16")]
     kinds += [{"engine.precision": "float32", "engine.channels-last": "true"}]
     accuracy, seconds = {}, {}
@@ -232,7 +238,7 @@ def waits(where: Where) -> None:
 
 def shared(where: Where) -> None:
     """1, 2, 4 and 8 clients that train at a time on one accelerator: samples a second in all."""
-    processes, seconds = multiprocessing.get_context("spawn"), where.choose(20.0, 1.0)
+    processes, seconds = multiprocessing.get_context("spawn"), where.choose(10.0, 1.0)
     alone = 0.0
     for clients in where.choose((1, 2, 4, 8), (1, 2)):
         ready, samples = processes.Barrier(clients), processes.Queue()
@@ -333,7 +339,7 @@ def as_many_rounds_as_fit(where: Where, preset: str) -> None:
         **small,
     }
     config = resolve(read_preset(preset) | here)
-    rounds = Until(seconds=where.choose(300.0, 1.0))
+    rounds = Until(seconds=where.choose(where.seconds, 1.0))
     with contextlib.suppress(TimeIsUpError):
         finished(config, where.folder / preset, rounds)
     plain = plain_round(config, images["train"], where)
@@ -413,6 +419,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pieces", nargs="*", choices=[[], *PIECES], help="default: all")
     parser.add_argument("--device", default="auto", help="as engine.device; default: a GPU")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of fedtype and of felo")
+    parser.add_argument("--seeds", default="0,1,2", help="of precision")
+    parser.add_argument("--rounds", type=int, default=6, help="of deterministic and of precision")
     parser.add_argument("--quick", action="store_true", help="a few seconds each: do they run?")
     chosen = parser.parse_args()
     device = find_device(chosen.device)
@@ -421,7 +430,8 @@ def main() -> None:
     named = torch.cuda.get_device_name() if device.type == "cuda" else str(device)
     print(f"{named}, PyTorch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
-        where = Where(str(device), chosen.quick, Path(folder))
+        seeds = tuple(map(int, chosen.seeds.split(",")))
+        where = Where(str(device), chosen.quick, Path(folder), chosen.seconds, seeds, chosen.rounds)
         for name in chosen.pieces or PIECES:
             piece, started = PIECES[name], time.perf_counter()
             print(f"\n{name}: {piece.__doc__}", flush=True)
