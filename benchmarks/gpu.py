@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,14 +33,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedhet
 from benchmarks import conformal_step
 from benchmarks.pretended_gpu import PRETENDED
+from benchmarks.same_numbers import OPTIONS, models_of
 from benchmarks.timing import ratios, show
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import read_preset
+from fedhet.config.sources import parse_pairs, read_preset
 from fedhet.engines.simulate import simulate
 from fedhet.inference.objects import dataset_name
 from fedhet.learning.devices import Compute, compute_for, find_device
 from fedhet.learning.training import CrossEntropy, optimization, train_epochs
+from fedhet.methods.registry import shipped_names
 from fedhet.models import build
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
@@ -112,6 +115,42 @@ def common(result: fedhet.Result) -> float:
     """Return the mean accuracy of the clients' own models on the common test set."""
     assert result.summary is not None
     return result.summary.accuracy["common"]["private"].mean
+
+
+def methods(where: Where) -> None:
+    """Every method, small, here and on the processor: how far are the accuracies apart?"""
+    apart: list[float] = []
+    for name in islice(sorted(shipped_names()), where.choose(None, 2)):
+        options = shlex.split(OPTIONS.get(name) or models_of(name))
+        at = options.index("--models") if "--models" in options else None
+        models = [] if at is None else options[at + 1].split(",")
+        values = {
+            "models.pool": models or ["mlp", "cnn2"],
+            "clients": 4,
+            **({} if name == "cofed" else {"rounds": where.choose(5, 2)}),
+            "data.max-samples": 800,
+            "data.max-test-samples": 300,
+            "data.min-samples": 20,
+            "training.local-epochs": 2,
+            **parse_pairs([word for word in options if "=" in word], name),
+            "method": name,
+            "engine.backend": "inline",
+        }
+        scores = []
+        for number, device in enumerate((where.device, "cpu")):
+            config = resolve({**values, "engine.device": device})
+            summary = finished(config, where.folder / f"{name}-{number}").summary
+            assert summary is not None
+            scores.append(summary.accuracy)
+        here, there = scores
+        each = {f"{p}/{k}": here[p][k].mean - there[p][k].mean for p in here for k in here[p]}
+        apart += each.values()
+        print(f"{name}: {', '.join(f'{place} {by:+.3f}' for place, by in each.items())}")
+    sizes = np.abs(apart)
+    print(
+        f"{len(sizes)} accuracies: {np.mean(apart):+.4f} on average, {sizes.mean():.4f} apart, "
+        f"median {np.median(sizes):.4f}, at most {sizes.max():.3f}"
+    )
 
 
 def resume(where: Where) -> None:
@@ -401,6 +440,7 @@ class Until(Watcher):
 
 
 PIECES = {
+    "methods": methods,
     "resume": resume,
     "deterministic": deterministic,
     "precision": precision,
