@@ -60,11 +60,11 @@ class Where:
     quick: bool
     folder: Path
     """Where runs leave their files, until the last piece has ended."""
-    seconds: float = 300.0
+    seconds: float = 120.0
     """How long a preset may run at its paper's size."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds of the comparison of precisions."""
-    rounds: int = 6
+    rounds: int = 4
     """The rounds of the small federation."""
 
     def choose(self, usual: Any, quick: Any) -> Any:
@@ -92,10 +92,10 @@ def made_images(train: int, test: int) -> dict[str, tuple[np.ndarray, np.ndarray
 
 def settings_of(where: Where, method: str, **settings: Any) -> Config:
     """Return the settings of a small federation of four architectures."""
-    images = made_images(*where.choose((8000, 2000), (200, 50)))
+    images = made_images(*where.choose((4000, 1000), (200, 50)))
     usual = {
         "method": method,
-        "clients": where.choose(8, 2),
+        "clients": where.choose(4, 2),
         "rounds": where.choose(where.rounds, 2),
         "models.pool": where.choose(["cnn2", "resnet10", "vgg11", "mlp"], ["cnn2", "mlp"]),
         "data.dataset": dataset_name(images, inline=True),
@@ -459,9 +459,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pieces", nargs="*", choices=[[], *PIECES], help="default: all")
     parser.add_argument("--device", default="auto", help="as engine.device; default: a GPU")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of fedtype and of felo")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of fedtype and of felo")
     parser.add_argument("--seeds", default="0,1,2", help="of precision")
-    parser.add_argument("--rounds", type=int, default=6, help="of deterministic and of precision")
+    parser.add_argument("--rounds", type=int, default=4, help="of deterministic and of precision")
     parser.add_argument("--quick", action="store_true", help="a few seconds each: do they run?")
     chosen = parser.parse_args()
     device = find_device(chosen.device)
