@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,14 +33,16 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedhet
 from benchmarks import conformal_step
 from benchmarks.pretended_gpu import PRETENDED
+from benchmarks.same_numbers import OPTIONS, models_of
 from benchmarks.timing import ratios, show
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import read_preset
+from fedhet.config.sources import parse_pairs, read_preset
 from fedhet.engines.simulate import simulate
 from fedhet.inference.objects import dataset_name
 from fedhet.learning.devices import Compute, compute_for, find_device
 from fedhet.learning.training import CrossEntropy, optimization_for, train_epochs
+from fedhet.methods.registry import shipped_names
 from fedhet.models import build
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
@@ -57,6 +60,12 @@ class Where:
     quick: bool
     folder: Path
     """Where runs leave their files, until the last piece has ended."""
+    seconds: float = 120.0
+    """How long a preset may run at its paper's size."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """The seeds of the comparison of precisions."""
+    rounds: int = 4
+    """The rounds of the small federation."""
 
     def choose(self, usual: Any, quick: Any) -> Any:
         """Return the usual number, or the one for a quick look."""
@@ -83,11 +92,11 @@ def made_images(train: int, test: int) -> dict[str, tuple[np.ndarray, np.ndarray
 
 def settings_of(where: Where, method: str, **settings: Any) -> Config:
     """Return the settings of a small federation of four architectures."""
-    images = made_images(*where.choose((8000, 2000), (200, 50)))
+    images = made_images(*where.choose((4000, 1000), (200, 50)))
     usual = {
         "method": method,
-        "clients": where.choose(8, 2),
-        "rounds": where.choose(6, 2),
+        "clients": where.choose(4, 2),
+        "rounds": where.choose(where.rounds, 2),
         "models.pool": where.choose(["cnn2", "resnet10", "vgg11", "mlp"], ["cnn2", "mlp"]),
         "data.dataset": dataset_name(images, inline=True),
         "training.local-epochs": 2,
@@ -106,6 +115,42 @@ def common(result: fedhet.Result) -> float:
     """Return the mean accuracy of the clients' own models on the common test set."""
     assert result.summary is not None
     return result.summary.accuracy["common"]["private"].mean
+
+
+def methods(where: Where) -> None:
+    """Every method, small, here and on the processor: how far are the accuracies apart?"""
+    apart: list[float] = []
+    for name in islice(sorted(shipped_names()), where.choose(None, 2)):
+        options = shlex.split(OPTIONS.get(name) or models_of(name))
+        at = options.index("--models") if "--models" in options else None
+        models = [] if at is None else options[at + 1].split(",")
+        values = {
+            "models.pool": models or ["mlp", "cnn2"],
+            "clients": 4,
+            **({} if name == "cofed" else {"rounds": where.choose(5, 2)}),
+            "data.max-samples": 800,
+            "data.max-test-samples": 300,
+            "data.min-samples": 20,
+            "training.local-epochs": 2,
+            **parse_pairs([word for word in options if "=" in word], name),
+            "method": name,
+            "engine.backend": "inline",
+        }
+        scores = []
+        for number, device in enumerate((where.device, "cpu")):
+            config = resolve({**values, "engine.device": device})
+            summary = finished(config, where.folder / f"{name}-{number}").summary
+            assert summary is not None
+            scores.append(summary.accuracy)
+        here, there = scores
+        each = {f"{p}/{k}": here[p][k].mean - there[p][k].mean for p in here for k in here[p]}
+        apart += each.values()
+        print(f"{name}: {', '.join(f'{place} {by:+.3f}' for place, by in each.items())}")
+    sizes = np.abs(apart)
+    print(
+        f"{len(sizes)} accuracies: {np.mean(apart):+.4f} on average, {sizes.mean():.4f} apart, "
+        f"median {np.median(sizes):.4f}, at most {sizes.max():.3f}"
+    )
 
 
 def resume(where: Where) -> None:
@@ -130,7 +175,7 @@ def same(one: fedhet.Result, other: fedhet.Result) -> bool:
 
 def precision(where: Where) -> None:
     """Felo in bfloat16 and float16 against float32, and channels-last: accuracy, and time."""
-    seeds = range(where.choose(3, 1))
+    seeds = where.choose(where.seeds, (0,))
     kinds = [{"engine.precision": p} for p in ("float32", "bfloat16", "float16")]
     kinds += [{"engine.precision": "float32", "engine.channels-last": "true"}]
     accuracy, seconds = {}, {}
@@ -232,7 +277,7 @@ def waits(where: Where) -> None:
 
 def shared(where: Where) -> None:
     """1, 2, 4 and 8 clients that train at a time on one accelerator: samples a second in all."""
-    processes, seconds = multiprocessing.get_context("spawn"), where.choose(20.0, 1.0)
+    processes, seconds = multiprocessing.get_context("spawn"), where.choose(10.0, 1.0)
     alone = 0.0
     for clients in where.choose((1, 2, 4, 8), (1, 2)):
         ready, samples = processes.Barrier(clients), processes.Queue()
@@ -333,7 +378,7 @@ def as_many_rounds_as_fit(where: Where, preset: str) -> None:
         **small,
     }
     config = resolve(read_preset(preset) | here)
-    rounds = Until(seconds=where.choose(300.0, 1.0))
+    rounds = Until(seconds=where.choose(where.seconds, 1.0))
     with contextlib.suppress(TimeIsUpError):
         finished(config, where.folder / preset, rounds)
     plain = plain_round(config, images["train"], where)
@@ -395,6 +440,7 @@ class Until(Watcher):
 
 
 PIECES = {
+    "methods": methods,
     "resume": resume,
     "deterministic": deterministic,
     "precision": precision,
@@ -413,6 +459,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pieces", nargs="*", choices=[[], *PIECES], help="default: all")
     parser.add_argument("--device", default="auto", help="as engine.device; default: a GPU")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of fedtype and of felo")
+    parser.add_argument("--seeds", default="0,1,2", help="of precision")
+    parser.add_argument("--rounds", type=int, default=4, help="of deterministic and of precision")
     parser.add_argument("--quick", action="store_true", help="a few seconds each: do they run?")
     chosen = parser.parse_args()
     device = find_device(chosen.device)
@@ -421,7 +470,8 @@ def main() -> None:
     named = torch.cuda.get_device_name() if device.type == "cuda" else str(device)
     print(f"{named}, PyTorch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
-        where = Where(str(device), chosen.quick, Path(folder))
+        seeds = tuple(map(int, chosen.seeds.split(",")))
+        where = Where(str(device), chosen.quick, Path(folder), chosen.seconds, seeds, chosen.rounds)
         for name in chosen.pieces or PIECES:
             piece, started = PIECES[name], time.perf_counter()
             print(f"\n{name}: {piece.__doc__}", flush=True)

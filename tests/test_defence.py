@@ -16,7 +16,7 @@ from fedhet.methods.registry import find_method, method_names
 from fedhet.server.attacks import Hostile, hostile_clients
 from fedhet.server.defence import Defence, distances
 from fedhet.server.round import RoundState
-from fedhet.server.steps import excesses, scaled_down
+from fedhet.server.steps import scaled_down
 from fedhet.settings.defence import ROBUST, DefenceSettings
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
@@ -177,14 +177,6 @@ def test_probabilities_stay_probabilities(average):
 
 
 # --- scaled down ----------------------------------------------------------------------------
-
-
-def test_a_field_is_scaled_down_to_a_few_medians_of_the_others():
-    sizes = {name: {"w": size} for name, size in zip("abcd", (1.0, 2.0, 3.0, 80.0), strict=True)}
-    assert excesses(sizes, 4.0) == {"d": {"w": 10.0}}
-    assert excesses(sizes, 4.0, exempt=["w"]) == {}
-    assert excesses({"a": {"w": 1e9}}, 4.0) == {}, "nothing to compare with"
-    assert excesses({"a": {"w": 0.0}, "b": {"w": 0.08}}, 4.0) == {"b": {"w": 2.0}}
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

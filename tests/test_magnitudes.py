@@ -2,6 +2,8 @@
 
 import sys
 import warnings
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,20 +11,24 @@ from flwr.common import ndarrays_to_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhet.server.reply import ReplySpool, magnitudes_of, medians
-from fedhet.server.steps import excesses, out_of_proportion
-from fedhet.wire.contract import Contract, WeightsField
+from fedhet.runs.measures import Measured
+from fedhet.server.reply import Reply, ReplySpool, magnitudes_of, medians
+from fedhet.server.steps import clip, out_of_proportion, ratios
+from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 ENVELOPE = Envelope("run-1", "felo", 1, "a")
 
 
-def reply(rng, scale=1.0):
+def reply(rng):
     return Knowledge(
         {
-            "features": (scale * rng.normal(size=(3, 4))).astype(np.float32),
+            "features": rng.normal(size=(3, 4)).astype(np.float32),
             "weights/a": rng.normal(size=(2, 2)),
             "weights/b": np.float16(rng.normal(size=7)),
+            "weights/norm.running_mean": rng.normal(size=5),
+            "weights/norm.running_var": 1000 * rng.uniform(size=5),
             "classes": np.array([1, 2, 10**6]),
             "empty": np.zeros((0, 3), np.float32),
         },
@@ -30,13 +36,16 @@ def reply(rng, scale=1.0):
     )
 
 
-def test_sizes_are_root_mean_squares_of_fields():
+def test_sizes_are_root_mean_squares_of_parts():
     rng = np.random.default_rng(0)
     said = reply(rng)
     flat = {name: value.astype(np.longdouble).ravel() for name, value in said.tensors.items()}
     model = np.concatenate([flat["weights/a"], flat["weights/b"]])
+    recorded = np.concatenate([flat[f"weights/norm.running_{each}"] for each in ("mean", "var")])
     found = magnitudes_of(said)
-    assert found.keys() == {"features", "weights"}, "integers and scalars have their own bounds"
+    names = {"features", "weights", "statistics of weights"}
+    assert found.keys() == names, "integers and scalars have their own bounds"
+    assert found["statistics of weights"] == pytest.approx(float(np.sqrt((recorded**2).mean())))
     assert found["features"] == pytest.approx(float(np.sqrt((flat["features"] ** 2).mean())))
     assert found["weights"] == pytest.approx(float(np.sqrt((model**2).mean())), rel=1e-3)
 
@@ -83,19 +92,109 @@ def test_who_is_out_of_proportion(sizes, usual, refused):
         assert "'engine.outlier-factor' = 1000" in error.fault
 
 
+KINDS = Contract(
+    (
+        TensorField("features", "float32", ("R", "D"), "f"),
+        TensorField("shares", "float32", ("R", "C"), "p", distribution=True),
+        TensorField("counts", "float32", ("R",), "n", low=0.0),
+        WeightsField("weights", "w"),
+        WeightsField("nested", "w", nested=True),
+    )
+)
+
+
+def replies_of(parts, models=None):
+    """Return replies with the magnitudes `parts` {client: {part: size}}, and the sizes of each.
+
+    `models`: by client and field, the shapes of its model.
+    """
+    replies = [
+        Reply(ClientInfo(name, "mlp", 1, 10, "image", (1, 8, 8)), Knowledge(), Measured({}), known)
+        for name, known in parts.items()
+    ]
+    return replies, lambda client: Sizes({}, (models or {}).get(client.name, {}))
+
+
 @given(
     st.lists(st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 1.5]), min_size=1, max_size=9),
     st.floats(1, 50),
 )
 def test_each_is_compared_with_the_median_of_the_others(sizes, limit):
     by_client = {str(k): {"features": size} for k, size in enumerate(sizes)}
-    wanted = {}
+    wanted, odd = {}, set()
     for k, size in enumerate(sizes):
         others = np.delete(sizes, k)
-        if len(others) and size > (most := limit * max(np.median(others), 0.01)):
-            wanted[str(k)] = {"features": pytest.approx(size / most)}
-    assert excesses(by_client, limit) == wanted
-    assert out_of_proportion(by_client, {}, limit).keys() == wanted.keys()
+        if len(others):
+            wanted[str(k)] = {"features": pytest.approx(size / max(np.median(others), 0.01))}
+            odd |= {str(k)} if size > limit * max(np.median(others), 0.01) else set()
+    replies, sizes_of = replies_of(by_client)
+    assert ratios(replies, KINDS, sizes_of) == wanted
+    assert out_of_proportion(by_client, {}, limit).keys() == odd
+
+
+SMALL, LARGE = {"a": (2, 2)}, {"a": (2, 2), "b": (9,)}
+
+
+def test_weights_are_compared_within_an_architecture():
+    parts = {
+        name: {"weights": size} for name, size in zip("abcde", [1, 1, 8, 50, 100], strict=True)
+    }
+    parts["d"]["statistics of weights"], parts["e"]["statistics of weights"] = 2.0, 1000.0
+    models = {name: {"weights": SMALL if name in "abc" else LARGE} for name in "abcde"}
+    found = ratios(*order(replies_of(parts, models)))
+    assert found["c"] == {"weights": 8.0}
+    assert found["e"] == {"weights": 2.0, "statistics of weights": 500.0}, "not 100: of d alone"
+    models["e"] = {"weights": {"a": (2, 3)}}
+    found = ratios(*order(replies_of(parts, models)))
+    assert not {"d", "e"} & found.keys(), "nobody else has their architectures"
+
+
+def order(replies_and_sizes):
+    replies, sizes = replies_and_sizes
+    return replies, KINDS, sizes
+
+
+def test_parts_of_one_large_model_are_compared_whatever_their_shapes():
+    parts = {"a": {"nested": 1.0}, "b": {"nested": 3.0}}
+    models = {"a": {"nested": {"a": (2, 2)}}, "b": {"nested": {"a": (4, 4)}}}
+    assert ratios(*order(replies_of(parts, models)))["b"] == {"nested": 3.0}
+
+
+def test_what_has_a_range_of_its_own_is_never_too_large():
+    parts = {"a": {"shares": 0.1, "counts": 1.0}, "b": {"shares": 0.9, "counts": 1e6}}
+    assert ratios(*order(replies_of(parts))) == {}
+
+
+def test_features_may_differ_more_than_weights(tmp_path):
+    """They come from different architectures: 2.5 times as much."""
+    tensors = {
+        "features": np.full((2, 3), 20, np.float32),
+        "weights/a": np.full((2, 2), 20.0),
+        "weights/a.running_var": np.full(2, 20.0),
+        "classes": np.array([1, 2]),
+    }
+    ones = {name: np.ones_like(value) for name, value in tensors.items()}
+    client = partial(ClientInfo, model="mlp", samples=1, classes=10, kind="image", shape=(1, 8, 8))
+    replies = [
+        Reply(client(name), Knowledge(values), Measured({}))
+        for name, values in {"a": ones, "b": ones, "c": tensors}.items()
+    ]
+    notices = []
+    state = SimpleNamespace(notice=notices.append, record=SimpleNamespace(round=3))
+    sizes = {"weights": {"a": (2, 2), "a.running_var": (2,)}}
+    passed = list(
+        clip(replies, limit=4.0, contract=KINDS, sizes=lambda c: Sizes({}, sizes), state=state)
+    )
+    assert passed[:2] == replies[:2]
+    found = passed[2].knowledge.tensors
+    assert {name: value.flat[0] for name, value in found.items()} == {
+        "features": 10, "weights/a": 4, "weights/a.running_var": 4, "classes": 1
+    }  # fmt: skip
+    (notice,) = notices
+    assert notice == (
+        "client c's reply in round 3 is scaled down, as it is larger than 'defence.clip-factor' "
+        "allows: features by 2, statistics of weights by 5, weights by 5"
+    )
 
 
 def test_ten_thousand_replies_are_compared_in_a_moment():

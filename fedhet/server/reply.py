@@ -30,6 +30,7 @@ from fedhet.base.errors import FedhetError, KnowledgeError, StateError, reason_o
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import load, load_facts, save
 from fedhet.wire.contract import Contract
+from fedhet.wire.encodings import STATISTICS
 from fedhet.wire.identity import ClientInfo, is_name
 from fedhet.wire.knowledge import (
     Bases,
@@ -44,7 +45,7 @@ from fedhet.wire.knowledge import (
 )
 
 Magnitudes = Mapping[str, float]
-"""The root mean square of each floating-point field of a reply; a model is one field."""
+"""The root mean square of each part of a reply (`part_of`) that holds floating-point numbers."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Reply:
         return self.samples * self.freshness
 
     def magnitudes(self) -> Magnitudes:
-        """Return the root mean square of each floating-point field."""
+        """Return the root mean square of each floating-point part."""
         return magnitudes_of(self.knowledge) if self.known is None else self.known
 
     def with_knowledge(self, knowledge: Knowledge) -> Reply:
@@ -102,25 +103,38 @@ def staleness_weight(age: int) -> float:
     return float((1 + age) ** -0.5)
 
 
-def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
-    """Return the root mean square of each field of a reply that holds floating-point numbers.
+OF_STATISTICS = "statistics of "
 
-    It is infinity if the squares of a field overflow.
+
+def part_of(tensor: str) -> str:
+    """Return the part of a reply whose magnitude a tensor counts towards: the tensor's field.
+
+    What batch normalization records (`running_mean`, `running_var`) is a part of its own: variances
+    are squares of activations, and often much larger than all weights.
     """
-    fields: dict[str, list[Array]] = {}
+    field, _, name = tensor.partition("/")
+    return f"{OF_STATISTICS}{field}" if name.endswith(STATISTICS) else field
+
+
+def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
+    """Return the root mean square of each part of a reply that holds floating-point numbers.
+
+    It is infinity if the squares of a part overflow.
+    """
+    parts: dict[str, list[Array]] = {}
     for name, value in knowledge.tensors.items():
         if np.issubdtype(value.dtype, np.floating) and value.size:
-            fields.setdefault(name.partition("/")[0], []).append(value)
+            parts.setdefault(part_of(name), []).append(value)
 
     def square(value: Array) -> float:
         flat = value.ravel() if value.dtype.itemsize > 2 else value.ravel().astype(np.float32)
         return float(np.vdot(flat, flat))
 
     with np.errstate(over="ignore"):
-        totals = {field: sum(map(square, values)) for field, values in fields.items()}
+        totals = {part: sum(map(square, values)) for part, values in parts.items()}
     return {
-        field: float(np.sqrt(total / sum(value.size for value in fields[field])))
-        for field, total in totals.items()
+        part: float(np.sqrt(total / sum(value.size for value in parts[part])))
+        for part, total in totals.items()
     }
 
 

@@ -8,9 +8,10 @@ replies holds all of them; the others take one at a time.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +20,14 @@ from fedhet.base.errors import KnowledgeError
 from fedhet.methods.spec import MethodSpec
 from fedhet.server.attacks import IN_THE_PAPER, Attack, Hostile
 from fedhet.server.defence import Defence
-from fedhet.server.reply import Magnitudes, Reply, from_outside, staleness_weight
+from fedhet.server.reply import (
+    OF_STATISTICS,
+    Magnitudes,
+    Reply,
+    from_outside,
+    part_of,
+    staleness_weight,
+)
 from fedhet.server.round import RoundState
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
@@ -64,7 +72,8 @@ def checks(
     if run.engine.outlier_factor:
         steps.append(partial(check_magnitude, factor=run.engine.outlier_factor, state=state))
     if run.defence.clip_factor:
-        steps.append(partial(clip, limit=run.defence.clip_factor, contract=replies, state=state))
+        limit = run.defence.clip_factor
+        steps.append(partial(clip, limit=limit, contract=replies, sizes=sizes, state=state))
     if run.defence.average != "mean":
         steps.append(Defence(run.defence, replies, state))
     return steps
@@ -128,30 +137,66 @@ def check_magnitude(
             yield reply
 
 
-def clip(
-    replies: Iterable[Reply], *, limit: float, contract: Contract, state: RoundState
-) -> Iterator[Reply]:
-    """Yield the replies, each field scaled down to `limit` times the other clients' median.
+SPREAD = 2.5
+"""How many times as far as weights of one architecture others may lie apart: see `clip`."""
 
-    Probabilities and other tensors with a range of their own stay as they are.
+
+def clip(
+    replies: Iterable[Reply], *, limit: float, contract: Contract, sizes: SizesOf, state: RoundState
+) -> Iterator[Reply]:
+    """Yield the replies, each part scaled down if it is too large beside the other clients'.
+
+    Weights may be `limit` times the median, features and logits `SPREAD` times that: they come from
+    different architectures.
     """
-    found = {reply.client.name: reply for reply in replies}
-    exempt = [
-        f.name
-        for f in contract.fields
-        if isinstance(f, TensorField) and (f.distribution or f.low is not None)
-    ]
-    excess = excesses({name: each.magnitudes() for name, each in found.items()}, limit, exempt)
+    found, weights = {reply.client.name: reply for reply in replies}, contract.weights
+    all_ratios = ratios(list(found.values()), contract, sizes)
     for name, reply in found.items():
-        if name in excess:
-            which = ", ".join(f"{f} by {by:.3g}" for f, by in sorted(excess[name].items()))
+        excess = {
+            part: ratio / most
+            for part, ratio in all_ratios.get(name, {}).items()
+            if ratio
+            > (most := limit * (1 if part.removeprefix(OF_STATISTICS) in weights else SPREAD))
+        }
+        if excess:
+            which = ", ".join(f"{part} by {by:.3g}" for part, by in sorted(excess.items()))
             state.notice(
                 f"client {name}'s reply in round {state.record.round} is scaled down, as it is "
                 f"larger than 'defence.clip-factor' allows: {which}"
             )
-            yield reply.with_knowledge(scaled_down(reply.knowledge, excess[name]))
+            yield reply.with_knowledge(scaled_down(reply.knowledge, excess))
         else:
             yield reply
+
+
+def ratios(
+    replies: Sequence[Reply], contract: Contract, sizes: SizesOf
+) -> dict[str, dict[str, float]]:
+    """Return how large the parts of each client's reply are, in times of the others' median.
+
+    Weights are compared between models of one architecture, as a perceptron's are no measure of a
+    residual network's; a client whose architecture nobody else has is compared with nobody.
+    Probabilities and other tensors with a range of their own are never too large.
+    """
+    fields = {field.name: field for field in contract.fields}
+    magnitudes: dict[str, dict[tuple[str, object], float]] = {}
+    for reply in replies:
+        models, own = sizes(reply.client).models, magnitudes.setdefault(reply.client.name, {})
+        for part, size in reply.magnitudes().items():
+            field = fields[part.removeprefix(OF_STATISTICS)]
+            architecture: object = None
+            if isinstance(field, TensorField):
+                if field.distribution or field.low is not None:
+                    continue
+            elif isinstance(field, WeightsField):
+                shapes = models.get(field.name, {})
+                architecture = tuple(shapes) if field.nested else tuple(shapes.items())
+            own[part, architecture] = size
+    found: dict[str, dict[str, float]] = {}
+    for name, (part, _), size, others in _beside_the_others(magnitudes):
+        if others:
+            found.setdefault(name, {})[part] = size / max(*others, LEAST_REFERENCE)
+    return found
 
 
 def buffered_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float) -> float:
@@ -255,30 +300,15 @@ def out_of_proportion(
     return found
 
 
-def excesses(
-    magnitudes: Mapping[str, Magnitudes], limit: float, exempt: Collection[str] = ()
-) -> dict[str, dict[str, float]]:
-    """Return, by client and field, how many times as large as allowed each field is; above 1 only.
-
-    Allowed is `limit` times the other clients' median. Fields in `exempt` are never too large.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for name, field, size, others in _beside_the_others(magnitudes):
-        most = limit * max(*others, LEAST_REFERENCE) if others else size
-        if size > most and field not in exempt:
-            found.setdefault(name, {})[field] = size / most
-    return found
-
-
 def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
-    """Return a reply with the floating-point tensors of each field in `excess` divided by it.
+    """Return a reply with the floating-point tensors of each part in `excess` divided by it.
 
     Those of a reply on disk are divided when they are used.
     """
     own = knowledge.tensors
 
     def divided(name: str) -> Array:
-        value, by = own[name], excess.get(name.partition("/")[0])
+        value, by = own[name], excess.get(part_of(name))
         if by is None or not np.issubdtype(value.dtype, np.floating):
             return value
         return (value / by).astype(value.dtype)
@@ -286,23 +316,26 @@ def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
     return Knowledge(OnDemand({name: partial(divided, name) for name in own}), knowledge.scalars)
 
 
+Part = TypeVar("Part", bound=Hashable)
+
+
 def _beside_the_others(
-    magnitudes: Mapping[str, Magnitudes],
-) -> Iterator[tuple[str, str, float, tuple[float, ...]]]:
-    """Yield each client's fields: name, field, size, and the median of the others, if any.
+    magnitudes: Mapping[str, Mapping[Part, float]],
+) -> Iterator[tuple[str, Part, float, tuple[float, ...]]]:
+    """Yield each client's parts: name, part, size, and the median of the others, if any.
 
     A median without one's own is a look-up in the sorted sizes: ten thousand clients cost no more
     each than ten do.
     """
-    ordered: dict[str, list[float]] = {}
-    for fields in magnitudes.values():
-        for field, size in fields.items():
-            ordered.setdefault(field, []).append(size)
+    ordered: dict[Part, list[float]] = {}
+    for parts in magnitudes.values():
+        for part, size in parts.items():
+            ordered.setdefault(part, []).append(size)
     for sizes in ordered.values():
         sizes.sort()
-    for name, fields in magnitudes.items():
-        for field, size in fields.items():
-            others, sizes = len(ordered[field]) - 1, ordered[field]
+    for name, parts in magnitudes.items():
+        for part, size in parts.items():
+            others, sizes = len(ordered[part]) - 1, ordered[part]
             own, middle = bisect_left(sizes, size), {(others - 1) // 2, others // 2}
             median = (fmean(sizes[at + (at >= own)] for at in middle),) if others else ()
-            yield name, field, size, median
+            yield name, part, size, median

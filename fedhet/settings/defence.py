@@ -64,8 +64,9 @@ class DefenceSettings(Schema):
     )
     clip_factor: NonNegative = Field(
         4.0,
-        description="a field of a reply is scaled down to this many times the other clients' "
-        "median root mean square, if it is above; 0 = never",
+        description="weights are scaled down to this many times the median root mean square of the "
+        "other clients with the same architecture, if they are above, features and logits to 2.5 "
+        "times as many; 0 = never",
     )
 
 
