@@ -1,4 +1,7 @@
-"""A round of a method by hand: instructions, replies, and clients opened from their disk."""
+"""Kit for the tests of methods: references, a round by hand, replies, and clients on disk.
+
+The references share no code with fedhet: formulas in NumPy or PyTorch, and gradient descent.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from federation import Server, client_of
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from torch import Tensor, nn
 
 from fedhet.base.arrays import Array, Arrays
 from fedhet.client_runtime.node import read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config
+from fedhet.runs.measures import Measured
+from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
 PLAIN = {
@@ -33,6 +40,86 @@ SPACES = {
     "label-space": [2, 2],
 }
 """Every client has two classes of four."""
+
+
+# References
+
+
+def softmax(logits) -> Array:
+    """Return exp(z_i) / sum_j exp(z_j) over the last axis, in float64."""
+    shifted = np.asarray(logits, np.float64)
+    powers = np.exp(shifted - shifted.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return z_i - log sum_j exp(z_j) over the last axis; gradients flow through it."""
+    return logits - torch.log(torch.exp(logits).sum(-1, keepdim=True))
+
+
+def cross_entropy(logits: Tensor, labels) -> Tensor:
+    """Return the mean over samples of -log softmax(z)_y, sample by sample."""
+    logs = log_softmax(logits)
+    return -sum(logs[n, y] for n, y in enumerate(labels.tolist())) / len(labels)
+
+
+def step(parameters, gradients, lr: float) -> None:
+    """Take a step of gradient descent; parameters without a gradient stay."""
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter -= lr * gradient
+
+
+def descend(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], epochs: int = 3, lr: float = 0.1
+) -> nn.Module:
+    """Train a copy of a model in float64 by gradient descent on all data; return the copy."""
+    model = copy.deepcopy(model).double().train()
+    parameters = list(model.parameters())
+    for _ in range(epochs):
+        step(parameters, torch.autograd.grad(loss(model), parameters), lr)
+    return model
+
+
+def assert_close(model: nn.Module, expected: nn.Module, rtol=1e-4, atol=1e-6) -> None:
+    """Compare every parameter and buffer of two models."""
+    for name, value in expected.state_dict().items():
+        found = model.state_dict()[name].numpy()
+        np.testing.assert_allclose(found, value.numpy(), rtol=rtol, atol=atol)
+
+
+# Rounds
+
+
+def of_classes(classes, **rows) -> Knowledge:
+    """Return knowledge with a row for each class."""
+    tensors = {name: np.asarray(values, np.float32) for name, values in rows.items()}
+    return Knowledge({"classes": np.array(classes, np.int64), **tensors})
+
+
+def normal(seed: int, *shape: int) -> Array:
+    """Return draws from N(0, 1)."""
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def reply_from(server: Server, name: str, knowledge: Knowledge) -> Reply:
+    """Return a client's reply as a strategy aggregates it."""
+    return Reply(server.strategy.members[name].info, knowledge, Measured({}))
+
+
+def features_from(server: Server, name: str, classes, value: float = 1.0) -> Reply:
+    """Return a client's reply of random class means; `value` scales them."""
+    features = value * normal(0, len(classes), server.strategy.settings.feature_dim)
+    return reply_from(server, name, of_classes(classes, features=features))
+
+
+def assert_class_means(reply: Mapping[str, Array], features: Tensor, labels: Tensor) -> None:
+    """Check that a reply has the mean of the features of each class."""
+    assert reply["classes"].tolist() == sorted(set(labels.tolist()))
+    for row, c in enumerate(reply["classes"]):
+        mean = features[labels == c].detach().mean(0)
+        np.testing.assert_allclose(reply["features"][row], mean, rtol=1e-3, atol=1e-5)
 
 
 def instruction_of(asked) -> Knowledge:

@@ -8,8 +8,7 @@ import torch
 from federation import Server, client_of, records, run, small
 from flwr.common import Context, RecordDict
 from interruption import cut_and_resumed
-from rounds import SPACES, instruction_of, reply_of
-from torch.nn import functional as F
+from rounds import SPACES, cross_entropy, descend, instruction_of, reply_of
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.node import open_client, read_node
@@ -169,13 +168,8 @@ def test_a_round_is_gradient_descent_on_all_samples(tmp_path):
     server = Server(config, tmp_path)
     (_, result), *_ = server.answers(server.ask(1))
     x, y = by_hand(config)
-    model = build("mlp", tuple(x.shape[1:]), 10, seed=config.run.seed).double()
-    for _ in range(3):
-        loss = F.cross_entropy(model(x.double()), y)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.05 * gradient
+    model = build("mlp", tuple(x.shape[1:]), 10, seed=config.run.seed)
+    model = descend(model, lambda m: cross_entropy(m(x.double()), y), lr=0.05)
     found = reply_of(result).group("weights")
     assert found.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():

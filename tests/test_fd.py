@@ -1,7 +1,5 @@
 """FD against a slow transcription of its Algorithm 1, and what travels and stays."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -12,14 +10,21 @@ from rounds import (
     PLAIN,
     SPACES,
     altered,
+    assert_close,
     clients,
+    descend,
     fitted,
     inside_of,
     instruction_of,
     learn,
+    log_softmax,
     moved_outputs,
+    normal,
+    of_classes,
     opened,
+    reply_from,
     reply_of,
+    softmax,
     state_of,
 )
 
@@ -30,25 +35,11 @@ from fedhet.algorithms.classwise import (
     totals_of,
     without,
 )
-from fedhet.runs.measures import Measured
-from fedhet.server.reply import Reply
 from fedhet.wire.knowledge import Knowledge
 
 
 def fd(**changes):
     return small("fd", **{"clients": 3, **changes})
-
-
-def softmax(rows):
-    shifted = np.exp(rows - rows.max(-1, keepdims=True))
-    return shifted / shifted.sum(-1, keepdims=True)
-
-
-def drawn(seed, classes=(0, 1, 2, 4), width=10):
-    """Return the others' probabilities as the server sends them."""
-    values = softmax(2 * np.random.default_rng(seed).normal(size=(len(classes), width)))
-    tensors = {"classes": np.array(classes, np.int64), "probabilities": values.astype(np.float32)}
-    return Knowledge(tensors)
 
 
 # The server: "Global ensembling phase"
@@ -101,11 +92,6 @@ def test_of_two_clients_each_is_sent_the_others_own(tmp_path):
         np.testing.assert_allclose(sent["probabilities"], other["probabilities"], atol=1e-7)
 
 
-def answer(server, name, classes, probabilities):
-    tensors = {"classes": np.array(classes, np.int64), "probabilities": np.float32(probabilities)}
-    return Reply(server.strategy.members[name].info, Knowledge(tensors), Measured({}))
-
-
 def one_hot(*classes):
     return np.eye(10)[list(classes)]
 
@@ -113,8 +99,8 @@ def one_hot(*classes):
 def test_a_class_that_no_other_client_has_is_not_taught(tmp_path):
     server = Server(fd(), tmp_path)
     replies = [
-        answer(server, "client-0", [1, 2], one_hot(1, 2)),
-        answer(server, "client-1", [1, 4], one_hot(3, 4)),
+        reply_from(server, "client-0", of_classes([1, 2], probabilities=one_hot(1, 2))),
+        reply_from(server, "client-1", of_classes([1, 4], probabilities=one_hot(3, 4))),
     ]
     figures = server.strategy.aggregate(1, replies)
     assert figures == {"classes_covered": 3.0, "classes_taught": 2.0}
@@ -209,12 +195,12 @@ def test_what_is_a_distribution_stays():
 
 def local_training(client, knowledge, gamma):
     """Lines 3 to 8 with the whole data as batch: gradient descent, and the mean of F by label."""
-    model = copy.deepcopy(client.network).double()
     x, y = client.x.double(), client.y.tolist()
     taught = dict(zip(*knowledge.tensors.values(), strict=True))
     total, count = {}, {}
-    for _ in range(client.training.local_epochs):
-        outputs = torch.exp(model(x)) / torch.exp(model(x)).sum(1, keepdim=True)
+
+    def mean_loss(model):
+        outputs = torch.exp(log_softmax(model(x)))
         loss = 0.0
         for n, label in enumerate(y):
             loss = loss - torch.log(outputs[n, label])
@@ -223,10 +209,9 @@ def local_training(client, knowledge, gamma):
                 loss = loss - gamma * (teacher * torch.log(outputs[n])).sum()
             total[label] = total.get(label, 0.0) + outputs[n].detach().numpy()
             count[label] = count.get(label, 0) + 1
-        gradients = torch.autograd.grad(loss / len(y), list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= client.training.lr * gradient
+        return loss / len(y)
+
+    model = descend(client.network, mean_loss)
     return model, {label: total[label] / count[label] for label in sorted(total)}
 
 
@@ -234,13 +219,11 @@ def test_a_clients_round_is_the_local_training_phase(tmp_path):
     """Over three epochs, with a class that nobody teaches: it has cross-entropy alone."""
     chosen = {"fd.gamma": 0.7, "models": "mlp2", "max_samples": 150}
     client = opened(fd(**chosen, **PLAIN), tmp_path)
-    knowledge = drawn(0)
+    knowledge = of_classes([0, 1, 2, 4], probabilities=softmax(2 * normal(0, 4, 10)))
     assert len(set(client.y.tolist()) - {0, 1, 2, 4}) > 0
     model, means = local_training(client, knowledge, 0.7)
     reply = fitted(client, 1, knowledge)
-    for name, value in model.state_dict().items():
-        found = client.network.state_dict()[name]
-        np.testing.assert_allclose(found, value.numpy(), rtol=1e-4, atol=1e-6)
+    assert_close(client.network, model)
     assert reply["classes"].tolist() == list(means)
     np.testing.assert_allclose(
         reply["probabilities"], np.array(list(means.values())), rtol=1e-4, atol=1e-6

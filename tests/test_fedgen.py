@@ -7,7 +7,21 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, records, run, small
-from rounds import PLAIN, SPACES, altered, instruction_of, learn, opened, replied, reply_of, same
+from rounds import (
+    PLAIN,
+    SPACES,
+    altered,
+    assert_close,
+    cross_entropy,
+    descend,
+    instruction_of,
+    learn,
+    log_softmax,
+    opened,
+    replied,
+    reply_of,
+    same,
+)
 from torch import nn
 
 from fedhet.algorithms.feature_models import (
@@ -155,22 +169,16 @@ def slow_round(client, knowledge, label, share):
     made = group(knowledge.tensors, "generator")
     of_own = generated(made, y.numpy(), own.noise_dim)
     of_one = generated(made, np.array([label]), own.noise_dim)
-    for _ in range(client.training.local_epochs):
+
+    def loss(model):
         logs = log_softmax(model(x))
         ce = -logs[range(len(y)), y].mean()
         answer = log_softmax(model.classifier(of_own)).detach()
         kl = (answer.exp() * (answer - logs)).sum(1).mean()
         synthetic = -log_softmax(model.classifier(of_one))[0, label]
-        loss = ce + share * (own.alpha * synthetic + own.beta * kl)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= client.training.lr * gradient
-    return model
+        return ce + share * (own.alpha * synthetic + own.beta * kl)
 
-
-def log_softmax(logits):
-    return logits - torch.log(torch.exp(logits).sum(1, keepdim=True))
+    return descend(model, loss)
 
 
 def test_a_clients_round_is_the_algorithms(tmp_path):
@@ -322,18 +330,14 @@ def test_a_clients_round_is_equation_5_as_printed(tmp_path):
         model.state_dict() | {k: torch.tensor(v).double() for k, v in sent.items()}
     )
     features = generated(made, np.array([label]), client.settings.noise_dim)
-    for _ in range(client.training.local_epochs):
-        logs = log_softmax(model(client.x.double()))
+
+    def loss(model):
         answer = log_softmax(model.classifier(features))
-        loss = -logs[range(len(client.y)), client.y].mean() - answer[0, label]
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= client.training.lr * gradient
+        return cross_entropy(model(client.x.double()), client.y) - answer[0, label]
+
+    expected = descend(model, loss)
     replied(client, 3, knowledge)
-    for name, value in model.state_dict().items():
-        found = client.network.state_dict()[name].numpy()
-        np.testing.assert_allclose(found, value.numpy(), rtol=1e-3, atol=1e-5, err_msg=name)
+    assert_close(client.network, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_no_client_counts_more_than_its_samples(tmp_path):

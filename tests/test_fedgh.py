@@ -9,7 +9,12 @@ from federation import Server, small
 from rounds import (
     PLAIN,
     SPACES,
+    assert_class_means,
+    assert_close,
     clients,
+    cross_entropy,
+    descend,
+    features_from,
     fitted,
     inside_of,
     instruction_of,
@@ -22,8 +27,6 @@ from rounds import (
 from torch import nn
 
 from fedhet.algorithms.feature_models import train_head
-from fedhet.runs.measures import Measured
-from fedhet.server.reply import Reply
 from fedhet.strategies import fedgh as server_half
 from fedhet.wire.knowledge import Knowledge
 
@@ -111,17 +114,11 @@ def test_a_round_trains_by_the_settings_on_the_rounds_replies(tmp_path, monkeypa
         assert (options["epochs"], options["lr"], options["batch_size"]) == (2, 0.02, 7)
 
 
-def answer(server, name, classes, value=1.0):
-    features = value * np.random.default_rng(0).normal(size=(len(classes), 64))
-    tensors = {"classes": np.array(classes, np.int64), "features": np.float32(features)}
-    return Reply(server.strategy.members[name].info, Knowledge(tensors), Measured({}))
-
-
 @pytest.mark.parametrize("classes", [[], [3]])
 def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
     server = Server(fedgh(), tmp_path)
     before = server.strategy.state_dict()
-    figures = server.strategy.aggregate(1, [answer(server, "client-0", classes)])
+    figures = server.strategy.aggregate(1, [features_from(server, "client-0", classes)])
     assert figures == {"classes_covered": float(len(classes))}
     assert same(server.strategy.state_dict(), before)
 
@@ -129,10 +126,10 @@ def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
 def test_a_training_that_diverges_leaves_the_head(tmp_path):
     """Of a client whose numbers make weights that no message may hold, where no check refuses."""
     server = Server(fedgh(), tmp_path)
-    server.strategy.aggregate(1, [answer(server, "client-0", [1, 2])])
+    server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
     before = {name: value.copy() for name, value in server.strategy.state_dict().items()}
     with pytest.raises(Exception, match="the loss of the head is"):
-        server.strategy.aggregate(2, [answer(server, "client-1", [1, 2], 1e38)])
+        server.strategy.aggregate(2, [features_from(server, "client-1", [1, 2], 1e38)])
     assert same(server.strategy.state_dict(), before)
 
 
@@ -151,25 +148,11 @@ def test_a_clients_round_starts_from_the_head_and_trains_the_whole(tmp_path):
     with torch.no_grad():
         for name, parameter in model.classifier.named_parameters():
             parameter.copy_(torch.tensor(head[f"weights/classifier.{name}"]))
-    x, labels = client.x.double(), client.y.numpy()
-    for _ in range(client.training.local_epochs):
-        logits = model(x)
-        picked = logits[range(len(labels)), client.y]
-        loss = (torch.logsumexp(logits, 1) - picked).mean()
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= client.training.lr * gradient
+    x = client.x.double()
+    model = descend(model, lambda m: cross_entropy(m(x), client.y))
     reply = fitted(client, 1, Knowledge(head))
-    for name, value in model.state_dict().items():
-        np.testing.assert_allclose(
-            client.network.state_dict()[name], value.numpy(), rtol=1e-4, atol=1e-6
-        )
-    own = model.extractor(x).detach().numpy()
-    assert reply["classes"].tolist() == sorted(set(labels.tolist()))
-    for row, c in enumerate(reply["classes"]):
-        mean = own[labels == c].mean(0)
-        np.testing.assert_allclose(reply["features"][row], mean, rtol=1e-3, atol=1e-5)
+    assert_close(client.network, model)
+    assert_class_means(reply, model.extractor(x), client.y)
 
 
 def test_both_kinds_are_judged(tmp_path):

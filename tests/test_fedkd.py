@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, records, run, small
-from rounds import PLAIN, instruction_of, learn, reply_of, state_of
+from rounds import PLAIN, instruction_of, learn, log_softmax, reply_of, state_of, step
 
 from fedhet.algorithms.distillation import Adapting, View, mutual_losses
 from fedhet.algorithms.weights import changed
@@ -129,7 +129,7 @@ def slow_round(mentor, mentee, x, y, lr, epochs, learned):
         h_t, h_s = mentor.extractor(x), mentee.extractor(x) @ mentor.bridge.weight.T
         logs = [log_softmax(mentor.classifier(h_t)), log_softmax(mentee(x))]
         ce = [-each[range(len(y)), y].mean() for each in logs]
-        gradients = {}
+        steps = []
         for me, (model, own_h, other_h) in enumerate(((mentor, h_t, h_s), (mentee, h_s, h_t))):
             teacher = logs[1 - me].detach()
             total = ce[me] + ce[1 - me].detach()
@@ -139,17 +139,10 @@ def slow_round(mentor, mentee, x, y, lr, epochs, learned):
             loss = ce[me] + kl / total + mse / total
             parameters = list(model.parameters()) + ([mentor.bridge.weight] if me else [])
             found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-            gradients |= {
-                id(p): (p, g) for p, g in zip(parameters, found, strict=True) if g is not None
-            }
-        with torch.no_grad():
-            for parameter, gradient in gradients.values():
-                parameter -= lr * gradient
+            steps.append((parameters, found))
+        for parameters, found in steps:
+            step(parameters, found, lr)
     return mentor, mentee
-
-
-def log_softmax(logits):
-    return logits - torch.log(torch.exp(logits).sum(1, keepdim=True))
 
 
 def whole_of(tensors, name, shape):

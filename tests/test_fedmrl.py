@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, run, small
-from rounds import PLAIN, instruction_of, learn, opened, reply_of, same, state_of
+from rounds import (
+    PLAIN,
+    cross_entropy,
+    descend,
+    instruction_of,
+    learn,
+    opened,
+    reply_of,
+    same,
+    state_of,
+)
 from safetensors.numpy import load_file
 
 from fedhet.algorithms.feature_models import Projector, matryoshka_losses
@@ -43,7 +53,7 @@ def by_hand(model, x, y):
         fused = linear(fusion.projector, r_g + r_f)
         y_f = linear(model.classifier, fused)
         y_g = linear(fusion.shared.classifier, fused[: len(r_g)])
-        losses.append([cross_entropy(y_f, label), cross_entropy(y_g, label)])
+        losses.append([one_sample(y_f, label), one_sample(y_g, label)])
     return np.mean(losses, axis=0)
 
 
@@ -53,7 +63,7 @@ def linear(layer, values):
     return [sum(w * v for w, v in zip(row, values, strict=True)) + b for row, b in pairs]
 
 
-def cross_entropy(logits, label):
+def one_sample(logits, label):
     return log(sum(exp(each) for each in logits)) - logits[label]
 
 
@@ -105,25 +115,19 @@ def test_the_projector_sees_the_shared_features_first():
 
 def slow_round(model, x, y, lr, epochs, own_weight, shared_weight):
     """Algorithm 1: all parts take one step on m^F l^F + m^G l^G, again and again."""
-    model, x = copy.deepcopy(model).double(), x.double()
-    fusion = model.extractor
-    for _ in range(epochs):
-        features = [fusion.shared.extractor(x), fusion.own(x)]
+
+    def loss(model):
+        fusion = model.extractor
+        features = [fusion.shared.extractor(x.double()), fusion.own(x.double())]
         fused = fusion.projector(torch.cat(features, 1))
         coarse = fused[:, : features[0].shape[1]]
         heads = (
             (model.classifier(fused), own_weight),
             (fusion.shared.classifier(coarse), shared_weight),
         )
-        loss = 0.0
-        for logits, weight in heads:
-            logs = logits - torch.log(torch.exp(logits).sum(1, keepdim=True))
-            loss -= weight * sum(logs[n, y[n]] for n in range(len(y))) / len(y)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= lr * gradient
-    return model
+        return sum(weight * cross_entropy(logits, y) for logits, weight in heads)
+
+    return descend(model, loss, epochs, lr)
 
 
 def test_a_clients_round_is_the_algorithms(tmp_path):

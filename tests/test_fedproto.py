@@ -1,7 +1,5 @@
 """FedProto against slow transcriptions of its equations, and what travels and stays."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -10,11 +8,14 @@ from rounds import (
     PLAIN,
     SPACES,
     clients,
+    descend,
     fitted,
     inside_of,
     instruction_of,
     learn,
     moved_outputs,
+    normal,
+    of_classes,
     opened,
     reply_of,
     state_of,
@@ -29,13 +30,6 @@ from fedhet.wire.knowledge import Knowledge
 
 def fedproto(**changes):
     return small("fedproto", **{"clients": 3, **changes})
-
-
-def drawn(seed, classes=(0, 1, 2, 4), width=64):
-    """Return prototypes as the server sends them."""
-    rng = np.random.default_rng(seed)
-    features = rng.normal(size=(len(classes), width)).astype(np.float32)
-    return Knowledge({"classes": np.array(classes, np.int64), "features": features})
 
 
 # The server (Eq. 6)
@@ -134,10 +128,10 @@ def test_what_a_client_contributed_is_forgotten(tmp_path):
 
 def slow_round(client, teacher, weight):
     """Gradient descent on CE + weight mean over samples and features of (f - prototype)^2."""
-    model = copy.deepcopy(client.network).double()
     x, y = client.x.double(), client.y.tolist()
     known = dict(zip(teacher["classes"].tolist(), teacher["features"].astype(float), strict=True))
-    for _ in range(client.training.local_epochs):
+
+    def mean_loss(model):
         features = model.extractor(x)
         logits = model.classifier(features)
         loss = 0.0
@@ -146,18 +140,16 @@ def slow_round(client, teacher, weight):
             if label in known:
                 gap = features[n] - torch.tensor(known[label])
                 loss = loss + weight * (gap**2).sum() / len(gap)
-        gradients = torch.autograd.grad(loss / len(y), list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= client.training.lr * gradient
-    return model
+        return loss / len(y)
+
+    return descend(client.network, mean_loss)
 
 
 def test_a_clients_round_is_the_local_update(tmp_path):
     """With a class that has no prototype: its samples have cross-entropy alone."""
     chosen = {"models": "mlp2", "fedproto.lambda": 0.7, "max_samples": 150, **PLAIN}
     client = opened(fedproto(**chosen), tmp_path)
-    knowledge = drawn(0)
+    knowledge = of_classes([0, 1, 2, 4], features=normal(0, 4, 64))
     assert len(set(client.y.tolist()) - {0, 1, 2, 4}) > 0
     model = slow_round(client, knowledge.tensors, 0.7)
     reply = fitted(client, 1, knowledge)
@@ -216,7 +208,7 @@ def test_distances_lose_no_digits_far_from_zero():
 def test_both_kinds_are_judged(tmp_path):
     client = opened(fedproto(), tmp_path)
     assert list(client.eval_models(Knowledge())) == ["private"]
-    knowledge = drawn(0)
+    knowledge = of_classes([0, 1, 2, 4], features=normal(0, 4, 64))
     judged = client.eval_models(knowledge)
     assert list(judged) == ["private", "prototype"]
     logits = judged["prototype"](client.x[:5])

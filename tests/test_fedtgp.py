@@ -1,14 +1,24 @@
 """FedTGP against slow transcriptions of its equations, and what travels and stays."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
 from federation import Server, small
 from hypothesis import given
 from hypothesis import strategies as st
-from rounds import PLAIN, fitted, instruction_of, learn, opened, reply_of, same
+from rounds import (
+    PLAIN,
+    assert_class_means,
+    assert_close,
+    descend,
+    features_from,
+    fitted,
+    instruction_of,
+    learn,
+    opened,
+    reply_of,
+    same,
+)
 
 from fedhet.algorithms.classwise import Teacher, class_mean_distance
 from fedhet.algorithms.feature_models import (
@@ -19,8 +29,6 @@ from fedhet.algorithms.feature_models import (
     train_prototypes,
 )
 from fedhet.base.errors import SettingsError
-from fedhet.runs.measures import Measured
-from fedhet.server.reply import Reply
 from fedhet.strategies import fedtgp as server_half
 from fedhet.wire.knowledge import Knowledge
 
@@ -135,22 +143,19 @@ def test_the_margin_is_equation_9(seed, count, threshold):
 
 def slow_training(model, prototypes, labels, margin, lr, epochs):
     """Gradient descent on Eq. 10 over all prototypes, in float64 and term by term."""
-    model = copy.deepcopy(model).double()
     own = torch.tensor(prototypes).double()
-    for _ in range(epochs):
-        trained = model()
-        loss = 0.0
+
+    def mean_loss(model):
+        trained, loss = model(), 0.0
         for n, c in enumerate(labels.tolist()):
             powers = [
                 -torch.sqrt(((own[n] - trained[k]) ** 2).sum()) - (margin if k == c else 0.0)
                 for k in range(len(trained))
             ]
             loss = loss - powers[c] + torch.logsumexp(torch.stack(powers), 0)
-        gradients = torch.autograd.grad(loss / len(labels), list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= lr * gradient
-    return model().detach().numpy()
+        return loss / len(labels)
+
+    return descend(model, mean_loss, epochs, lr)().detach().numpy()
 
 
 def test_training_is_gradient_descent():
@@ -203,13 +208,6 @@ def test_trained_prototypes_are_further_apart_than_means():
 # The server
 
 
-def answer(server, name, classes, value=1.0):
-    width = server.strategy.settings.feature_dim
-    features = np.random.default_rng(len(name)).normal(size=(len(classes), width))
-    tensors = {"classes": np.array(classes, np.int64), "features": np.float32(value * features)}
-    return Reply(server.strategy.members[name].info, Knowledge(tensors), Measured({}))
-
-
 def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
     """With the settings of the run, and Eq. 9's margin; of the clients that were asked."""
     seen = []
@@ -247,9 +245,9 @@ def test_only_classes_that_a_client_has_had_are_sent(tmp_path):
     assert not instruction_of(server.ask(1)[0]).tensors
     client = server.strategy.members["client-0"].info
     assert server.strategy.eval_instruction(1, client) is None
-    figures = server.strategy.aggregate(1, [answer(server, "client-0", [1, 7])])
+    figures = server.strategy.aggregate(1, [features_from(server, "client-0", [1, 7])])
     assert figures["classes_covered"] == 2.0
-    figures = server.strategy.aggregate(2, [answer(server, "client-1", [4, 7])])
+    figures = server.strategy.aggregate(2, [features_from(server, "client-1", [4, 7])])
     assert figures["classes_covered"] == 3.0
     sent = instruction_of(server.ask(3)[0]).tensors
     assert sent["classes"].tolist() == [1, 4, 7]
@@ -262,14 +260,14 @@ def test_only_classes_that_a_client_has_had_are_sent(tmp_path):
 def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
     server = Server(fedtgp(), tmp_path)
     before = server.strategy.state_dict()
-    figures = server.strategy.aggregate(1, [answer(server, "client-0", classes)])
+    figures = server.strategy.aggregate(1, [features_from(server, "client-0", classes)])
     assert figures == {"classes_covered": 0.0}
     assert same(server.strategy.state_dict(), before)
 
 
 def test_one_class_of_two_clients_has_no_margin(tmp_path):
     server = Server(fedtgp(), tmp_path)
-    replies = [answer(server, "client-0", [3]), answer(server, "client-1", [3])]
+    replies = [features_from(server, "client-0", [3]), features_from(server, "client-1", [3])]
     figures = server.strategy.aggregate(1, replies)
     assert figures["margin"] == figures["separation"] == 0.0
     assert figures["classes_covered"] == 1.0
@@ -278,10 +276,10 @@ def test_one_class_of_two_clients_has_no_margin(tmp_path):
 def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
     """Of a client with numbers whose squares are infinite, where no check refuses them."""
     server = Server(fedtgp(), tmp_path)
-    server.strategy.aggregate(1, [answer(server, "client-0", [1, 2])])
+    server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
     before = {name: value.copy() for name, value in server.strategy.state_dict().items()}
     with pytest.raises(Exception, match="the loss of the prototypes is"):
-        server.strategy.aggregate(2, [answer(server, "client-1", [1, 2], 1e38)])
+        server.strategy.aggregate(2, [features_from(server, "client-1", [1, 2], 1e38)])
     assert same(server.strategy.state_dict(), before)
 
 
@@ -290,8 +288,8 @@ def test_one_hostile_client_moves_the_prototypes_little(tmp_path):
     honest = [f"client-{k}" for k in range(4)]
     near, far = (Server(fedtgp(clients=5), tmp_path / name) for name in ("near", "far"))
     for server, value in ((near, 1.0), (far, 1e6)):
-        replies = [answer(server, name, [1, 2, 3]) for name in honest]
-        replies.append(answer(server, "client-4", [1, 2, 3], value))
+        replies = [features_from(server, name, [1, 2, 3]) for name in honest]
+        replies.append(features_from(server, "client-4", [1, 2, 3], value))
         server.strategy.settings.__dict__["most_margin"] = 1.0
         server.strategy.aggregate(1, replies)
     one, other = (s.strategy.model().detach().numpy() for s in (near, far))
@@ -389,29 +387,18 @@ def test_a_clients_round_is_the_local_update(tmp_path, pull):
     rng = np.random.default_rng(0)
     known = {c: rng.normal(size=64).astype(np.float32) for c in (0, 1, 2, 4)}
     assert len(set(client.y.tolist()) - set(known)) > 0
-    model = copy.deepcopy(client.network).double()
-    x, y = client.x.double(), client.y.tolist()
-    for _ in range(client.training.local_epochs):
+    x, distance = client.x.double(), "mse" if pull == "mse" else "euclidean"
+
+    def loss(model):
         features = model.extractor(x)
         logits = model.classifier(features)
-        distance = "mse" if pull == "mse" else "euclidean"
-        loss = slow_loss(features, logits, y, known, distance, weight)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= client.training.lr * gradient
+        return slow_loss(features, logits, client.y.tolist(), known, distance, weight)
+
+    model = descend(client.network, loss)
     sent = {"classes": np.array(list(known), np.int64), "features": np.stack(list(known.values()))}
     reply = fitted(client, 1, Knowledge(sent))
-    for name, value in model.state_dict().items():
-        np.testing.assert_allclose(
-            client.network.state_dict()[name], value.numpy(), rtol=1e-4, atol=1e-6
-        )
-    own = model.extractor(client.x.double()).detach().numpy()
-    labels = client.y.numpy()
-    assert reply["classes"].tolist() == sorted(set(labels.tolist()))
-    for row, c in enumerate(reply["classes"]):
-        mean = own[labels == c].mean(0)
-        np.testing.assert_allclose(reply["features"][row], mean, rtol=1e-3, atol=1e-5)
+    assert_close(client.network, model)
+    assert_class_means(reply, model.extractor(x), client.y)
 
 
 def test_a_class_mean_is_not_private():

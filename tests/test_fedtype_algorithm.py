@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from federation import small
-from rounds import opened, state_of
+from rounds import opened, state_of, step
 
 from fedhet.base.arrays import grouped
 from fedhet.models import build
@@ -175,10 +175,7 @@ class Paper:
         return loss + weight / 2 * far
 
     def descend(self, model, loss):
-        found = torch.autograd.grad(loss, list(model.parameters()))
-        with torch.no_grad():
-            for parameter, slope in zip(model.parameters(), found, strict=True):
-                parameter -= RATE * slope
+        step(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), RATE)
 
     def epoch(self):
         if self.chosen.get("backward", "conformal") == "conformal":

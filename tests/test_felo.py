@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import softmax
 
 from fedhet import models
 from fedhet.algorithms.classwise import (
@@ -39,11 +40,6 @@ def reference_average(clients, by_samples):
         logit = sum(w * p for w, (_, p, _) in zip(weights, holders, strict=True)) / sum(weights)
         result[y] = (feature, logit)
     return result
-
-
-def softmax(row):
-    shifted = np.exp(row - row.max())
-    return shifted / shifted.sum()
 
 
 def reference_losses(features, logits, labels, entries, alpha):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from federation import Server, client_of, small
-from rounds import PLAIN, instruction_of, learn, reply_of, same
+from rounds import PLAIN, instruction_of, learn, log_softmax, reply_of, same, step
 
 from fedhet.algorithms.distillation import mutual_loss
 from fedhet.base.errors import SettingsError
@@ -33,10 +33,6 @@ def test_the_loss_reaches_its_own_model_alone(share):
 # A round
 
 
-def log_softmax(logits):
-    return logits - torch.log(torch.exp(logits).sum(1, keepdim=True))
-
-
 def slow_round(private, meme, x, y, lr, epochs, alpha, beta):
     """Both models' losses, printed out, and one step of each with the other's old outputs."""
     models = [copy.deepcopy(m).double() for m in (private, meme)]
@@ -50,10 +46,8 @@ def slow_round(private, meme, x, y, lr, epochs, alpha, beta):
             divergence = (torch.exp(other) * (other - outputs[me])).sum() / len(y)
             loss = share * supervised + (1 - share) * divergence
             steps.append(torch.autograd.grad(loss, list(model.parameters())))
-        with torch.no_grad():
-            for model, gradients in zip(models, steps, strict=True):
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter -= lr * gradient
+        for model, gradients in zip(models, steps, strict=True):
+            step(model.parameters(), gradients, lr)
     return models
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import softmax
 
 from fedhet.algorithms.distillation import (
     LEAST_ENTROPY,
@@ -19,11 +20,6 @@ from fedhet.algorithms.distillation import (
 )
 
 CLASSES = 5
-
-
-def softmax(row):
-    shifted = np.exp(row - row.max())
-    return shifted / shifted.sum()
 
 
 def reference_entropy(row):

@@ -1,6 +1,7 @@
 """The one training loop against plain PyTorch, evaluation against numpy; devices and seeds."""
 
 import copy
+import importlib
 import shutil
 import subprocess
 import sys
@@ -365,6 +366,8 @@ def test_a_device_that_is_not_there(name):
 
 @pytest.fixture
 def two_gpus(monkeypatch):
+    # The compiler's import reads these functions, and fails if they are patched by then.
+    importlib.import_module("torch._dynamo.variables")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
