@@ -21,7 +21,8 @@ demo: install    ## train ten clients with five architectures, and each alone; e
 	$(BIN)/fedhet run felo --preset demo --against local
 
 test: install lint types proto-check ## run lint, types and tests, as CI does
-	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup
+	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup --ignore tests/test_gpu.py
+	$(BIN)/python -m pytest -m 'not slow' tests/test_gpu.py
 
 slow: install    ## run the longer tests
 	$(BIN)/python -m pytest -m slow

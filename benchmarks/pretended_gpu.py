@@ -328,7 +328,8 @@ def free_of_check() -> frozenset[str]:
 def device() -> Gpu:
     """Return the pretended device, with its kernels in PyTorch's table; there is one a process."""
     gpu, library = Gpu(), torch.library.Library("aten", "IMPL")
-    prepare_autograd()
+    torch._C._ensureCUDADeviceGuardSet()
+    say_that_no_driver_is_used()
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     for full in sorted({*names, *COMPOSED}):
         space, _, name = full.partition("::")
@@ -346,15 +347,12 @@ def device() -> Gpu:
     return gpu
 
 
-@functools.cache
-def prepare_autograd() -> None:
-    """Give autograd a queue for the device: its first backward pass in a process makes them all.
+def say_that_no_driver_is_used() -> None:
+    """Let autograd hear that CUDA has not been used on the device, when it asks.
 
-    Autograd also asks whether CUDA has been used on the device, through a virtual function, the
-    fifth entry of its class: the object gets a copy of that class's table, with a function that
-    says no.
+    It asks by a virtual function, the fifth entry of its class: the object gets a copy of the
+    table of that class, with another function in it.
     """
-    torch._C._ensureCUDADeviceGuardSet()
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so"))
     hooks = library["_ZN2at6detail12getCUDAHooksEv"]
     hooks.restype = ctypes.c_void_p
@@ -366,7 +364,7 @@ def prepare_autograd() -> None:
     copy = (ctypes.c_void_p * 66)(*table[-2:64])
     copy[2 + 4] = ctypes.cast(never, ctypes.c_void_p)
     place[0] = ctypes.addressof(copy) + 2 * ctypes.sizeof(ctypes.c_void_p)
-    prepare_autograd.kept = (copy, never)  # type: ignore[attr-defined]
+    device.kept = (copy, never)  # type: ignore[attr-defined]
 
 
 def gru_cell(

@@ -9,8 +9,6 @@ import hypothesis
 import pytest
 import torch
 
-from benchmarks.pretended_gpu import prepare_autograd
-
 # Before fedhet.cli reads it: a test runner's workers may set the width of a terminal.
 os.environ.pop("COLUMNS", None)
 
@@ -22,9 +20,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # else its workers wait for t
 
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
-
-if torch.version.cuda and not torch.cuda.is_available():
-    prepare_autograd()  # the first backward pass of a process may be in a test of another file
 
 PROCESSES = {
     "test_cli",
