@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fedhet.base.errors import FedhetError, SettingsError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ABSENT = "—"
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -238,6 +239,8 @@ def console_for(stream: TextIO | None = None) -> Console:
 
     Raises SettingsError for a form or a level that there is not.
     """
+    from rich.console import Console  # a machine that is only inspected may lack it
+
     make_output_lenient()
     configure_logs()
     as_json, level = _log_form()
