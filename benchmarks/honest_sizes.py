@@ -55,7 +55,7 @@ SMALL: dict[str, object] = {
 
 def largest(method: str, settings: Mapping[str, object]) -> dict[str, float]:
     """Run a method; return the largest ratio of each part of a reply."""
-    found: dict[str, float] = defaultdict(float)
+    maxima: dict[str, float] = defaultdict(float)
 
     def measured(
         replies: Iterable[Reply], *, contract: Any, sizes: Any, **_: Any
@@ -63,13 +63,13 @@ def largest(method: str, settings: Mapping[str, object]) -> dict[str, float]:
         replies = list(replies)
         for parts in steps.ratios(replies, contract, sizes).values():
             for part, ratio in parts.items():
-                found[part] = max(found[part], ratio)
+                maxima[part] = max(maxima[part], ratio)
         yield from replies
 
     config = resolve({**SMALL, **OWN.get(method, {}), **settings, "method": method})
     with tempfile.TemporaryDirectory() as folder, patch.object(steps, "clip", measured):
         simulate(config, Path(folder) / "run")
-    return found
+    return maxima
 
 
 def main() -> None:
@@ -88,14 +88,14 @@ def main() -> None:
         for (pool, models), (name, partition) in (
             (pool, partition) for pool in pools.items() for partition in PARTITIONS.items()
         ):
-            found: dict[str, float] = defaultdict(float)
+            maxima: dict[str, float] = defaultdict(float)
             for seed in map(int, chosen.seeds.split(",")):
                 settings = {"models.pool": models, "seed": seed, "engine.device": chosen.device}
                 with contextlib.suppress(SettingsError):  # a pool that the method cannot have
                     for part, ratio in largest(method, {**settings, **partition}).items():
-                        found[part] = max(found[part], ratio)
+                        maxima[part] = max(maxima[part], ratio)
                         all_ratios.append(ratio)
-            each = ", ".join(f"{part} {ratio:.2f}" for part, ratio in sorted(found.items()))
+            each = ", ".join(f"{part} {ratio:.2f}" for part, ratio in sorted(maxima.items()))
             print(f"{method}, {pool}, {name}: {each}", flush=True)
     print(f"largest {max(all_ratios):.2f}; above 4: {sum(r > 4 for r in all_ratios)} of", end=" ")
     print(f"{len(all_ratios)} parts of runs, above 10: {sum(r > 10 for r in all_ratios)}")

@@ -1,1 +1,1 @@
-"""Settings of a run: reading, validation and completion; and finding methods by name."""
+"""Settings of a run: reading, validation, and completion."""

@@ -1,1 +1,1 @@
-"""Training: the batch loop, objectives, devices, and the transfer of tensors to them."""
+"""Training: the batch loop, losses, and devices."""
