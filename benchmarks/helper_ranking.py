@@ -8,7 +8,7 @@ models of all others on its own samples, as it would when it searches for helper
 worth is measured by what the client cannot know: the models' accuracy on its own test split.
 Printed are, over clients, the mean of Spearman's correlation of rating and accuracy, and the mean
 accuracy of the three models that are rated highest; by the least number of labels that a client has
-(`data.labelled-least`) and by the epochs of the warm-up (`um-pfssl.warm-up`).
+(`data.min-labeled`) and by the epochs of the warm-up (`um-pfssl.warm-up`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def clients_after(config: Config, folder: Path) -> list[HetClient]:
 def ratings(client: HetClient, others: Sequence[HetClient]) -> dict[str, list[float]]:
     """Return what a client makes of other clients' models by each term, and what they are worth."""
     found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "worth")}
-    x, test = client.unlabelled.x, client.samples.tests["personal"]
+    x, test = client.unlabeled.x, client.samples.tests["personal"]
     share = len(client.y) / (len(client.y) + len(x))
     for number, other in enumerate(others):
         model = other.network
@@ -102,7 +102,7 @@ def main() -> None:
     for least, warm in product(chosen.least.split(","), chosen.warm_up.split(",")):
         settings = {
             **read_preset(chosen.preset), "method": "um-pfssl", "rounds": chosen.rounds,
-            "data.data-dir": chosen.data_dir, "data.labelled-least": int(least),
+            "data.data-dir": chosen.data_dir, "data.min-labeled": int(least),
             "um-pfssl.warm-up": int(warm), "engine.backend": "inline", "engine.device": "cpu",
         }  # fmt: skip
         seeds = [int(seed) for seed in chosen.seeds.split(",")]

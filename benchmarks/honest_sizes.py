@@ -6,7 +6,7 @@ Every method makes small runs on the digits without an attack and without clippi
 Dirichlet concentrations of 0.5 and 0.1, with the method's own pool and with two of five
 and four architectures for eight clients, one with residual networks. The largest ratio of
 each part of a reply in any round is printed, and then the largest over all methods. A part that is
-above 'defence.clip-factor' would be scaled down.
+above 'defense.clip-factor' would be scaled down.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SMALL: dict[str, object] = {
     "training.local-epochs": 3,
     "engine.backend": "inline",
     "engine.precision": "float32",
-    "defence.clip-factor": 0.01,
+    "defense.clip-factor": 0.01,
 }
 
 

@@ -71,7 +71,7 @@ def config_of(method: str, attack: str, average: str, seed: int) -> Config:
     own = {**SMALL, **OWN.get(method, {}), **ATTACKS[attack]}
     if len(pool := find_method(method).spec.pool(IMAGE)) == 1:
         own["models.pool"] = list(pool)
-    return resolve({**own, "method": method, "seed": seed, "defence.average": average})
+    return resolve({**own, "method": method, "seed": seed, "defense.average": average})
 
 
 def can_be_struck(method: str, attack: str) -> bool:

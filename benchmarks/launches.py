@@ -4,7 +4,7 @@
 
 They are counted on the pretended device of `benchmarks/pretended_gpu.py`, in a small run of two
 clients with `cnn2` and batches of 16: all that the run does on the device, evaluation and states
-too, divided by its optimiser steps. A launch takes a GPU's host some 5 microseconds; at a wait the
+too, divided by its optimizer steps. A launch takes a GPU's host some 5 microseconds; at a wait the
 host stops until the device has done everything. `--before` counts in another checkout too, and
 `--lines` says which lines of the project make the most copies and waits.
 """
@@ -42,7 +42,7 @@ OWN: dict[str, dict[str, object]] = {
     "um-pfssl": {
         "models.pool": ["cnn2-dropout"], "um-pfssl.warm-up": 1, "um-pfssl.passes": 3,
     },
-    "velo": {"velo.epochs": 3, "velo.least-separation": 0},
+    "velo": {"velo.epochs": 3, "velo.min-separation": 0},
 }  # fmt: skip
 PROGRAM = """
 import json, sys, tempfile
@@ -118,7 +118,7 @@ def counted(checkout: Path, runs: dict[str, dict[str, object]]) -> dict[str, dic
 
 
 def per_step(found: dict[str, Any]) -> dict[str, float]:
-    """Return how often each thing happened, by optimiser step."""
+    """Return how often each thing happened, by optimizer step."""
     kinds = [kind for kind, _, _, times in found["counts"] for _ in range(times)]
     return {
         "launches": sum(kind != "up" for kind in kinds) / found["steps"],

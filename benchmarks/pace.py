@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all": {},
     "k of n": {"pace.over-selection": 0.3, "pace.max-age": 0},
     "late": {"pace.over-selection": 0.3},
-    "asynchronous": {"pace.mode": "asynchronous", "pace.enough": 5.0},
+    "asynchronous": {"pace.mode": "asynchronous", "pace.min-replies": 5.0},
 }
 LONGER = {"all": 1, "k of n": 5, "late": 5, "asynchronous": 10}
 """By how many times more rounds a way makes than `all`, whose rounds take longer."""

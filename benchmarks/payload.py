@@ -4,7 +4,7 @@ python -m benchmarks.payload [MB]
 
 A real deployment on loopback, one site, Felo with its weights; the model is one wide layer, and
 it is trained on one batch. The second round carries the weights down and up. Time is a round's
-less training and evaluation; it includes serialising, validation, averaging, and the states that
+less training and evaluation; it includes serializing, validation, averaging, and the states that
 both sides write to disk.
 """
 

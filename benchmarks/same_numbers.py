@@ -35,7 +35,7 @@ TWO = "--models mlp,cnn2"
 ONE = "--models cnn2"
 OPTIONS = {
     "central": ONE,
-    "velo": f"{TWO} --set velo.epochs=3 --set velo.least-separation=0",
+    "velo": f"{TWO} --set velo.epochs=3 --set velo.min-separation=0",
     "fedgems": f"{TWO} --set fedgems.server-model=mlp2",
     "um-pfssl": "--models cnn2-dropout --set um-pfssl.warm-up=1 --set um-pfssl.passes=3 --rounds 4",
     "fedbn": "--models resnet10 --set data.max-samples=200",

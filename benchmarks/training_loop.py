@@ -48,7 +48,7 @@ def open_new(
 
 def our_epochs(client: HetClient, knowledge: Knowledge) -> Callable[[], object]:
     """Return the client's own training of one round."""
-    client.state.facts["participations"] = 1
+    client.state.metadata["participations"] = 1
     return lambda: client.train(2, knowledge)
 
 

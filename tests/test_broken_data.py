@@ -295,11 +295,11 @@ def test_many_links_to_a_parent_are_not_followed_at_all(tmp_path):
     assert "is a link to" in fault(lambda: load(folder(root)))
 
 
-def test_unlabelled_images_are_nobody_elses(tmp_path):
+def test_unlabeled_images_are_nobody_elses(tmp_path):
     train = tree(tmp_path / "train")
-    (train / "unlabelled").symlink_to("cat")
+    (train / "unlabeled").symlink_to("cat")
     with pytest.raises(DataError, match="whose files are in the data already"):
-        site_data(str(tmp_path), spec=SITE, classes=3, name="s", unlabelled=True)
+        site_data(str(tmp_path), spec=SITE, classes=3, name="s", unlabeled=True)
 
 
 @pytest.mark.parametrize("part", ["", "train"])

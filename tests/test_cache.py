@@ -7,7 +7,7 @@ from federation import Server, client_of, small
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhet.client_runtime.node import OpenClients
+from fedhet.client_runtime.node import ClientCache
 
 MOST = 100
 
@@ -39,7 +39,7 @@ def kept_by_hand(uses):
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 7), st.integers(0, 60)), max_size=40))
 def test_what_is_needed_last_is_closed_for_room(uses):
     """A client's size changes with each use."""
-    clients, cache = {}, OpenClients(MOST)
+    clients, cache = {}, ClientCache(MOST)
     for (run, name, size), expected in zip(uses, kept_by_hand(uses), strict=True):
         fresh, key = Sized(0), (run, name)
         client = cache.open(run, name, lambda fresh=fresh: fresh)
@@ -51,7 +51,7 @@ def test_what_is_needed_last_is_closed_for_room(uses):
 
 
 def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
-    cache, opened = OpenClients(MOST), []
+    cache, opened = ClientCache(MOST), []
     for _ in range(4):
         opened.append(0)
         for name in range(15):  # eleven of ten bytes each: ten that fit, and the one in use
@@ -65,7 +65,7 @@ def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
 
 
 def test_a_client_that_cannot_be_opened_leaves_the_others():
-    cache = OpenClients(MOST)
+    cache = ClientCache(MOST)
 
     def broken():
         raise ValueError("no data")
@@ -78,7 +78,7 @@ def test_a_client_that_cannot_be_opened_leaves_the_others():
 
 
 def test_a_use_measures_one_client_however_many_are_open():
-    cache = OpenClients(MOST)
+    cache = ClientCache(MOST)
     clients = [cache.open(0, n, lambda: Sized(0)) for n in range(50)]
     before = sum(client.asked for client in clients)
     cache.open(0, 0, lambda: Sized(0))

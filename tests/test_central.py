@@ -1,4 +1,4 @@
-"""Centralised training: one model on all clients' data, which with one client is `local`."""
+"""Centralized training: one model on all clients' data, which with one client is `local`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rounds import SPACES, cross_entropy, descend, instruction_of, reply_of
 
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.node import open_client, read_node
-from fedhet.data.partition import labelled_parts
+from fedhet.data.partition import labeled_parts
 from fedhet.data.store import RunData
 from fedhet.deployment.control import submit
 from fedhet.methods.central import trainer
@@ -86,14 +86,14 @@ def by_hand(config):
     store, parts = RunData.of(config.run), []
     for k in range(config.run.clients):
         data = store.client(k)
-        parts.append(labelled_parts(data, config.run.data, config.run.seed, data.name)[0])
+        parts.append(labeled_parts(data, config.run.data, config.run.seed, data.name)[0])
     return torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("data", ["clients", "clients+public", "public"])
 def test_the_trainer_has_the_data_that_the_setting_says(tmp_path, data, alpha):
-    changes = {"central.trains-on": data, "data.labelled-alpha": alpha, **PUBLIC}
+    changes = {"central.trains-on": data, "data.labeled-alpha": alpha, **PUBLIC}
     config = federation(**changes)
     client = trainer_of(Server(config, tmp_path))
     x, y = by_hand(config)
@@ -106,7 +106,7 @@ def test_the_trainer_has_the_data_that_the_setting_says(tmp_path, data, alpha):
         y = torch.cat([y if part is None else part.y for part in kept])
     assert torch.equal(client.x, x)
     assert torch.equal(client.y, y)
-    assert (len(client.unlabelled) > 0) == (alpha > 0 and data != "public")
+    assert (len(client.unlabeled) > 0) == (alpha > 0 and data != "public")
 
 
 def test_no_test_sample_is_trained_on(tmp_path):

@@ -10,9 +10,9 @@ from fedhet.server.members import ClientHealth
 NAMES = ["a", "b", "c"]
 
 
-def standing(refusals=3, silences=2):
+def standing(max_refusals=3, max_silences=2):
     notices = []
-    found = ClientHealth(refusals, silences, notices.append)
+    found = ClientHealth(max_refusals, max_silences, notices.append)
     return found, notices
 
 
@@ -52,7 +52,7 @@ def test_one_good_reply_clears_a_client():
 
 
 def test_silence_between_refusals_clears_nothing():
-    found, _ = standing(silences=0)
+    found, _ = standing(max_silences=0)
     for round, outcome in enumerate(["refused", "silent", "refused", "error", "refused"], start=1):
         found.enter(round, {"b": outcome}, NAMES)
     assert found.eligible(6, NAMES) == ["a", "c"]
@@ -78,7 +78,7 @@ def test_who_answers_again_is_asked_as_before():
 
 
 def test_zero_switches_either_off():
-    found, _ = standing(refusals=0, silences=0)
+    found, _ = standing(max_refusals=0, max_silences=0)
     asked, forgotten = play(found, {"a": "refused", "b": "silent"})
     assert all(names == NAMES for names in asked.values())
     assert forgotten == []

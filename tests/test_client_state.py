@@ -44,7 +44,7 @@ def play(state, round, value, run="run-1"):
     with torch.no_grad():
         weight(state).fill_(value)
     state.tensors["seen"] = torch.tensor([value])
-    state.facts |= {"participations": state.participations + 1, "note": f"round {round}"}
+    state.metadata |= {"participations": state.participations + 1, "note": f"round {round}"}
     state.save(round)
 
 
@@ -52,7 +52,7 @@ def test_a_new_client_has_what_setup_makes(tmp_path):
     state = opened(tmp_path)
     state.restore("run-1", before=1)
     assert (weight(state) == 0.5).all()
-    assert (state.participations, state.tensors, state.facts) == (0, {}, {})
+    assert (state.participations, state.tensors, state.metadata) == (0, {}, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -63,11 +63,11 @@ def test_everything_comes_back_in_another_process(tmp_path):
     one.begin_round()
     one.models["private"](torch.randn(5, 3))  # moves the running statistics and their counter
     one.tensors = {"a/b": torch.arange(3), "empty": torch.zeros(0, 2)}
-    one.facts = {"participations": 2, "share": 0.25, "name": "ü"}
+    one.metadata = {"participations": 2, "share": 0.25, "name": "ü"}
     one.save(2)
     other = opened(tmp_path)
     other.restore("run-1", before=3)
-    assert other.facts == one.facts
+    assert other.metadata == one.metadata
     assert other.participations == 2
     assert other.tensors.keys() == one.tensors.keys()
     assert all(torch.equal(other.tensors[name], one.tensors[name]) for name in one.tensors)
@@ -118,7 +118,7 @@ def test_what_another_process_has_saved_meanwhile_is_read(tmp_path):
     play(opened(tmp_path), 2, 2.0)
     state.restore("run-1", before=3)
     assert (weight(state) == 2.0).all()
-    assert state.facts["note"] == "round 2"
+    assert state.metadata["note"] == "round 2"
     # A server that fell back: round 2 once more, by another process, and as different.
     play(opened(tmp_path), 2, 4.0)
     state.restore("run-1", before=3)
@@ -132,10 +132,10 @@ def test_a_round_that_failed_leaves_nothing_behind(tmp_path):
     state.begin_round()
     with torch.no_grad():
         weight(state).fill_(torch.nan)
-    state.facts["note"] = "half"
+    state.metadata["note"] = "half"
     state.restore("run-1", before=2)
     assert (weight(state) == 1.0).all()
-    assert state.facts["note"] == "round 1"
+    assert state.metadata["note"] == "round 1"
 
 
 def test_a_setup_that_fails_is_tried_again(tmp_path):
@@ -236,7 +236,7 @@ def test_the_last_whole_state_is_used(tmp_path, fault, caplog):
     spoil(state.folder / "round-000003.safetensors", fault)
     again = opened(tmp_path)
     play(again, 4, 4.0)
-    assert again.facts["participations"] == 3, "rounds 1, 2 and 4"
+    assert again.metadata["participations"] == 3, "rounds 1, 2 and 4"
     assert "round-000003" in caplog.text
     assert "the state of round 2 is used" in caplog.text
     caplog.clear()
@@ -291,7 +291,7 @@ def test_a_model_without_gradients_is_fitted_again_once_it_is_asked(tmp_path, mo
     one = state()
     one.restore("run-1", before=1)
     assert one.models["private"].predict(x).tolist() == [0] * 5  # it knows nothing yet
-    one.facts["participations"] = 1
+    one.metadata["participations"] = 1
     one.save(1)
     other = state()
     other.restore("run-1", before=2)

@@ -63,7 +63,7 @@ def first_round(config, directory):
 
 def test_an_upload_is_one_small_integer_an_instance_and_the_label_space(tmp_path):
     server, answers = first_round(cofed(), tmp_path / "run")
-    public = len(server.strategy.public_set(labelled=False))
+    public = len(server.strategy.public_set(labeled=False))
     assert public == 280
     for _, result in answers:
         knowledge = reply_of(result)
@@ -185,12 +185,12 @@ def test_given_weights_decide_the_vote(tmp_path):
         for index in range(280):
             yes = [name for name in said_by if said_by[name]["predictions"][index] == c]
             expected = total > 0 and sum(weight[name] for name in yes) / total > 0.6
-            assert server.strategy.pseudolabelled[c, index] == expected
+            assert server.strategy.pseudolabeled[c, index] == expected
             differs |= expected != (holders > 0 and len(yes) / holders > 0.6)
     assert differs, "equal weights would have done as well"
     again = Server(server.log.config, tmp_path / "again")
     again.strategy.load_state_dict(server.strategy.state_dict())
-    assert np.array_equal(again.strategy.pseudolabelled, server.strategy.pseudolabelled)
+    assert np.array_equal(again.strategy.pseudolabeled, server.strategy.pseudolabeled)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
     assert any(5 in predictions for predictions, _ in votes)
     sets = vote_by_hand(votes, 0.3)
     for c in range(5):
-        assert set(np.flatnonzero(server.strategy.pseudolabelled[c])) == sets.get(c, set())
+        assert set(np.flatnonzero(server.strategy.pseudolabeled[c])) == sets.get(c, set())
     figures = records(tmp_path / "run")[0]["method"]
     share = np.mean([np.array(predictions) == 5 for predictions, _ in votes])
     assert figures["abstained"] == pytest.approx(share)
@@ -346,7 +346,7 @@ SITES = {
 
 @pytest.mark.parametrize("site", SITES)
 def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
-    """Sections 4.5 and 5.2: its optimiser, rate and epochs in both, its minibatch in the first."""
+    """Sections 4.5 and 5.2: its optimizer, rate and epochs in both, its minibatch in the first."""
     index, own_settings, optimizer, lr, size, epochs = SITES[site]
     config = cofed(models="mlp", **ASSIGNED, **{"cofed.update-batch-size": 40})
     client = rounds.opened(config, tmp_path, partition=index, **own_settings)
@@ -371,7 +371,7 @@ def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
 
     client.train(1, Knowledge(scalars={"predict": True}))
     train(client.x, client.y, size, client.generator(1, "batches"))
-    client.state.facts["participations"] = 1
+    client.state.metadata["participations"] = 1
     labels = np.full(len(client.public), 5, np.uint8)
     labels[:50] = np.resize(client.space.numpy(), 50)
     client.train(2, Knowledge({"labels": labels}, {"predict": False}))
@@ -383,7 +383,7 @@ def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
 def test_a_model_without_gradients_is_fitted_on_both(tmp_path):
     client = opened(cofed(models="sk-tree"), tmp_path)
     client.train(1, Knowledge(scalars={"predict": True}))
-    client.state.facts["participations"] = 1
+    client.state.metadata["participations"] = 1
     labels = np.full(len(client.public), 5, np.uint8)
     labels[:40] = np.resize(client.space.numpy(), 40)
     client.train(2, Knowledge({"labels": labels}, {"predict": False}))
@@ -410,9 +410,9 @@ def test_the_public_labels_are_not_read(tmp_path, monkeypatch):
     client = opened(cofed(), tmp_path)
     before = client.public_set
 
-    def watched(*, labelled):
-        seen.append(labelled)
-        return before(labelled=labelled)
+    def watched(*, labeled):
+        seen.append(labeled)
+        return before(labeled=labeled)
 
     monkeypatch.setattr(client, "public_set", watched)
     assert len(client.public) == 280

@@ -56,7 +56,7 @@ def test_a_traceback_that_is_cut_off_is_not_lost():
     assert list(readable(HEAD))[1:] == [line.rstrip() for line in HEAD[3:]]
 
 
-def test_a_refusal_comes_without_colours_and_frames(monkeypatch, tmp_path):
+def test_a_refusal_comes_without_colors_and_frames(monkeypatch, tmp_path):
     said = (
         "╭─ Error ─────╮\n│ Connection is │\n│ unavailable.  │\n╰───────────────╯\n\x1b[91mx\x1b[0m"
     )

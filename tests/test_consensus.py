@@ -53,11 +53,11 @@ def slow_filter(points, sigma):
     weights = np.ones(len(points))
     while True:
         mean = (weights[:, None] * points).sum(0) / weights.sum()
-        centred = points - mean
-        values, vectors = np.linalg.eigh((weights[:, None] * centred).T @ centred / weights.sum())
+        centered = points - mean
+        values, vectors = np.linalg.eigh((weights[:, None] * centered).T @ centered / weights.sum())
         if values[-1] <= 9 * sigma**2:
             return weights
-        distance = (centred @ vectors[:, -1]) ** 2
+        distance = (centered @ vectors[:, -1]) ** 2
         lower = weights * (1 - distance / distance[weights > 0].max())
         if lower.sum() < len(points) / 2:
             return weights

@@ -59,8 +59,8 @@ def reference_loss(model, features, labels, noise, deviation):
         for m, v in zip(mean, np.exp(log_variance), strict=True):
             kl += -math.log(math.sqrt(v)) + (v + m**2) / 2 - 0.5
         log_p = 0.0
-        for value, centre in zip(s, decoded, strict=True):
-            density = math.exp(-(((value - centre) / deviation) ** 2) / 2)
+        for value, center in zip(s, decoded, strict=True):
+            density = math.exp(-(((value - center) / deviation) ** 2) / 2)
             log_p += math.log(density / (deviation * math.sqrt(2 * math.pi)))
         bounds.append(-kl + log_p)
     return -np.mean(bounds)
@@ -137,7 +137,7 @@ def test_a_training_that_diverges_leaves_a_model_that_is_not_finite():
     assert not all_finite(trained(lr=1e6)[0])
 
 
-@pytest.mark.parametrize("name", ["encoder.0.weight", "centre", "spread"])
+@pytest.mark.parametrize("name", ["encoder.0.weight", "center", "spread"])
 def test_nothing_in_the_state_may_be_infinite(name):
     model = made()
     model.state_dict()[name].fill_(math.inf)
@@ -157,15 +157,15 @@ def test_synthetic_features_are_the_decoders_of_standard_normal_draws():
     for row in range(10):
         one_hot = np.eye(CLASSES)[int(labels[row // 5])]
         decoded = two_layers(state, "decoder", np.concatenate([draws[row], one_hot]))
-        expected = state["centre"] + state["spread"] * decoded
+        expected = state["center"] + state["spread"] * decoded
         np.testing.assert_allclose(made_up[row // 5, row % 5], expected, rtol=1e-4, atol=1e-5)
 
 
-def reference_standardised(features):
-    """In float64, one feature at a time: centre, spread, and the features in spreads."""
+def reference_standardized(features):
+    """In float64, one feature at a time: center, spread, and the features in spreads."""
     rows = features.double().tolist()
-    centre = [sorted(column)[(len(rows) - 1) // 2] for column in zip(*rows, strict=True)]
-    offsets = [[v - c for v, c in zip(row, centre, strict=True)] for row in rows]
+    center = [sorted(column)[(len(rows) - 1) // 2] for column in zip(*rows, strict=True)]
+    offsets = [[v - c for v, c in zip(row, center, strict=True)] for row in rows]
     distances = [math.sqrt(sum(v * v for v in row) / len(row)) for row in offsets]
     apart = sorted(distance for distance in distances if distance > 0)
     spread = apart[(len(apart) - 1) // 2] if apart else 1.0
@@ -173,7 +173,7 @@ def reference_standardised(features):
     for row, distance in zip(offsets, distances, strict=True):
         shrunk = min(1.0, 5 * spread / distance) if distance else 1.0
         scaled.append([v / spread * shrunk for v in row])
-    return centre, spread, scaled
+    return center, spread, scaled
 
 
 @settings(max_examples=60)
@@ -184,21 +184,21 @@ def reference_standardised(features):
     st.sampled_from([1, 100, 1e30]),
     st.booleans(),
 )
-def test_features_are_standardised_by_medians(seed, samples, scale, outlier, behind_relu):
+def test_features_are_standardized_by_medians(seed, samples, scale, outlier, behind_relu):
     model, features = made(), scale * drawn(seed, samples)[0]
     if behind_relu:
         features = features.relu() * (torch.arange(samples) % 3 == 0)[:, None]
     features[0] *= outlier
     model.measure(features)
-    centre, spread, scaled = reference_standardised(features)
-    np.testing.assert_allclose(model.centre, centre, rtol=1e-6)
+    center, spread, scaled = reference_standardized(features)
+    np.testing.assert_allclose(model.center, center, rtol=1e-6)
     assert model.spread.item() == pytest.approx(spread, rel=1e-6)
-    ours = model.standardise(features)
+    ours = model.standardize(features)
     np.testing.assert_allclose(ours, scaled, rtol=1e-5, atol=1e-5)
     assert ours.square().mean(1).sqrt().max() <= LIMIT * (1 + 1e-6)
 
 
-def test_what_is_trained_is_equation_2_on_standardised_features():
+def test_what_is_trained_is_equation_2_on_standardized_features():
     """The loss of one batch before its step, from the order and the noise that the draws give."""
     model, (features, labels, _) = made(), drawn(3, 40)
     features = 30 * features + 7
@@ -207,7 +207,7 @@ def test_what_is_trained_is_equation_2_on_standardised_features():
     generator = torch.Generator().manual_seed(2)
     order = torch.randperm(40, generator=generator)
     noise = torch.randn(40, LATENT, generator=generator)
-    scaled = torch.tensor(reference_standardised(features)[2])
+    scaled = torch.tensor(reference_standardized(features)[2])
     expected = reference_loss(before, scaled[order], labels[order], noise, 0.7)
     assert loss == pytest.approx(expected, rel=1e-4)
 
@@ -215,11 +215,11 @@ def test_what_is_trained_is_equation_2_on_standardised_features():
 def class_features(seed=0, sparse=False):
     """Twenty clients' features of ten classes [200, 64], one client after the other."""
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(10, 64, generator=generator)
+    centers = torch.randn(10, 64, generator=generator)
     if sparse:
-        centres = (3 + centres) * (torch.rand(10, 64, generator=generator) < 0.15)
+        centers = (3 + centers) * (torch.rand(10, 64, generator=generator) < 0.15)
     labels = torch.arange(10).repeat(20)
-    features = centres[labels] + 0.3 * torch.randn(200, 64, generator=generator)
+    features = centers[labels] + 0.3 * torch.randn(200, 64, generator=generator)
     return (features.relu() if sparse else features), labels
 
 

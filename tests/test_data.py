@@ -511,8 +511,8 @@ def write_images(
     for label, name in enumerate(sorted(classes)):
         (root / name).mkdir(parents=True)
         for row in range(each):
-            colour = (10 * label, row, 255) if mode == "RGB" else 10 * label
-            PIL.Image.new(mode, size, colour).save(root / name / f"{row}.png")
+            color = (10 * label, row, 255) if mode == "RGB" else 10 * label
+            PIL.Image.new(mode, size, color).save(root / name / f"{row}.png")
     return root
 
 
@@ -599,9 +599,9 @@ def test_max_samples_decodes_only_the_subset(tmp_path: Path, cache_dir: Path) ->
     assert len(np.load(cached)) == 9
 
 
-def test_grey_trees_stay_grey_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
-    grey = write_images(tmp_path / "grey", mode="L")
-    assert load(DataSpec(dataset=f"imagefolder:{grey}")).shape == (1, 5, 6)
+def test_gray_trees_stay_gray_and_mixed_ones_become_rgb(tmp_path: Path) -> None:
+    gray = write_images(tmp_path / "gray", mode="L")
+    assert load(DataSpec(dataset=f"imagefolder:{gray}")).shape == (1, 5, 6)
     mixed = write_images(tmp_path / "mixed", mode="L")
     PIL.Image.new("RGB", (6, 5), (1, 2, 3)).save(mixed / "dog" / "3.png")
     data = load(DataSpec(dataset=f"imagefolder:{mixed}"))
@@ -693,23 +693,23 @@ def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
     write_images(tmp_path / "train", classes=("cat", "dog"))
     site: dict[str, Any] = {"spec": SITE, "name": "north", "classes": 2}
     before = site_data(str(tmp_path), **site)
-    assert before.unlabelled is None
-    write_images(tmp_path / "train" / "unlabelled", classes=("",), each=3)
-    write_images(tmp_path / "train" / "unlabelled", classes=("march", "may"), each=1)
-    read = site_data(str(tmp_path), unlabelled=True, **site)
+    assert before.unlabeled is None
+    write_images(tmp_path / "train" / "unlabeled", classes=("",), each=3)
+    write_images(tmp_path / "train" / "unlabeled", classes=("march", "may"), each=1)
+    read = site_data(str(tmp_path), unlabeled=True, **site)
     assert read.classes == ("cat", "dog")
-    assert read.unlabelled is not None
-    assert read.unlabelled.x.shape == (5, 3, 5, 6)
-    assert read.unlabelled.x.dtype == torch.uint8
-    colours = read.unlabelled.x[:, :2, 0, 0]  # (class's place * 10, row)
-    assert sorted(map(tuple, colours.tolist())) == [
+    assert read.unlabeled is not None
+    assert read.unlabeled.x.shape == (5, 3, 5, 6)
+    assert read.unlabeled.x.dtype == torch.uint8
+    colors = read.unlabeled.x[:, :2, 0, 0]  # (class's place * 10, row)
+    assert sorted(map(tuple, colors.tolist())) == [
         (0, 0), (0, 0), (0, 1), (0, 2), (10, 0),
     ]  # fmt: skip
-    assert read.unlabelled.y.tolist() == [-1] * 5
+    assert read.unlabeled.y.tolist() == [-1] * 5
     assert read.left_aside == 0
     aside = site_data(str(tmp_path), **site)
-    assert (aside.left_aside, len(aside.unlabelled or ())) == (5, 0)
-    for found in (read, aside):  # the labelled part is that of a folder without
+    assert (aside.left_aside, len(aside.unlabeled or ())) == (5, 0)
+    for found in (read, aside):  # the labeled part is that of a folder without
         assert torch.equal(found.train.x, before.train.x)
         assert torch.equal(found.test.y, before.test.y)
         assert found.space == (0, 1)
@@ -717,26 +717,26 @@ def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
 
 def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     def site_fault(**changes: Any) -> str:
-        site: dict[str, Any] = {"spec": SITE, "classes": 2, "name": "north", "unlabelled": True}
+        site: dict[str, Any] = {"spec": SITE, "classes": 2, "name": "north", "unlabeled": True}
         with pytest.raises(DataError) as caught:
             site_data(str(tmp_path), **{**site, **changes})
         return str(caught.value)
 
     write_images(tmp_path / "train", classes=("cat", "dog"))
-    folder = tmp_path / "train" / "unlabelled"
+    folder = tmp_path / "train" / "unlabeled"
     folder.mkdir()
     assert "training images without a class has no images. Remove it" in site_fault()
     assert site_data(str(tmp_path), spec=SITE, classes=2, name="north").left_aside == 0
     odd = folder / "odd.png"
     PIL.Image.new("RGB", (3, 3)).save(odd)
     assert site_fault().startswith(f"{odd}: is 3 x 3 pixels, the first image 6 x 5")
-    (tmp_path / "classes.txt").write_text("cat\nunlabelled\n")
-    assert "'unlabelled' cannot name a class" in site_fault()
+    (tmp_path / "classes.txt").write_text("cat\nunlabeled\n")
+    assert "'unlabeled' cannot name a class" in site_fault()
     (tmp_path / "classes.txt").unlink()
-    (tmp_path / "test" / "unlabelled").mkdir(parents=True)
-    assert f"{tmp_path / 'test' / 'unlabelled'}: test images need a class" in site_fault()
+    (tmp_path / "test" / "unlabeled").mkdir(parents=True)
+    assert f"{tmp_path / 'test' / 'unlabeled'}: test images need a class" in site_fault()
     shutil.rmtree(tmp_path / "test")
-    (tmp_path / "unlabelled").mkdir()
+    (tmp_path / "unlabeled").mkdir()
     assert site_fault().endswith(f"next to the class folders, in {tmp_path / 'train'}")
 
 

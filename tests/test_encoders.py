@@ -72,9 +72,9 @@ def test_features_are_the_mean_of_the_encoders_last_states(texts, home, name, la
         both = made(texts.train.x)
         assert torch.allclose(made(texts.train.x[:1]), both[:1], atol=1e-5)
     made.train()(texts.train.x).sum().backward()
-    travelling = models.shapes(name, texts.shape, 2)
-    assert set(travelling) == set(made.state_dict())
-    assert any("network" in key for key in travelling) is not frozen
+    traveling = models.shapes(name, texts.shape, 2)
+    assert set(traveling) == set(made.state_dict())
+    assert any("network" in key for key in traveling) is not frozen
     assert all(p.requires_grad for p in made.parameters())
 
 

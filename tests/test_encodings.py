@@ -111,7 +111,7 @@ def test_int8_is_unbiased():
 
 @settings(max_examples=100, derandomize=True)
 @given(hnp.arrays(np.float32, (3, 7), elements=numbers), st.integers(0, 2**32))
-def test_rounding_takes_one_of_the_two_neighbours(x, seed):
+def test_rounding_takes_one_of_the_two_neighbors(x, seed):
     scales = scales_of(x)
     q = rounded(x, scales, RNG(seed)).astype(float)
     assert (np.abs(x.astype(float)) <= 127 * scales[:, None].astype(float)).all()

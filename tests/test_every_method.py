@@ -167,7 +167,7 @@ def test_a_run_learns(tmp_path, method, changes, bounds):
         assert found["common"]["global"]["mean"] > found["common"]["private"]["mean"]
 
 
-MEASURING = [name for name in method_names() if find_method(name).spec.figures]
+MEASURING = [name for name in method_names() if find_method(name).spec.metrics]
 
 
 @pytest.mark.parametrize("method", MEASURING)
@@ -175,7 +175,7 @@ def test_what_a_method_measures_has_a_title(tmp_path, method):
     run(quick(method), tmp_path / "run")
     found = {name for record in records(tmp_path / "run") for name in record["method"]}
     by_class = {name for name in found if name.startswith("class_") and name[6:].isdecimal()}
-    declared = {*find_method(method).spec.figures} | {*FIGURES}
+    declared = {*find_method(method).spec.metrics} | {*FIGURES}
     assert found
     assert found - by_class <= declared
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import altered, reply_of
 
-from fedhet.algorithms.weights import energy_kept, factors, least_rank
+from fedhet.algorithms.weights import energy_kept, factors, min_rank
 from fedhet.base.errors import KnowledgeError
 from fedhet.server.reply import magnitudes_of
 from fedhet.server.steps import with_whole_changes
 from fedhet.wire.contract import Contract, Sizes, TensorField
-from fedhet.wire.factors import FactorsField, most_rank, packed, unpacked
+from fedhet.wire.factors import FactorsField, max_rank, packed, unpacked
 from fedhet.wire.knowledge import Knowledge
 
 SENDER = "client-3"
@@ -121,7 +121,7 @@ def test_the_factors_are_the_least_of_enough_energy(drawn, energy):
 def test_a_matrix_of_zeros_has_no_factors_to_speak_of():
     left, right = factors(np.zeros((4, 3), np.float32), 0.9)
     assert (left.shape, right.shape) == ((4, 0), (0, 3))
-    assert least_rank(np.array([2.0, 1.0, 0.0]), 1.0) == 2
+    assert min_rank(np.array([2.0, 1.0, 0.0]), 1.0) == 2
 
 
 def test_the_energy_rises_over_the_rounds():
@@ -154,7 +154,7 @@ def test_what_is_packed_is_unpacked(seed, rank):
 
 def test_the_most_rank_is_the_last_that_saves():
     for rows, columns in [(1, 1), (6, 8), (64, 128), (10, 64), (2, 1000)]:
-        most = most_rank((rows, columns))
+        most = max_rank((rows, columns))
         assert most * (rows + columns) < rows * columns or most == 0
         assert (most + 1) * (rows + columns) >= rows * columns
 
@@ -182,7 +182,7 @@ def test_products_are_made_when_they_are_used():
 @pytest.mark.parametrize("average", ["mean", "median"])
 def test_averages_are_of_the_changes_not_of_the_factors(tmp_path, average):
     """One of five sends the same change as factors of another sign: nothing is different."""
-    config = small("fedkd", clients=5, max_samples=300, **{"defence.average": average})
+    config = small("fedkd", clients=5, max_samples=300, **{"defense.average": average})
     results = []
     for name, flip in (("plain", False), ("flipped", True)):
         server = Server(config, tmp_path / name)

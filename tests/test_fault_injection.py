@@ -31,7 +31,7 @@ def test_the_share_is_met_and_each_draw_is_its_own(fate, setting):
 
 
 def test_whoever_drops_out_is_not_among_those_who_answer(tmp_path):
-    config = small("felo", rounds=3, drop_outs=0.4, silences=0)
+    config = small("felo", rounds=3, drop_outs=0.4, max_silences=0)
     run(config, tmp_path / "run")
     lost = 0
     for record in records(tmp_path / "run"):
@@ -74,7 +74,7 @@ def test_a_site_does_not_follow_them():
 
 @pytest.mark.slow
 def test_ray_gives_the_numbers_of_inline(tmp_path):
-    changes = {"rounds": 2, "drop_outs": 0.4, "silences": 0}
+    changes = {"rounds": 2, "drop_outs": 0.4, "max_silences": 0}
     inline = run(small("felo", **changes), tmp_path / "inline")
     on_ray = run(small("felo", backend="ray", **changes), tmp_path / "ray")
     assert without_times(inline) == without_times(on_ray)

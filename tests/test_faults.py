@@ -333,7 +333,7 @@ def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
 
 def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deployment, tmp_path):
     """Rounds close with two of three; a minute's sleep costs no round, and leaves no mark."""
-    going = Run(deployment, tmp_path / "run", rounds=14, enough=2.0, local_epochs=60)
+    going = Run(deployment, tmp_path / "run", rounds=14, min_replies=2.0, local_epochs=60)
     for _ in range(2):
         process = training(deployment, 2, seconds=1.0)
         node = deployment.processes[site_name(2)]
@@ -362,7 +362,7 @@ def test_a_million_epochs_are_refused_by_the_sites_and_end_with_the_run(deployme
     config = placed(small("felo", clients=3, local_epochs=10**6, join_timeout=20.0), tmp_path / "r")
     with pytest.raises(FedhetError):
         submit(config, deployment.connection, said.append)
-    assert "this site's limit 'most-epochs' is 1000" in " ".join(said)
+    assert "this site's limit 'max-epochs' is 1000" in " ".join(said)
     at_work = [
         process
         for name in map(site_name, range(3))

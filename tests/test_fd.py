@@ -230,7 +230,7 @@ def test_a_clients_round_is_the_local_training_phase(tmp_path):
     )
 
 
-def test_the_regulariser_reaches_the_own_model_alone():
+def test_the_regularizer_reaches_the_own_model_alone():
     """Its gradient is F minus the teacher's F, and 0 for a class without a teacher."""
     rng = np.random.default_rng(1)
     logits = torch.tensor(rng.normal(size=(6, 4)), dtype=torch.float32, requires_grad=True)
@@ -263,7 +263,7 @@ def test_a_probability_of_zero_teaches(tmp_path):
 
 
 def test_a_label_space_of_its_own(tmp_path):
-    """Others' outputs get no gradient of the regulariser either, and are sent as 0."""
+    """Others' outputs get no gradient of the regularizer either, and are sent as 0."""
     server = Server(fd(models="mlp", **SPACES, **{"fd.gamma": 3.0}), tmp_path)
     learn(server, 1)
     start = {name: state_of(client.network) for name, client in clients(server).items()}
@@ -305,7 +305,7 @@ def test_nothing_but_class_probabilities_travels(tmp_path):
 @pytest.mark.parametrize("average", ["median", "filter"])
 def test_a_robust_average_is_of_distributions(tmp_path, average):
     """One client of five turns its classes around; the others' teachers hardly move."""
-    config = fd(clients=5, models="mlp", alpha=100.0, **{"defence.average": average})
+    config = fd(clients=5, models="mlp", alpha=100.0, **{"defense.average": average})
     server = Server(config, tmp_path)
     asked = server.ask(1)
     answers = server.answers(asked)

@@ -216,7 +216,7 @@ def slow_bayes(client, instruction, *, zeta, steps, noise, eps):
 
 @pytest.mark.parametrize("noise", [1.0, 0.25])
 def test_pfedbayes_two_distributions_are_the_algorithms(tmp_path, monkeypatch, steady_adam, noise):
-    """The second round: the personal ones stay with the client, the localised are the server's."""
+    """The second round: the personal ones stay with the client, the localized are the server's."""
     monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.ones(shape))
     bayes = {"pfedbayes.zeta": 3.0, "pfedbayes.steps": 2, "pfedbayes.noise": noise}
     chosen = {**PLAIN, "training.lr": 0.02, **bayes}

@@ -190,7 +190,7 @@ def test_a_model_whose_logits_are_useless_is_refused_and_teaches_nothing(tmp_pat
     found = []
     for name in ("without", "with"):
         server = Server(
-            federation(**{"engine.outlier-factor": 0.0, "defence.clip-factor": 0.0}),
+            federation(**{"engine.outlier-factor": 0.0, "defense.clip-factor": 0.0}),
             tmp_path / name,
         )
         answers, _ = one_round(server)

@@ -80,7 +80,7 @@ def order_of(*names):
 class PaperServer:
     """ServerExecute of Algorithm 1, with the self-evaluation of Section 3.3.1 once a round.
 
-    It has weights, a memory and an optimiser of its own, and shares none with the code.
+    It has weights, a memory and an optimizer of its own, and shares none with the code.
     """
 
     def __init__(self, model, x, y, run, own):
@@ -402,7 +402,7 @@ def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("limit", "rounds", "last"), [(3, 9, 3), (1, 9, 1), (0, 2, 2)])
 def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds, last):
-    """After `engine.divergences` rounds, or after the last if it has never learned anything."""
+    """After `engine.max-divergences` rounds, or after the last if it has never learned anything."""
     rates = [1000000.0, 0.001, 0.001, 0.001, 0.001]
     server = Server(unstable(rounds=rounds, lr=rates, divergences=limit), tmp_path / "run")
     before = all_of(server)
@@ -434,7 +434,7 @@ def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
 def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
     """Every second round diverges: the run continues, also past a restored checkpoint."""
     server = Server(
-        unstable(rounds=9, divergences=2, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run"
+        unstable(rounds=9, max_divergences=2, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run"
     )
     for number in range(1, 6):
         answers = server.answers(server.ask(number))

@@ -63,7 +63,7 @@ def slow_training(head, means, labels, lr, epochs):
 
 
 def test_the_head_that_is_sent_is_the_one_that_was_trained(tmp_path):
-    """The authors' code steps the optimiser of a client: its head stays as it was."""
+    """The authors' code steps the optimizer of a client: its head stays as it was."""
     own = {"fedgh.server-epochs": 3, "fedgh.server-lr": 0.5, "fedgh.server-batch-size": 1000}
     server = Server(fedgh(models=MODELS, **own), tmp_path)
     for number in (1, 2):

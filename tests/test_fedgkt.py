@@ -144,8 +144,8 @@ def test_the_server_trains_at_the_schedules_rate(tmp_path, schedule, factor):
     assert_close(learner.model, expected, rtol=2e-4)
 
 
-def test_two_rounds_with_a_kept_optimiser_are_one_of_twice_the_epochs(tmp_path):
-    """On the same replies, in full batches; without what the optimiser knew they are not."""
+def test_two_rounds_with_a_kept_optimizer_are_one_of_twice_the_epochs(tmp_path):
+    """On the same replies, in full batches; without what the optimizer knew they are not."""
     models = []
     for number, (epochs, keep) in enumerate(((2, True), (4, True), (2, False))):
         chosen = {**PLAIN, "training.momentum": 0.9, "keep_optimizer": keep}
@@ -313,7 +313,7 @@ KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}
 
 
 def test_a_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
-    """Its model, its optimiser's memory, its learning rate and every client's logits."""
+    """Its model, its optimizer's memory, its learning rate and every client's logits."""
     changes = {**KEEPING, "lr": 0.05, "fedgkt.server-epochs": 1}
     server = Server(gkt(**changes, rounds=5), tmp_path / "one")
     strategy = server.strategy

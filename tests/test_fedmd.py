@@ -64,7 +64,7 @@ def distance(kind, model, x, target, scores):
 
 
 def slow_round(method, client, start, instruction, *, loss, public_epochs=0):
-    """Three local epochs on own data, six towards the consensus, as the method orders them."""
+    """Three local epochs on own data, six toward the consensus, as the method orders them."""
     scores, public, x = FIELD[method], client.public, client.x.double()
     supervised = lambda m: cross_entropy(m(x), client.y)  # noqa: E731
     of_public = lambda m: cross_entropy(m(public.x.double()), public.y)  # noqa: E731
@@ -231,8 +231,8 @@ def test_ds_fls_server_trains_on_the_consensus(tmp_path, loss):
         x = server.strategy.public.x[instruction["rows"].astype(int)]
         x = clients(server)["client-0"].compute.images(x).double()
         agreed = instruction["probabilities"]
-        towards = lambda m: distance(loss, m, x, agreed, "probabilities")  # noqa: B023, E731
-        assert_close(learner.model, descend(start, towards, 4), rtol=5e-4, atol=2e-6)
+        toward = lambda m: distance(loss, m, x, agreed, "probabilities")  # noqa: B023, E731
+        assert_close(learner.model, descend(start, toward, 4), rtol=5e-4, atol=2e-6)
 
 
 # Gradients

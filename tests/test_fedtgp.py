@@ -124,10 +124,10 @@ def test_a_prototype_on_a_clients_own_has_a_gradient():
 
 def equation_9(prototypes, labels, threshold, reading):
     """The pairs of classes one at a time."""
-    centres = {c: prototypes[labels == c].mean(0) for c in set(labels.tolist())}
-    if len(centres) < 2:
+    centers = {c: prototypes[labels == c].mean(0) for c in set(labels.tolist())}
+    if len(centers) < 2:
         return 0.0
-    apart = {c: [phi(q, centres[k]) for k in centres if k != c] for c, q in centres.items()}
+    apart = {c: [phi(q, centers[k]) for k in centers if k != c] for c, q in centers.items()}
     choose = max if reading == "largest" else min
     return min(max(choose(distances) for distances in apart.values()), threshold)
 
@@ -179,9 +179,9 @@ def test_training_is_gradient_descent():
 def test_trained_prototypes_are_further_apart_than_means():
     """What it is for: of clients whose classes overlap, the means are close to each other."""
     rng = np.random.default_rng(0)
-    centres = rng.normal(size=(4, 8))
+    centers = rng.normal(size=(4, 8))
     labels = np.tile(np.arange(4), 10)
-    prototypes = centres[labels] + rng.normal(size=(40, 8))
+    prototypes = centers[labels] + rng.normal(size=(40, 8))
     means = np.array([prototypes[labels == c].mean(0) for c in range(4)])
     torch.manual_seed(0)
     model, own = TrainablePrototypes(4, 8), torch.tensor(prototypes).float()
@@ -220,7 +220,7 @@ def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
     monkeypatch.setattr(server_half, "train_prototypes", watched)
     own = {
         "fedtgp.server-epochs": 2, "fedtgp.server-lr": 0.02, "fedtgp.server-batch-size": 7,
-        "fedtgp.most-margin": 3.0, "fedtgp.margin": "nearest",
+        "fedtgp.max-margin": 3.0, "fedtgp.margin": "nearest",
     }  # fmt: skip
     server = Server(fedtgp(clients=4, fraction=0.5, alpha=0.3, models="mlp", **own), tmp_path)
     for number in (1, 2):
@@ -290,7 +290,7 @@ def test_one_hostile_client_moves_the_prototypes_little(tmp_path):
     for server, value in ((near, 1.0), (far, 1e6)):
         replies = [features_from(server, name, [1, 2, 3]) for name in honest]
         replies.append(features_from(server, "client-4", [1, 2, 3], value))
-        server.strategy.settings.__dict__["most_margin"] = 1.0
+        server.strategy.settings.__dict__["max_margin"] = 1.0
         server.strategy.aggregate(1, replies)
     one, other = (s.strategy.model().detach().numpy() for s in (near, far))
     assert np.abs(one - other).max() < 1.0

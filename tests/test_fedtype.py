@@ -312,8 +312,8 @@ def test_the_change_of_accuracy_is_carried_over_rounds(tmp_path):
     client = opened(fedtype(local_epochs=1), tmp_path)
     for number in (1, 2):
         fitted(client, number, instruction(client))
-    assert client.state.facts["proxy_accuracy"] == client.accuracy
+    assert client.state.metadata["proxy_accuracy"] == client.accuracy
     again = opened(fedtype(local_epochs=1), tmp_path, before=3)
     assert again.accuracy == client.accuracy
-    again.state.facts["proxy_accuracy"] = 2.0  # more than it can be now
+    again.state.metadata["proxy_accuracy"] = 2.0  # more than it can be now
     assert reciprocity(again).imitation.penalty > 0.5

@@ -231,7 +231,7 @@ def started(directory, chosen):
     """Return a client with settings of its method, a proxy, and the instruction that sends it."""
     config = small("fedtype", **{**USUAL, **{f"fedtype.{k}": v for k, v in chosen.items()}})
     client = opened(config, directory)
-    client.state.facts["proxy_accuracy"] = 1.0  # so that Eq. 7 sees a loss of accuracy
+    client.state.metadata["proxy_accuracy"] = 1.0  # so that Eq. 7 sees a loss of accuracy
     proxy = build("mlp", client.info.shape, client.info.classes, seed=7)
     return client, proxy, Knowledge(grouped("proxy", state_of(proxy)))
 

@@ -82,7 +82,7 @@ def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
     client = opened(tmp_path, **{"felo.alpha": alpha, "felo.feature-weight": 1.0})  # as printed
     own = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
     if not first:
-        client.state.facts["participations"] = 1
+        client.state.metadata["participations"] = 1
     told = class_knowledge()
     start = weights(9) if averaged else own
     message = Knowledge({**told, **(grouped("weights", start) if averaged else {})})
@@ -107,7 +107,7 @@ def test_a_client_follows_algorithm_1(tmp_path, alpha, first, averaged):
 def test_a_client_weighs_the_terms_as_its_settings_say(tmp_path, norm, feature, logit):
     chosen = {"felo.feature-weight": feature, "felo.logit-weight": logit, "felo.feature-norm": norm}
     client = opened(tmp_path, **{"felo.alpha": 0.7, **chosen})
-    client.state.facts["participations"] = 1
+    client.state.metadata["participations"] = 1
     start = {n: t.numpy().copy() for n, t in client.models["private"].state_dict().items()}
     told = class_knowledge()
     client.train(3, Knowledge(told))

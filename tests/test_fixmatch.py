@@ -6,7 +6,7 @@ import torch
 from federation import Server, client_of, each, records, run, small
 from torch import nn
 
-from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
+from fedhet.algorithms.distillation import confident_labels, unlabeled_loss
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.local_training import FixMatch
 from fedhet.data.spec import Split
@@ -86,7 +86,7 @@ def test_what_is_no_image_is_refused(kind, shape):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pseudo_labels_and_loss_sample_by_sample(seed):
-    """Sohn et al., Eq. 4: over all of the unlabelled images, 0 for those it is not sure of."""
+    """Sohn et al., Eq. 4: over all of the unlabeled images, 0 for those it is not sure of."""
     rng = np.random.default_rng(seed)
     weakly, strongly = 3 * rng.normal(size=(30, 4)), 3 * rng.normal(size=(30, 4))
     guessed, confident = confident_labels(torch.tensor(weakly), 0.9)
@@ -98,20 +98,20 @@ def test_pseudo_labels_and_loss_sample_by_sample(seed):
         p = np.exp(strongly[i]) / np.exp(strongly[i]).sum()
         each.append((q.max() >= 0.9) * -np.log(p[q.argmax()]))
     assert 0 < sum(value > 0 for value in each) < len(each)
-    loss = unlabelled_loss(torch.tensor(strongly), guessed, confident)
+    loss = unlabeled_loss(torch.tensor(strongly), guessed, confident)
     assert loss.item() == pytest.approx(np.mean(each), rel=1e-5)
 
 
 def test_gradient_reaches_confident_samples_alone_and_not_their_labels():
     weakly = torch.tensor([[5.0, 0.0], [0.1, 0.0], [0.0, 5.0]], requires_grad=True)
     strongly = torch.zeros(3, 2, requires_grad=True)
-    unlabelled_loss(strongly, *confident_labels(weakly, 0.9)).backward()
+    unlabeled_loss(strongly, *confident_labels(weakly, 0.9)).backward()
     assert weakly.grad is None
     assert (strongly.grad.abs().sum(1) > 0).tolist() == [True, False, True]
     assert strongly.grad[0, 0] < 0 < strongly.grad[0, 1]
 
 
-# Around the loss of labelled samples
+# Around the loss of labeled samples
 
 
 class Spy(nn.Module):
@@ -127,29 +127,29 @@ class Spy(nn.Module):
         return self.scale * nn.functional.one_hot((x.mean((1, 2, 3)) > 0).long(), 2).float()
 
 
-def around(labelled, unlabelled, batch=16, **changes):
+def around(labeled, unlabeled, batch=16, **changes):
     def split(count, value):
         return Split(torch.full((count, 1, 8, 8), value), torch.arange(count) % 2)
 
     settings = TrainingSettings(batch_size=batch, semi="fixmatch", **changes)
     model, generator = Spy(), torch.Generator().manual_seed(0)
-    parts = split(labelled, 0.5), split(unlabelled, 0.5)
+    parts = split(labeled, 0.5), split(unlabeled, 0.5)
     return model, FixMatch(*parts, IMAGE, (1, 8, 8), model, settings, CPU, generator)
 
 
 @pytest.mark.parametrize(
-    ("labelled", "unlabelled", "batch"), [(100, 60, 16), (3, 500, 32), (1, 40, 16), (0, 40, 16)]
+    ("labeled", "unlabeled", "batch"), [(100, 60, 16), (3, 500, 32), (1, 40, 16), (0, 40, 16)]
 )
-def test_an_epoch_sees_all_of_both_sorts(labelled, unlabelled, batch):
-    """In about as many steps as all samples fill batches, an eighth of each labelled at least."""
-    _, fixmatch = around(labelled, unlabelled, batch)
+def test_an_epoch_sees_all_of_both_sorts(labeled, unlabeled, batch):
+    """In about as many steps as all samples fill batches, an eighth of each labeled at least."""
+    _, fixmatch = around(labeled, unlabeled, batch)
     steps = -(-len(fixmatch.y) // fixmatch.batch_size)
-    expected = -(-(labelled + unlabelled) // batch)
+    expected = -(-(labeled + unlabeled) // batch)
     assert abs(steps - expected) <= max(1, 0.2 * expected)
     assert fixmatch.batch_size >= batch / 8
     seen = torch.cat([next(fixmatch._batches) for _ in range(steps)])
-    assert len(set(seen.tolist())) >= 0.8 * unlabelled
-    assert len(fixmatch.y) >= max(labelled, 2)
+    assert len(set(seen.tolist())) >= 0.8 * unlabeled
+    assert len(fixmatch.y) >= max(labeled, 2)
 
 
 def test_pseudo_labels_come_from_evaluation_without_gradients():
@@ -160,7 +160,7 @@ def test_pseudo_labels_come_from_evaluation_without_gradients():
     assert model.scale.grad is not None
 
 
-def test_the_weight_and_the_loss_of_labelled_samples():
+def test_the_weight_and_the_loss_of_labeled_samples():
     """The same draws with weights 0, 1 and 3: the loss is linear in the weight."""
     found = []
     for weight in (0.0, 1.0, 3.0):
@@ -172,28 +172,28 @@ def test_the_weight_and_the_loss_of_labelled_samples():
     assert found[2] - 7.0 == pytest.approx(3 * (found[1] - 7.0), rel=1e-5)
 
 
-@pytest.mark.parametrize(("labelled", "unlabelled"), [(0, 40), (40, 0), (40, 1)])
-def test_who_has_one_sort_of_samples_learns_from_it(labelled, unlabelled):
-    model, fixmatch = around(labelled, unlabelled, semi_threshold=0.0)
+@pytest.mark.parametrize(("labeled", "unlabeled"), [(0, 40), (40, 0), (40, 1)])
+def test_who_has_one_sort_of_samples_learns_from_it(labeled, unlabeled):
+    model, fixmatch = around(labeled, unlabeled, semi_threshold=0.0)
     loss_of = fixmatch.joined_with(lambda x, y: torch.tensor(7.0), None, model)
     loss = loss_of(fixmatch.x, fixmatch.y)
-    assert (loss == 7.0) == (labelled > 0)
+    assert (loss == 7.0) == (labeled > 0)
 
 
 def test_figures_count_predictions_pseudo_labels_and_errors():
     model, fixmatch = around(20, 40)
     fixmatch.loss(model)  # bright images: class 1, of which half have 0 as their truth
-    assert fixmatch.figures() == {"pseudo_labels": 1.0, "pseudo_error": pytest.approx(0.5, abs=0.2)}
+    assert fixmatch.metrics() == {"pseudo_labels": 1.0, "pseudo_error": pytest.approx(0.5, abs=0.2)}
     model, fixmatch = around(20, 40, semi_threshold=1.0)
     fixmatch.loss(lambda x: model(x) / 9)
-    assert fixmatch.figures() == {"pseudo_labels": 0.0}
+    assert fixmatch.metrics() == {"pseudo_labels": 0.0}
 
 
 # With the methods
 
 
 @pytest.mark.parametrize("method", each(METHODS))
-def test_every_method_learns_from_unlabelled_images(method, tmp_path):
+def test_every_method_learns_from_unlabeled_images(method, tmp_path):
     """It needs no setting but this one; the figures are in the run's records."""
     config = semi(method, semi_threshold=0.0, rounds=2)
     run(config, tmp_path / "run")
@@ -203,7 +203,7 @@ def test_every_method_learns_from_unlabelled_images(method, tmp_path):
     assert 0 < found["method"]["pseudo_error"] < 1
 
 
-def test_hidden_labels_are_measured_by_not_learnt(tmp_path):
+def test_hidden_labels_are_measured_by_not_learned(tmp_path):
     """Other hidden labels: the same model, another error."""
     found, errors = [], []
     for shift in (0, 1):
@@ -211,19 +211,19 @@ def test_hidden_labels_are_measured_by_not_learnt(tmp_path):
         asked = server.ask(1)
         clients = [client_of(proxy) for proxy, _ in asked]
         for client in clients:
-            client.unlabelled.y.copy_((client.unlabelled.y + shift) % 10)
+            client.unlabeled.y.copy_((client.unlabeled.y + shift) % 10)
         server.answers(asked)
         found.append([{k: v.clone() for k, v in c.network.state_dict().items()} for c in clients])
-        errors.append([client.figures["pseudo_error"] for client in clients])
+        errors.append([client.metrics["pseudo_error"] for client in clients])
         for client in clients:  # clients stay open in this process
-            client.unlabelled.y.copy_((client.unlabelled.y - shift) % 10)
+            client.unlabeled.y.copy_((client.unlabeled.y - shift) % 10)
     for one, other in zip(*found, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert errors[0] != errors[1]
 
 
 def test_a_run_learns_and_is_sure_of_more_images(tmp_path):
-    chosen = {"rounds": 6, "local_epochs": 3, "labelled_alpha": 1.0, "models": "cnn2"}
+    chosen = {"rounds": 6, "local_epochs": 3, "labeled_alpha": 1.0, "models": "cnn2"}
     summary = run(semi("fedavg", **chosen, **{"data.max-samples": 0}), tmp_path / "run")
     assert summary["accuracy"]["common"]["global"]["mean"] > 0.6
     said = [record["method"] for record in records(tmp_path / "run")]

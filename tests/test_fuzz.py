@@ -20,7 +20,7 @@ from fedhet._generated import knowledge_pb2 as wire
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.runs.directory import record_line
-from fedhet.runs.measures import relative, spread, summarise
+from fedhet.runs.measures import relative, spread, summarize
 from fedhet.runs.records import RoundRecord
 from fedhet.server import codec as exchanges
 from fedhet.server.codec import Codec, InstructionEncoder
@@ -405,7 +405,7 @@ def assert_measures(method, metrics, reply):
     for (_, protocol, kind), value in measured.scores.items():
         for name, each in (("a", value), ("b", 1.0)):
             accuracy.setdefault(protocol, {}).setdefault(kind, {})[name] = each
-    record = RoundRecord(1, accuracy=summarise(accuracy), relative=relative(accuracy))
+    record = RoundRecord(1, accuracy=summarize(accuracy), relative=relative(accuracy))
     losses = {} if measured.loss is None else {"a": measured.loss, "b": -measured.loss}
     record.loss = spread(losses) if losses else None
     record.seconds.train = measured.train_seconds + measured.evaluate_seconds

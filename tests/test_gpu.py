@@ -50,7 +50,7 @@ def gpu():
 
 def on_gpu(method, **changes):
     """Return the settings of a small federation on the GPU."""
-    synthetic = {"velo.least-separation": 0} if method == "velo" else {}
+    synthetic = {"velo.min-separation": 0} if method == "velo" else {}
     usual = {"clients": 3, "max_samples": 240, **fast(method), **synthetic, **changes}
     return small(method, device="cuda", **usual)
 

@@ -240,7 +240,7 @@ def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch
 def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, monkeypatch):
     """Velo's CVAE does not learn from such features, so that the other architecture continues."""
     monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
-    always = {"velo.least-separation": 0.0}  # otherwise the means are sent, which strike all
+    always = {"velo.min-separation": 0.0}  # otherwise the means are sent, which strike all
     run(five("velo", rounds=5, outlier_factor=0.0, clip_factor=0.0, **always), tmp_path / "run")
     found = records(tmp_path / "run")
     struck = {"client-1", "client-3"}  # the cnn2

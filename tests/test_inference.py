@@ -226,7 +226,7 @@ def test_image_files_are_scaled_as_in_training(trained, images):
     assert x.dtype == torch.float32
 
 
-def test_other_sizes_are_refused_or_resized_and_colours_become_grey(trained, tmp_path):
+def test_other_sizes_are_refused_or_resized_and_colors_become_gray(trained, tmp_path):
     record = open_client(trained[0], MLP).record
     path = tmp_path / "red.png"
     PIL.Image.new("RGB", (20, 10), (255, 0, 0)).save(path)
@@ -389,7 +389,7 @@ def test_a_file_for_bytes_scales_them_itself(trained, tmp_path):
     card = json.loads(export(client, "pt2", tmp_path / "m.pt2").read_text())
     assert card["input"] == {
         "name": "x", "shape": ["N", 1, 8, 8], "type": "uint8", "scaling": "in the file",
-        "axes": ["N", "channel", "row", "column"], "channels": ["grey"], "size": "8 x 8 pixels",
+        "axes": ["N", "channel", "row", "column"], "channels": ["gray"], "size": "8 x 8 pixels",
     }  # fmt: skip
     assert np.allclose(probabilities_of("pt2", tmp_path / "m.pt2", pixels), wanted, atol=1e-6)
 

@@ -73,7 +73,7 @@ def test_rounds_close_as_an_event_by_event_simulation_says(tmp_path, devices, mo
         "fedavg",
         clock=devices,
         **{"pace.mode": mode},
-        enough=float(enough),
+        min_replies=float(enough),
         rounds=9,
         models=["mlp"],
     )
@@ -94,7 +94,7 @@ def test_rounds_close_as_an_event_by_event_simulation_says(tmp_path, devices, mo
 
 
 def late_run(method, devices, **changes):
-    return small(method, clock=devices, enough=3.0, rounds=6, **changes)
+    return small(method, clock=devices, min_replies=3.0, rounds=6, **changes)
 
 
 @pytest.mark.parametrize("method", ["felo", "fedhe", "fedtype", "heterofl", "fedmd", "um-pfssl"])
@@ -104,7 +104,7 @@ def test_a_run_with_late_clients_resumes_as_if_it_had_not_been_cut(tmp_path, dev
 
 def test_who_is_preferred_hangs_on_the_simulated_clock_after_resuming_too(tmp_path, devices):
     choice = {"pace.select": "oort", "fraction": 0.75}
-    config = small("fedavg", clock=devices, enough=2.0, rounds=8, models=["mlp"], **choice)
+    config = small("fedavg", clock=devices, min_replies=2.0, rounds=8, models=["mlp"], **choice)
     resumes_as_if_it_had_not_been_cut(config, tmp_path)
     whole, cut = (known_of_clients(tmp_path / name) for name in ("whole", "after"))
     assert whole == cut
@@ -114,7 +114,7 @@ def test_who_is_preferred_hangs_on_the_simulated_clock_after_resuming_too(tmp_pa
 def known_of_clients(directory):
     """Return what the last checkpoint of a run says of each client's last answer."""
     identity = {"run": load_run(directory).origin.run, "method": "fedavg"}
-    facts = Checkpoints(directory, identity).read(8).facts
+    facts = Checkpoints(directory, identity).read(8).metadata
     return json.loads(facts["pace"])["selection"]["clients"]
 
 
@@ -138,7 +138,7 @@ def test_ray_gives_the_numbers_of_inline(tmp_path, devices):
 
 
 def test_an_answer_that_belongs_to_its_round_is_refused_without_a_mark(tmp_path, devices):
-    config = late_run("fedmd", devices, silences=1, refusals=1)
+    config = late_run("fedmd", devices, max_silences=1, max_refusals=1)
     run(config, tmp_path / "run")
     found = records(tmp_path / "run")
     assert not any(each["failed"] for each in found)
@@ -263,7 +263,7 @@ def test_a_client_that_hangs_is_late_and_its_answer_is_used_when_it_comes(
     tmp_path, held, monkeypatch
 ):
     monkeypatch.setattr("fedhet.engines.simulate.InlineProxy._one_at_a_time", Unlocked())
-    config = small("fedavg", clients=3, rounds=4, models=["mlp"], enough=2.0, silences=1)
+    config = small("fedavg", clients=3, rounds=4, models=["mlp"], min_replies=2.0, max_silences=1)
     server = Server(config, tmp_path / "run")
     strategy = server.strategy
     strategy.collector.open(3)
@@ -303,7 +303,7 @@ def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkey
         return train(self, round, knowledge)
 
     monkeypatch.setattr(FedAvgClient, "train", slowly)
-    config = small("fedavg", clients=4, rounds=2, models=["mlp"], enough=2.0)
+    config = small("fedavg", clients=4, rounds=2, models=["mlp"], min_replies=2.0)
     run(config, tmp_path / "run")
     run(small("fedavg", clients=4, rounds=1, models=["mlp"]), tmp_path / "all" / "run")
     (whole,) = records(tmp_path / "all" / "run")
@@ -316,7 +316,7 @@ def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkey
 
 
 def test_what_was_not_sent_is_not_remembered(tmp_path):
-    config = small("fedavg", clients=4, models=["mlp"], enough=1.0)
+    config = small("fedavg", clients=4, models=["mlp"], min_replies=1.0)
     server = Server(config, tmp_path / "run")
     exchange = server.strategy._codec
     exchange._remember = True

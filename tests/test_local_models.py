@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.algorithms.local_models import (
-    LEAST_SCALE,
+    MIN_SCALE,
     START_SCALE,
     LocalModel,
     MoreauModel,
@@ -88,7 +88,7 @@ def test_upload_is_the_state_as_it_came(name):
 def test_a_plain_proxy_is_trained_and_sent_as_it_is():
     model = net("cnn2")
     proxy = LocalModel(model, state_of(model))
-    assert proxy.regulariser() == 0.0
+    assert proxy.regularizer() == 0.0
     assert [id(p) for p in proxy.parameters()] == [id(p) for p in model.parameters()]
     moved(model)
     proxy.stepped()
@@ -103,7 +103,7 @@ def test_the_anchor_never_moves():
         optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            (F.cross_entropy(proxy.logits(X), Y) + proxy.regulariser()).backward()
+            (F.cross_entropy(proxy.logits(X), Y) + proxy.regularizer()).backward()
             optimizer.step()
             proxy.stepped()
         assert same(proxy.anchor, before)
@@ -114,12 +114,12 @@ def test_the_anchor_never_moves():
 # FedProx
 
 
-def test_proximal_regulariser_is_zero_at_the_server_and_blind_to_statistics():
+def test_proximal_regularizer_is_zero_at_the_server_and_blind_to_statistics():
     model = net("cnn2")
     proxy = ProximalModel(model, state_of(model), 1.0)
     model.train()
     model(X)  # moves the running statistics
-    assert proxy.regulariser().item() == 0.0
+    assert proxy.regularizer().item() == 0.0
     proxy.stepped()
     assert same(proxy.upload(), state_of(model))
 
@@ -192,7 +192,7 @@ def test_divergence_and_its_gradients_are_those_of_torch(zeta):
         for k in means
     )
     expected.backward()
-    loss = proxy.regulariser()
+    loss = proxy.regularizer()
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     for key, parameter in model.named_parameters():
@@ -291,9 +291,9 @@ def test_no_scale_falls_below_the_least():
         with torch.no_grad():
             proxy.raw["weight"].fill_(raw)
         scale = proxy.scale()["weight"]
-        assert (scale >= LEAST_SCALE).all()
+        assert (scale >= MIN_SCALE).all()
         assert not scale.requires_grad
-        loss = proxy.logits(torch.eye(4)).sum() + proxy.regulariser()
+        loss = proxy.logits(torch.eye(4)).sum() + proxy.regularizer()
         assert torch.isfinite(loss)
         assert all(torch.isfinite(g).all() for g in torch.autograd.grad(loss, proxy.parameters()))
 
@@ -302,7 +302,7 @@ def test_upload_and_scale_are_means_and_deviations():
     model = net("cnn2")
     proxy = variational(model, scale=scales_of(model, 0.2))
     optimizer = torch.optim.SGD(proxy.parameters(), lr=0.1)
-    (F.cross_entropy(proxy.logits(X), Y) + proxy.regulariser()).backward()
+    (F.cross_entropy(proxy.logits(X), Y) + proxy.regularizer()).backward()
     optimizer.step()
     proxy.stepped()
     assert same(proxy.upload(), state_of(model))

@@ -192,7 +192,7 @@ def test_features_may_differ_more_than_weights(tmp_path):
     }  # fmt: skip
     (notice,) = notices
     assert notice == (
-        "client c's reply in round 3 is scaled down, as it is larger than 'defence.clip-factor' "
+        "client c's reply in round 3 is scaled down, as it is larger than 'defense.clip-factor' "
         "allows: features by 2, statistics of weights by 5, weights by 5"
     )
 

@@ -225,7 +225,7 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
             "its data has 4 classes, 'models.num-classes' is 3",
         ),
         (
-            Admission(most_bytes=1e6),
+            Admission(max_bytes=1e6),
             {"shape": "3,512,512"},
             "more than 1 MB ('engine.max-payload-mb')",
         ),
@@ -248,7 +248,7 @@ def test_a_claim_that_cannot_be_is_left_out_before_anyone_votes(rules, claims, f
 def test_nothing_is_allocated_for_a_claim(members, notices):
     """A model of 2 TB: its size is known without building it."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    Members(1.0, ["mlp"], notices.append, Admission(most_bytes=2e9)).present(
+    Members(1.0, ["mlp"], notices.append, Admission(max_bytes=2e9)).present(
         Manager(Node("a", kind="signal", shape="4096,4096", classes=100_000))
     )
     assert "would have" in notices[0]

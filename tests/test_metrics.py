@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fedhet import report
-from fedhet.base.errors import KnowledgeError, SettingsError, ToldError
+from fedhet.base.errors import KnowledgeError, ReportedError, SettingsError
 from fedhet.base.metrics import (
     METRICS,
     Metric,
@@ -279,7 +279,7 @@ def test_a_metric_that_is_none_is_refused_whatever_its_name(name):
         read_measures("a", {name: 1.0}, ["private"], ["accuracy"])
     assert state._outcomes == {"a": "refused"}
     with state.dropping("a"):
-        raise ToldError("a", "nothing is left", spent=True)
+        raise ReportedError("a", "nothing is left", spent=True)
     assert state.record.failed["a"].endswith("nothing is left")
 
 

@@ -135,9 +135,9 @@ def tissue(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     rows = []
     for number in range(30):
-        centre, patient = number % 5, f"{number % 7:03d}"
+        center, patient = number % 5, f"{number % 7:03d}"
         row = {"": number, "patient": patient, "node": 4, "x_coord": 32 * number, "y_coord": 64,
-               "tumor": number // 3 % 2, "slide": 0, "center": centre, "split": 0}  # fmt: skip
+               "tumor": number // 3 % 2, "slide": 0, "center": center, "split": 0}  # fmt: skip
         rows.append(row)
         name = f"patch_patient_{patient}_node_4_x_{32 * number}_y_64.png"
         picture(tmp_path / "c" / "patches" / f"patient_{patient}_node_4" / name, number)
@@ -149,13 +149,13 @@ def test_camelyon17_gives_each_hospital_a_client_but_the_one_of_the_test(tissue)
     data = store(f"camelyon17:{tissue}", 4)
     assert data.dataset.shape == (3, 8, 8)
     assert data.dataset.classes == ("normal", "tumor")
-    for index, centre in enumerate((0, 1, 3, 4)):
+    for index, center in enumerate((0, 1, 3, 4)):
         own = data.client(index)
         values = torch.cat([own.train.x, own.test.x])[:, 0, 0, 0]
-        assert sorted(values.tolist()) == [n for n in range(30) if n % 5 == centre]
+        assert sorted(values.tolist()) == [n for n in range(30) if n % 5 == center]
         labels = torch.cat([own.train.y, own.test.y])
         assert sorted(zip(values.tolist(), labels.tolist(), strict=True)) == [
-            (n, n // 3 % 2) for n in range(30) if n % 5 == centre
+            (n, n // 3 % 2) for n in range(30) if n % 5 == center
         ]
     assert data.common_test.x[:, 0, 0, 0].tolist() == [n for n in range(30) if n % 5 == 2]
 

@@ -61,16 +61,16 @@ def test_a_round_closes_as_if_every_second_were_watched(times, enough, grace, ti
     [
         ({}, 10, 10, 10),
         ({"over_selection": 0.3}, 10, 13, 10),
-        ({"enough": 0.75}, 10, 10, 8),
-        ({"enough": 0.7}, 10, 10, 7),
-        ({"enough": 3.0}, 10, 10, 3),
-        ({"enough": 30.0}, 10, 10, 10),
-        ({"enough": 0.01}, 10, 10, 1),
+        ({"min_replies": 0.75}, 10, 10, 8),
+        ({"min_replies": 0.7}, 10, 10, 7),
+        ({"min_replies": 3.0}, 10, 10, 3),
+        ({"min_replies": 30.0}, 10, 10, 10),
+        ({"min_replies": 0.01}, 10, 10, 1),
         ({"over_selection": 0.5}, 10, 4, 4),
     ],
 )
 def test_enough_is_a_share_of_what_is_needed_or_a_number(given_, needed, awaited, expected):
-    assert closing(PaceSettings(**given_), needed, awaited).enough == expected
+    assert closing(PaceSettings(**given_), needed, awaited).min_replies == expected
 
 
 def test_how_many_are_asked():
@@ -91,7 +91,7 @@ def test_a_timeout_in_times_of_the_usual_round():
     [
         ({"timeout": "soon"}, "it takes seconds, such as 600, or times of the usual round"),
         ({"timeout": "0x"}, "it takes seconds"),
-        ({"enough": 1.5}, "a share > 0 and <= 1, or a number of clients from 2"),
+        ({"min_replies": 1.5}, "a share > 0 and <= 1, or a number of clients from 2"),
         ({"server_lr": 0.5}, "it takes 1 unless 'pace.mode' is asynchronous"),
         ({"candidates": 3}, "it takes 0 unless 'pace.select' is power-of-choice"),
     ],

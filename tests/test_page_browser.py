@@ -222,8 +222,8 @@ def test_nothing_overflows_and_the_schemes_differ(
             page = Opened(browser, path, width, scheme)
             assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
             style = "getComputedStyle(document.body)"
-            colours = page.tab.evaluate(f"[{style}.backgroundColor, {style}.color]")
-            backgrounds.append(tuple(colours))
+            colors = page.tab.evaluate(f"[{style}.backgroundColor, {style}.color]")
+            backgrounds.append(tuple(colors))
             assert page.faults == []
             page.tab.close()
     assert backgrounds[0] != backgrounds[1]

@@ -190,7 +190,7 @@ def test_at_the_papers_size_felo_and_velo_are_as_printed(tmp_path):
         own = values["method"]
         weights = [values[f"{own}.{name}"] for name in ("alpha", "feature-weight", "logit-weight")]
         assert weights == [1, 1, 1], label
-        assert values.get("velo.least-separation", 0) == 0, label
+        assert values.get("velo.min-separation", 0) == 0, label
         assert values.get("velo.memory", 2000) >= 20 * 100, label
 
 

@@ -69,7 +69,7 @@ UM_PFSSL = {
     "fraction": 0.1,
     "data.partition": "dirichlet",
     "data.alpha": 0.5,
-    "data.labelled-alpha": 0.5,
+    "data.labeled-alpha": 0.5,
     "models.pool": ["resnet9"],
     "training.optimizer": "sgd",
     "training.lr": 0.0001,
@@ -148,7 +148,7 @@ def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
         printed |= {"share-weights": True, "weighting": "clients", "feature-dim": 512}
         assert {key: found[f"{method}.{key}"] for key in printed} == printed
     if method == "velo":  # Algorithm 2, lines 4 to 7; 20 clients in 100 rounds send no more
-        assert (found["velo.least-separation"], found["velo.interval"]) == (0, 1)
+        assert (found["velo.min-separation"], found["velo.interval"]) == (0, 1)
         assert found["velo.memory"] >= 20 * 100
 
 
@@ -257,7 +257,7 @@ FEDTGP = {
     "fedtgp.lambda": 10.0,
     "fedtgp.margin": "nearest",
     "fedtgp.feature-dim": 512,
-    "fedtgp.most-margin": 100.0,
+    "fedtgp.max-margin": 100.0,
     "fedtgp.server-epochs": 100,
 }
 FED_ISIC = {"clients": 6, "fraction": 1.0, "rounds": 100}  # Appendix C: FLamby's centers

@@ -15,7 +15,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy.accounting import Plan, Release, combined, epoch, epsilon_of, solved
-from fedhet.settings.defence import MIN_CLASS_NOISE, MIN_NOISE, PrivacySettings
+from fedhet.settings.defense import MIN_CLASS_NOISE, MIN_NOISE, PrivacySettings
 
 DELTA = 1e-5
 noises = st.floats(0.5, 20)

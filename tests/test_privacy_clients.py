@@ -596,7 +596,7 @@ def test_a_line_for_which_the_disk_has_no_room_is_not_begun(tmp_path):
 
 
 def test_a_ledger_that_is_too_large_to_be_read_whole_releases_nothing_more(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedhet.privacy.ledger.MOST_BYTES", 1000)
+    monkeypatch.setattr("fedhet.privacy.ledger.MAX_BYTES", 1000)
     ledger = Ledger(tmp_path, "a")
     while not ledger.path.exists() or ledger.path.stat().st_size <= 1000:
         ledger.charge([Release(1.0)], lambda past: None, **entry())
@@ -765,10 +765,10 @@ def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr(promises, "solved", lambda *words: given.append(words) or Noise(9.0, 9, 9))
     client = at_site(private("felo", clients=2), tmp_path, privacy="epsilon=8 delta=1e-5")
-    client.promise.begin("second", 1)
-    assert client.promise.noise == Noise(9.0, 9, 9)
+    client.privacy.begin("second", 1)
+    assert client.privacy.noise == Noise(9.0, 9, 9)
     assert [words[3:] for words in given] == [(), ((),)]
-    client.promise._check(entries(tmp_path), Release(50.0))
+    client.privacy._check(entries(tmp_path), Release(50.0))
 
 
 def test_a_run_without_privacy_voids_the_guarantee_whatever_the_digest(tmp_path, call):
@@ -920,6 +920,6 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(
 
 
 def test_a_run_says_what_it_costs_before_it_starts():
-    assert private("felo", rounds=20).run.privacy.promise(20) == (
+    assert private("felo", rounds=20).run.privacy.privacy_mechanism(20) == (
         "20 rounds cost each client at most ε = 8 at δ = 1e-05"
     )

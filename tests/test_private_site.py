@@ -126,7 +126,7 @@ SETTINGS = {
 
 
 def test_every_setting_of_the_data_is_tried():
-    assert {"data.max-bytes", "data.labelled-alpha", "models.num-classes", "seed"} <= set(SETTINGS)
+    assert {"data.max-bytes", "data.labeled-alpha", "models.num-classes", "seed"} <= set(SETTINGS)
     assert all(SETTINGS.values())
 
 
@@ -172,7 +172,7 @@ def reply(folder, node=None, **run):
 
 ROUNDS = (
     {"metrics": "auc,macro-f1,test-loss,recall", "training.batch-size": 1000},
-    {"privacy.delta": 0.03, "data.labelled-alpha": 0.5, "data.labelled-least": 30},
+    {"privacy.delta": 0.03, "data.labeled-alpha": 0.5, "data.min-labeled": 30},
 )
 
 
@@ -258,7 +258,7 @@ def test_a_server_does_not_learn_a_size_by_bisection(tmp_path):
     seen = [outcome(folder, **{"data.max-bytes": each}) for each in sizes]
     assert all(each == seen[0] for each in seen)
     assert isinstance(seen[0], dict)
-    small = outcome(folder, {"most-data-bytes": size - 1}, **{"data.max-bytes": 2 * size})
+    small = outcome(folder, {"max-data-bytes": size - 1}, **{"data.max-bytes": 2 * size})
     assert small == READ_FAULT, "the site's own limit holds"
 
 
@@ -266,7 +266,7 @@ def test_a_server_does_not_learn_a_size_by_bisection(tmp_path):
 
 
 def tree(folder, extra=""):
-    """Write a tree of grey images of two classes; `extra` changes one file."""
+    """Write a tree of gray images of two classes; `extra` changes one file."""
     for name in ("cat", "dog"):
         (folder / "train" / name).mkdir(parents=True)
         for k in range(10):
@@ -349,7 +349,7 @@ def test_the_settings_of_a_run_do_not_choose_the_test_split(tmp_path):
     for run in ({}, {"seed": 7}, {"data.test-fraction": 0.1}):
         inner = joined(folder, **run)._client
         assert len(inner.y) == ROWS // 2
-        assert len(inner.unlabelled) == 0
+        assert len(inner.unlabeled) == 0
         rows = inner.samples.own.x[:, 0].numpy()
         if not run:
             first = rows

@@ -87,7 +87,7 @@ def test_data_without_labels_is_one_class(tmp_path):
         load(DIGITS.but(dataset=name, public_fraction=0))
 
 
-def test_unlabelled_images_lie_in_one_folder(tmp_path, monkeypatch):
+def test_unlabeled_images_lie_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "images" / "any").mkdir(parents=True)
     for number in range(6):

@@ -1,4 +1,4 @@
-"""Training recipes: schedules, clipping, augmentation, kept optimisers, assigned settings."""
+"""Training recipes: schedules, clipping, augmentation, kept optimizers, assigned settings."""
 
 import itertools
 from collections import Counter
@@ -102,7 +102,7 @@ def test_a_plateau_is_torchs(patience):
 
 
 def rate_in(server, number):
-    """The learning rate of a client's optimiser in a round."""
+    """The learning rate of a client's optimizer in a round."""
     client = client_of(server.ask(number)[0][0])
     client.state.restore(server.log.run_name, before=number)
     client.recipe.begin(number)
@@ -337,11 +337,11 @@ def test_the_order_of_the_clients_changes_nothing(tmp_path):
     assert found[0] == found[1]
 
 
-# --- the optimiser that is kept -------------------------------------------------------------
+# --- the optimizer that is kept -------------------------------------------------------------
 
 
 def uninterrupted(client, config, rounds):
-    """Train with one optimiser over all rounds, by hand."""
+    """Train with one optimizer over all rounds, by hand."""
     model = client.build_model()
     training = config.run.training
     adam = torch.optim.Adam(model.parameters(), lr=training.lr, fused=True)
@@ -356,7 +356,7 @@ def uninterrupted(client, config, rounds):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_kept_optimiser_is_one_that_never_ended(tmp_path, keep):
+def test_a_kept_optimizer_is_one_that_never_ended(tmp_path, keep):
     """Whether the client stays open or is read from disk."""
     config = small("local", clients=2, models="mlp", keep_optimizer=keep)
     server = Server(config, tmp_path / "run")
@@ -375,7 +375,7 @@ def test_a_kept_optimiser_is_one_that_never_ended(tmp_path, keep):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_an_optimisers_state_comes_back_in_the_parameters_layout(optimizer):
+def test_an_optimizers_state_comes_back_in_the_parameters_layout(optimizer):
     def model():
         return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
@@ -423,14 +423,14 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("method", RECIPES)
-def test_a_resumed_run_knows_its_optimisers_and_its_plateau(tmp_path, method):
+def test_a_resumed_run_knows_its_optimizers_and_its_plateau(tmp_path, method):
     changes = {"models": "mlp", "max_samples": 200, "lr": 0.03, "keep_optimizer": True}
     config = small(method, rounds=4, fraction=0.75, **changes, **RECIPES[method])
     cut_and_resumed(config, tmp_path, moment="after")
     assert len(records(tmp_path / "cut")) == 4
 
 
-def test_fedgems_server_keeps_its_optimiser_and_lowers_its_rate(tmp_path, monkeypatch):
+def test_fedgems_server_keeps_its_optimizer_and_lowers_its_rate(tmp_path, monkeypatch):
     rates = []
 
     def recorded(parameters, settings, compute):

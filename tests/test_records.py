@@ -13,7 +13,7 @@ from fedhet.runs.directory import (
     record_line,
     summary_text,
 )
-from fedhet.runs.measures import Tail, final_scores, relative, spread, summarise, tail_of
+from fedhet.runs.measures import Tail, final_scores, relative, spread, summarize, tail_of
 from fedhet.runs.records import (
     Partition,
     PastRound,
@@ -47,7 +47,7 @@ def filled() -> RoundRecord:
     record = RoundRecord(3)
     record.asked, record.answered = ["a", "b", "c"], ["a", "b"]
     record.failed["c"] = "gone"
-    record.accuracy = summarise({"common": {"private": {"a": 0.25, "b": 0.75, "c": 0.0}}}, ["c"])
+    record.accuracy = summarize({"common": {"private": {"a": 0.25, "b": 0.75, "c": 0.0}}}, ["c"])
     kinds = {"private": {"a": 0.125, "b": 0.75}, "local": {"a": 0.5, "b": 1.0}}
     record.relative = relative({"common": kinds})
     record.majority = {"common": {"a": 0.5, "b": 0.25}}
@@ -226,7 +226,7 @@ def rounds_of(means):
         record = RoundRecord(number)
         if mean is not None:
             clients = {"a": mean - 0.125, "b": mean + 0.125}
-            record.accuracy = summarise({"common": {"private": clients}})
+            record.accuracy = summarize({"common": {"private": clients}})
         records.append(record)
     return records
 

@@ -32,7 +32,7 @@ from fedhet.report import (
 )
 from fedhet.report.comparison_report import comparison_cells
 from fedhet.report.figures import drawings
-from fedhet.report.style import Drawing, told_apart
+from fedhet.report.style import Drawing, disambiguate
 from fedhet.report.tables import Blocks, Cell, Cells
 from fedhet.runs.units import human_bytes, human_seconds, natural, spans
 
@@ -490,7 +490,7 @@ def test_gaps_and_missing_numbers_are_drawn_as_such(tmp_path: Path) -> None:
     assert len(found.groups) == 1
 
 
-def test_figures_in_the_page_follow_its_colours(tmp_path: Path) -> None:
+def test_figures_in_the_page_follow_its_colors(tmp_path: Path) -> None:
     source = Page(write_page(load_run(make(tmp_path / "run")))).source
     assert "stroke: var(--s0)" in source
     assert "fill: var(--ink)" in source
@@ -501,7 +501,7 @@ def test_figures_in_the_page_follow_its_colours(tmp_path: Path) -> None:
 # Runs side by side
 
 
-def test_groups_are_labelled_by_what_differs(tmp_path: Path) -> None:
+def test_groups_are_labeled_by_what_differs(tmp_path: Path) -> None:
     for seed in range(3):
         make(tmp_path / f"a{seed}", seed=seed, table={"share-weights": True, "alpha": 1.0})
         make(tmp_path / "deep" / f"b{seed}", seed=seed, table={"share-weights": False, "alpha": 1})
@@ -780,7 +780,7 @@ def test_units() -> None:
     ],
 )
 def test_short_labels_differ_wherever_a_difference_begins(names: list[str]) -> None:
-    found = told_apart(names, 22)
+    found = disambiguate(names, 22)
     assert all(len(label) <= 22 for label in found)
     words = "=" in names[0]  # within a single word there is nothing to begin at
     assert not words or len(set(found)) == len(set(names))

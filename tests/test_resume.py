@@ -29,7 +29,7 @@ from fedhet.config.resolve import resolve
 from fedhet.config.sources import read_toml
 from fedhet.methods.registry import method_names
 from fedhet.report import load_run
-from fedhet.runs.directory import forget_models
+from fedhet.runs.directory import delete_models
 from fedhet.runs.storage import Checkpoints, save
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_not_this_runs_or_not_finite_is_passed_over(tmp_pat
     save(last, tensors, {name: value for name, value in sound.items() if value is not None})
     notices = []
     found = ours.newest(notices.append, 2)
-    assert (found.round, found.facts["state"]) == (1, "1")
+    assert (found.round, found.metadata["state"]) == (1, "1")
     assert found.tensors["w"].tolist() == [1, 1]
     assert "round-000002" in notices[0]
     assert "the checkpoint before it is tried" in notices[0]
@@ -237,7 +237,7 @@ def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
     run(small("local", rounds=2, clients=2), whole)
     (whole / "late").mkdir()  # replies that no round has used hold weights as well
     (whole / "late" / "client-0.safetensors").write_bytes(b"weights")
-    forget_models(whole)
+    delete_models(whole)
     assert not list(whole.rglob("*.safetensors"))
     numbers = (whole / "metrics.jsonl").read_bytes()
     longer = resumed(small("local", rounds=3, clients=2), whole)
@@ -254,12 +254,12 @@ def test_a_checkpoint_of_integers_is_one_line(tmp_path):
     checkpoints = checkpoints_of(config, tmp_path / "cut")
     last = checkpoints.newest(print, 9)
     whole = {name: np.asarray(value).astype(np.int64) for name, value in last.tensors.items()}
-    checkpoints.write(last.round, whole, last.facts)
+    checkpoints.write(last.round, whole, last.metadata)
     with pytest.raises(StateError, match=r"not fit the method fedavg: .* is int64, not float32"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
-@pytest.mark.parametrize("missing", ["centre", "spread", "encoder.0.weight"])
+@pytest.mark.parametrize("missing", ["center", "spread", "encoder.0.weight"])
 def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_path, missing):
     config = small("velo", rounds=2, models="mlp", max_samples=200, **VELO)
     with pytest.raises(CutError):
@@ -267,7 +267,7 @@ def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_pa
     checkpoints = checkpoints_of(config, tmp_path / "cut")
     last = checkpoints.newest(print, 9)
     kept = {name: value for name, value in last.tensors.items() if name != f"cvae/{missing}"}
-    checkpoints.write(last.round, kept, last.facts)
+    checkpoints.write(last.round, kept, last.metadata)
     with pytest.raises(StateError, match=f"does not fit the method velo: .*{missing}"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 

@@ -165,9 +165,9 @@ def slow_filter(points, share):
     weights = np.ones(clients)
     while True:
         mean = (weights[:, None] * points).sum(0) / weights.sum()
-        centred = points - mean
-        values, vectors = np.linalg.eigh((weights[:, None] * centred).T @ centred / weights.sum())
-        along = np.where(weights > 0, (centred @ vectors[:, -1]) ** 2, 0)
+        centered = points - mean
+        values, vectors = np.linalg.eigh((weights[:, None] * centered).T @ centered / weights.sum())
+        along = np.where(weights > 0, (centered @ vectors[:, -1]) ** 2, 0)
         lower = weights * (1 - along / along.max())
         if values[-1] <= limit or (lower < 0.5).sum() > f:
             return weights >= 0.5

@@ -171,7 +171,9 @@ def test_an_error_that_a_client_answers_is_printable():
 
 
 def test_figures_are_numbers_that_json_has(state):
-    state.figures({"half": np.float32(0.5), "seven": np.int64(7), "none": np.nan, "inf": np.inf})
+    state.add_metrics(
+        {"half": np.float32(0.5), "seven": np.int64(7), "none": np.nan, "inf": np.inf}
+    )
     assert state.record.method == {"half": 0.5, "seven": 7.0}
     assert {type(value) for value in state.record.method.values()} == {float}
 
@@ -344,7 +346,7 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
 ):
     state = RoundState(2, notices.append)
     state.start(1)
-    assert state.settle(["a", "b"]) is False
+    assert state.finalize(["a", "b"]) is False
     assert (state.rollback.good, state.rollback.formed) == (0, 1)
     state.start(2)
     for number in range(unable):
@@ -352,17 +354,17 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
             raise KnowledgeError("x", "answer", "training diverged")
     state.drop("silent-1", "no answer", "silent")
     state.drop("silent-2", "no answer", "silent")
-    assert state.settle([f"well-{n}" for n in range(answered)]) is back
+    assert state.finalize([f"well-{n}" for n in range(answered)]) is back
     if answered and not back:
         assert (state.rollback.good, state.rollback.formed) == (1, 2)
     if back:
-        state.went_back()
+        state.rolled_back()
         assert (state.rollback.good, state.rollback.formed) == (2, 2)
         assert state.enter_health(["unable-0"]) == []
         state.start(3)
         with state.dropping("a"):
             raise KnowledgeError("x", "answer", "training diverged")
-        assert state.settle([]) is False, "there is nothing further back"
+        assert state.finalize([]) is False, "there is nothing further back"
 
 
 def test_before_anything_has_worked_there_is_nothing_to_go_back_to(notices):
@@ -370,4 +372,4 @@ def test_before_anything_has_worked_there_is_nothing_to_go_back_to(notices):
     state.start(1)
     with state.dropping("a"):
         raise KnowledgeError("x", "answer", "training diverged")
-    assert state.settle([]) is False
+    assert state.finalize([]) is False

@@ -82,7 +82,7 @@ def test_the_best_is_the_most_accurate_then_the_least_lossy_then_the_first():
 
 
 def plain_training(model, space, x, y, candidate, epochs, size, order):
-    """Cross-entropy on the client's classes with torch's own optimisers, a rate for each epoch."""
+    """Cross-entropy on the client's classes with torch's own optimizers, a rate for each epoch."""
     make = {"adam": torch.optim.Adam, "sgd": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}
     optimizer = make[candidate.optimizer](model.parameters(), lr=candidate.lr)
     rate = candidate.lr
@@ -158,8 +158,8 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
     expected = max(scored, key=scored.get)
     assert len(set(scored.values())) > 4
     client.train(1, PREDICT)
-    client.state.facts["participations"] = 1
-    facts = client.state.facts
+    client.state.metadata["participations"] = 1
+    facts = client.state.metadata
     assert (facts["search.optimizer"], facts["search.decay"]) == (
         expected.optimizer,
         expected.decay,
@@ -204,8 +204,8 @@ def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
             client._train(round, sent)
         one, other = (c.models["private"].state_dict() for c in (plain, searching))
         assert all(torch.equal(one[name], other[name]) for name in one), round
-    assert "search.lr" in searching.state.facts
-    assert "search.lr" not in plain.state.facts
+    assert "search.lr" in searching.state.metadata
+    assert "search.lr" not in plain.state.metadata
 
 
 def test_what_was_found_is_kept_with_the_private_model(tmp_path):
@@ -218,7 +218,7 @@ def test_what_was_found_is_kept_with_the_private_model(tmp_path):
     for index, (proxy, _) in enumerate(server.ask(3)):
         client = config.method.client(config, proxy._proxy._node)
         client.state.restore(server.log.run_name, before=3)
-        found.append({k: v for k, v in client.state.facts.items() if k.startswith("search.")})
+        found.append({k: v for k, v in client.state.metadata.items() if k.startswith("search.")})
         if index == 0:
             rate = found[0]["search.lr"] * found[0]["search.update"]
             assert client.training.lr == pytest.approx(rate)
@@ -232,7 +232,7 @@ def test_too_little_data_is_not_searched_on(tmp_path, count):
     few = torch.arange(count)
     client.samples.own = type(client.samples.own)(client.x[few], client.y[few])
     client.train(1, PREDICT)
-    assert ("search.lr" in client.state.facts) == (count == 3)
+    assert ("search.lr" in client.state.metadata) == (count == 3)
 
 
 @pytest.mark.parametrize(

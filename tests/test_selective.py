@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rounds import softmax
 
 from fedhet.algorithms.distillation import (
-    LEAST_ENTROPY,
+    MIN_ENTROPY,
     Targets,
     fuse,
     fuse_all,
@@ -37,7 +37,7 @@ def reference_alpha(logits, labels):
             terms = {}
             for j in range(clients):
                 if logits[j, i].argmax() == labels[i]:
-                    h = max(reference_entropy(logits[j, i]), LEAST_ENTROPY)
+                    h = max(reference_entropy(logits[j, i]), MIN_ENTROPY)
                     terms[j] = (Decimal(1) / Decimal(h)).exp()
             for j, term in terms.items():
                 alpha[j, i] = float(term / sum(terms.values()))

@@ -72,7 +72,7 @@ def test_velo_has_every_experiment_of_felos(name):
     """A preset of Felo's given to another method loses Felo's own settings, the width too."""
     felo, velo = read_preset(name), read_preset(name.replace("felo", "velo"))
     own = {key.replace("felo.", "velo."): value for key, value in felo.items()}
-    algorithm_2 = {"velo.interval": 1, "velo.least-separation": 0.0, "velo.memory": 2000}
+    algorithm_2 = {"velo.interval": 1, "velo.min-separation": 0.0, "velo.memory": 2000}
     assert {**own, "method": "velo", **algorithm_2} == velo
 
 
@@ -197,13 +197,13 @@ USUAL = ("cnn2", "cnn3", "mlp", "gems-resnet11", "resnet10")
 def test_what_follows_from_the_method_is_filled_in(method):
     run, spec = resolve({"method": method}).run, find_method(method).spec
     assert run.data.public_fraction == (0.2 if spec.needs_public else 0.0)
-    assert run.data.labelled_alpha == (0.5 if spec.needs_unlabelled else 0.0)
+    assert run.data.labeled_alpha == (0.5 if spec.needs_unlabeled else 0.0)
     assert run.models.pool == spec.pool(IMAGE)
     assert run.rounds == (spec.settings().fixed_rounds() or 10)
 
 
 @pytest.mark.parametrize(
-    ("method", "public", "labelled", "pool", "rounds"),
+    ("method", "public", "labeled", "pool", "rounds"),
     [
         ("felo", 0.0, 0.0, USUAL, 10),
         ("fedavg", 0.0, 0.0, ("cnn2",), 10),
@@ -211,15 +211,15 @@ def test_what_follows_from_the_method_is_filled_in(method):
         ("um-pfssl", 0.0, 0.5, ("cnn2-dropout",), 10),
     ],
 )
-def test_what_some_methods_have_by_default(method, public, labelled, pool, rounds):
+def test_what_some_methods_have_by_default(method, public, labeled, pool, rounds):
     run = resolve({"method": method}).run
-    assert (run.data.public_fraction, run.data.labelled_alpha) == (public, labelled)
+    assert (run.data.public_fraction, run.data.labeled_alpha) == (public, labeled)
     assert (run.models.pool, run.rounds) == (pool, rounds)
 
 
 @pytest.mark.parametrize("method", method_names())
 def test_what_the_user_says_is_not_overruled(method):
-    said = {"data.public-fraction": 0.3, "data.labelled-alpha": 2.0, "models.pool": ["resnet9"]}
+    said = {"data.public-fraction": 0.3, "data.labeled-alpha": 2.0, "models.pool": ["resnet9"]}
     flat = resolve({"method": method, **said}).flat()
     assert {name: flat[name] for name in said} == said
     run = resolve({"method": method, "data.public-dataset": "digits"}).run

@@ -33,7 +33,7 @@ def test_the_t_test_is_that_of_the_mean_over_its_standard_error(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_wilcoxons_p_is_the_share_of_signs_as_extreme(seed):
-    """Over all signs of the ranks, which are equally likely if the centre is 0."""
+    """Over all signs of the ranks, which are equally likely if the center is 0."""
     differences = np.random.default_rng(seed).normal(0.5, 1, size=4 + seed)
     ranks = abs(differences).argsort().argsort() + 1
     middle = ranks.sum() / 2

@@ -48,9 +48,9 @@ def asked(node=None, **run):
 @pytest.mark.parametrize(
     ("run", "limit"),
     [
-        ({"training__local-epochs": 10**6}, "'most-epochs' is 1000"),
-        ({"method": "cofed", "cofed__update-epochs": 10**6}, "'most-epochs' is 1000"),
-        ({"models__num-classes": 100_000}, "'most-model-bytes'"),
+        ({"training__local-epochs": 10**6}, "'max-epochs' is 1000"),
+        ({"method": "cofed", "cofed__update-epochs": 10**6}, "'max-epochs' is 1000"),
+        ({"models__num-classes": 100_000}, "'max-model-bytes'"),
     ],
 )
 def test_what_exceeds_a_sites_limits_is_one_line(run, limit):
@@ -60,10 +60,10 @@ def test_what_exceeds_a_sites_limits_is_one_line(run, limit):
 
 def test_a_sites_limits_are_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path))
-    with pytest.raises(SettingsError, match="'most-epochs' is 2"):
-        client_fn(asked({"most-epochs": 2}, **{"training__local-epochs": 3}))
+    with pytest.raises(SettingsError, match="'max-epochs' is 2"):
+        client_fn(asked({"max-epochs": 2}, **{"training__local-epochs": 3}))
     np.savez(tmp_path / "train.npz", x=np.zeros((40, 8, 8), np.uint8), y=np.arange(40) % 2)
-    node = {"data": str(tmp_path), "name": "site-a", "most-data-bytes": 1000}
+    node = {"data": str(tmp_path), "name": "site-a", "max-data-bytes": 1000}
     with pytest.raises(FedhetError, match=r"data.max-bytes"):
         client_fn(asked(node, **{"models__num-classes": 2}))
 
@@ -114,8 +114,8 @@ def test_a_round_that_takes_too_long_is_ended():
             while True:
                 time.sleep(0.01)
 
-    client, started = SiteClient(Endless(), NodeSettings(most_seconds=1)), time.perf_counter()
-    with pytest.raises(FedhetError, match="'most-seconds', 1"):
+    client, started = SiteClient(Endless(), NodeSettings(max_seconds=1)), time.perf_counter()
+    with pytest.raises(FedhetError, match="'max-seconds', 1"):
         client.fit([], {})
     assert 0.9 < time.perf_counter() - started < 5
 
@@ -137,10 +137,10 @@ def test_after_a_round_that_took_too_long_a_client_goes_on_as_if_it_had_not_been
         time.sleep(30)
 
     client.train = too_long
-    limited = SiteClient(client, NodeSettings(most_seconds=1))
+    limited = SiteClient(client, NodeSettings(max_seconds=1))
     _, samples, said = limited.fit(arrays, dict(ins.config))
     assert samples == 0
-    assert "'most-seconds', 1" in said["error"]
+    assert "'max-seconds', 1" in said["error"]
     assert not list(tmp_path.rglob("round-*.safetensors"))
     client.train = trained
     again, _, _ = limited.fit(arrays, dict(ins.config))
@@ -154,8 +154,8 @@ def test_means_of_few_samples_stay_at_the_site(tmp_path, method, by_site):
     """Whatever the run asks for: the larger of its limit and the site's counts."""
     least = 9
     limits = (1, least) if by_site else (least, 1)
-    run = small(method, clients=2, alpha=0.3, rounds=1, least_per_class=limits[0])
-    site = NodeSettings(least_per_class=limits[1])
+    run = small(method, clients=2, alpha=0.3, rounds=1, min_samples_per_class=limits[0])
+    site = NodeSettings(min_samples_per_class=limits[1])
     config = within_limits(run, site)
     few = 0
     for proxy, result in Server(config, tmp_path).play(1)[1]:
@@ -167,7 +167,7 @@ def test_means_of_few_samples_stay_at_the_site(tmp_path, method, by_site):
 
 
 def test_a_client_whose_classes_are_all_small_sends_none_and_the_others_go_on(tmp_path):
-    server = Server(small("felo", clients=2, least_per_class=10_000), tmp_path)
+    server = Server(small("felo", clients=2, min_samples_per_class=10_000), tmp_path)
     server.play(1)
     _, answers = server.play(2)
     assert [len(reply_of(result).tensors["classes"]) for _, result in answers] == [0, 0]

@@ -18,7 +18,7 @@ from torch import nn
 import fedhet.runs.storage
 from fedhet.base.disk import Folder
 from fedhet.base.errors import StateError
-from fedhet.runs.storage import ClientStore, load, load_facts, save
+from fedhet.runs.storage import ClientStore, load, load_metadata, save
 
 CPU = torch.device("cpu")
 STATE = "round-000001.safetensors"
@@ -159,7 +159,7 @@ def test_facts_and_names_come_back(tmp_path_factory, kept, sizes):
     tensors = {name: torch.full((size,), float(size)) for name, size in sizes.items()}
     save(path, tensors, kept)
     loaded, came = load(path)
-    assert came == kept == load_facts(path)
+    assert came == kept == load_metadata(path)
     assert {name: type(value) for name, value in came.items()} == {
         name: type(value) for name, value in kept.items()
     }
@@ -171,7 +171,7 @@ def test_a_state_that_is_saved_again_is_replaced(store):
     for number in range(4):
         store.save(1, {f"t{number}": torch.tensor(number)}, {"version": number})
         tensors, facts = store.load(1)
-        assert facts == store.facts(1) == {"version": number}
+        assert facts == store.metadata(1) == {"version": number}
         assert list(tensors) == [f"t{number}"]
     assert files(store.root) == [STATE]
 
@@ -186,7 +186,7 @@ def test_the_last_three_rounds_are_kept_and_none_of_a_forgotten_future(rounds):
             store.save(number, {"w": torch.tensor(version)}, {"version": version})
             expected = [*[known for known in expected if known < number][-2:], number]
             assert store.rounds() == expected
-            assert store.load(number)[0]["w"] == version == store.facts(number)["version"]
+            assert store.load(number)[0]["w"] == version == store.metadata(number)["version"]
 
 
 def test_a_name_that_no_state_has(store):
@@ -209,12 +209,12 @@ def test_clients_and_runs_do_not_share(tmp_path):
     stores = [ClientStore(tmp_path, run, client) for run in ("a", "b") for client in ("c", "d")]
     for number, one in enumerate(stores):
         one.save(1, {}, {"version": number})
-    assert [one.facts(1) for one in stores] == [{"version": n} for n in range(4)]
+    assert [one.metadata(1) for one in stores] == [{"version": n} for n in range(4)]
 
 
 def test_nothing_saved(store):
     assert store.rounds() == []
-    for read in (store.facts, lambda round: store.load(round)):
+    for read in (store.metadata, lambda round: store.load(round)):
         with pytest.raises(StateError, match="cannot read"):
             read(1)
     assert files(store.root) == []
@@ -266,7 +266,7 @@ def test_a_file_cut_at_every_position(store):
     for end in itertools.chain(range(0, len(whole) - 1, 7), [len(whole) - 1]):
         store.path(1).write_bytes(whole[:end])
         fault(store.path(1))
-        fault(store.path(1), load_facts)
+        fault(store.path(1), load_metadata)
 
 
 def test_a_file_too_long(store):
@@ -310,7 +310,7 @@ def test_garbage(tmp_path, case):
     path = tmp_path / "state.safetensors"
     path.write_bytes(GARBAGE[case])
     fault(path)
-    fault(path, load_facts)
+    fault(path, load_metadata)
 
 
 METADATA = {
@@ -332,7 +332,7 @@ def test_a_foreign_safetensors_file(tmp_path, case):
     path = tmp_path / "state.safetensors"
     save_file({"w": torch.ones(2)}, path, metadata=METADATA[case])
     fault(path)
-    fault(path, load_facts)
+    fault(path, load_metadata)
 
 
 def test_a_folder_in_the_place_of_a_state(tmp_path):
@@ -391,7 +391,7 @@ def test_a_failed_write_leaves_what_was_there(store, monkeypatch, case, first):
         assert store.path(1).read_bytes() == before
         assert torch.equal(store.load(1)[0]["w"], OLD[0]["w"])
     store.save(1, *NEW)
-    assert store.facts(1) == NEW[1]
+    assert store.metadata(1) == NEW[1]
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError, SystemExit])
@@ -443,7 +443,7 @@ def test_a_file_that_may_not_be_replaced(store):
     folder.chmod(0o500)
     try:
         fault(store.path(1), lambda _: store.save(1, *NEW))
-        assert store.facts(1) == OLD[1]
+        assert store.metadata(1) == OLD[1]
     finally:
         folder.chmod(0o700)
 

@@ -23,7 +23,7 @@ from fedhet.data.cells import read_table
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.tables import TableSchema, encode, found_schema, labelled, read_schema
+from fedhet.data.tables import TableSchema, encode, found_schema, labeled, read_schema
 from fedhet.inference.client import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]
@@ -231,7 +231,7 @@ def test_a_sites_number_that_is_none(tmp_path, value):
     schema = found_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
     path = write(tmp_path / "b.csv", [*ROWS, [value, *ROWS[0][1:]]])
     with pytest.raises(DataError, match=r"b.csv: line 6, column 'age': '.*' (is not|must be)"):
-        labelled(schema, read_table(path, spec()))
+        labeled(schema, read_table(path, spec()))
 
 
 def site(folder, rows, schema, head=HEAD):
@@ -361,7 +361,7 @@ def column_of(tmp_path, values, name="all.csv", **changes):
 
 
 def expected(values):
-    """A column of numbers, None if missing: centred and scaled, with a feature of missing ones."""
+    """A column of numbers, None if missing: centered and scaled, with a feature of missing ones."""
     numbers = np.array([np.nan if v is None else v for v in values], float)
     own = np.nan_to_num((numbers - np.nanmean(numbers)) / np.nanstd(numbers))
     gone = np.isnan(numbers)
@@ -679,7 +679,7 @@ def test_a_sites_spelling_is_the_schemas_word_and_it_is_said(tmp_path, caplog):
         return [row[0], row[1].capitalize(), row[2].upper(), f"{row[3]}.0"]
 
     folder, schema, rows = public_and_site(tmp_path, shout)
-    found = labelled(schema, read_table(folder / "train.csv", spec()))
+    found = labeled(schema, read_table(folder / "train.csv", spec()))
     assert found.x.equal(encode(schema, read_table(tmp_path / "public.csv", spec())))
     assert found.y.tolist() == [int(row[3]) for row in rows]
     assert "column 'smoker': read 'No' as 'no'" in caplog.text or "'Yes' as 'yes'" in caplog.text

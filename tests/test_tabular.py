@@ -168,8 +168,8 @@ def test_unused_rows_are_real_and_nobodys(tmp_path):
     assert (len(used), len(left), len(whole)) == (40, 40, 80)
     rows = [Counter(map(tuple, split.x.tolist())) for split in (used, left, whole)]
     assert rows[0] + rows[1] == rows[2]
-    labelled = {tuple(x): y for x, y in zip(whole.x.tolist(), whole.y.tolist(), strict=True)}
-    assert [labelled[tuple(x)] for x in left.x.tolist()] == left.y.tolist()
+    labeled = {tuple(x): y for x, y in zip(whole.x.tolist(), whole.y.tolist(), strict=True)}
+    assert [labeled[tuple(x)] for x in left.x.tolist()] == left.y.tolist()
     few = RunData(spec.but(public_samples=12)).public_set(*ROWS, None)
     assert len(few) == 12
     assert not Counter(map(tuple, few.x.tolist())) - rows[1]

@@ -257,13 +257,11 @@ def test_a_sites_labels_are_the_runs(tmp_path):
 
 def test_a_sites_texts_without_a_class(tmp_path):
     tree(tmp_path)
-    (tmp_path / "train" / "unlabelled").mkdir()
-    (tmp_path / "train" / "unlabelled" / "a.txt").write_text("a bird")
+    (tmp_path / "train" / "unlabeled").mkdir()
+    (tmp_path / "train" / "unlabeled" / "a.txt").write_text("a bird")
     for wanted in (True, False):
-        found = site_data(
-            str(tmp_path), spec=spec("x"), classes=2, name="site-b", unlabelled=wanted
-        )
-        assert len(found.unlabelled) == wanted
+        found = site_data(str(tmp_path), spec=spec("x"), classes=2, name="site-b", unlabeled=wanted)
+        assert len(found.unlabeled) == wanted
         assert found.left_aside == (not wanted)
     assert found.shape == (0, 128, 8192)
 

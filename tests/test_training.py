@@ -189,7 +189,7 @@ def test_train_epochs_is_so_many_epochs(case):
     assert len(steps) == 3 * batches_an_epoch
 
 
-def test_settings_change_what_is_learnt():
+def test_settings_change_what_is_learned():
     """So that no setting is ignored: each changes the weights by itself."""
     base = TrainingSettings(
         optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=0.01
@@ -324,7 +324,7 @@ def test_evaluation_changes_nothing(training):
     assert torch.equal(torch.get_rng_state(), state), "dropout did not draw"
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    # Batch normalisation by its running statistics: a batch of one is scored like any other.
+    # Batch normalization by its running statistics: a batch of one is scored like any other.
     assert first.accuracy == second.accuracy
     assert first.loss == pytest.approx(second.loss, rel=1e-5)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())

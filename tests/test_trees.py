@@ -108,7 +108,7 @@ def test_a_layout_is_read_and_every_other_file_is_counted(tmp_path, case, caplog
     assert any(said in line for line in lines) if said else not lines
     total = sum(len(files) for _, _, files in os.walk(tree.root))
     used = sum(train.values()) + sum((test or {}).values())
-    apart = len(tree.unlabelled or ())
+    apart = len(tree.unlabeled or ())
     assert total == used + len(tree.unused) + apart, "each file is used or counted"
     assert all("\n" not in line for line in lines)
 
@@ -174,9 +174,9 @@ def test_a_site_decides_by_its_list_of_classes(tmp_path):
     with pytest.raises(DataError, match="list the classes in classes"):
         site_data(str(root), spec=spec.but(class_level=1), classes=2, name="s")
     plant(root, "Training/a/x.png", "Training/b/x.png", "Training/unlabeled/*3.png", "Training/c/")
-    found = site_data(str(root), spec=spec, classes=3, name="s", unlabelled=True)
+    found = site_data(str(root), spec=spec, classes=3, name="s", unlabeled=True)
     assert (found.classes, found.space) == (("a", "b", "c"), (0, 1))
-    assert len(found.unlabelled) == 3
+    assert len(found.unlabeled) == 3
 
 
 def test_names_of_parts():
@@ -233,21 +233,21 @@ def shown(path, **changes):
 
 
 RNG = np.random.default_rng(0)
-COLOURS = RNG.integers(0, 256, (4, 6, 3), np.uint8)
+COLORS = RNG.integers(0, 256, (4, 6, 3), np.uint8)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format", ["png", "webp", "tiff"])
 def test_an_image_is_turned_as_its_exif_data_says(tmp_path, orientation, format):
     turned = {  # EXIF 2.3, 4.6.4: where row 0 and column 0 of the stored image are seen
-        1: COLOURS, 2: COLOURS[:, ::-1], 3: COLOURS[::-1, ::-1], 4: COLOURS[::-1],
-        5: COLOURS.transpose(1, 0, 2), 6: COLOURS[::-1].transpose(1, 0, 2),
-        7: COLOURS[::-1, ::-1].transpose(1, 0, 2), 8: COLOURS[:, ::-1].transpose(1, 0, 2),
+        1: COLORS, 2: COLORS[:, ::-1], 3: COLORS[::-1, ::-1], 4: COLORS[::-1],
+        5: COLORS.transpose(1, 0, 2), 6: COLORS[::-1].transpose(1, 0, 2),
+        7: COLORS[::-1, ::-1].transpose(1, 0, 2), 8: COLORS[:, ::-1].transpose(1, 0, 2),
     }  # fmt: skip
     exif = PIL.Image.Exif()
     exif[0x0112] = orientation
     options = {"lossless": True} if format == "webp" else {}
-    PIL.Image.fromarray(COLOURS).save(tmp_path / f"a.{format}", exif=exif, **options)
+    PIL.Image.fromarray(COLORS).save(tmp_path / f"a.{format}", exif=exif, **options)
     assert np.array_equal(shown(tmp_path / f"a.{format}").transpose(1, 2, 0), turned[orientation])
 
 
@@ -275,9 +275,9 @@ def test_sixteen_bits_are_scaled_by_their_range(tmp_path):
         image = PIL.Image.fromarray(values)
         image.save(tmp_path / name)
         assert shown(tmp_path / name).tolist() == [[[0, 1, 4, 16, 255]]], name
-    PIL.Image.fromarray(COLOURS[..., 0]).save(tmp_path / "b.png")
+    PIL.Image.fromarray(COLORS[..., 0]).save(tmp_path / "b.png")
     both = decode([str(tmp_path / "a.png"), str(tmp_path / "b.png")], DataSpec(image_size=2))
-    assert both.shape == (2, 1, 2, 2), "grey images of 8 and of 16 bits stay grey"
+    assert both.shape == (2, 1, 2, 2), "gray images of 8 and of 16 bits stay gray"
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
@@ -291,7 +291,7 @@ def test_bilevel_and_palette_images(tmp_path):
     bits = np.array([[0, 255, 255]], np.uint8)
     PIL.Image.fromarray(bits).convert("1").save(tmp_path / "a.png")
     assert shown(tmp_path / "a.png").tolist() == [bits.tolist()] * 3
-    quantized = PIL.Image.fromarray(COLOURS).quantize(16)
+    quantized = PIL.Image.fromarray(COLORS).quantize(16)
     quantized.save(tmp_path / "b.gif")
     palette = np.array(quantized.getpalette()).reshape(-1, 3)
     expected = palette[np.asarray(quantized)]

@@ -68,7 +68,7 @@ def masks(client, state, number, version):
     model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
     client.compute.place(model)  # rounding decides between pseudo-labels that are equally sure
     with seeded(client.run.seed, client.info.name, "masks", number, version):
-        return model, predictive(model, client.unlabelled.x, client.settings.passes)
+        return model, predictive(model, client.unlabeled.x, client.settings.passes)
 
 
 def reference_relation(client, state, number, version, kind="en+ta"):
@@ -79,7 +79,7 @@ def reference_relation(client, state, number, version, kind="en+ta"):
     model.eval()
     with torch.no_grad():
         right = [int(model(x[None]).argmax()) == y for x, y in zip(client.x, client.y, strict=True)]
-    mu = len(client.y) / (len(client.y) + len(client.unlabelled))
+    mu = len(client.y) / (len(client.y) + len(client.unlabeled))
     return {"en": sure, "ta": np.mean(right), "en+ta": (1 - mu) * sure + mu * np.mean(right)}[kind]
 
 
@@ -117,7 +117,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
     }
     predictions = {j: masks(client, s, j, 1)[1].double().numpy() for j, s in states.items()}
     pseudo = []
-    for i in range(len(client.unlabelled)):
+    for i in range(len(client.unlabeled)):
         h = {j: -sum(p * np.log(p) for p in rows[i] if p > 0) for j, rows in predictions.items()}
         pseudo.append(predictions[min(h, key=h.get)][i])
 
@@ -130,7 +130,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
     )
     client.compute.place(model)
     descent = torch.optim.SGD(model.train().parameters(), lr=0.02, momentum=0.9)
-    x = torch.cat([client.x, client.unlabelled.x]) if pseudo_labels else client.x
+    x = torch.cat([client.x, client.unlabeled.x]) if pseudo_labels else client.x
     order = client.generator(2, "batches")
     quiet(model)
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
             descent.step()
     for name, tensor in model.state_dict().items():
         np.testing.assert_allclose(answer.group("weights")[name], tensor, rtol=1e-3, atol=5e-4)
-    error = np.mean(np.argmax(pseudo, 1) != client.unlabelled.y.numpy())
+    error = np.mean(np.argmax(pseudo, 1) != client.unlabeled.y.numpy())
     assert answer.scalars["pseudo_error"] == pytest.approx(error)
     listed = dict(zip(answer.tensors["numbers"], answer.tensors["relations"], strict=True))
     assert listed[3] == pytest.approx(relations[3], abs=1e-5)
@@ -186,17 +186,17 @@ def test_a_warm_up_has_a_least_number_of_steps(tmp_path, steps, epochs):
     assert made == [epochs]
 
 
-@pytest.mark.parametrize("part", ["labelled", "unlabelled"])
+@pytest.mark.parametrize("part", ["labeled", "unlabeled"])
 def test_a_client_may_have_nothing_but_one_part(tmp_path, part):
     client = opened(tmp_path)
     one = Split(client.x, client.y)
     none = Split(client.x[:0], client.y[:0])
-    client.samples.own, client.samples.unlabelled = (one, none)[:: 1 if part == "labelled" else -1]
-    client.unlabelled = client.samples.unlabelled
+    client.samples.own, client.samples.unlabeled = (one, none)[:: 1 if part == "labeled" else -1]
+    client.unlabeled = client.samples.unlabeled
     before = weights_of(client)
     client.train(1, message(train=False))
     warm = weights_of(client)
-    assert torch.equal(before, warm) == (part == "unlabelled")
+    assert torch.equal(before, warm) == (part == "unlabeled")
     client.train(2, message(rows=[(3, 1, FILL, 7)]))
     assert not torch.equal(warm, weights_of(client))
     assert weights_of(client).isfinite().all()
@@ -211,9 +211,9 @@ def listed(answer):
 
 
 @pytest.mark.usefixtures("steady_adam")
-def test_the_warm_up_sees_labelled_samples_alone(tmp_path):
+def test_the_warm_up_sees_labeled_samples_alone(tmp_path):
     client = opened(tmp_path, warm_up=2)
-    client.unlabelled.x.fill_(torch.nan)  # would make the weights NaN too
+    client.unlabeled.x.fill_(torch.nan)  # would make the weights NaN too
     quiet(client.models["private"])
     answer = client.train(1, message(train=False))
     model = models.build(MODEL, (1, 8, 8), 10, seed=0).train()
@@ -240,7 +240,7 @@ def test_who_only_searches_keeps_its_model(tmp_path):
     assert not answer.group("weights")
     assert "pseudo_error" not in answer.scalars
     assert all(torch.equal(t, before[n]) for n, t in client.models["private"].state_dict().items())
-    assert client.state.facts["trained"] == 2
+    assert client.state.metadata["trained"] == 2
     assert listed(answer)[0] == 2
     assert listed(answer).get(2, 2) == 2  # the newer version, if it is still a helper
 
@@ -514,7 +514,7 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
 
 def test_a_run_learns_more_than_training_alone(tmp_path):
     """Helpers of the same distribution: pseudo-labels get better, and models by far."""
-    alike = {"partition": "iid", "labelled-alpha": 0.3, "max-samples": 600, "local-epochs": 3}
+    alike = {"partition": "iid", "labeled-alpha": 0.3, "max-samples": 600, "local-epochs": 3}
     usual = {"models": MODEL, "clients": 6, "rounds": 6, "max-test-samples": 50, **alike}
     own = {"um-pfssl.passes": 4}
     summary = run(small("um-pfssl", **usual, **own), tmp_path / "um")

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedhet import models
 from fedhet.algorithms.uncertainty import (
-    LEAST_PSEUDO,
+    MIN_PSEUDO,
     aggregation_weights,
     certainty,
     dropping,
@@ -111,11 +111,11 @@ def test_certainty_never_falls_below_none_by_rounding():
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
-def test_relation_is_that_of_equation_13(sure, accuracy, labelled):
-    both = relation(sure, accuracy, labelled, "en+ta")
-    assert both == pytest.approx((1 - labelled) * sure + labelled * accuracy)
-    assert relation(sure, accuracy, labelled, "en") == sure
-    assert relation(sure, accuracy, labelled, "ta") == accuracy
+def test_relation_is_that_of_equation_13(sure, accuracy, labeled):
+    both = relation(sure, accuracy, labeled, "en+ta")
+    assert both == pytest.approx((1 - labeled) * sure + labeled * accuracy)
+    assert relation(sure, accuracy, labeled, "en") == sure
+    assert relation(sure, accuracy, labeled, "ta") == accuracy
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
@@ -248,17 +248,17 @@ DIRECTIONS = {
 def test_the_joint_loss_is_that_of_equations_1_4_and_5(seed, divergence):
     rng = np.random.default_rng(seed)
     logits, pseudo = 3 * rng.normal(size=(20, 5)), distributions(seed, 20, 5)
-    labels, labelled = rng.integers(0, 5, 20), rng.random(20) < 0.4
+    labels, labeled = rng.integers(0, 5, 20), rng.random(20) < 0.4
     own = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    ce = [-math.log(own[i, labels[i]]) for i in range(20) if labelled[i]]
+    ce = [-math.log(own[i, labels[i]]) for i in range(20) if labeled[i]]
     kl = [
         sum(DIRECTIONS[divergence](own[i, c], pseudo[i, c]) for c in range(5))
         for i in range(20)
-        if not labelled[i]
+        if not labeled[i]
     ]
     mu = len(ce) / 20
     expected = mu * np.mean(ce) + (1 - mu) * np.mean(kl)
-    given = (torch.tensor(values) for values in (logits, labels, pseudo, labelled))
+    given = (torch.tensor(values) for values in (logits, labels, pseudo, labeled))
     found = semi_supervised_loss(*given, divergence)
     assert found.item() == pytest.approx(expected, rel=1e-4)
 
@@ -275,5 +275,5 @@ def test_no_gradient_reaches_the_pseudo_label(divergence):
 def test_a_class_that_a_pseudo_label_excludes_costs_a_finite_amount():
     logits, pseudo = torch.tensor([[0.0, 20.0]]), torch.tensor([[1.0, 0.0]])
     reverse = pseudo_label_loss(logits, pseudo, "reverse")
-    assert reverse.item() == pytest.approx(-math.log(LEAST_PSEUDO), rel=0.01)
+    assert reverse.item() == pytest.approx(-math.log(MIN_PSEUDO), rel=0.01)
     assert pseudo_label_loss(logits, pseudo, "forward").item() == pytest.approx(20, rel=0.01)

@@ -1,4 +1,4 @@
-"""`data.unseen`: clients with which nobody trains, and what a method offers them."""
+"""`data.held-out-clients`: clients with which nobody trains, and what a method offers them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedhet.wire.knowledge import Knowledge
 
 SMALL = {
     "clients": 5, "rounds": 2, "data.dataset": "breast-cancer", "data.partition": "iid",
-    "data.unseen": 0.4, "models.pool": ["mlp"], "training.local-epochs": 1,
+    "data.held-out-clients": 0.4, "models.pool": ["mlp"], "training.local-epochs": 1,
     "engine.backend": "inline", "seed": 3,
 }  # fmt: skip
 
@@ -87,10 +87,10 @@ def test_nobody_knows_their_samples(tmp_path):
     """The run is that of the other clients alone, whatever the samples of those held back."""
     unseen = drawn_unseen(0.4, 5, 3)
     store = RunData.of(small().run)
-    labelled, _ = RunData.of(small("central").run).pooled_parts()
+    labeled, _ = RunData.of(small("central").run).pooled_parts()
     seen = [store.client(k).train for k in range(5) if k not in unseen]
-    assert len(labelled) == sum(map(len, seen))
-    assert torch.equal(labelled.x, torch.cat([split.x for split in seen]))
+    assert len(labeled) == sum(map(len, seen))
+    assert torch.equal(labeled.x, torch.cat([split.x for split in seen]))
 
 
 # What they judge
@@ -179,7 +179,7 @@ def test_a_method_that_offers_nothing_says_so(tmp_path):
 
 def test_an_architecture_that_no_one_trained_is_offered_nothing(tmp_path):
     pool = ["mlp", "mlp2", "mlp3", "mlp-dropout"]
-    config = small("felo", **{"models.pool": pool, "clients": 4, "data.unseen": 0.25})
+    config = small("felo", **{"models.pool": pool, "clients": 4, "data.held-out-clients": 0.25})
     run(config, tmp_path / "run")
     assert any("offers a client nothing" in line for line in remarks(load_run(tmp_path / "run")))
 
@@ -221,9 +221,9 @@ def test_a_run_that_goes_on_judges_again_after_its_new_last_round(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"data.unseen": 1.0}, "data.unseen"),
-        ({"data.unseen": -0.1}, "data.unseen"),
-        ({"privacy.noise-multiplier": 1.0}, "data.unseen.*0 with '.privacy.'"),
+        ({"data.held-out-clients": 1.0}, "data.held-out-clients"),
+        ({"data.held-out-clients": -0.1}, "data.held-out-clients"),
+        ({"privacy.noise-multiplier": 1.0}, "data.held-out-clients.*0 with '.privacy.'"),
     ],
 )
 def test_what_it_cannot_be(changes, fault):
@@ -232,9 +232,9 @@ def test_what_it_cannot_be(changes, fault):
 
 
 def test_a_deployment_refuses_it():
-    with pytest.raises(SettingsError, match=r"'data.unseen' = 0.4 .*0 in a deployment"):
+    with pytest.raises(SettingsError, match=r"'data.held-out-clients' = 0.4 .*0 in a deployment"):
         check_deployable(small())
-    check_deployable(small(**{"data.unseen": 0.0}))
+    check_deployable(small(**{"data.held-out-clients": 0.0}))
 
 
 def test_central_training_leaves_them_out_even_if_the_first_client_is_one(tmp_path):

@@ -21,7 +21,7 @@ from fedhet.wire.knowledge import Envelope, Knowledge, encode
 WIDTH = 8
 
 CHEAP = {"velo.feature-dim": WIDTH, "velo.hidden-dim": 16, "velo.latent-dim": 3, "velo.epochs": 3}
-CHEAP |= {"velo.least-separation": 0.0}  # as printed: so short a training tells nothing apart
+CHEAP |= {"velo.min-separation": 0.0}  # as printed: so short a training tells nothing apart
 
 
 def read_means(knowledge):
@@ -147,7 +147,7 @@ def of_their_class(strategy, name, classes, places, width=0.05):
     return said.with_knowledge(Knowledge(tensors))
 
 
-LEARNS = {"velo.epochs": 150, "velo.least-separation": 0.9}
+LEARNS = {"velo.epochs": 150, "velo.min-separation": 0.9}
 PLACES = {0: 0, 1: 1, 2: 2, 5: 5}
 
 
@@ -183,7 +183,7 @@ def test_features_are_decoded_from_the_least_separation_on(tmp_path, above):
     share = share["separation"]
     assert 0 < share < 1
     least = float(np.nextafter(share, 1)) if above else share
-    strategy = started(tmp_path / "c", **{"velo.least-separation": least})
+    strategy = started(tmp_path / "c", **{"velo.min-separation": least})
     replies = two_replies(strategy, 1)
     assert strategy.aggregate(1, replies)["separation"] == share
     mean = average([read_means(r.knowledge) for r in replies], by_samples=False)
@@ -309,7 +309,7 @@ def test_a_reply_beyond_all_measure_does_not_make_the_cvae_diverge(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.least-separation": 0.1}],
+    [{}, {"velo.interval": 2, "velo.samples-per-class": 3}, {"velo.min-separation": 0.1}],
 )
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_restored_server_continues_bit_for_bit(tmp_path, changes, stop):
@@ -342,7 +342,7 @@ def test_what_is_saved_does_not_change_afterwards(tmp_path):
 
 def opened(config, directory):
     client = rounds.opened(config, directory, partition=0)
-    client.state.facts["participations"] = 1
+    client.state.metadata["participations"] = 1
     return client
 
 
@@ -412,7 +412,7 @@ def test_a_first_participation_is_cross_entropy_alone(tmp_path):
     answers = []
     for name, taught in (("with", knowledge(1)), ("without", {})):
         client = opened(small("velo", models="mlp"), tmp_path / name)
-        client.state.facts["participations"] = 0
+        client.state.metadata["participations"] = 0
         answers.append(dict(client.train(1, Knowledge(taught)).tensors))
     assert same(*answers)
 
@@ -435,7 +435,7 @@ def test_a_client_refuses_another_number_of_features_than_was_agreed(tmp_path, c
 
 def test_a_run_with_several_features_a_class(tmp_path):
     changes = {"rounds": 3, "velo.interval": 2, "velo.samples-per-class": 2}
-    changes |= {"velo.least-separation": 0.9}
+    changes |= {"velo.min-separation": 0.9}
     summary = run(small("velo", **(CHEAP | changes)), tmp_path / "run", report=True)
     figures = [record["method"] for record in records(tmp_path / "run")]
     assert [r["answered"] for r in records(tmp_path / "run")] == [list(summary["models"])] * 3
@@ -452,7 +452,7 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
     sent = {}
     for method in ("felo", "velo"):
         changes = {"rounds": 3, "models": ["cnn2", "mlp"]}
-        own = {"velo.interval": 2, "velo.least-separation": 0.0}
+        own = {"velo.interval": 2, "velo.min-separation": 0.0}
         changes |= own if method == "velo" else {}
         server = Server(small(method, **changes), tmp_path / method)
         for round in (1, 2):

@@ -11,7 +11,7 @@ from interruption import cut_and_resumed
 
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, SettingsError
-from fedhet.server.codec import MOST_VERSIONS, InstructionEncoder
+from fedhet.server.codec import MAX_VERSIONS, InstructionEncoder
 from fedhet.server.reply import ReplySpool
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import Contract, WeightsField
@@ -301,7 +301,7 @@ def test_versions_that_nobody_has_are_forgotten():
     for number in range(20):
         made.payload(f"c{number}", made.instruction(place(1), "train", weights(number), ()))
         made.tidy()
-    assert len(made.state_dict()) == MOST_VERSIONS
+    assert len(made.state_dict()) == MAX_VERSIONS
     for number in range(20):
         made.payload(f"c{number}", made.instruction(place(2), "train", weights(77), ()))
     made.tidy()
@@ -312,7 +312,7 @@ def test_a_server_comes_back_with_what_its_clients_have():
     made, back = encoder(), encoder()
     made.payload("a", made.instruction(place(1), "train", weights(1), ["a"]))
     kept = made.state_dict() | {"other": np.ones(2)}
-    assert back.load(kept, json.loads(json.dumps(made.facts()))).keys() == {"other"}
+    assert back.load(kept, json.loads(json.dumps(made.metadata()))).keys() == {"other"}
     one, other = (each.instruction(place(2), "train", weights(2), ["a"]) for each in (made, back))
     assert one.version.digest == other.version.digest
     assert made.payload("a", one).tensors == back.payload("a", other).tensors
@@ -321,7 +321,7 @@ def test_a_server_comes_back_with_what_its_clients_have():
 def test_plain_instructions_leave_no_trace():
     plain = InstructionEncoder(Coder.of(small().run.wire, SENT, 0))
     plain.payload("a", plain.instruction(place(1), "train", weights(1), ["a"]))
-    assert plain.state_dict() == plain.facts() == plain.held == {}
+    assert plain.state_dict() == plain.metadata() == plain.held == {}
 
 
 # --- replies on disk --------------------------------------------------------------------------

@@ -24,6 +24,6 @@ Part = Literal["all", "trained", "all-but-norms", "extractor", "head"]
 """The part of a model that travels: the whole model; its trained tensors, without the running
 statistics of batch norms; all tensors but those of batch norms; the layers before the head; the
 head."""
-LEAST_SCALE = 1e-6
+MIN_SCALE = 1e-6
 """The smallest standard deviation of a variational model's weight: the KL divergence divides by
 it."""

@@ -313,7 +313,7 @@ def felo_loss(
     return loss + terms.alpha * torch.mean(terms.feature * mse + terms.logit * kl)
 
 
-LEAST_PROBABILITY = 1e-12
+MIN_PROBABILITY = 1e-12
 """The least probability of which a logarithm is taken."""
 ROUNDING = 1e-4
 """How far the sum of a mean of probabilities may be from 1 by rounding."""
@@ -378,7 +378,7 @@ def nearest_distributions(vectors: Array) -> Array:
 
 
 def class_cross_entropy(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-    """Return the distillation regulariser per sample, [N]: the cross-entropy phi(F, teacher's F).
+    """Return the distillation regularizer per sample, [N]: the cross-entropy phi(F, teacher's F).
 
     Of the own logits [N, C] with the teacher's distribution of the sample's class (line 5); 0 for a
     class without one.

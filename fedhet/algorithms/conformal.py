@@ -29,7 +29,7 @@ TEMPERATURE_RATE = 0.01
 
 @dataclass(frozen=True)
 class Raps:
-    """RAPS' regularisation: lambda, the penalty on a rank beyond k_reg, and k_reg itself."""
+    """RAPS' regularization: lambda, the penalty on a rank beyond k_reg, and k_reg itself."""
 
     penalty: float = 0.5
     k_reg: int = 5
@@ -79,7 +79,7 @@ def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) 
 
     If `corrected`, as printed: the ceil((n + 1)(1 - theta)) / n quantile (Appendix B, step 3),
     infinity if that level exceeds 1; with so few samples only the set of all classes is valid. If
-    not, the (1 - theta) quantile, the higher of two neighbours: that of RAPS' published code, which
+    not, the (1 - theta) quantile, the higher of two neighbors: that of RAPS' published code, which
     is always finite and differs for small n alone.
     """
     position = _position(len(scores), theta, corrected=corrected)
@@ -101,7 +101,7 @@ def _position(count: int, theta: float, *, corrected: bool) -> int:
 
 
 def free_ranks(labels: int) -> int:
-    """Return the number of ranks that RAPS leaves unpenalised, for sets of up to `labels` (ours).
+    """Return the number of ranks that RAPS leaves unpenalized, for sets of up to `labels` (ours).
 
     1 for up to 10 labels, 5 from 100 (the paper's and RAPS' number), in proportion between them.
     """
@@ -199,7 +199,7 @@ def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool 
     """Return FedType's backward loss, the mean of Eq. 3 over samples, with a minus sign (ours).
 
     - eta sum_{k in S} log softmax(logits)_k, for logits [N, P], sets S [N, P] of bool, eta [N]. As
-    printed, without the minus, minimising it would push the confident labels down. If `averaged`
+    printed, without the minus, minimizing it would push the confident labels down. If `averaged`
     (ours), the sum is divided by |S|: a large set then has no more weight than a small one, as
     Section 3.2.4 intends.
     """
@@ -319,7 +319,7 @@ class Imitation:
         )
         return sets[:count], sets[count:]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""
         if (count := self._count) == 0:
             return {}

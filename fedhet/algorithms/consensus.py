@@ -49,12 +49,12 @@ def entropy_reduced(probabilities: Array, temperature: float) -> Array:
 
 
 def median_scores(probabilities: Array) -> Array:
-    """Return the coordinate-wise median over clients of probabilities [K, R, C], normalised."""
-    return _normalised(np.median(probabilities.astype(np.float64), axis=0), probabilities)
+    """Return the coordinate-wise median over clients of probabilities [K, R, C], normalized."""
+    return _normalized(np.median(probabilities.astype(np.float64), axis=0), probabilities)
 
 
 def trimmed_scores(probabilities: Array, share: float) -> Array:
-    """Return the coordinate-wise trimmed mean of probabilities [K, R, C], normalised.
+    """Return the coordinate-wise trimmed mean of probabilities [K, R, C], normalized.
 
     Of each coordinate the `share` of the clients with the lowest values, and as many with the
     highest, are left out, rounded up; at least one or two values in the middle remain.
@@ -62,7 +62,7 @@ def trimmed_scores(probabilities: Array, share: float) -> Array:
     clients = len(probabilities)
     cut = min(math.ceil(share * clients), (clients - 1) // 2)
     ordered = np.sort(probabilities.astype(np.float64), axis=0)
-    return _normalised(ordered[cut : clients - cut].mean(0), probabilities)
+    return _normalized(ordered[cut : clients - cut].mean(0), probabilities)
 
 
 def filter_weights(points: Array, sigma: float) -> Array:
@@ -100,8 +100,8 @@ def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
     covariance's eigenvalues, memory does not grow with C^2.
     """
     total = weights.sum(1)
-    centred = x - ((weights[:, None] @ x)[:, 0] / total[:, None])[:, None]
-    scaled = np.sqrt(weights)[..., None] * centred
+    centered = x - ((weights[:, None] @ x)[:, 0] / total[:, None])[:, None]
+    scaled = np.sqrt(weights)[..., None] * centered
     values, vectors = np.linalg.eigh(scaled @ scaled.transpose(0, 2, 1) / total[:, None, None])
     variance, top = values[:, -1], vectors[..., -1]
     along = (variance * total)[:, None] * top**2
@@ -115,7 +115,7 @@ def weighted_scores(points: Array, weights: Array) -> Array:
     return mean.astype(np.float32)
 
 
-def _normalised(scores: Array, probabilities: Array) -> Array:
+def _normalized(scores: Array, probabilities: Array) -> Array:
     """Return scores [R, C] that sum to 1 (ours); the clients' mean where all of a row are 0."""
     total = scores.sum(1, keepdims=True)
     mean = probabilities.mean(0, dtype=np.float64)
@@ -140,7 +140,7 @@ class Vote:
 
 
 def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
-    """Return the pseudolabelled sets, [C, N] bool: row k is P_k (Algorithm 1).
+    """Return the pseudolabeled sets, [C, N] bool: row k is P_k (Algorithm 1).
 
     Instance x joins P_k if a share strictly above `threshold` of the participants whose label space
     holds c_k, by weight, predicts c_k for x (Eq. 18; the weights are Section 4.6's). An instance

@@ -63,7 +63,7 @@ def mutual_loss(own: Tensor, peer: Tensor, labels: Tensor, share: float) -> Tens
     return share * supervised + (1 - share) * distillation_loss(peer, own)
 
 
-LEAST_TASK_LOSS = 1e-3
+MIN_TASK_LOSS = 1e-3
 """The least sum of task losses by which distillation is divided (ours): a model that is sure of all
 its samples would otherwise learn from nothing but the other one."""
 
@@ -106,7 +106,7 @@ def mutual_losses(
     losses, intensities = [], []
     pairs = (mentor, mentee, first, second), (mentee, mentor, second, first)
     for own, other, task, other_task in pairs:
-        intensity = 1 / (task + other_task.detach()).clamp(min=LEAST_TASK_LOSS)
+        intensity = 1 / (task + other_task.detach()).clamp(min=MIN_TASK_LOSS)
         intensity = intensity if how.learned else intensity.detach()
         intensities.append(intensity)
         # L^d, the divergence from the other (Eqs. 3 and 4), and L^h of the features (Eq. 5).
@@ -125,8 +125,8 @@ def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return labels, likelihood >= threshold
 
 
-def unlabelled_loss(logits: Tensor, labels: Tensor, confident: Tensor) -> Tensor:
-    """Return FixMatch's loss of unlabelled images (Eq. 4), a scalar: a mean over all N of them.
+def unlabeled_loss(logits: Tensor, labels: Tensor, confident: Tensor) -> Tensor:
+    """Return FixMatch's loss of unlabeled images (Eq. 4), a scalar: a mean over all N of them.
 
     It is the cross-entropy of the logits [N, C] of strong images with pseudo-labels [N], and 0 for
     images whose pseudo-label is not `confident` [N].
@@ -135,7 +135,7 @@ def unlabelled_loss(logits: Tensor, labels: Tensor, confident: Tensor) -> Tensor
     return (each * confident).sum() / len(labels)
 
 
-LEAST_ENTROPY = 1e-6
+MIN_ENTROPY = 1e-6
 """Lower bound of an entropy: 1/H of Eq. 4 is unbounded otherwise."""
 
 
@@ -166,12 +166,12 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the weights alpha of Eq. 4, [K, N]: each client's share in each sample's target.
 
     Softmax of 1/H over the clients that predict the sample correctly, 0 for the others; all 0 if no
-    client does. In float64 and log space, with H at least LEAST_ENTROPY.
+    client does. In float64 and log space, with H at least MIN_ENTROPY.
     """
     exact = logits.double()
     log_p = exact.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)  # H(p), Eq. 3
-    confidence = entropy.clamp_min(LEAST_ENTROPY).reciprocal()
+    confidence = entropy.clamp_min(MIN_ENTROPY).reciprocal()
     reliable = exact.argmax(-1) == labels
     confidence = confidence.masked_fill(~reliable, -torch.inf)
     alpha = (confidence - confidence.logsumexp(0)).exp()

@@ -14,7 +14,7 @@ Features are [N, D], their classes [N], the vectors of all classes [C, D].
 - Velo: a conditional variational auto-encoder (Sohn et al., Learning Structured Output
   Representation using Deep Conditional Generative Models) of features s, with latent variables z
   [N, Z]. Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section
-  3.2. Ours: Eq. 2 is used as printed, but on standardised features. The paper does not mention
+  3.2. Ours: Eq. 2 is used as printed, but on standardized features. The paper does not mention
   their scale; with raw features, large ones, even of a single client, make the training diverge.
 - FedGen: a generator. Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge Distillation
   for Heterogeneous Federated Learning, ICML 2021; "FedGen's Eq. 4" below is this paper's.
@@ -119,21 +119,21 @@ def adaptive_margin(
 ) -> float:
     """Return the margin delta(t) of Eq. 9, at most `threshold`; 0 if there is one class alone.
 
-    It is a distance between the centres of two classes, each the plain mean of the clients'
+    It is a distance between the centers of two classes, each the plain mean of the clients'
     prototypes: the `largest` of any two, as printed, or as in the authors' code the largest of the
     distances from a class to its `nearest`.
     """
-    centres = torch.stack([prototypes[labels == c].mean(0) for c in sorted(set(labels.tolist()))])
-    if len(centres) < 2:
+    centers = torch.stack([prototypes[labels == c].mean(0) for c in sorted(set(labels.tolist()))])
+    if len(centers) < 2:
         return 0.0
-    largest = torch.cdist(centres, centres, compute_mode=EXACT).max()
-    found = largest if reading == "largest" else nearest_distances(centres).max()
+    largest = torch.cdist(centers, centers, compute_mode=EXACT).max()
+    found = largest if reading == "largest" else nearest_distances(centers).max()
     return min(found.item(), threshold)
 
 
-def nearest_distances(centres: Tensor) -> Tensor:
+def nearest_distances(centers: Tensor) -> Tensor:
     """Return the distance of each of C >= 2 vectors [C, D] to the nearest other, [C]."""
-    distances = torch.cdist(centres, centres, compute_mode=EXACT)
+    distances = torch.cdist(centers, centers, compute_mode=EXACT)
     return distances.fill_diagonal_(torch.inf).amin(1)
 
 
@@ -203,16 +203,16 @@ def train_head(
 
 
 LIMIT = 5.0
-"""Maximum distance from the centre, in spreads: features further away are scaled back to it."""
+"""Maximum distance from the center, in spreads: features further away are scaled back to it."""
 
 
 class Cvae(nn.Module):
     """A two-layer encoder and a two-layer decoder; both get the class as one-hot input.
 
-    Both work on standardised features; `centre` [D] and `spread`, a scalar, define the scaling.
+    Both work on standardized features; `center` [D] and `spread`, a scalar, define the scaling.
     """
 
-    centre: Tensor
+    center: Tensor
     spread: Tensor
 
     def __init__(self, width: int, classes: int, latent: int, hidden: int) -> None:
@@ -222,31 +222,31 @@ class Cvae(nn.Module):
             nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
             for inputs, outputs in ((width + classes, 2 * latent), (latent + classes, width))
         )
-        self.register_buffer("centre", torch.zeros(width))
+        self.register_buffer("center", torch.zeros(width))
         self.register_buffer("spread", torch.ones(()))
 
     def measure(self, features: Tensor) -> None:
-        """Set centre and spread from features [N, D]: medians, which are robust to outliers.
+        """Set center and spread from features [N, D]: medians, which are robust to outliers.
 
         One spread for all components: one per component would cut off those that are mostly 0.
         """
-        self.centre.copy_(features.median(0).values)
-        distances = _distance(features.double() - self.centre)
+        self.center.copy_(features.median(0).values)
+        distances = _distance(features.double() - self.center)
         apart = distances[distances > 0]
         self.spread.fill_(apart.median() if len(apart) else 1)
 
-    def standardise(self, features: Tensor) -> Tensor:
-        """Return features [N, D] in spreads from the centre, with a distance of at most LIMIT."""
-        scaled = (features.double() - self.centre) / self.spread
+    def standardize(self, features: Tensor) -> Tensor:
+        """Return features [N, D] in spreads from the center, with a distance of at most LIMIT."""
+        scaled = (features.double() - self.center) / self.spread
         return (scaled * (LIMIT / _distance(scaled)).clamp(max=1)).float()
 
     def encode(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and log variance, both [N, Z], of q(z | s, y); s is standardised."""
+        """Return the mean and log variance, both [N, Z], of q(z | s, y); s is standardized."""
         mean, log_variance = self.encoder(self._join(features, labels)).chunk(2, dim=1)
         return mean, log_variance
 
     def decode(self, latent: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean of p(s | z, y), [N, D]; s is standardised."""
+        """Return the mean of p(s | z, y), [N, D]; s is standardized."""
         decoded: Tensor = self.decoder(self._join(latent, labels))
         return decoded
 
@@ -262,9 +262,9 @@ def _distance(offsets: Tensor) -> Tensor:
 def cvae_loss(
     model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
 ) -> Tensor:
-    """Return the negative of Eq. 2, a scalar: the mean over standardised features.
+    """Return the negative of Eq. 2, a scalar: the mean over standardized features.
 
-    Eq. 2 is the lower bound of log p(s | y), which training maximises. `noise` [N, Z] ~ N(0, I) is
+    Eq. 2 is the lower bound of log p(s | y), which training maximizes. `noise` [N, Z] ~ N(0, I) is
     one draw per feature: L = 1. p(s | z, y) is a Gaussian of standard deviation `deviation` (ours).
     """
     mean, log_variance = model.encode(features, labels)
@@ -282,17 +282,17 @@ def train_cvae(
 ) -> float:
     """Train with Adam on the negative of Eq. 2; return its mean over the last epoch.
 
-    `features` are raw and are standardised here; `deviation` is in spreads. Order and noise depend
+    `features` are raw and are standardized here; `deviation` is in spreads. Order and noise depend
     on the generator only.
     """
     model.measure(features)
-    standardised = model.standardise(features)
+    standardized = model.standardize(features)
 
     def loss_of(s: Tensor, y: Tensor) -> Tensor:
         noise = torch.randn(len(y), model.latent, generator=course["generator"])
         return cvae_loss(model, s, y, noise, deviation)
 
-    return _train(model, standardised, labels, loss_of, torch.optim.Adam, course)
+    return _train(model, standardized, labels, loss_of, torch.optim.Adam, course)
 
 
 @torch.no_grad()
@@ -320,7 +320,7 @@ def synthesise(model: Cvae, labels: Tensor, count: int, generator: torch.Generat
     """
     rows = labels.repeat_interleave(count)
     latent = torch.randn(len(rows), model.latent, generator=generator)
-    features = model.centre + model.spread * model.decode(latent, rows)
+    features = model.center + model.spread * model.decode(latent, rows)
     return features.reshape(len(labels), count, -1)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fedhet.algorithms import LEAST_SCALE
+from fedhet.algorithms import MIN_SCALE
 from fedhet.base.arrays import Array
 from fedhet.base.transfer import joined, separated
 
@@ -42,7 +42,7 @@ class LocalModel:
         self.anchor: Weights = {name: anchor[name] for name, _ in model.named_parameters()}
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters to optimise."""
+        """Return the parameters to optimize."""
         return list(self.model.parameters())
 
     def logits(self, x: Tensor) -> Tensor:
@@ -50,12 +50,12 @@ class LocalModel:
         logits: Tensor = self.model(x)
         return logits
 
-    def regulariser(self) -> Tensor | float:
+    def regularizer(self) -> Tensor | float:
         """Return the term added to the model's loss; a scalar."""
         return 0.0
 
     def stepped(self) -> None:
-        """Called after each optimiser step."""
+        """Called after each optimizer step."""
 
     def upload(self) -> dict[str, Tensor]:
         """Return the tensors to send to the server, by their names in the state dict."""
@@ -69,7 +69,7 @@ class ProximalModel(LocalModel):
         super().__init__(model, anchor)
         self.mu = mu
 
-    def regulariser(self) -> Tensor:
+    def regularizer(self) -> Tensor:
         """Return the proximal term."""
         return self.mu / 2 * squared_distance(self.model, self.anchor)
 
@@ -77,7 +77,7 @@ class ProximalModel(LocalModel):
 class MoreauModel(LocalModel):
     """pFedMe: the model is the personal one of a Moreau envelope around a local copy w.
 
-    It minimises its loss + lambda / 2 ||p - w||^2; after each step w moves towards it, w <- w -
+    It minimizes its loss + lambda / 2 ||p - w||^2; after each step w moves toward it, w <- w -
     rate lambda (w - p). The server averages the copies w, not the personal models.
     """
 
@@ -86,13 +86,13 @@ class MoreauModel(LocalModel):
         self.strength, self.rate = strength, rate
         self.local = {name: tensor.clone() for name, tensor in self.anchor.items()}
 
-    def regulariser(self) -> Tensor:
+    def regularizer(self) -> Tensor:
         """Return the term of the Moreau envelope."""
         return self.strength / 2 * squared_distance(self.model, self.local)
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Move the local copy towards the personal model."""
+        """Move the local copy toward the personal model."""
         named, share = dict(self.model.named_parameters()), min(self.rate * self.strength, 1.0)
         torch._foreach_lerp_([self.local[name] for name in named], list(named.values()), share)
 
@@ -137,7 +137,7 @@ class VariationalModel(LocalModel):
         logits: Tensor = functional_call(self.model, weights, (x,))
         return logits
 
-    def regulariser(self) -> Tensor:
+    def regularizer(self) -> Tensor:
         """Return zeta KL(q || q_g), summed over the weights."""
         named = dict(self.model.named_parameters())
         anchors, scales = (
@@ -158,7 +158,7 @@ class VariationalModel(LocalModel):
 
 
 class LocalizedModel(VariationalModel):
-    """pFedBayes (Algorithm 1): a personal q stays with the client, a localised w is averaged.
+    """pFedBayes (Algorithm 1): a personal q stays with the client, a localized w is averaged.
 
     q, whose means are the model's own parameters, learns from draws and from zeta KL(q || w). After
     the steps on a batch, w takes one of Adam on zeta KL(q || w). w starts from the server's, q from
@@ -183,10 +183,10 @@ class LocalizedModel(VariationalModel):
         raw = {name: nn.Parameter(inverse_softplus(value)) for name, value in scale.items()}
         self._means, self._raw = means, raw
         self._adam = torch.optim.Adam([*means.values(), *raw.values()], lr)
-        self._localise()
+        self._localize()
 
     def stepped(self) -> None:
-        """Move w towards q."""
+        """Move w toward q."""
         named = dict(self.model.named_parameters())
         own, scales = joined([p.detach() for p in named.values()]), self._scales()
         means = joined([self._means[name] for name in named])
@@ -194,7 +194,7 @@ class LocalizedModel(VariationalModel):
         self._adam.zero_grad()
         (self.zeta * apart).backward()  # type: ignore[no-untyped-call]
         self._adam.step()
-        self._localise()
+        self._localize()
 
     def upload(self) -> dict[str, Tensor]:
         """Return the means of w, with the model's running statistics."""
@@ -209,7 +209,7 @@ class LocalizedModel(VariationalModel):
     def _local_scales(self, names: Iterable[str]) -> list[Tensor]:
         return scales_of([self._raw[name] for name in names])
 
-    def _localise(self) -> None:
+    def _localize(self) -> None:
         """Let q be drawn to w as it is now."""
         self.anchor = {name: mean.detach() for name, mean in self._means.items()}
         self.anchor_scale = {name: s.detach() for name, s in self.local_scale().items()}
@@ -224,7 +224,7 @@ def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
 
 def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
     """Return standard deviations from unconstrained values, as `joined` returns them."""
-    return [F.softplus(each).clamp_min(LEAST_SCALE) for each in joined(raw)]
+    return [F.softplus(each).clamp_min(MIN_SCALE) for each in joined(raw)]
 
 
 def kl_of(

@@ -37,7 +37,7 @@ def withstood(clients: int, share: float) -> int:
     return max(min(math.ceil(share * clients - 1e-9), (clients - 1) // 2), 0)
 
 
-def least_replies(average: str, malicious: int) -> int:
+def min_replies(average: str, malicious: int) -> int:
     """Return the least number of replies in which `average` withstands `malicious` clients.
 
     A majority must be honest. Krum needs two more replies (Blanchard et al., Proposition 4.2).

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from fedhet.algorithms.robust import least_replies, withstood
+from fedhet.algorithms.robust import min_replies, withstood
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings, TrainingSettings
 
-LEAST_GRACE = 10.0
+MIN_GRACE = 10.0
 """The least seconds for which an evaluation waits when enough clients have answered."""
 RECENT = 20
 """The number of last rounds whose median duration is the usual one."""
@@ -31,7 +31,7 @@ RECENT = 20
 class Closing:
     """The rule of one round."""
 
-    enough: int
+    min_replies: int
     """Answers with which the round closes, from 1."""
     grace: float = 0.0
     """Seconds."""
@@ -60,9 +60,9 @@ class Closing:
 
     def _graced(self, times: Sequence[float], began: float = 0.0) -> float:
         """Return when the grace ends that follows enough of the answers; infinity if too few."""
-        if self.enough > len(times):
+        if self.min_replies > len(times):
             return math.inf
-        at = times[self.enough - 1]
+        at = times[self.min_replies - 1]
         return at + max(self.grace, self.patience * (at - began))
 
 
@@ -82,14 +82,14 @@ def honest_majority(run: RunSettings) -> tuple[int, int, int]:
     A round with a robust average must not close with fewer replies: all malicious clients may be
     faster than the honest clients. (0, asked, 1) if the mean is not robust.
     """
-    defence, members = run.defence, run.clients
+    defense, members = run.defense, run.clients
     count = min(asked(wanted(members, run.fraction), run.pace.over_selection), members)
-    if defence.average == "mean":
+    if defense.average == "mean":
         return 0, count, 1
     # Clients influence who is asked, unless clients are selected at random.
     among = count if run.pace.select == "random" else members
-    malicious = min(withstood(among, defence.share), count)
-    least = min(least_replies(defence.average, malicious), count) if malicious else 1
+    malicious = min(withstood(among, defense.malicious_fraction), count)
+    least = min(min_replies(defense.average, malicious), count) if malicious else 1
     return malicious, count, least
 
 
@@ -101,8 +101,8 @@ def closing(
     `durations` are the seconds of the rounds before. `least` answers are needed in any case: the
     share 'enough' is one of the clients that are idle, who may be few.
     """
-    share = pace.enough if pace.enough <= 1 else 1.0
-    number = math.ceil(round(share * needed, 9)) if pace.enough <= 1 else int(pace.enough)
+    share = pace.min_replies if pace.min_replies <= 1 else 1.0
+    number = math.ceil(round(share * needed, 9)) if pace.min_replies <= 1 else int(pace.min_replies)
     enough = min(max(number, least), awaited)
     return Closing(max(1, enough), pace.grace, pace.seconds_at_most(usual(durations)))
 
@@ -110,10 +110,10 @@ def closing(
 def closing_of_evaluation(pace: PaceSettings, asked: int, durations: Iterable[float]) -> Closing:
     """Return the rule of an evaluation, which waits longer: who is left out cannot be asked next.
 
-    Once enough have answered, it waits for as long again, and for LEAST_GRACE at least.
+    Once enough have answered, it waits for as long again, and for MIN_GRACE at least.
     """
     rule = closing(pace, asked, asked, durations)
-    return replace(rule, grace=max(pace.grace, LEAST_GRACE), patience=1.0)
+    return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
 
 
 def usual(durations: Iterable[float]) -> float:
@@ -124,7 +124,7 @@ def usual(durations: Iterable[float]) -> float:
 
 MILESTONES = (0.5, 0.75)
 """Default milestones, in shares of the run (He et al., Deep Residual Learning, 2016)."""
-LEAST_CHANGE = 1e-4
+MIN_CHANGE = 1e-4
 """Relative improvement that counts as one; ReduceLROnPlateau's default."""
 
 
@@ -141,7 +141,7 @@ class Plateau:
 
     def after(self, value: float, *, patience: int, decay: float) -> Plateau:
         """Return the state after a round whose loss or error is `value`."""
-        if value < self.best * (1 - LEAST_CHANGE):
+        if value < self.best * (1 - MIN_CHANGE):
             return Plateau(value, 0, self.factor)
         if self.waited < patience:
             return Plateau(self.best, self.waited + 1, self.factor)

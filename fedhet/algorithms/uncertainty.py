@@ -1,7 +1,7 @@
-"""UM-pFSSL: the uncertainty of predictions for unlabelled samples, and a client's helpers.
+"""UM-pFSSL: the uncertainty of predictions for unlabeled samples, and a client's helpers.
 
 Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
-Semi-Supervised Learning: Eqs. 1, 5 and 9 to 14, and Algorithms 2 and 3. N unlabelled samples,
+Semi-Supervised Learning: Eqs. 1, 5 and 9 to 14, and Algorithms 2 and 3. N unlabeled samples,
 C classes, M helpers, T passes.
 
 Helpers have the numbers of the server's pool; the client itself is in its own list and is never
@@ -45,7 +45,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def dropping(model: nn.Module) -> Iterator[None]:
-    """Turn on dropout only: batch normalisation keeps using its running statistics."""
+    """Turn on dropout only: batch normalization keeps using its running statistics."""
     with evaluating(model):
         for part in model.modules():
             if isinstance(part, DROPOUTS):
@@ -118,8 +118,8 @@ def certainty(entropies: Tensor, classes: int) -> float:
     return min(max(1 - entropies.mean().item() / math.log(classes), 0.0), 1.0)
 
 
-def relation(certainty: float, accuracy: float, labelled: float, kind: RelationKind) -> float:
-    """Return Corr(k|j) of Eq. 13, from 0 to 1; `labelled` is mu_k, the labelled share (Eq. 2).
+def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKind) -> float:
+    """Return Corr(k|j) of Eq. 13, from 0 to 1; `labeled` is mu_k, the labeled share (Eq. 2).
 
     `en` is the certainty alone, `ta` the accuracy alone: a factor that all helpers of a client
     share affects neither their order nor their weights.
@@ -128,7 +128,7 @@ def relation(certainty: float, accuracy: float, labelled: float, kind: RelationK
         return certainty
     if kind == "ta":
         return accuracy
-    return (1 - labelled) * certainty + labelled * accuracy
+    return (1 - labeled) * certainty + labeled * accuracy
 
 
 def aggregation_weights(relations: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def aggregation_weights(relations: Tensor) -> Tensor:
     return relations / total
 
 
-LEAST_PSEUDO = 1e-7
+MIN_PSEUDO = 1e-7
 """Lower bound of a pseudo-label's class probabilities, since the divergence takes their log."""
 
 
@@ -156,24 +156,24 @@ def pseudo_label_loss(logits: Tensor, pseudo: Tensor, divergence: Divergence) ->
     """
     own = logits.float().log_softmax(1)
     target = pseudo.detach()
-    log_target = target.clamp(min=LEAST_PSEUDO).log()
+    log_target = target.clamp(min=MIN_PSEUDO).log()
     if divergence == "forward":
         return (target * (log_target - own)).sum(1)
     return (own.exp() * (own - log_target)).sum(1)
 
 
 def semi_supervised_loss(
-    logits: Tensor, labels: Tensor, pseudo: Tensor, labelled: Tensor, divergence: Divergence
+    logits: Tensor, labels: Tensor, pseudo: Tensor, labeled: Tensor, divergence: Divergence
 ) -> Tensor:
     """Return UM-pFSSL's Eq. 1 for a batch, a scalar; `labels` [N], `pseudo` [N, C].
 
     mu L^s + (1 - mu) L^u with the means of Eqs. 4 and 5 equals the mean over all samples of their
-    own term: cross-entropy if `labelled` [N], else the divergence. Up to a factor, this is also the
+    own term: cross-entropy if `labeled` [N], else the divergence. Up to a factor, this is also the
     sum of lines 22 and 23 of Algorithm 1.
     """
     supervised = F.cross_entropy(logits.float(), labels, reduction="none")
     unsupervised = pseudo_label_loss(logits, pseudo, divergence)
-    return torch.where(labelled, supervised, unsupervised).mean()
+    return torch.where(labeled, supervised, unsupervised).mean()
 
 
 Key = tuple[int, int]

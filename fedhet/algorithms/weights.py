@@ -33,7 +33,7 @@ def average_weights(models: Sequence[tuple[Arrays, float]]) -> dict[str, Array]:
     """Return the average of models of one architecture, weighted by their numbers of samples.
 
     Sums are in float64, a part of one tensor at a time: models that are read from disk need not fit
-    into memory together. Running statistics of batch normalisation are averaged like weights
+    into memory together. Running statistics of batch normalization are averaged like weights
     (ours), its integer counters rounded. The order of `models` may affect the last bit: pass them
     sorted. Raises ValueError if there is no model or no sample.
     """
@@ -67,7 +67,7 @@ def as_type(mean: Array, dtype: np.dtype[Any]) -> Array:
     return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
 
 
-def moved_towards(new: Arrays, old: Arrays, share: float) -> dict[str, Array]:
+def moved_toward(new: Arrays, old: Arrays, share: float) -> dict[str, Array]:
     """Return (1 - `share`) old + `share` new, `new` itself for a share of 1 (pFedMe's beta)."""
     return dict(new) if share == 1 else average_weights([(old, 1 - share), (new, share)])
 
@@ -267,7 +267,7 @@ def energy_kept(round: int, rounds: int, start: float, end: float) -> float:
     return start + (end - start) * round / rounds
 
 
-def least_rank(singular: Array, energy: float) -> int:
+def min_rank(singular: Array, energy: float) -> int:
     """Return the least K whose first squares, of [Q], sum to more than `energy` of all (Eq. 8).
 
     All that are not zero, if no K does; 0 for a matrix of zeros.
@@ -287,6 +287,6 @@ def factors(matrix: Array, energy: float) -> tuple[Array, Array]:
     """
     wide = torch.from_numpy(matrix.astype(np.float64))
     u, singular, v = (each.numpy() for each in torch.linalg.svd(wide, full_matrices=False))
-    rank = least_rank(singular, energy)
+    rank = min_rank(singular, energy)
     left, right = u[:, :rank] * singular[:rank], v[:rank]
     return left.astype(matrix.dtype), right.astype(matrix.dtype)

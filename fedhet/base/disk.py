@@ -26,11 +26,11 @@ from safetensors import SafetensorError
 
 from fedhet.base.errors import SettingsError, StateError, one_line, reason_of
 
-MOST_BYTES = 2**29
-MOST_TOML_BYTES = 2**20
-MOST_PARTS = 8_000_000
+MAX_BYTES = 2**29
+MAX_TOML_BYTES = 2**20
+MAX_PARTS = 8_000_000
 """Values, lists and objects of a JSON file: each takes some two hundred bytes in memory."""
-MOST_IN_A_KEY = 32
+MAX_IN_A_KEY = 32
 """Parts of a dotted key in TOML, whose memory grows with their square."""
 LARGE = 2**28
 """Bytes of a file that may be mapped however few of them are on the disk."""
@@ -39,10 +39,10 @@ LEFT_BEHIND = 3600.0
 _OPEN_FOLDERS = Path("/proc/self/fd")
 _UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MOST_IN_A_KEY}}}")
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_IN_A_KEY}}}")
 
 
-def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file. Raises OSError, and StateError if it is too large."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -71,8 +71,8 @@ def refuse_odd(path: Path) -> None:
 
 def refuse_parts(path: Path, content: bytes, more: int = 0) -> None:
     """Raise StateError if JSON has too many parts, with `more` that do not show in its marks."""
-    if sum(map(content.count, (b",", b"[", b"{"))) + more > MOST_PARTS:
-        raise StateError(f"{path} has more parts than such a file can have: {MOST_PARTS:,}")
+    if sum(map(content.count, (b",", b"[", b"{"))) + more > MAX_PARTS:
+        raise StateError(f"{path} has more parts than such a file can have: {MAX_PARTS:,}")
 
 
 def parsed(text: str) -> Any:
@@ -86,7 +86,7 @@ def parsed(text: str) -> Any:
     return found
 
 
-def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+def read_json(path: Path, most: int = MAX_BYTES) -> Any:
     """Return what a JSON file holds. Raises OSError, and StateError that names the file."""
     content = read_file(path, most)
     refuse_parts(path, content)
@@ -98,11 +98,11 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
 
 def read_tables(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file. Raises OSError, and StateError that names the file."""
-    content = read_file(path, MOST_TOML_BYTES)
+    content = read_file(path, MAX_TOML_BYTES)
     try:
         text = content.decode()
         if _LONG_KEY.search(text):
-            raise ValueError(f"a key has more than {MOST_IN_A_KEY} parts")
+            raise ValueError(f"a key has more than {MAX_IN_A_KEY} parts")
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise StateError(f"{path}: unreadable: {error}") from None

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 500
 _AT_A_CLIENT = re.compile(
     r"Message contains an Error \(reason: <class '(?:fedhet\.base\.errors\.\w+'>:<'|ray\..*"
     r"ClientAppException occurred\. Message: )(.*)'>\)",
@@ -36,7 +36,7 @@ class ModelError(FedhetError):
     """A model name that does not exist, or a model that does not fit the data."""
 
 
-class OwnModelError(ModelError):
+class UserModelError(ModelError):
     """A user's own model fails as it is fitted or predicts; the cause is what it raised."""
 
 
@@ -69,7 +69,7 @@ class KnowledgeError(FedhetError):
         return self.fault if self.field == "answer" else f"{self.field}: {self.fault}"
 
 
-class ToldError(KnowledgeError):
+class ReportedError(KnowledgeError):
     """What a client says in place of an answer: an error of its own."""
 
     def __init__(self, sender: str, fault: str, *, spent: bool = False) -> None:
@@ -80,7 +80,7 @@ class ToldError(KnowledgeError):
 
 def one_line(text: str) -> str:
     """Return `text`, which a peer may have chosen, as one printable line of bounded length."""
-    cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
+    cut = text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)

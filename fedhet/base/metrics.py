@@ -18,9 +18,9 @@ from fedhet.base.errors import nearest
 ACCURACY = "accuracy"
 BINS = 15
 """Bins of the calibration error (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
-LEAST_LIKELIHOOD = 2.0**-52
+MIN_LIKELIHOOD = 2.0**-52
 """The test loss's likelihood of a true class that a model finds less likely than that."""
-LEAST_ACCURACY = 1e-12
+MIN_ACCURACY = 1e-12
 """The least accuracy besides 0: far below one of a billion samples; keeps ratios finite."""
 
 
@@ -70,7 +70,7 @@ def auc(made: Predictions) -> float | None:
 def test_loss(made: Predictions) -> float:
     """Return the mean cross-entropy, which the least likelihood bounds."""
     own = np.take_along_axis(made.likely, made.truth[:, None], axis=1)
-    return float(-np.log(own.clip(LEAST_LIKELIHOOD, 1.0)).mean())
+    return float(-np.log(own.clip(MIN_LIKELIHOOD, 1.0)).mean())
 
 
 def calibration_error(made: Predictions) -> float:
@@ -116,7 +116,7 @@ METRICS = {
     for metric in (
         Metric(
             ACCURACY, "accuracy", lambda made: float(np.mean(made.truth == made.predicted)),
-            min_positive=LEAST_ACCURACY,
+            min_positive=MIN_ACCURACY,
         ),
         Metric(
             "balanced-accuracy", "balanced accuracy",

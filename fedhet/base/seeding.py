@@ -45,7 +45,7 @@ def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> 
     """Seed torch's global generators inside the block, and restore their state afterwards.
 
     These are the generators of the CPU and of `device`. For draws that torch makes from global
-    state only: weight initialisation and dropout.
+    state only: weight initialization and dropout.
     """
     import torch
 

@@ -165,7 +165,7 @@ def show_run(run: report.Run) -> None:
 
 # --- use of the models
 
-MOST_COLUMNS = 12
+MAX_COLUMNS = 12
 """With more classes than this, the table shows only the most probable ones."""
 TOP = 3
 
@@ -218,7 +218,7 @@ def predict_command(
         frame["class"] = frame["class"].map(printable)
         frame.rename(columns=printable).to_csv(sys.stdout, index_label="sample")
         return
-    several = len(found.classes) > MOST_COLUMNS
+    several = len(found.classes) > MAX_COLUMNS
     shown = [f"the {TOP} most probable"] if several else found.classes
     rows = []
     for sample, label, row in zip(names, found.labels, found.probabilities, strict=True):

@@ -195,7 +195,7 @@ def sweep_command(
 
 # --- the values that a sweep gives to settings
 
-MOST_VALUES = 1000
+MAX_VALUES = 1000
 OF_EACH_RUN = {
     "seed": "give its seeds by --seeds",
     "out": "give its directory by --out",
@@ -232,8 +232,8 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
                 raise ValueError(text)
         except (ValueError, InvalidOperation):
             raise SettingsError(f"sweep '{text}': START:STOP:STEP must be three numbers") from None
-        if not (step > 0 and start <= stop and (stop - start) / step < MOST_VALUES):
-            raise SettingsError(f"sweep '{text}' must ascend, by 1 to {MOST_VALUES} values")
+        if not (step > 0 and start <= stop and (stop - start) / step < MAX_VALUES):
+            raise SettingsError(f"sweep '{text}' must ascend, by 1 to {MAX_VALUES} values")
         parts = [str(start + n * step) for n in range(int((stop - start) / step) + 1)]
     read = [read_text(name, known[name], part.strip()) for part in parts]
     # A list of one stands for its value, which the setting accepts too.
@@ -255,8 +255,8 @@ def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
         if name in grid:
             raise SettingsError(f"sweep '{text}' gives '{name}' a second time")
         grid[name] = values
-    if (points := math.prod(map(len, grid.values()))) > MOST_VALUES:
-        raise SettingsError(f"a sweep has at most {MOST_VALUES} points; this one has {points}")
+    if (points := math.prod(map(len, grid.values()))) > MAX_VALUES:
+        raise SettingsError(f"a sweep has at most {MAX_VALUES} points; this one has {points}")
     return grid
 
 

@@ -33,7 +33,7 @@ from fedhet.config.reference import (
     FIELD_COLUMNS,
     SETTING_COLUMNS,
     default_models,
-    defences,
+    defenses,
     field_rows,
     privacy,
     setting_rows,
@@ -62,7 +62,7 @@ def methods_command(
     method = find_method(name)
     spec = method.spec
     console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
-    for line in (default_models(method), defences(method), privacy(method)):
+    for line in (default_models(method), defenses(method), privacy(method)):
         console.print(line, markup=False)
     if method.settings():
         console.print(_settings(method.settings()))

@@ -31,7 +31,7 @@ from fedhet.client_runtime.node import (
     open_client,
     read_node,
 )
-from fedhet.client_runtime.privacy import told_the_type_alone
+from fedhet.client_runtime.privacy import redact_errors
 from fedhet.config.resolve import Config, resolve_items
 from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, code_named, is_named
 from fedhet.data.sources import SOURCES
@@ -57,7 +57,7 @@ SIMULATED = ("pace.clock", "pace.drop-outs", "pace.stragglers", "pace.slowdown")
 def client_fn(context: Context) -> Client:
     """Return this node's client in a deployed run, as far as the site allows what it asks."""
     site = schema.build(NodeSettings, context.node_config, prefix="node-config ")
-    with told_without_paths(site):
+    with redact_paths(site):
         configure_logs()
         settings = permitted(context.node_config, context.run_config)
         if settings.get(CLIENTS) == FOLLOW and site.num_partitions:
@@ -66,7 +66,7 @@ def client_fn(context: Context) -> Client:
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
     # From here on, samples are read: what the server is told must not depend on them.
-    with told_the_type_alone() if config.run.privacy.is_on else told_without_paths(site):
+    with redact_errors() if config.run.privacy.is_on else redact_paths(site):
         return SiteClient(open_client(config, node), site).to_client()
 
 
@@ -159,21 +159,21 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
         )
     for name, value in config.flat().items():
         asked = value if isinstance(value, list) else [value]
-        if name.endswith("epochs") and max(asked) > site.most_epochs:
-            raise _over_limit("most-epochs", site.most_epochs, name, max(asked))
+        if name.endswith("epochs") and max(asked) > site.max_epochs:
+            raise _over_limit("max-epochs", site.max_epochs, name, max(asked))
     classes = config.run.models.num_classes
-    if 4 * classes**2 > site.most_model_bytes:  # the class means of logits are [C, C]
-        raise _over_limit("most-model-bytes", site.most_model_bytes, "models.num-classes", classes)
+    if 4 * classes**2 > site.max_model_bytes:  # the class means of logits are [C, C]
+        raise _over_limit("max-model-bytes", site.max_model_bytes, "models.num-classes", classes)
     data = config.run.data
     allowed = {
-        "max_bytes": min(data.max_bytes, site.most_data_bytes),
+        "max_bytes": min(data.max_bytes, site.max_data_bytes),
         "download": data.download and site.allow_downloads,
     }
     engine = config.run.engine
-    least = max(engine.least_per_class, site.least_per_class)
+    least = max(engine.min_samples_per_class, site.min_samples_per_class)
     return config.replacing(
         data=data.model_copy(update=allowed),
-        engine=engine.model_copy(update={"least_per_class": least}),
+        engine=engine.model_copy(update={"min_samples_per_class": least}),
     )
 
 
@@ -192,7 +192,7 @@ def time_limit(seconds: int) -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        raise StateError(f"the round takes longer than this site's 'most-seconds', {seconds}")
+        raise StateError(f"the round takes longer than this site's 'max-seconds', {seconds}")
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
@@ -211,7 +211,7 @@ def without_paths(text: str, site: NodeSettings) -> str:
 
 
 @contextlib.contextmanager
-def told_without_paths(site: NodeSettings) -> Iterator[None]:
+def redact_paths(site: NodeSettings) -> Iterator[None]:
     """Replace an error of the block by one without paths; the whole one is in the site's log."""
     try:
         yield
@@ -248,7 +248,7 @@ class SiteClient(NumPyClient):
         return loss, samples, self._said(said)
 
     def _bounded(self, function: Callable[..., Any], *given: Any) -> Any:
-        with told_without_paths(self._site), time_limit(self._site.most_seconds):
+        with redact_paths(self._site), time_limit(self._site.max_seconds):
             return function(*given)
 
     def _said(self, measured: dict[str, Scalar]) -> dict[str, Scalar]:

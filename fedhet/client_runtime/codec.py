@@ -50,7 +50,7 @@ class ClientCodec:
         An instruction to evaluate may be empty. Raises KnowledgeError if the message violates the
         method's contract, LackingError if it builds on weights that the client does not have.
         """
-        envelope, knowledge = decode(arrays, SERVER, self._weights, self._node.most_model_bytes)
+        envelope, knowledge = decode(arrays, SERVER, self._weights, self._node.max_model_bytes)
         expect(envelope, run=None, method=self._method.name, round=None, sender=SERVER)
         if knowledge.tensors or knowledge.scalars or not may_be_empty:
             contract = self._method.spec.instructions

@@ -1,4 +1,4 @@
-"""A client's training in a round: its recipe, unlabelled samples, measurements, and faults.
+"""A client's training in a round: its recipe, unlabeled samples, measurements, and faults.
 
 The batch loop is `fedhet.learning.training.train_epochs`.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from fedhet.algorithms.distillation import confident_labels, unlabelled_loss
+from fedhet.algorithms.distillation import confident_labels, unlabeled_loss
 from fedhet.algorithms.rounds import Plateau, rate_factor
 from fedhet.base.arrays import group, grouped
 from fedhet.base.errors import DropOutError, StateError
@@ -41,18 +41,18 @@ from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.wire.identity import ClientInfo
 
 OPTIMIZER = "optimizer"
-"""The group of tensors, and the fact, of the optimiser that `training.keep-optimizer` keeps."""
+"""The group of tensors, and the fact, of the optimizer that `training.keep-optimizer` keeps."""
 PLATEAU = "plateau"
-"""The prefix of the facts of the schedule `plateau`."""
+"""The prefix of the metadata of the schedule `plateau`."""
 Predict = Callable[[Tensor], Tensor]
 """Samples x [N, ...] -> logits [N, C] of the model that learns, in its current mode."""
-LEAST_BATCH = 2
-"""The fewest samples in a batch: batch normalisation has no statistics of a single one."""
-LEAST_LABELLED = 8
-"""At least an eighth of a batch is labelled, as in the paper, whose mu is 7."""
+MIN_BATCH = 2
+"""The fewest samples in a batch: batch normalization has no statistics of a single one."""
+MIN_LABELED = 8
+"""At least an eighth of a batch is labeled, as in the paper, whose mu is 7."""
 
 
-class Recipe:
+class LocalTrainer:
     """Applies a client's training settings in the round that `begin` names.
 
     What it needs from earlier rounds is in the client's saved state.
@@ -67,7 +67,7 @@ class Recipe:
         self._kind, self._shape = KINDS[info.kind], info.shape
         self._change = augmentation(run.training.augment, self._kind, self._shape)
         self._optimizing: Optimization | None = None
-        """The optimiser whose state is to be kept."""
+        """The optimizer whose state is to be kept."""
         self._samples, self._is_simulated = info.samples, run.pace.is_simulated
         self.work = 0
         """The samples that the round's training has used, each time that it used one."""
@@ -100,12 +100,14 @@ class Recipe:
         self._keep(settings.optimizer)
         if settings.schedule == "plateau" and loss is not None:
             now = self._plateau.after(loss, patience=settings.patience, decay=settings.decay)
-            self._state.facts |= {f"{PLATEAU}.{name}": value for name, value in vars(now).items()}
+            self._state.metadata |= {
+                f"{PLATEAU}.{name}": value for name, value in vars(now).items()
+            }
 
     def round_optimization(
         self, settings: TrainingSettings, parameters: Iterable[nn.Parameter]
     ) -> Optimization:
-        """Return an optimiser over `parameters`, at the round's rate; with its kept state, if any.
+        """Return an optimizer over `parameters`, at the round's rate; with its kept state, if any.
 
         Only its state for the private model is kept: other models, such as a proxy, are replaced
         in each round.
@@ -115,7 +117,7 @@ class Recipe:
         made = optimization_for(parameters, now, self._compute)
         if settings.keep_optimizer:
             self._keep(settings.optimizer)
-            if self._state.facts.get(OPTIMIZER) == settings.optimizer:
+            if self._state.metadata.get(OPTIMIZER) == settings.optimizer:
                 made.load_state(
                     self._state.models["private"], group(self._state.tensors, OPTIMIZER)
                 )
@@ -147,35 +149,37 @@ class Recipe:
 
     @property
     def _plateau(self) -> Plateau:
-        facts = self._state.facts
-        known = {k: facts[f"{PLATEAU}.{k}"] for k in vars(Plateau()) if f"{PLATEAU}.{k}" in facts}
+        metadata = self._state.metadata
+        known = {
+            k: metadata[f"{PLATEAU}.{k}"] for k in vars(Plateau()) if f"{PLATEAU}.{k}" in metadata
+        }
         return Plateau(**known)  # type: ignore[arg-type]
 
     def _keep(self, optimizer: str) -> None:
-        """Replace the kept state by that of the round's optimiser, if it is to be kept."""
+        """Replace the kept state by that of the round's optimizer, if it is to be kept."""
         if self._optimizing is None:
             return
         found = grouped(OPTIMIZER, self._optimizing.state(self._state.models["private"]))
         kept = self._state.tensors.items()
         others = {k: v for k, v in kept if not k.startswith(f"{OPTIMIZER}/")}
         self._state.tensors = others | found
-        self._state.facts[OPTIMIZER] = optimizer
+        self._state.metadata[OPTIMIZER] = optimizer
 
 
 class FixMatch:
     """FixMatch's loss (Eqs. 3 and 4) around a supervised loss, for one round of a client.
 
     Kihyuk Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and
-    Confidence, NeurIPS 2020: `training.semi`, learning from unlabelled samples too.
+    Confidence, NeurIPS 2020: `training.semi`, learning from unlabeled samples too.
 
-    A step sees one batch, labelled and unlabelled in the client's proportion, but at least an
-    eighth of it is labelled: a client with fewer labels sees them several times in an epoch.
+    A step sees one batch, labeled and unlabeled in the client's proportion, but at least an
+    eighth of it is labeled: a client with fewer labels sees them several times in an epoch.
     """
 
     def __init__(
         self,
-        labelled: Split,
-        unlabelled: Split,
+        labeled: Split,
+        unlabeled: Split,
         kind: Kind,
         shape: Shape,
         model: nn.Module,
@@ -189,63 +193,63 @@ class FixMatch:
         """
         check_changeable(kind, shape, "FixMatch augments")
         self._weak, self._strong = (kind.changes()[name] for name in ("weak", "strong"))
-        self._unlabelled, self._model, self._settings = unlabelled, model, settings
+        self._unlabeled, self._model, self._settings = unlabeled, model, settings
         self._compute, self._draws = compute, draws
-        every = len(labelled) + len(unlabelled)
+        every = len(labeled) + len(unlabeled)
         steps = max(1, math.ceil(every / settings.batch_size))
-        least = max(LEAST_BATCH, math.ceil(min(settings.batch_size, every) / LEAST_LABELLED))
-        times = max(1, math.ceil(steps * least / max(1, len(labelled))))
-        self._has_labels = len(labelled) > 0
-        learned = labelled if self._has_labels else unlabelled
+        least = max(MIN_BATCH, math.ceil(min(settings.batch_size, every) / MIN_LABELED))
+        times = max(1, math.ceil(steps * least / max(1, len(labeled))))
+        self._has_labels = len(labeled) > 0
+        learned = labeled if self._has_labels else unlabeled
         rows = torch.arange(len(learned)).repeat(times)
         self.x, self.y = rows_of(learned.x, rows), rows_of(learned.y, rows)
-        """The labelled samples of an epoch [N, ...], and their classes [N]."""
-        self.batch_size = max(LEAST_BATCH, math.ceil(len(rows) / steps))
-        """The labelled samples of a step."""
-        size = max(LEAST_BATCH, math.ceil(len(unlabelled) / steps))
+        """The labeled samples of an epoch [N, ...], and their classes [N]."""
+        self.batch_size = max(MIN_BATCH, math.ceil(len(rows) / steps))
+        """The labeled samples of a step."""
+        size = max(MIN_BATCH, math.ceil(len(unlabeled) / steps))
         # Batch after batch, in an order drawn each epoch.
-        epochs = (batches(len(unlabelled), size, draws, unlabelled.x.device) for _ in count())
+        epochs = (batches(len(unlabeled), size, draws, unlabeled.x.device) for _ in count())
         self._batches = chain.from_iterable(epochs)
         self._counts = torch.zeros(4, device=compute.device)
         """Counts of predictions, of pseudo-labels, of those of known class, and of wrong ones."""
 
     def augment(self, x: Tensor) -> Tensor:
-        """Return weakly augmented samples [N, ...], as labelled ones are learned."""
+        """Return weakly augmented samples [N, ...], as labeled ones are learned."""
         return self._compute.images(self._weak(x, self._draws))
 
     def joined_with(
         self, loss_of: LossOfBatch, penalty: Penalty | None, predict: Predict
     ) -> LossOfBatch:
-        """Return the loss of a labelled batch, plus the weighted one of the next unlabelled batch.
+        """Return the loss of a labeled batch, plus the weighted one of the next unlabeled batch.
 
-        A client with only labelled or only unlabelled samples learns from those. `penalty` is a
-        term of the weights alone, which is added to the loss of a labelled batch.
+        A client with only labeled or only unlabeled samples learns from those. `penalty` is a
+        term of the weights alone, which is added to the loss of a labeled batch.
         """
         weight = self._settings.semi_weight
         if not self._has_labels:
             return lambda x, y: weight * self.loss(predict)
-        labelled = loss_of if penalty is None else lambda x, y: loss_of(x, y) + penalty()
-        if len(self._unlabelled) < LEAST_BATCH:
-            return labelled
-        return lambda x, y: labelled(x, y) + weight * self.loss(predict)
+        labeled = loss_of if penalty is None else lambda x, y: loss_of(x, y) + penalty()
+        if len(self._unlabeled) < MIN_BATCH:
+            return labeled
+        return lambda x, y: labeled(x, y) + weight * self.loss(predict)
 
     def loss(self, predict: Predict) -> Tensor:
-        """Return the loss of the next batch of unlabelled samples (Eq. 4), a scalar."""
+        """Return the loss of the next batch of unlabeled samples (Eq. 4), a scalar."""
         rows = next(self._batches)
-        x = self._compute.images(self._unlabelled.x[rows])
+        x = self._compute.images(self._unlabeled.x[rows])
         with torch.no_grad(), evaluating(self._model):
             guessed, confident = confident_labels(
                 predict(self._compute.images(self._weak(x, self._draws))),
                 self._settings.semi_threshold,
             )
-        truth = rows_of(self._unlabelled.y, rows)
+        truth = rows_of(self._unlabeled.y, rows)
         checked, seen = confident & (truth != UNKNOWN), torch.ones_like(confident)
         counted = torch.stack([seen, confident, checked, checked & (guessed != truth)])
         self._counts += counted.sum(1)
         logits = predict(self._compute.images(self._strong(x, self._draws)))
-        return unlabelled_loss(logits, guessed, confident)
+        return unlabeled_loss(logits, guessed, confident)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the share of pseudo-labels among predictions, and of wrong ones among those."""
         seen, used, checked, wrong = self._counts.tolist()
         found = {"pseudo_labels": used / max(1, seen)}

@@ -25,7 +25,7 @@ from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import ClientData
 from fedhet.data.store import RunData
 from fedhet.models import assign
-from fedhet.settings.defence import PrivacySettings
+from fedhet.settings.defense import PrivacySettings
 from fedhet.settings.run import RunSettings, TrainingSettings, training_of
 from fedhet.settings.schema import Bytes, Count, CountOrNone, NonNegative, Schema, build
 from fedhet.wire.identity import client_name
@@ -35,7 +35,7 @@ ALLOW_MODELS_VARIABLE = "FEDHET_ALLOW_MODELS"
 ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
 """The training settings that a node may override."""
-MOST_BYTES = 2 * 2**30
+MAX_BYTES = 2 * 2**30
 """Limit on the tensors of cached clients in one process, besides the client in use."""
 _assigned = lru_cache(maxsize=1)(assign)
 """The clients' models, cached because each of many clients asks for its own."""
@@ -74,7 +74,7 @@ class NodeSettings(Schema):
     data: str = Field("", description="the site's own data folder, instead of a partition")
     model: str = Field("", description="the site's model; empty = the pool's, as assigned")
     optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
-        "", description="the site's optimiser; empty = the run's"
+        "", description="the site's optimizer; empty = the run's"
     )
     lr: NonNegative = Field(0.0, description="the site's learning rate; 0 = the run's")
     local_epochs: CountOrNone = Field(0, description="the site's epochs a round; 0 = the run's")
@@ -86,13 +86,13 @@ class NodeSettings(Schema):
     )
     allow_paths: str = Field("", description="folders that a run may read here, besides 'data'")
     allow_downloads: bool = Field(False, description="whether a run may download data here")
-    least_per_class: Count = Field(
+    min_samples_per_class: Count = Field(
         1, description="samples of a class below which its means are not sent, if the run has fewer"
     )
-    most_seconds: Count = Field(21_600, description="seconds of one round or evaluation")
-    most_epochs: Count = Field(1000, description="epochs of a round")
-    most_model_bytes: Bytes = Field(2 * 2**30, description="bytes of the client's models")
-    most_data_bytes: Bytes = Field(8 * 2**30, description="bytes of a dataset")
+    max_seconds: Count = Field(21_600, description="seconds of one round or evaluation")
+    max_epochs: Count = Field(1000, description="epochs of a round")
+    max_model_bytes: Bytes = Field(2 * 2**30, description="bytes of the client's models")
+    max_data_bytes: Bytes = Field(8 * 2**30, description="bytes of a dataset")
 
     privacy: str = Field(
         "",
@@ -123,7 +123,7 @@ class Node:
     device: str
     state_dir: Path
     data: RunData = field(compare=False, repr=False)
-    most_model_bytes: int = 2**60
+    max_model_bytes: int = 2**60
     budget: Budget | None = None
     """What its samples may cost over all runs; None: what each run says."""
     declared: Declaration | None = None
@@ -144,7 +144,7 @@ class Node:
                 spec=self.data.spec,
                 classes=config.run.models.num_classes,
                 name=self.name,
-                unlabelled=config.uses_unlabelled,
+                unlabeled=config.uses_unlabeled,
             )
         return self.data.client(self.partition)
 
@@ -171,7 +171,7 @@ def read_node(
         assigned = _assigned(pool, run.clients, run.seed, rule)
         model = assigned[settings.partition_id % len(assigned)]
     if settings.data and run.privacy.is_on:
-        declared = Declaration.read(settings.data, settings.most_data_bytes)
+        declared = Declaration.read(settings.data, settings.max_data_bytes)
         declared.check(run)
     return Node(
         name=name,
@@ -181,7 +181,7 @@ def read_node(
         training=settings.training(run),
         device=settings.device or run.engine.device,
         state_dir=_state_dir(settings.state_dir or state_dir),
-        most_model_bytes=settings.most_model_bytes,
+        max_model_bytes=settings.max_model_bytes,
         budget=settings.budget(),
         declared=declared,
         is_site=not state_dir,
@@ -195,7 +195,7 @@ def _state_dir(given: str) -> Path:
     return expanded(named or "~/.local/state/fedhet", remedy)
 
 
-class OpenClient(Protocol):
+class CachedClient(Protocol):
     """A method's client half, as its worker process uses it."""
 
     def held_bytes(self) -> int:
@@ -205,7 +205,7 @@ class OpenClient(Protocol):
         """Return the client as Flower's `Client`."""
 
 
-class OpenClients:
+class ClientCache:
     """Clients whose tensors take no more than `most` bytes, besides the one in use.
 
     To make room, clients of other runs are closed first, beginning with the oldest, and then the
@@ -217,12 +217,12 @@ class OpenClients:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._runs: dict[Hashable, dict[Hashable, OpenClient]] = {}
+        self._runs: dict[Hashable, dict[Hashable, CachedClient]] = {}
         """Each run's clients; both in the order of their last use."""
         self._bytes: dict[tuple[Hashable, Hashable], int] = {}
         self._total = 0
 
-    def open(self, run: Hashable, name: Hashable, new: Callable[[], OpenClient]) -> OpenClient:
+    def open(self, run: Hashable, name: Hashable, new: Callable[[], CachedClient]) -> CachedClient:
         """Return a run's client, a new one if it is not kept; close others to make room."""
         if self._runs:  # measure the client that was in use
             last, clients = next(reversed(self._runs.items()))
@@ -256,7 +256,7 @@ class OpenClients:
         return {(run, name) for run, clients in self._runs.items() for name in clients}
 
 
-_open = OpenClients(MOST_BYTES)
+_open = ClientCache(MAX_BYTES)
 
 
 def close_clients() -> None:
@@ -264,7 +264,7 @@ def close_clients() -> None:
     _open.clear()
 
 
-def open_client(config: Config, node: Node) -> OpenClient:
+def open_client(config: Config, node: Node) -> CachedClient:
     """Return the client of `node`, from the cache if this process still has it.
 
     Its state in memory is checked against its state on disk before each use, since another process

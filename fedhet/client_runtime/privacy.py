@@ -1,7 +1,7 @@
 """A client's promise of differential privacy: what it trains and sends by, and what that costs.
 
-A client without it asks the same things of `Open`, which changes nothing. Everything that touches
-the client's own samples passes here: training, class means, measurements, errors, and the replies
+A client without it uses `NoPrivacy`, which changes nothing. Everything that touches the client's
+samples passes through this module: training, class means, measurements, errors, and cached replies
 that are sent again instead of being computed twice.
 """
 
@@ -24,10 +24,10 @@ from fedhet.base.disk import Folder
 from fedhet.base.errors import (
     DataError,
     FedhetError,
-    OwnModelError,
     PrivacyError,
     SettingsError,
     StateError,
+    UserModelError,
 )
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.samples import ClientSamples
@@ -41,7 +41,7 @@ from fedhet.privacy.noise import SecretNoise, clipped, noised_means
 from fedhet.privacy.sgd import privately
 from fedhet.runs.measures import SPENT, Measured
 from fedhet.runs.storage import KEPT_STATES
-from fedhet.wire.identity import LEAST_SAMPLES, ClientInfo
+from fedhet.wire.identity import MIN_SAMPLES, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 LOG = logging.getLogger("fedhet")
@@ -53,14 +53,14 @@ Evaluate = Callable[[Knowledge], Evaluations]
 """Evaluates the client's models, given the latest instruction."""
 
 
-class Open:
+class NoPrivacy:
     """No promise: samples are used, and what is measured is sent, as it is."""
 
     is_on = False
 
     def __init__(self, config: Config, node: Node, samples: ClientSamples) -> None:
         self._config, self._node, self._samples = config, node, samples
-        self._least = config.run.engine.least_per_class
+        self._least = config.run.engine.min_samples_per_class
         self._ledger = Ledger(node.state_dir, node.name)
         self._run, self._round = "", 0
         # Computed here because a method may split the samples later.
@@ -87,7 +87,7 @@ class Open:
         epochs: int,
         batch_size: int,
     ) -> Iterator[Optimization]:
-        """Yield the optimiser for training `models` on `rows` own samples."""
+        """Yield the optimizer for training `models` on `rows` own samples."""
         yield optimizing
 
     def class_means(
@@ -132,7 +132,7 @@ class Open:
         yield
 
 
-class Private(Open):
+class DifferentialPrivacy(NoPrivacy):
     """The promise of `[privacy]`, within the client's own budget."""
 
     is_on = True
@@ -162,7 +162,7 @@ class Private(Open):
 
     def described(self, info: ClientInfo) -> ClientInfo:
         """Return the description without the number of samples: every client counts alike."""
-        return replace(info, samples=LEAST_SAMPLES)
+        return replace(info, samples=MIN_SAMPLES)
 
     def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round, whose steps are charged to `run`, and to the round `charged` if given.
@@ -220,7 +220,7 @@ class Private(Open):
         epochs: int,
         batch_size: int,
     ) -> Iterator[Optimization]:
-        """Yield the optimiser as DP-SGD, which is paid for before it begins."""
+        """Yield the optimizer as DP-SGD, which is paid for before it begins."""
         noise, norm = self.noise.gradients, self._settings.max_grad_norm
         one = epoch(rows, batch_size, noise)
         self._charge(replace(one, count=one.count * epochs))
@@ -254,7 +254,7 @@ class Private(Open):
         return noised_means(*found, self.noise, norm, self._least, SecretNoise())
 
     def sent(self, reply: Knowledge) -> Knowledge:
-        """Return the reply's tensors: its scalars are figures of the samples."""
+        """Return the reply's tensors: its scalars are metrics of the samples."""
         return Knowledge(reply.tensors)
 
     def measured(self, found: Measured) -> Measured:
@@ -328,7 +328,7 @@ class Private(Open):
         try:
             yield
         except Exception as error:
-            if isinstance(error, FedhetError) and not isinstance(error, OwnModelError):
+            if isinstance(error, FedhetError) and not isinstance(error, UserModelError):
                 raise
             LOG.exception("%s: round %d", self._node.name, self._round)
             raise StateError(FAULT.format(type(error).__name__)) from None
@@ -375,7 +375,7 @@ class Private(Open):
 
 
 @contextlib.contextmanager
-def told_the_type_alone() -> Iterator[None]:
+def redact_errors() -> Iterator[None]:
     """Replace an error of the block, which reads private samples; the site's log has it whole."""
     try:
         yield
@@ -384,8 +384,10 @@ def told_the_type_alone() -> Iterator[None]:
         raise StateError(FAULT.format(type(error).__name__)) from None
 
 
-def promise(config: Config, node: Node, samples: ClientSamples, compute: Compute) -> Open:
+def privacy_mechanism(
+    config: Config, node: Node, samples: ClientSamples, compute: Compute
+) -> NoPrivacy:
     """Return the promise that a run and a node make for a client's samples."""
     if config.run.privacy.is_on:
-        return Private(config, node, samples, compute)
-    return Open(config, node, samples)
+        return DifferentialPrivacy(config, node, samples, compute)
+    return NoPrivacy(config, node, samples)

@@ -20,7 +20,7 @@ from fedhet.base.disk import expanded, read_json, write_text
 from fedhet.base.errors import DataError, StateError
 from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
-from fedhet.data.partition import labelled_parts
+from fedhet.data.partition import labeled_parts
 from fedhet.data.spec import Split, Stored
 from fedhet.data.store import GENERATED, UNUSED, RunData, refuse_overlap
 from fedhet.data.tables import TableSchema
@@ -33,7 +33,7 @@ from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo,
 LOG = logging.getLogger("fedhet")
 """The node's logger: its messages appear in the log of Flower's node."""
 FILE = "client.json"
-MOST_BYTES = 2**24
+MAX_BYTES = 2**24
 """A longer record is refused: one of a hundred thousand classes is shorter."""
 
 
@@ -43,9 +43,9 @@ class ClientSamples:
 
     info: ClientInfo
     own: Split
-    """The labelled training samples: on the device, but `x` on the host where it has no room."""
-    unlabelled: Split
-    """Unlabelled samples, where the labelled ones are; often none. Their labels (UNKNOWN at a real
+    """The labeled training samples: on the device, but `x` on the host where it has no room."""
+    unlabeled: Split
+    """Unlabeled samples, where the labeled ones are; often none. Their labels (UNKNOWN at a real
     site) are used for measurements only, never for training."""
     tests: dict[str, Split]
     """The test splits by protocol: "personal" and "common", or the one of them that exists."""
@@ -73,10 +73,10 @@ class ClientSamples:
         return logits if len(self.space) == logits.shape[1] else logits[:, self.space]
 
     def warn_of_left_aside(self, method: str) -> None:
-        """Log the number of unlabelled samples that the method does not use, if any."""
+        """Log the number of unlabeled samples that the method does not use, if any."""
         if self.left_aside:
             LOG.warning(
-                "%s: %d samples without a class are left aside: %s learns from labelled ones alone",
+                "%s: %d samples without a class are left aside: %s learns from labeled ones alone",
                 self.info.name,
                 self.left_aside,
                 method,
@@ -88,7 +88,7 @@ class ClientSamples:
 
     def own_splits(self) -> Iterator[Split]:
         """Yield the splits of samples that belong to this client."""
-        yield from (self.own, self.unlabelled)
+        yield from (self.own, self.unlabeled)
         if "personal" in self.tests:
             yield self.tests["personal"]
 
@@ -96,7 +96,7 @@ class ClientSamples:
 def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     """Return a node's samples. Raises DataError if they cannot be read or are too few."""
     run, data = config.run, node.load_data(config)
-    own, rest = labelled_parts(data, run.data, run.seed, node.name)
+    own, rest = labeled_parts(data, run.data, run.seed, node.name)
     count, order = len(own) + len(rest), order_of(data.classes)
     if data.schema is not None:  # the same features, besides the same classes
         order = order_of([*data.classes, data.schema.digest])
@@ -132,14 +132,14 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
 
 
 def public_samples(
-    config: Config, node: Node, samples: ClientSamples, *, labelled: bool
+    config: Config, node: Node, samples: ClientSamples, *, labeled: bool
 ) -> tuple[Split, DataError | None]:
     """Return the public set, and an error if it contains any sample of this client.
 
-    Set `labelled` if the labels of the public set are used.
+    Set `labeled` if the labels of the public set are used.
     """
     info, named = samples.info, config.run.data.public_dataset
-    classes = info.classes if labelled else None
+    classes = info.classes if labeled else None
     public = node.data.public_set(info.kind, info.shape, classes)
     # A public part of the run's dataset cannot overlap its partitions, only a site's own data.
     cut_here = named in ("", UNUSED)
@@ -278,7 +278,7 @@ def read_record(folder: Path) -> ClientRecord | None:
     if not path.exists():
         return None
     try:
-        return ClientRecord.model_validate(read_json(path, MOST_BYTES))
+        return ClientRecord.model_validate(read_json(path, MAX_BYTES))
     except (OSError, ValueError, StateError) as error:
         fault = str(error)
         if isinstance(error, ValidationError):

@@ -15,7 +15,7 @@ from fedhet.base.errors import StateError
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.learning.devices import Compute, move
 from fedhet.models import Refitted
-from fedhet.runs.storage import ClientStore, Facts, refuse_other
+from fedhet.runs.storage import ClientStore, Metadata, refuse_other
 
 BESIDE_MODELS = "kept"
 """The group of the state's tensors that belong to no model; no model has this name."""
@@ -49,7 +49,7 @@ class ClientState:
         """The client's models by kind, on the device."""
         self.tensors: dict[str, Tensor] = {}
         """Tensors that a method keeps besides its models, on the device."""
-        self.facts: dict[str, int | float | str] = {}
+        self.metadata: dict[str, int | float | str] = {}
         """Scalars and texts that a method keeps."""
         self.round = 0
         """The round of the state that was restored; 0: none, the models are new."""
@@ -64,7 +64,7 @@ class ClientState:
     @property
     def participations(self) -> int:
         """Return the number of rounds in which the client has trained."""
-        return int(self.facts.get("participations", 0))
+        return int(self.metadata.get("participations", 0))
 
     @property
     def folder(self) -> Path:
@@ -136,12 +136,12 @@ class ClientState:
                 "came too late, and the newer state is kept"
             )
         version = self._newest + 1
-        facts = {**self.facts, **self._identity_in(store, round), "version": version}
+        metadata = {**self.metadata, **self._identity_in(store, round), "version": version}
         tensors: dict[str, Tensor] = {}
         for kind, model in self.models.items():
             tensors |= grouped(kind, model.state_dict())
         tensors |= grouped(BESIDE_MODELS, self.tensors)
-        store.save(round, tensors, facts, kept_too)
+        store.save(round, tensors, metadata, kept_too)
         self._version = self._newest = version
 
     def _load_last(self, rounds: Sequence[int]) -> int:
@@ -163,12 +163,12 @@ class ClientState:
         return 0
 
     def _begin_anew(self, round: int) -> None:
-        self.models, self.tensors, self.facts, self.round = self._setup(), {}, {}, round
+        self.models, self.tensors, self.metadata, self.round = self._setup(), {}, {}, round
 
     def _load(self, store: ClientStore, round: int) -> int:
-        tensors, facts = store.load(round)
+        tensors, metadata = store.load(round)
         path, identity = store.path(round), self._identity_in(store, round)
-        refuse_other(path, facts, identity, "this client's")
+        refuse_other(path, metadata, identity, "this client's")
         for kind, model in self.models.items():
             weights = group(tensors, kind)
             for name, own in model.state_dict().items():  # PyTorch would convert types silently
@@ -182,14 +182,14 @@ class ClientState:
             if not all(bool(value.isfinite().all()) for value in weights.values()):
                 raise StateError(f"{path}: the model {kind} holds NaN or infinity")
         self.tensors = group(tensors, BESIDE_MODELS)
-        self.facts = {k: v for k, v in facts.items() if k not in {*identity, "version"}}
-        version = _version_in(facts)
-        if not version or not isinstance(facts.get("participations", 0), int):
+        self.metadata = {k: v for k, v in metadata.items() if k not in {*identity, "version"}}
+        version = _version_in(metadata)
+        if not version or not isinstance(metadata.get("participations", 0), int):
             raise StateError(f"{path} holds a version or a number of rounds that is not a number")
         return version
 
     def _identity_in(self, store: ClientStore, round: int) -> dict[str, str | int]:
-        """Return the facts by which a state names its client, run and round."""
+        """Return the metadata by which a state names its client, run and round."""
         return {**self._identity, "run": store.run, "client": store.client, "round": round}
 
     @property
@@ -206,11 +206,11 @@ def _newest_version(store: ClientStore) -> int:
 def _version_of(store: ClientStore, round: int) -> int:
     """Return the version of a round's state, from 1; 0: it cannot be read."""
     try:
-        return _version_in(store.facts(round))
+        return _version_in(store.metadata(round))
     except StateError:
         return 0
 
 
-def _version_in(facts: Facts) -> int:
-    version = facts.get("version")
+def _version_in(metadata: Metadata) -> int:
+    version = metadata.get("version")
     return version if isinstance(version, int) and version > 0 else 0

@@ -20,12 +20,12 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
-from fedhet.base.errors import FedhetError, OwnModelError
+from fedhet.base.errors import FedhetError, UserModelError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.client_runtime.codec import ClientCodec
-from fedhet.client_runtime.local_training import FixMatch, Predict, Recipe, injected_faults
+from fedhet.client_runtime.local_training import FixMatch, LocalTrainer, Predict, injected_faults
 from fedhet.client_runtime.node import Node
-from fedhet.client_runtime.privacy import promise
+from fedhet.client_runtime.privacy import privacy_mechanism
 from fedhet.client_runtime.samples import (
     ClientRecord,
     ClientSamples,
@@ -57,7 +57,7 @@ from fedhet.models import (
     judge_all,
 )
 from fedhet.runs.measures import LACKS, Measured, peak_memory_mb, placed, timed, write_measures
-from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
+from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge, LackingError
@@ -76,16 +76,16 @@ class HetClient(NumPyClient):
             # are wrong in channels_last format.
             self.compute = replace(self.compute, channels_last=False)
         self.samples = samples or load_samples(config, node, self.compute)
-        self.promise = promise(self.config, node, self.samples, self.compute)
-        self.info, self.space = self.promise.described(self.samples.info), self.samples.space
-        self.unlabelled, self.tests = self.samples.unlabelled, self.samples.tests
+        self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
+        self.info, self.space = self.privacy.described(self.samples.info), self.samples.space
+        self.unlabeled, self.tests = self.samples.unlabeled, self.samples.tests
         self.loss: float | None = None
         """Mean training loss of the last epoch."""
-        self.figures: dict[str, float] = {}
-        """What `training.semi` made of the unlabelled samples in the round."""
+        self.metrics: dict[str, float] = {}
+        """What `training.semi` made of the unlabeled samples in the round."""
 
         def new_models() -> dict[str, nn.Module]:
-            with Allocation(node.most_model_bytes):
+            with Allocation(node.max_model_bytes):
                 return self.setup()
 
         task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
@@ -98,7 +98,7 @@ class HetClient(NumPyClient):
             training_set=self.training_set,
         )
         self.codec = ClientCodec(self.config, node, self.state)
-        self.recipe = Recipe(self.run, self.info, self.state, self.compute)
+        self.recipe = LocalTrainer(self.run, self.info, self.state, self.compute)
         self._recorded_in = ""
         """The run in whose folder the client's record is."""
         self.prepare()
@@ -146,7 +146,7 @@ class HetClient(NumPyClient):
 
     @property
     def x(self) -> Tensor:
-        """The client's own labelled training samples [N, ...], on the device."""
+        """The client's own labeled training samples [N, ...], on the device."""
         return self.samples.own.x
 
     @property
@@ -187,14 +187,14 @@ class HetClient(NumPyClient):
             chosen, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
         )
 
-    def public_set(self, *, labelled: bool) -> Split:
-        """Return the public set, scaled; set `labelled` if the method uses its labels.
+    def public_set(self, *, labeled: bool) -> Split:
+        """Return the public set, scaled; set `labeled` if the method uses its labels.
 
         Raises DataError if it contains any sample of this client, unless the client is private.
         """
-        public, overlap = public_samples(self.config, self.node, self.samples, labelled=labelled)
+        public, overlap = public_samples(self.config, self.node, self.samples, labeled=labeled)
         if overlap is not None:
-            self.promise.overlap(overlap)
+            self.privacy.overlap(overlap)
         return public
 
     def generator(self, round: int, use: str) -> torch.Generator:
@@ -202,7 +202,7 @@ class HetClient(NumPyClient):
         return torch_generator(self.run.seed, self.info.name, round, use)
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
-        """Return an optimiser over all of `parameters`, at the round's learning rate."""
+        """Return an optimizer over all of `parameters`, at the round's learning rate."""
         return self.recipe.round_optimization(self.training, chain(*parameters))
 
     def train_epochs(
@@ -230,21 +230,21 @@ class HetClient(NumPyClient):
         predict: Predict,
         optimizing: Optimization,
         generator: torch.Generator,
-        labelled: Split | None = None,
+        labeled: Split | None = None,
         **options: Unpack[Epochs],
     ) -> None:
         """Train on the client's own samples: on `training_set`, and as `training.semi` says.
 
-        `labelled` replaces `training_set`. `loss_of` is the loss of a labelled batch; `predict`
-        returns the logits of the model that learns from unlabelled images.
+        `labeled` replaces `training_set`. `loss_of` is the loss of a labeled batch; `predict`
+        returns the logits of the model that learns from unlabeled images.
         """
-        own = labelled or Split(*self.training_set())
+        own = labeled or Split(*self.training_set())
         x, y, semi, training = own.x, own.y, None, self.training
         augment: bool | Augment = True
         if training.semi != "none":
             semi = FixMatch(
                 own,
-                self.unlabelled,
+                self.unlabeled,
                 KINDS[self.info.kind],
                 self.info.shape,
                 self.network,
@@ -256,10 +256,10 @@ class HetClient(NumPyClient):
             loss_of = semi.joined_with(loss_of, options.pop("penalty", None), predict)
         chosen = self.recipe.options(training, len(y), augment, options)
         steps = chosen["epochs"], chosen["batch_size"]
-        with self.promise.training(optimizing, self.models.values(), len(y), *steps) as promised:
+        with self.privacy.training(optimizing, self.models.values(), len(y), *steps) as promised:
             self.loss = train_epochs(x, y, loss_of, promised, generator=generator, **chosen)
         if semi is not None:
-            self.figures = semi.figures()
+            self.metrics = semi.metrics()
 
     @property
     def own_classes(self) -> OwnClasses:
@@ -304,27 +304,27 @@ class HetClient(NumPyClient):
         best = config.get("best", 0)
         evaluate = self.evaluation if config.get("evaluate", True) else lambda _: Evaluations()
         try:
-            with self.state.resting(), self.promise.guarded():
+            with self.state.resting(), self.privacy.guarded():
                 envelope, instruction = self.codec.read(parameters, self.sizes)
                 run, round = envelope.run, envelope.round
-                self.promise.begin(run, round)
-                arrays, train_seconds = self.promise.sent_before(), 0.0
+                self.privacy.begin(run, round)
+                arrays, train_seconds = self.privacy.sent_before(), 0.0
                 if arrays is not None:  # what must not be computed again is the same reply
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)
                     with injected_faults(self.run, self.info.name, round):
                         reply, train_seconds = self._train(round, instruction)
-                    arrays = self.codec.encode(envelope, instruction, self.promise.sent(reply))
+                    arrays = self.codec.encode(envelope, instruction, self.privacy.sent(reply))
                     self.state.save(round, best if isinstance(best, int) else 0)
                     if self._recorded_in != run:
                         write_record(self.state.folder, self.record(run))
                         self._recorded_in = run
-                    self.promise.keep(arrays)
-                scores, seconds = timed(self.promise.evaluated, evaluate, instruction)
-                measured = _measured(scores, train_seconds, seconds, self.loss, self.figures)
-                metrics = write_measures(self.promise.measured(measured)) | self.recipe.counted()
-        except OwnModelError:
+                    self.privacy.keep(arrays)
+                scores, seconds = timed(self.privacy.evaluated, evaluate, instruction)
+                measured = _measured(scores, train_seconds, seconds, self.loss, self.metrics)
+                metrics = write_measures(self.privacy.measured(measured)) | self.recipe.counted()
+        except UserModelError:
             raise
         except FedhetError as error:
             return [], 0, self._fault(error)
@@ -340,25 +340,29 @@ class HetClient(NumPyClient):
         nothing noises its local epoch.
         """
         try:
-            with self.state.resting(), self.promise.guarded():
+            with self.state.resting(), self.privacy.guarded():
                 envelope, instruction = self.codec.read(parameters, self.sizes, may_be_empty=True)
                 run, round = envelope.run, envelope.round
-                self.promise.begin(run, round, charged=round + 1)
+                self.privacy.begin(run, round, charged=round + 1)
                 self.state.restore(run, before=round + 1)
                 learns = self.config.method.spec.learns_last and instruction.tensors
                 if learns and self.state.participations > 0:
                     self._train(round + 1, instruction)
                     self.state.save(round + 1)
-                unseen = config.get("unseen") and self.run.data.unseen and not self.promise.is_on
+                unseen = (
+                    config.get("unseen")
+                    and self.run.data.held_out_clients
+                    and not self.privacy.is_on
+                )
                 evaluate = partial(self._evaluate_unseen, round) if unseen else self.evaluation
-                scores, seconds = timed(self.promise.evaluated, evaluate, instruction)
-                measured = self.promise.measured(_measured(scores, 0.0, seconds))
-        except OwnModelError:
+                scores, seconds = timed(self.privacy.evaluated, evaluate, instruction)
+                measured = self.privacy.measured(_measured(scores, 0.0, seconds))
+        except UserModelError:
             raise
         except FedhetError as error:
             return 0.0, 0, self._fault(error)
         own = scores.get(("personal", "private"))
-        hidden = own is None or not math.isfinite(own.loss) or self.promise.is_on
+        hidden = own is None or not math.isfinite(own.loss) or self.privacy.is_on
         loss = 0.0 if own is None or hidden else own.loss
         return loss, self.info.samples, dict(write_measures(measured))
 
@@ -369,11 +373,11 @@ class HetClient(NumPyClient):
         """
         self.state.begin_round()
         self.recipe.begin(round)
-        self.loss, self.figures = None, {}
+        self.loss, self.metrics = None, {}
         with seeded(self.run.seed, self.info.name, round, device=self.compute.device):
             reply, seconds = timed(self.train, round, instruction)
-        self.recipe.end(self.training, None if self.promise.is_on else self.loss)
-        self.state.facts["participations"] = self.state.participations + 1
+        self.recipe.end(self.training, None if self.privacy.is_on else self.loss)
+        self.state.metadata["participations"] = self.state.participations + 1
         return reply, seconds
 
     def _evaluate_unseen(self, round: int, instruction: Knowledge) -> Evaluations:
@@ -393,13 +397,13 @@ class HetClient(NumPyClient):
         options["generator"] = torch_generator(self.run.seed, *draw)
         with seeded(self.run.seed, *draw, device=self.compute.device):
             train_epochs(own.x, own.y, CrossEntropy(learner), optimizing, **options)
-        offered = {UNSEEN: model, UNSEEN_EPOCH: learner}
+        offered = {HELD_OUT: model, HELD_OUT_EPOCH: learner}
         return judge_all(offered, self.tests, self.compute, self.run.metrics)
 
     def _fault(self, error: FedhetError) -> dict[str, Scalar]:
         """Return what the server is told of an error, and whether it must send weights again."""
         lacks: dict[str, Scalar] = {LACKS: True} if isinstance(error, LackingError) else {}
-        return self.promise.fault(error) | lacks
+        return self.privacy.fault(error) | lacks
 
 
 def _measured(
@@ -407,7 +411,7 @@ def _measured(
     train_seconds: float,
     eval_seconds: float,
     loss: float | None = None,
-    figures: Mapping[str, float] | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> Measured:
     """Return a client's measurements; `loss` is the training loss."""
     return Measured(
@@ -416,7 +420,7 @@ def _measured(
         train_seconds,
         eval_seconds,
         peak_memory_mb(),
-        dict(figures or {}),
+        dict(metrics or {}),
         majority={
             protocol: score.majority
             for (protocol, _), score in scores.items()

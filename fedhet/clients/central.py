@@ -1,4 +1,4 @@
-"""Centralised training, client half: the first client trains on all clients' data."""
+"""Centralized training, client half: the first client trains on all clients' data."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class CentralClient(LocalClient):
         def placed(split: Split) -> Split:
             return Split(compute.held(split.x), split.y.to(compute.device))
 
-        own, unlabelled = map(placed, data.pooled_parts())
+        own, unlabeled = map(placed, data.pooled_parts())
         space = sorted({c for k in data.spec.seen for c in data.label_space(k)})
-        self.samples = replace(self.samples, own=own, unlabelled=unlabelled)
+        self.samples = replace(self.samples, own=own, unlabeled=unlabeled)
         if self.settings.uses_public():  # refused if it holds any client's samples
-            public = placed(self.public_set(labelled=True))
+            public = placed(self.public_set(labeled=True))
             alone, space = self.settings.trains_on == "public", list(range(self.info.classes))
             own = public if alone else stacked([own, public])
-            unlabelled = unlabelled.take(torch.arange(0)) if alone else unlabelled
-        self.unlabelled, self.space = unlabelled, torch.tensor(space, device=compute.device)
-        self.samples = replace(self.samples, own=own, unlabelled=unlabelled, space=self.space)
+            unlabeled = unlabeled.take(torch.arange(0)) if alone else unlabeled
+        self.unlabeled, self.space = unlabeled, torch.tensor(space, device=compute.device)
+        self.samples = replace(self.samples, own=own, unlabeled=unlabeled, space=self.space)
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the trainer's model; the other clients have none."""

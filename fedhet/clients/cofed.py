@@ -27,8 +27,8 @@ from fedhet.wire.knowledge import Knowledge
 FOUND_OPTIMIZER, FOUND_RATE, FOUND_DECAY, FOUND_FACTOR = (
     f"search.{name}" for name in ("optimizer", "lr", "decay", "update")
 )
-"""Keys of the client's facts under which it keeps the result of its search."""
-LEAST_TO_SEARCH = 3
+"""Keys of the client's metadata under which it keeps the result of its search."""
+MIN_TO_SEARCH = 3
 """The smallest number of samples to search with: two to train on, and one held out."""
 
 
@@ -43,7 +43,7 @@ class CofedClient(HetClient):
     @cached_property
     def public(self) -> Tensor:
         """The public samples [N, ...], on the device, without their labels."""
-        return self.compute.held(self.public_set(labelled=False).x)
+        return self.compute.held(self.public_set(labeled=False).x)
 
     def sizes(self) -> Sizes:
         """Return the axes C (classes), L = C + 1 (C stands for none) and N (public instances)."""
@@ -80,26 +80,26 @@ class CofedClient(HetClient):
         """
         measured = super().evaluation(knowledge) if self._updated else {}
         kinds = ("local",) if self._updated else ("local", "private")
-        facts = self.state.facts
+        metadata = self.state.metadata
         return measured | {
-            (protocol, kind): Evaluation(float(facts[f"local.{protocol}"]), math.nan)
+            (protocol, kind): Evaluation(float(metadata[f"local.{protocol}"]), math.nan)
             for protocol in PROTOCOLS
             for kind in kinds
-            if f"local.{protocol}" in facts
+            if f"local.{protocol}" in metadata
         }
 
     @property
     def training(self) -> TrainingSettings:
         """Return the training settings: those that the search has found, if there was one."""
-        facts, own = self.state.facts, super().training
-        if FOUND_RATE not in facts:
+        metadata, own = self.state.metadata, super().training
+        if FOUND_RATE not in metadata:
             return own
-        rate = float(facts[FOUND_RATE]) * float(facts.get(FOUND_FACTOR, 1.0))
-        return own.model_copy(update={"optimizer": facts[FOUND_OPTIMIZER], "lr": rate})
+        rate = float(metadata[FOUND_RATE]) * float(metadata.get(FOUND_FACTOR, 1.0))
+        return own.model_copy(update={"optimizer": metadata[FOUND_OPTIMIZER], "lr": rate})
 
     @property
     def _decay(self) -> float:
-        return float(self.state.facts.get(FOUND_DECAY, 1.0))
+        return float(self.state.metadata.get(FOUND_DECAY, 1.0))
 
     @property
     def _updated(self) -> bool:
@@ -110,9 +110,9 @@ class CofedClient(HetClient):
         """Train on the client's own data, and measure the baseline of relative accuracy."""
         a_network = not isinstance(self.private, Refitted)
         searches = self.settings.search == "grid" and a_network
-        if searches and len(self.y) >= LEAST_TO_SEARCH:
+        if searches and len(self.y) >= MIN_TO_SEARCH:
             found = Trials(self, round).local()
-            self.state.facts |= {
+            self.state.metadata |= {
                 FOUND_OPTIMIZER: found.optimizer,
                 FOUND_RATE: found.lr,
                 FOUND_DECAY: found.decay,
@@ -120,12 +120,12 @@ class CofedClient(HetClient):
         self.fit_private(self.generator(round, "batches"), decay=self._decay)
         models, metrics = {"local": self.private}, self.run.metrics
         for (protocol, _), score in judge_all(models, self.tests, self.compute, metrics).items():
-            self.state.facts[f"local.{protocol}"] = score.accuracy
+            self.state.metadata[f"local.{protocol}"] = score.accuracy
 
     def _update(self, round: int) -> None:
         """Train on the client's own data and R_i, as in local training but for the minibatches."""
-        if FOUND_RATE in self.state.facts:
-            self.state.facts[FOUND_FACTOR] = Trials(self, round).update()
+        if FOUND_RATE in self.state.metadata:
+            self.state.metadata[FOUND_FACTOR] = Trials(self, round).update()
         self.fit_private(
             self.generator(round, "update"),
             epochs=self.settings.update_epochs,
@@ -178,9 +178,11 @@ class Trials:
 
         The model that is trained further has not seen the held-out part either.
         """
-        facts = self.client.state.facts
+        metadata = self.client.state.metadata
         found = Candidate(
-            str(facts[FOUND_OPTIMIZER]), float(facts[FOUND_RATE]), float(facts[FOUND_DECAY])
+            str(metadata[FOUND_OPTIMIZER]),
+            float(metadata[FOUND_RATE]),
+            float(metadata[FOUND_DECAY]),
         )
         before, factors = self._trained(found), self.settings.search_updates
         tried = [replace(found, lr=found.lr * factor) for factor in factors]

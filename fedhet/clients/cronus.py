@@ -14,9 +14,9 @@ from fedhet.methods.cronus import CronusSettings
 
 
 class CronusClient(FedMdClient):
-    """Takes its minibatches from the union of its own data and the softly labelled public data.
+    """Takes its minibatches from the union of its own data and the softly labeled public data.
 
-    In its first participation there are no soft labels: the paper's initialisation phase.
+    In its first participation there are no soft labels: the paper's initialization phase.
     """
 
     settings: CronusSettings
@@ -38,7 +38,7 @@ class CronusClient(FedMdClient):
             return self._loss(self.network(x), y, consensus)
 
         generator = self.generator(round, "batches")
-        self.train_own(loss_of, self.private, optimizing, generator, labelled=union)
+        self.train_own(loss_of, self.private, optimizing, generator, labeled=union)
 
     def _loss(self, logits: Tensor, y: Tensor, consensus: Consensus) -> Tensor:
         """Return the mean loss of a batch's logits [B, C] against targets [B] of the union."""

@@ -1,4 +1,4 @@
-"""DS-FL, client half: FedMD's round, with probabilities on unlabelled public data."""
+"""DS-FL, client half: FedMD's round, with probabilities on unlabeled public data."""
 
 from fedhet.clients.fedmd import FedMdClient
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedhet.algorithms.classwise import (
-    LEAST_PROBABILITY,
+    MIN_PROBABILITY,
     Teacher,
     class_cross_entropy,
     nearest_distributions,
@@ -21,7 +21,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FdObjective(FedHeObjective):
-    """Cross-entropy, and the distillation regulariser; gathers class sums of probabilities."""
+    """Cross-entropy, and the distillation regularizer; gathers class sums of probabilities."""
 
     settings: FdSettings  # type: ignore[assignment]
 
@@ -35,7 +35,7 @@ class FdObjective(FedHeObjective):
         return whole
 
     def distillation(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return gamma times the distillation regulariser (line 5)."""
+        """Return gamma times the distillation regularizer (line 5)."""
         return self.settings.gamma * class_cross_entropy(logits, labels, teacher).mean()
 
 
@@ -54,5 +54,5 @@ class FdClient(FedHeClient):
 
     def entries(self, knowledge: Knowledge) -> Array:
         """Return the logarithms of the other clients' probabilities: logits of the same softmax."""
-        logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], LEAST_PROBABILITY))
+        logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], MIN_PROBABILITY))
         return logs

@@ -46,7 +46,7 @@ class FedAvgClient(HetClient):
         return {k: v.detach().clone() for k, v in self.network.state_dict().items()}
 
     def steps(self) -> int:
-        """Return the number of optimiser steps per batch."""
+        """Return the number of optimizer steps per batch."""
         return 1
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
@@ -70,7 +70,7 @@ class FedAvgClient(HetClient):
             self.generator(round, "batches"),
             steps=self.steps(),
             stepped=local.stepped,
-            penalty=local.regulariser,
+            penalty=local.regularizer,
         )
 
 

@@ -29,7 +29,7 @@ class FedGemsClient(HetClient):
     @cached_property
     def public(self) -> Split:
         """The public set, on the device."""
-        return placed_public(self.public_set(labelled=True), self.compute, self.node.data)
+        return placed_public(self.public_set(labeled=True), self.compute, self.node.data)
 
     def sizes(self) -> Sizes:
         """Return the axes C, and B, the bytes of a bit mask over the public samples."""

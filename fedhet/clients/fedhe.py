@@ -110,4 +110,4 @@ class FedHeClient(HetClient):
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
-        return self.promise.class_means(sums, model, objective.answers)
+        return self.privacy.class_means(sums, model, objective.answers)

@@ -94,7 +94,7 @@ class FedKdClient(HetClient):
         copies = {name: torch.tensor(value) for name, value in start.items()}
         kept = all_to_device(copies, self.compute.device)
         self.state.tensors = {**self.state.tensors, **grouped(MENTEE, kept)}
-        self.state.facts[MENTEE] = round
+        self.state.metadata[MENTEE] = round
 
         change = {name: value - start[name] for name, value in to_arrays(mentee).items()}
         energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
@@ -116,7 +116,7 @@ class FedKdClient(HetClient):
         last = on_host(group(self.state.tensors, MENTEE))
         if self._begun is not None and self._begun() is knowledge:
             return last
-        held, base = self.state.facts.get(MENTEE), knowledge.scalars.get("base")
+        held, base = self.state.metadata.get(MENTEE), knowledge.scalars.get("base")
         if held != base:
             fault = f"changes the mentee of round {base}, the client holds that of {held or 'none'}"
             raise KnowledgeError(SERVER, "update", fault)

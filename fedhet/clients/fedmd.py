@@ -45,7 +45,7 @@ class FedMdClient(HetClient):
     @cached_property
     def public(self) -> Split:
         """The public set, on the device."""
-        found = self.public_set(labelled=self.settings.public_epochs > 0)
+        found = self.public_set(labeled=self.settings.public_epochs > 0)
         return placed_public(found, self.compute, self.node.data)
 
     def sizes(self) -> Sizes:

@@ -67,7 +67,7 @@ class FedMrlClient(HetClient):
         """Start from the averaged shared model, train all parts, and return the shared one.
 
         The loss is m^F times the own head's plus m^G times the shared one's; the means of both over
-        the last epoch are figures.
+        the last epoch are metrics.
         """
         model, device = self.network, self.compute.device
         fusion = fusion_of(model)

@@ -53,7 +53,7 @@ class FedProtoClient(HetClient):
         return Teacher.of(parts["classes"], parts["features"], None, self.info.classes, device)
 
     def _learn(self, round: int, teacher: Teacher | None) -> None:
-        """Train on cross-entropy plus, if there are prototypes, the pull towards them (Eq. 7)."""
+        """Train on cross-entropy plus, if there are prototypes, the pull toward them (Eq. 7)."""
         model = self.network.train()
         pull: tuple[float, PrototypeDistance] = (0.0, "mse")
         if teacher is not None:
@@ -73,11 +73,11 @@ class FedProtoClient(HetClient):
                 part = slice(start, start + batch)
                 x = self.compute.images(self.x[part])
                 sums.add(*model.features_and_logits(x), self.y[part])
-        return self.promise.class_means(sums, model)
+        return self.privacy.class_means(sums, model)
 
 
 class PrototypeObjective(nn.Module):
-    """Cross-entropy plus the pull towards the prototypes (Eq. 7; Eq. 11 of FedTGP)."""
+    """Cross-entropy plus the pull toward the prototypes (Eq. 7; Eq. 11 of FedTGP)."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedProxClient(FedAvgClient):
-    """Minimises F_k(w) + mu / 2 ||w - w^t||^2 (Eq. 2) for a fixed number of epochs."""
+    """Minimizes F_k(w) + mu / 2 ||w - w^t||^2 (Eq. 2) for a fixed number of epochs."""
 
     settings: FedProxSettings
 

@@ -22,7 +22,7 @@ from fedhet.methods.fedtype import FedTypeSettings
 from fedhet.models import HetModel, load_weights, on_host
 from fedhet.wire.knowledge import Knowledge
 
-LEAST_CALIBRATED = 32
+MIN_CALIBRATED = 32
 """The smallest batch of D', unless a training batch is smaller: batch norms need samples."""
 Pair = tuple[Tensor, Tensor]
 """A tensor of the private model, and the same of its teacher, which is the proxy by default."""
@@ -71,16 +71,16 @@ class FedTypeClient(HetClient):
         for epoch in range(self.training.local_epochs):
             learning.run_epoch(epoch)
         if (accuracy := learning.imitation.accuracy) is not None:
-            self.state.facts["proxy_accuracy"] = accuracy
+            self.state.metadata["proxy_accuracy"] = accuracy
         sent = grouped("proxy", on_host(proxy.upload()))
         if isinstance(proxy, VariationalModel):
             sent |= grouped("scale", on_host(proxy.scale()))
-        return Knowledge(sent, learning.imitation.figures())
+        return Knowledge(sent, learning.imitation.metrics())
 
     @property
     def accuracy(self) -> float | None:
         """Return the proxy's accuracy on D' as last measured, in any round; None: never."""
-        found = self.state.facts.get("proxy_accuracy")
+        found = self.state.metadata.get("proxy_accuracy")
         return None if found is None else float(found)
 
     def _new_proxy(self) -> HetModel:
@@ -171,7 +171,7 @@ class Reciprocity:
 
     def held_out_views(self, x: Tensor) -> Pair:
         """Return what `views` gives for a part of D'; training samples are added to a small one."""
-        missing = max(min(self.client.training.batch_size, LEAST_CALIBRATED) - len(x), 0)
+        missing = max(min(self.client.training.batch_size, MIN_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing]
         with self.client.compute.autocast():
             joined = self.client.compute.images(torch.cat([x, rows_of(self.client.x, rows)]))
@@ -240,10 +240,10 @@ class Reciprocity:
 
     def forward_loss(self, private: Tensor, proxy: Tensor, y: Tensor) -> Tensor:
         """Return the proxy's loss: Eq. 1, or the authors' code's, and its aggregation's term."""
-        divergence, regulariser = distillation_loss(private, proxy), self.proxy.regulariser()
+        divergence, regularizer = distillation_loss(private, proxy), self.proxy.regularizer()
         if self.settings.proxy_loss == "kl":
-            return divergence + regulariser
-        return self.supervised(proxy, y) + divergence / proxy.shape[1] + regulariser
+            return divergence + regularizer
+        return self.supervised(proxy, y) + divergence / proxy.shape[1] + regularizer
 
     def backward_loss(self, x: Tensor, private: Tensor, teacher: Tensor) -> Tensor:
         """Return the private model's loss on its teacher's logits: Eq. 3 or an ablation."""

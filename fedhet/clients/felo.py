@@ -48,7 +48,7 @@ class FeloClient(HetClient):
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
-        tensors = dict(vars(self.promise.class_means(sums, model)))
+        tensors = dict(vars(self.privacy.class_means(sums, model)))
         if own.share_weights:
             tensors |= grouped("weights", to_arrays(model))
         return Knowledge(tensors)

@@ -24,7 +24,7 @@ PERSONAL = "scale"
 
 
 class PFedBayesClient(FedAvgClient):
-    """Trains a personal Gaussian for every weight, and sends a localised one that follows it.
+    """Trains a personal Gaussian for every weight, and sends a localized one that follows it.
 
     The private model, which is evaluated, has the personal means.
     """
@@ -36,7 +36,7 @@ class PFedBayesClient(FedAvgClient):
         return self.network if self.state.participations else super().start(weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the personal Gaussians with the localised ones, which are the server's."""
+        """Return the personal Gaussians with the localized ones, which are the server's."""
         mean, scale = (self._placed(knowledge.group(name)) for name in ("weights", "scale"))
         return LocalizedModel(
             self.network,
@@ -54,7 +54,7 @@ class PFedBayesClient(FedAvgClient):
         return self.settings.steps
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the localised means and standard deviations; keep the personal ones."""
+        """Return the localized means and standard deviations; keep the personal ones."""
         assert isinstance(local, LocalizedModel)
         self.state.tensors |= grouped(PERSONAL, local.scale())
         return super().reply(local) | grouped("scale", on_host(local.local_scale()))

@@ -41,7 +41,7 @@ from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.runs.storage import ModelStore
 from fedhet.wire.knowledge import Knowledge
 
-LEAST_BATCH = 2
+MIN_BATCH = 2
 """The smallest number of samples to train on: batch norms have no statistics of a single one."""
 LISTS_ON_DISK = 4
 """The number of latest lists whose models stay on disk, as the run may go back a few rounds."""
@@ -61,30 +61,30 @@ class UmPfsslClient(HetClient):
         sent = self._take_in(knowledge)
         helpers = replaced(helpers, sent[CANDIDATE], own, self.settings.replace)
         new = {helper.number for helper in sent[CANDIDATE]}
-        figures: dict[str, float] = {"replaced": sum(helper.number in new for helper in helpers)}
+        metrics: dict[str, float] = {"replaced": sum(helper.number in new for helper in helpers)}
         helpers = refreshed(helpers, {helper.number: helper for helper in sent[REFRESH]})
         if knowledge.scalars["train"]:
             helpers = filled(helpers, sent[FILL], self.settings.helpers)
-            figures |= self._learn(round, helpers, own)
+            metrics |= self._learn(round, helpers, own)
             helpers = ranked([self._self(own), *(h for h in helpers if h.number != own)])
         self._remember(helpers)
-        figures["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
+        metrics["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
         if self._own_version > int(knowledge.scalars["held"]):  # or the last reply was lost
             tensors |= grouped("weights", to_arrays(self.network))
-        return Knowledge(tensors, figures)
+        return Knowledge(tensors, metrics)
 
     # The client's own model.
 
     @property
     def _own_version(self) -> int:
         """Return the round in which the private model was last trained; 0: never."""
-        return int(self.state.facts.get("trained", 0))
+        return int(self.state.metadata.get("trained", 0))
 
     def _warm_up(self, round: int) -> None:
-        """Train on the labelled part alone (line 5)."""
-        self.state.facts["trained"] = round
-        if len(self.y) < LEAST_BATCH:
+        """Train on the labeled part alone (line 5)."""
+        self.state.metadata["trained"] = round
+        if len(self.y) < MIN_BATCH:
             return
         model, steps = self.network.train(), math.ceil(len(self.y) / self.training.batch_size)
         epochs = max(self.settings.warm_up, math.ceil(self.settings.warm_up_steps / steps))
@@ -103,28 +103,28 @@ class UmPfsslClient(HetClient):
         shares = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
         load_weights(self.network, average_weights([*zip(weights, shares, strict=True)]))
         self._train_jointly(round, pseudo if self.settings.pseudo_labels else pseudo[:0])
-        self.state.facts["trained"] = round
-        known = self.unlabelled.y != UNKNOWN
-        wrong = (pseudo.argmax(1) != self.unlabelled.y)[known]
+        self.state.metadata["trained"] = round
+        known = self.unlabeled.y != UNKNOWN
+        wrong = (pseudo.argmax(1) != self.unlabeled.y)[known]
         return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
-        """Train for the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabelled part.
+        """Train for the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabeled part.
 
-        With no pseudo-labels, on the labelled part alone.
+        With no pseudo-labels, on the labeled part alone.
         """
         model = self.network.train()
-        x = torch.cat([self.x, self.unlabelled.x[: len(pseudo)]])
-        if len(x) < LEAST_BATCH:
+        x = torch.cat([self.x, self.unlabeled.x[: len(pseudo)]])
+        if len(x) < MIN_BATCH:
             return
-        labelled = torch.arange(len(x), device=self.compute.device) < len(self.y)
+        labeled = torch.arange(len(x), device=self.compute.device) < len(self.y)
         labels = F.pad(self.y, (0, len(pseudo)))
         targets = F.pad(pseudo, (0, 0, len(self.y), 0))
         direction = self.settings.divergence
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             own = model(x)
-            return semi_supervised_loss(own, labels[rows], targets[rows], labelled[rows], direction)
+            return semi_supervised_loss(own, labels[rows], targets[rows], labeled[rows], direction)
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
@@ -135,7 +135,7 @@ class UmPfsslClient(HetClient):
 
     def _helpers(self, own: int) -> list[Helper]:
         """Return the list of the last round, without helpers whose models are lost."""
-        listed = [Helper(*row) for row in json.loads(str(self.state.facts.get("helpers", "[]")))]
+        listed = [Helper(*row) for row in json.loads(str(self.state.metadata.get("helpers", "[]")))]
         others = [
             h for h in listed if h.number != own and (h.number, h.version) in self._helper_store
         ]
@@ -145,10 +145,10 @@ class UmPfsslClient(HetClient):
     def _remember(self, helpers: list[Helper]) -> None:
         """Save the list, and keep the models of the last few lists on disk."""
         keys = [[helper.number, helper.version] for helper in helpers]
-        recent = [keys, *json.loads(str(self.state.facts.get("recent", "[]")))][:LISTS_ON_DISK]
+        recent = [keys, *json.loads(str(self.state.metadata.get("recent", "[]")))][:LISTS_ON_DISK]
         self._helper_store.keep([(number, version) for keys in recent for number, version in keys])
         rows = [[helper.number, helper.version, helper.relation] for helper in helpers]
-        self.state.facts |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
+        self.state.metadata |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
 
     def _take_in(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
         """Store the received models on disk; return them by role, with their relations."""
@@ -180,20 +180,20 @@ class UmPfsslClient(HetClient):
         """Return the helper with its relation to this client's data (Eq. 13)."""
         model = self._spare(weights)
         sure = certainty(entropy(self._predict(model, helper)), self.info.classes)
-        share = len(self.y) / (len(self.y) + len(self.unlabelled))
-        labelled = len(self.y) > 0
-        accuracy = evaluate(model, self.x, self.y, self.compute).accuracy if labelled else 0.0
+        share = len(self.y) / (len(self.y) + len(self.unlabeled))
+        labeled = len(self.y) > 0
+        accuracy = evaluate(model, self.x, self.y, self.compute).accuracy if labeled else 0.0
         found = relation(sure, accuracy, share, self.settings.relation)
         return Helper(helper.number, helper.version, found)
 
     def _predict(self, model: HetModel, helper: Helper) -> Tensor:
-        """Return a helper's predictions for the unlabelled part (Eq. 9), [N, C].
+        """Return a helper's predictions for the unlabeled part (Eq. 9), [N, C].
 
         The dropout masks depend only on the model, so its relation need not be computed again.
         """
         place = (self.info.name, "masks", helper.number, helper.version)
         with seeded(self.run.seed, *place, device=self.compute.device):
-            return predictive(model, self.unlabelled.x, self.settings.passes, self.compute)
+            return predictive(model, self.unlabeled.x, self.settings.passes, self.compute)
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:
         """Return the spare model that evaluates helpers, with `weights` loaded."""

@@ -109,7 +109,7 @@ def _needs(spec: MethodSpec) -> str:
     """Return in words what data and models a method needs."""
     needed = {
         "public data": spec.needs_public,
-        "unlabelled samples of the clients": spec.needs_unlabelled,
+        "unlabeled samples of the clients": spec.needs_unlabeled,
         "one architecture": spec.one_model,
         "a pool of one model": spec.pool_of_one,
         "a simulation": spec.simulation_only,
@@ -129,7 +129,7 @@ def _method(method: Method) -> str:
         f"{spec.title[0].upper()}{spec.title[1:]}. {f'It needs {needed}. ' if needed else ''}"
         f"Headline: the {spec.headline} protocol.\n",
         f"{default_models(method)}\n",
-        f"{defences(method)}\n",
+        f"{defenses(method)}\n",
         f"{privacy(method)}\n",
         f"The code: {', '.join(code)}.\n",
         "## What travels\n",
@@ -151,8 +151,8 @@ def _method(method: Method) -> str:
         said = " These defaults differ from it:" if different else ""
         parts.append(f"\n## The paper's settings\n\n{paper['what']}. {how}{said}")
         parts += ["", in_markdown(PAPER_COLUMNS, different).rstrip()] if different else []
-    if spec.figures:
-        measured = [(f"`{name}`", title) for name, title in spec.figures.items()]
+    if spec.metrics:
+        measured = [(f"`{name}`", title) for name, title in spec.metrics.items()]
         parts += ["\n## What a run measures besides\n"]
         parts += [in_markdown(("figure", "what it is"), measured)]
     return "\n".join(parts)
@@ -214,12 +214,12 @@ def _private(method: Method) -> str:
     return f"{rule.how}; with {', '.join(needs)}: {rule.reason}" if needs else rule.how
 
 
-def defences(method: Method) -> str:
+def defenses(method: Method) -> str:
     """Return in a sentence which robust averages a method can have."""
-    found, resists = ", ".join(method.spec.defences), method.spec.resists
+    found, resists = ", ".join(method.spec.defenses), method.spec.resists
     if found:
-        return f"`defence.average`, besides mean: {found}."
-    return f"`defence.average`: mean alone{f'; {resists}' if resists else ''}."
+        return f"`defense.average`, besides mean: {found}."
+    return f"`defense.average`: mean alone{f'; {resists}' if resists else ''}."
 
 
 def field_rows(contract: Contract) -> list[tuple[str, str, str]]:

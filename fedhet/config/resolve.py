@@ -34,8 +34,8 @@ from fedhet.wire.identity import ClientInfo
 
 PUBLIC_FRACTION = 0.2
 """Default share of the training set that is public, if the method needs public data."""
-LABELLED_ALPHA = 0.5
-"""Default if the method needs unlabelled data (UM-pFSSL, section VI-A)."""
+LABELED_ALPHA = 0.5
+"""Default if the method needs unlabeled data (UM-pFSSL, section VI-A)."""
 PRIVATE: Mapping[str, tuple[object, ...]] = {
     "training.clip": (0.0,),
     "training.semi": ("none",),
@@ -57,9 +57,9 @@ class Config:
     own: MethodSettings
 
     @property
-    def uses_unlabelled(self) -> bool:
-        """Return whether the clients learn from unlabelled samples of their own."""
-        return self.method.spec.needs_unlabelled or self.run.training.semi != "none"
+    def uses_unlabeled(self) -> bool:
+        """Return whether the clients learn from unlabeled samples of their own."""
+        return self.method.spec.needs_unlabeled or self.run.training.semi != "none"
 
     def flat(self) -> dict[str, Any]:
         """Return every setting of the run by its full name; the inverse of `resolve`."""
@@ -122,8 +122,8 @@ def completed(given: Given) -> Config:
     needs_public = spec.needs_public or own.uses_public()
     if needs_public and not (run.data.public_fraction or run.data.public_dataset):
         data["public_fraction"] = PUBLIC_FRACTION
-    if (spec.needs_unlabelled or run.training.semi != "none") and not run.data.labelled_alpha:
-        data["labelled_alpha"] = LABELLED_ALPHA
+    if (spec.needs_unlabeled or run.training.semi != "none") and not run.data.labeled_alpha:
+        data["labeled_alpha"] = LABELED_ALPHA
     changes["data"] = run.data.model_copy(update=data)
     if run.models.pool == RunSettings().models.pool:
         pool = models.private_pool(spec.pool(kind)) if is_private else spec.pool(kind)
@@ -158,31 +158,31 @@ def _check_models_and_data(config: Config) -> None:
 
 
 def _check_against_malice(config: Config) -> None:
-    """Check attack, defence, and pace.
+    """Check attack, defense, and pace.
 
     Malicious clients could be the majority by replying or joining first, where a round may close,
     or a run may start, with too few of the honest clients.
     """
     run, name, spec = config.run, config.method.name, config.method.spec
-    kind, average, share = run.attack.kind, run.defence.average, run.defence.share
+    kind, average, share = run.attack.kind, run.defense.average, run.defense.malicious_fraction
     struck = poisonable if kind in ("paf", "lie", "ofom") else floating
     if kind != "none" and not struck(spec.replies):
         rule = f"none with {name}, whose clients send neither logits nor weights"
         raise refused("attack.kind", kind, rule)
-    if average not in ("mean", *spec.defences):
+    if average not in ("mean", *spec.defenses):
         resists = f": {spec.resists}" if spec.resists else ""
-        able = ", ".join(("mean", *spec.defences))
-        raise refused("defence.average", average, f"{able} with {name}{resists}")
+        able = ", ".join(("mean", *spec.defenses))
+        raise refused("defense.average", average, f"{able} with {name}{resists}")
     if average != "mean":
         malicious, count, least = honest_majority(run)
-        closes = closing(run.pace, wanted(run.clients, run.fraction), count).enough
-        rule = f"with 'defence.average' = '{average}', 'defence.share' = {share:g}"
+        closes = closing(run.pace, wanted(run.clients, run.fraction), count).min_replies
+        rule = f"with 'defense.average' = '{average}', 'defense.malicious-fraction' = {share:g}"
         if malicious and closes < least:
             raise SettingsError(
-                f"setting 'pace.enough' = {run.pace.enough:g} closes a round with {closes} "
-                f"replies: {rule}, {malicious} of {count} clients may be malicious and the "
-                f"fastest, expected at least {least}. Set 'pace.enough' to {least}, or lower "
-                "'defence.share'."
+                f"setting 'pace.min-replies' = {run.pace.min_replies:g} closes a round with "
+                f"{closes} replies: {rule}, {malicious} of {count} clients may be malicious and "
+                f"the fastest, expected at least {least}. Set 'pace.min-replies' to {least}, or "
+                "lower 'defense.malicious-fraction'."
             )
         malicious, start = withstood(run.clients, share), run.engine.min_clients
         if 0 < start < min(2 * malicious + 1, run.clients):
@@ -213,9 +213,9 @@ def _check_privacy(config: Config) -> None:
             )
             raise refused(setting, value, f"{able}{rest} with '{switch}'")
 
-    if run.data.unseen:
+    if run.data.held_out_clients:
         rule = "0 with '[privacy]': the local epoch of those clients is not protected"
-        raise refused("data.unseen", run.data.unseen, rule)
+        raise refused("data.held-out-clients", run.data.held_out_clients, rule)
     if method.spec.privacy.refused:
         raise refused(switch, epsilon, f"0 with {method.name}: {method.spec.privacy.refused}")
     for name, needed in method.spec.privacy.needs.items():
@@ -335,9 +335,9 @@ def check_deployable(config: Config) -> None:
             "would have to leave the sites; `fedhet run` simulates it"
         )
         raise refused("method", config.method.name, rule)
-    if config.run.data.unseen:
+    if config.run.data.held_out_clients:
         rule = "0 in a deployment, whose sites are there to train"
-        raise refused("data.unseen", config.run.data.unseen, rule)
+        raise refused("data.held-out-clients", config.run.data.held_out_clients, rule)
     for name, value in SIMULATED_ONLY.items():
         if (found := getattr(config.run.pace, name)) != value:
             rule = f"{value} in a deployment, whose sites are slow and fail by themselves"

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from fedhet.base.disk import parsed
 from fedhet.base.errors import DataError, nearest, one_line
-from fedhet.data.spec import DataSpec, reading, refuse_more
+from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.data.values import label_of
 
 LOG = logging.getLogger("fedhet")
@@ -88,7 +88,7 @@ def read_rows(path: Path, spec: DataSpec) -> TextRows:
         if found.groups is not None:
             found.groups.append(sys.intern(fields[-1].strip()))
         taken += bytes_of([found.texts[-1]]) + 3 * _REFERENCE
-        refuse_more(taken, spec, path)
+        check_max_bytes(taken, spec, path)
     if not found.texts:
         raise DataError(f"{path}: holds no rows")
     return found
@@ -111,7 +111,7 @@ class _Counted(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         piece = self._file.read(len(buffer))
         self._taken += len(piece)
-        refuse_more(self._taken, self._spec, self._path)
+        check_max_bytes(self._taken, self._spec, self._path)
         buffer[: len(piece)] = piece
         return len(piece)
 
@@ -220,17 +220,17 @@ def _rows(path: Path, spec: DataSpec, wanted: Sequence[str]) -> Numbered:
     if is_json(path):
         yield from read_objects(path, spec)
         return
-    numbered = bool(wanted) and all(name.isascii() and name.isdecimal() for name in wanted)
+    encode_labels = bool(wanted) and all(name.isascii() and name.isdecimal() for name in wanted)
     header: list[str] = []
     for begins, row in read_fields(path, spec):
         if not header:
-            header = [str(place) for place in range(1, len(row) + 1)] if numbered else row
+            header = [str(place) for place in range(1, len(row) + 1)] if encode_labels else row
             for name in [each for each in wanted if each not in header]:
                 settings = "data.text-column and data.label-column"
                 hint = f"; name columns in {settings}, by number if there is no header"
                 raise no_column(path, name, header, hint)
             refuse_doubled(path, header)
-            if not numbered:
+            if not encode_labels:
                 continue
         if len(row) != len(header):
             raise DataError(
@@ -395,7 +395,7 @@ def _read_fields(path: Path, spec: DataSpec, taken: int) -> Cells:
         ):
             column.extend(map(str.strip, fields))
             taken += bytes_of(column[-len(fields) :])
-        refuse_more(taken, spec, path)
+        check_max_bytes(taken, spec, path)
         lines += [line for line, _ in kept]
     if not lines:
         raise DataError(f"{path}: holds no rows")
@@ -448,7 +448,7 @@ def _read_objects(path: Path, spec: DataSpec, taken: int) -> Cells:
             for column in columns.values():
                 if len(column) < len(lines):
                     column.append("")
-        refuse_more(taken, spec, path)
+        check_max_bytes(taken, spec, path)
     if not lines:
         raise DataError(f"{path}: holds no rows")
     if "" in columns:
@@ -483,8 +483,8 @@ def _read_parquet(path: Path, spec: DataSpec, taken: int) -> Cells:
         file = pq.ParquetFile(path, metadata=metadata, read_dictionary=repeated)
         refuse_doubled(path, [name.strip() for name in names])
         rows = metadata.num_rows
-        refuse_more(sum(group.total_byte_size for group in groups), spec, path)
-        refuse_more(taken + _REFERENCE * rows * (len(names) + 1), spec, path)
+        check_max_bytes(sum(group.total_byte_size for group in groups), spec, path)
+        check_max_bytes(taken + _REFERENCE * rows * (len(names) + 1), spec, path)
         columns: dict[str, list[str]] = {}
         unusable: dict[str, str] = {}
         typed = set()
@@ -516,7 +516,7 @@ def _read_parquet(path: Path, spec: DataSpec, taken: int) -> Cells:
                     unusable[own] = "bytes that are not text in UTF-8"
                     break
                 taken += bytes_of(islice(reversed(distinct.values()), len(distinct) - before))
-                refuse_more(taken, spec, path)
+                check_max_bytes(taken, spec, path)
             if own in unusable:
                 del columns[own]
     if not rows:

@@ -31,7 +31,7 @@ PARTS = {
     "val": VALIDATION, "valid": VALIDATION, "validation": VALIDATION,
 }  # fmt: skip
 """Names of the directories of a part, in lower case."""
-UNLABELLED = ("unlabelled", "unlabeled", "unsup")
+UNLABELED = ("unlabeled", "unlabelled", "unsup")
 """Names of directories with files without a class, next to the class directories."""
 MAX_DEPTH = 64
 """Maximum depth of nested directories."""
@@ -40,7 +40,7 @@ _TOOLS = {
     "lost+found", "__pycache__", ".ds_store", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r",
 }  # fmt: skip
 """Directories and files that other programs leave in a tree, in lower case."""
-_BESIDE = {"readme", "license", "licence", "copying", "changelog", "cmds"}
+_BESIDE = {"readme", "license", "copying", "changelog", "cmds"}
 """Names of files without an ending that describe a data set and are no samples of it."""
 _OF_SITES = ("classes.txt", "schema.toml", "site.toml")
 """Files that describe a site's data."""
@@ -458,7 +458,7 @@ class Tree:
     """The directories that name a class, sorted: the order of the labels."""
     train: dict[str, list[str]]
     test: dict[str, list[str]] | None
-    unlabelled: list[str] | None
+    unlabeled: list[str] | None
     """Training files without a class; None without a directory for them."""
     unused: Unused
 
@@ -506,9 +506,9 @@ def understand(
     folder = scan.read(train)
     held = scan.read(test) if test is not None else None
     apart = [
-        folder.folders.pop(name) for name in sorted(folder.folders) if name.lower() in UNLABELLED
+        folder.folders.pop(name) for name in sorted(folder.folders) if name.lower() in UNLABELED
     ]
-    unlabelled = [path for each in apart for path in each.samples()] if apart else None
+    unlabeled = [path for each in apart for path in each.samples()] if apart else None
     for each in apart:
         scan.unused.merge(each.all_unused())
     level = level or (1 if classes else _class_level(folder, files))
@@ -526,7 +526,7 @@ def understand(
             )
     tests = None
     if held is not None:
-        for name in [each for each in held.folders if each.lower() in UNLABELLED]:
+        for name in [each for each in held.folders if each.lower() in UNLABELED]:
             raise DataError(
                 f"{held.folders[name].path}: test {files.noun} need a class. Move the directory "
                 f"into {train}, or remove it."
@@ -536,7 +536,7 @@ def understand(
     for part, paths in ((folder, training), (held, tests)):
         if part is not None and not any((paths or {}).values()):
             raise DataError(f"{part.path}: its class directories hold no {files.noun}")
-    return Tree(root, files, names, training, tests, unlabelled, scan.unused)
+    return Tree(root, files, names, training, tests, unlabeled, scan.unused)
 
 
 def _class_level(folder: Folder, files: Files) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, reason_of
 from fedhet.data.class_folders import Files
-from fedhet.data.spec import DataSpec, reading, refuse_more
+from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.kinds import Shape
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ _THREADS = 8
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Pillow's names of the formats that are read, whatever a file's ending is. No others: some run
 programs or hold code, such as EPS."""
-GREY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
-"""Modes of images that stay greyscale if all images have one of them."""
+GRAY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
+"""Modes of images that stay grayscale if all images have one of them."""
 _BACKGROUND = 255
 """Transparent pixels are shown on white, as on a page."""
 MODES = {1: "L", 3: "RGB"}
@@ -66,10 +66,10 @@ class Form:
     """Maximum bytes of the images that are decoded at the same time."""
 
     @classmethod
-    def of(cls, first: tuple[int, int], grey: bool, image_size: int) -> Form:
+    def of(cls, first: tuple[int, int], gray: bool, image_size: int) -> Form:
         """Return the form of images of which one has the size `first` (width, height)."""
         size = (image_size, image_size) if image_size else first
-        return cls("L" if grey else "RGB", size, image_size > 0)
+        return cls("L" if gray else "RGB", size, image_size > 0)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -126,7 +126,7 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
     """Return the images [N, C, H, W] uint8, from the cache if possible; else add them to it.
 
     They are resized to `image_size`, or (0) must all have the size of the first. They become
-    greyscale (C = 1) if every file is, else RGB. `like` [C, H, W] sets channels and size instead.
+    grayscale (C = 1) if every file is, else RGB. `like` [C, H, W] sets channels and size instead.
     Raises DataError for a file that is not an image, and if they take more than `data.max-bytes`.
     """
     target = _cache_file(files, spec.image_size, like)
@@ -184,9 +184,9 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
     else:
         with opened(files[0]) as first:
             size = first.size if spec.image_size else upright(first).size
-        form = Form.of(size, all(map(_is_grey, files)), spec.image_size)
+        form = Form.of(size, all(map(_is_gray, files)), spec.image_size)
     form = replace(form, max_bytes=spec.max_bytes)
-    refuse_more(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
+    check_max_bytes(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
             header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *form.shape)}
@@ -216,9 +216,9 @@ def opened(path: str) -> Iterator[Image]:
         yield image
 
 
-def _is_grey(path: str) -> bool:
+def _is_gray(path: str) -> bool:
     with opened(path) as image:
-        return image.mode in GREY_MODES
+        return image.mode in GRAY_MODES
 
 
 def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:

@@ -29,7 +29,7 @@ from fedhet.settings.run import DataSettings
 _DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
 _DIRICHLET_DRAWS = 11
 """Number of Dirichlet draws from one seed, as in flwr-datasets."""
-_LEAST_TRAIN = 2
+_MIN_TRAIN = 2
 
 
 @global_random_kept()
@@ -75,10 +75,10 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
     It is empty if the run has none (`test_fraction` 0).
     """
     test = max(1, round(spec.test_fraction * count)) if spec.test_fraction else 0
-    if count - test < _LEAST_TRAIN:
+    if count - test < _MIN_TRAIN:
         raise DataError(
             f"{name}: has {count} samples; with data.test-fraction = {spec.test_fraction} at least "
-            f"{_LEAST_TRAIN} to train and 1 to test on are needed: give it more (data.min-samples) "
+            f"{_MIN_TRAIN} to train and 1 to test on are needed: give it more (data.min-samples) "
             "or lower data.test-fraction"
         )
     places = numpy_rng(spec.seed, "split", name).permutation(count)
@@ -289,13 +289,13 @@ def merged(dataset: Dataset, superclasses: Superclasses) -> Dataset:
     for number, group in enumerate(groups.values()):
         super_of[[dataset.classes.index(name) for name in group]] = number
 
-    def relabelled(split: Split) -> Split:
+    def relabeled(split: Split) -> Split:
         return Split(split.x, super_of[split.y])
 
     return replace(
         dataset,
-        train=relabelled(dataset.train),
-        test=relabelled(dataset.test) if dataset.test is not None else None,
+        train=relabeled(dataset.train),
+        test=relabeled(dataset.test) if dataset.test is not None else None,
         classes=tuple(groups),
         subclasses=dataset.train.y.numpy(),
     )
@@ -393,27 +393,27 @@ def _subclasses(
     return order[:size]
 
 
-def labelled_parts(
+def labeled_parts(
     data: ClientData, table: DataSettings, seed: int, client: str
 ) -> tuple[Split, Split]:
-    """Return the labelled and the unlabelled part of a client's training samples.
+    """Return the labeled and the unlabeled part of a client's training samples.
 
-    A site with unlabelled samples of its own already has both parts, whatever the settings; for
+    A site with unlabeled samples of its own already has both parts, whatever the settings; for
     other clients, `split_labels` hides labels.
     """
-    if data.unlabelled is not None:
-        return data.train, data.unlabelled
-    return split_labels(data.train, table.labelled_alpha, table.labelled_least, seed, client)
+    if data.unlabeled is not None:
+        return data.train, data.unlabeled
+    return split_labels(data.train, table.labeled_alpha, table.min_labeled, seed, client)
 
 
 def split_labels(
     train: Split, alpha: float, least: int, seed: int, client: str
 ) -> tuple[Split, Split]:
-    """Return the labelled and the unlabelled part of a client's training samples.
+    """Return the labeled and the unlabeled part of a client's training samples.
 
-    The labelled share is drawn from Dir_2(`alpha`) by seed and client (UM-pFSSL, section VI-A),
+    The labeled share is drawn from Dir_2(`alpha`) by seed and client (UM-pFSSL, section VI-A),
     with at least `least` samples in each part; the samples are drawn too. With `alpha` 0, all are
-    labelled. The unlabelled part keeps its labels for measurements only, never for training. Raises
+    labeled. The unlabeled part keeps its labels for measurements only, never for training. Raises
     DataError for a client with too few samples.
     """
     if alpha == 0:
@@ -421,9 +421,9 @@ def split_labels(
     if len(train) < 2 * least:
         raise DataError(
             f"{client}: has {len(train)} training samples, at least {2 * least} are needed "
-            f"with 'data.labelled-alpha' = {alpha} and 'data.labelled-least' = {least}"
+            f"with 'data.labeled-alpha' = {alpha} and 'data.min-labeled' = {least}"
         )
-    rng = numpy_rng(seed, "labelled", client)
+    rng = numpy_rng(seed, "labeled", client)
     share = rng.dirichlet([alpha, alpha])[0]
     count = min(max(round(share * len(train)), least), len(train) - least)
     order = rng.permutation(len(train))

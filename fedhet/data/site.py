@@ -12,7 +12,7 @@ import torch
 from fedhet.base.disk import expanded, read_tables
 from fedhet.base.errors import DataError, StateError, reason_of
 from fedhet.data.cells import find_rows, read_table
-from fedhet.data.class_folders import TRAIN, UNLABELLED, Scan, holds, understand
+from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, holds, understand
 from fedhet.data.images import IMAGES
 from fedhet.data.partition import hold_out
 from fedhet.data.sources import sample_kind
@@ -28,7 +28,7 @@ from fedhet.data.spec import (
     no_test,
     reading,
 )
-from fedhet.data.tables import labelled, read_schema
+from fedhet.data.tables import labeled, read_schema
 from fedhet.data.texts import TEXTS, read_texts, shape_of_texts
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
@@ -154,7 +154,7 @@ def site_data(
     spec: DataSpec,
     classes: int,
     name: str,
-    unlabelled: bool = False,
+    unlabeled: bool = False,
     declared: Declaration | None = None,
 ) -> ClientData:
     """Return the data of a site, from its own folder.
@@ -164,7 +164,7 @@ def site_data(
     FOLDER/schema.toml, train.csv (or .parquet) and test.csv are a table.
     Without a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (one name
     per line) lists the run's classes in order; it is needed only if a site lacks some of them.
-    Samples without a class are in FOLDER/train/unlabelled; they are read if `unlabelled`.
+    Samples without a class are in FOLDER/train/unlabeled; they are read if `unlabeled`.
     With `declared`, all names and the shape come from this declaration, and none from the files.
     """
     root = expanded(folder)
@@ -175,7 +175,7 @@ def site_data(
             f"{root}: the run must say how many classes there are, 2 or more: "
             f"'models.num-classes' is {classes}"
         )
-    own, rest, left_aside = _read(root, classes, spec, unlabelled, declared)
+    own, rest, left_aside = _read(root, classes, spec, unlabeled, declared)
     train, test = own.train, own.test
     if test is None:
         if not spec.test_fraction:
@@ -201,11 +201,11 @@ def site_data(
 
 
 def _read(
-    root: Path, classes: int, spec: DataSpec, unlabelled: bool, declared: Declaration | None
+    root: Path, classes: int, spec: DataSpec, unlabeled: bool, declared: Declaration | None
 ) -> tuple[Dataset, Split | None, int]:
     """Read a site's folder, in whichever layout it is. Raises DataError for another.
 
-    Returns its labelled samples, those without a class if `unlabelled`, and the number of samples
+    Returns its labeled samples, those without a class if `unlabeled`, and the number of samples
     without a class that are not read.
     """
     names = declared.names if declared else _classes_file(root, classes)
@@ -217,7 +217,7 @@ def _read(
             "texts in train.csv, .tsv or .jsonl (and test likewise)"
         )
     for path in root.iterdir():
-        if path.name.lower() in UNLABELLED and path.is_dir():
+        if path.name.lower() in UNLABELED and path.is_dir():
             raise DataError(
                 f"{path}: is not allowed here: it lies next to the class folders, in "
                 f"{next(iter(trees), None)}"
@@ -237,15 +237,15 @@ def _read(
             raise DataError(
                 f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"
             )
-        train = labelled(schema, read_table(rows, spec))
-        test = labelled(schema, read_table(held, spec)) if held else None
+        train = labeled(schema, read_table(rows, spec))
+        test = labeled(schema, read_table(held, spec)) if held else None
         own = Dataset(f"{root}", train, test, schema.classes, kind=TABLE.name, schema=schema)
         return own, None, 0
 
     # A text next to an image describes it: only a tree without images holds texts.
     texts = stated is TEXT or (not holds(root, IMAGES) and holds(root, TEXTS))
     files = TEXTS if texts else IMAGES
-    if named := [name for name in names if name.lower() in UNLABELLED]:
+    if named := [name for name in names if name.lower() in UNLABELED]:
         raise DataError(
             f"{root / CLASSES}: {named[0]!r} cannot name a class: "
             f"the folder of that name is for {files.noun} without one"
@@ -257,10 +257,10 @@ def _read(
             f"all {classes} in the run's order in {root / CLASSES}"
         )
     own = tree.read(spec, declared.shape if declared and not texts else None)
-    paths = tree.unlabelled
+    paths = tree.unlabeled
     if paths is None:
         return own, None, 0
-    if not unlabelled:
+    if not unlabeled:
         return own, own.train.take(torch.arange(0)), len(paths)
     if not paths:
         raise DataError(

@@ -38,7 +38,7 @@ FIXED_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled samples: `x` [N, ...] and `y` [N] int64.
+    """Labeled samples: `x` [N, ...] and `y` [N] int64.
 
     `x` is uint8 (images as stored) or float32, [N, *shape]; or int64 tokens [N, L].
     """
@@ -155,10 +155,10 @@ class ClientData:
     space: tuple[int, ...]
     kind: str
     shape: Shape
-    unlabelled: Split | None = None
+    unlabeled: Split | None = None
     """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
     left_aside: int = 0
-    """Number of unlabelled samples that were not requested; `unlabelled` is then empty."""
+    """Number of unlabeled samples that were not requested; `unlabeled` is then empty."""
     stored: Stored = "given"
     """How its samples are stored, which says how new ones are scaled."""
     schema: TableSchema | None = None
@@ -179,7 +179,7 @@ class DataSpec(DataSettings):
     @property
     def seen(self) -> list[int]:
         """The numbers of the clients that train: all but those of `unseen`."""
-        unseen = drawn_unseen(self.unseen, self.clients, self.seed)
+        unseen = drawn_unseen(self.held_out_clients, self.clients, self.seed)
         return [index for index in range(self.clients) if index not in unseen]
 
     def but(self, **changes: object) -> DataSpec:
@@ -221,7 +221,7 @@ def reading(
         raise DataError(f"{path}: not a readable {what} ({describe(error)}){hint}") from error
 
 
-def refuse_more(size: int, spec: DataSettings, where: object) -> None:
+def check_max_bytes(size: int, spec: DataSettings, where: object) -> None:
     """Raise DataError if what is read from `where` takes more than `data.max-bytes`."""
     if size > spec.max_bytes:
         raise DataError(
@@ -267,7 +267,7 @@ def subset_rows(labels: Index, size: int, rng: np.random.Generator) -> Index:
     return stratified(labels, size, rng) if 0 < size < len(labels) else np.arange(len(labels))
 
 
-def numbered(names: Sequence[str] | npt.NDArray[Any]) -> Index:
+def encode_labels(names: Sequence[str] | npt.NDArray[Any]) -> Index:
     """Return the place [N] of each name, or number, among the sorted ones."""
     return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
 

@@ -150,18 +150,18 @@ class RunData:
         )  # fmt: skip
 
     def pooled_parts(self) -> tuple[Split, Split]:
-        """Return the labelled and the unlabelled training samples of all clients that train.
+        """Return the labeled and the unlabeled training samples of all clients that train.
 
-        They are those that `labelled_parts` gives each client, in the order of the clients.
+        They are those that `labeled_parts` gives each client, in the order of the clients.
         """
         spec, pairs = self.spec, []
         for index in spec.seen:
             own = self.dataset.train.take(self.split_rows(index)[0])
             name = client_name(index, spec.clients)
-            alpha, least = spec.labelled_alpha, spec.labelled_least
+            alpha, least = spec.labeled_alpha, spec.min_labeled
             pairs.append(split_labels(own, alpha, least, spec.seed, name))
-        labelled, unlabelled = map(stacked, zip(*pairs, strict=True))
-        return labelled, unlabelled
+        labeled, unlabeled = map(stacked, zip(*pairs, strict=True))
+        return labeled, unlabeled
 
     def public_set(self, kind: str, shape: Shape, classes: int | None) -> Split:
         """Return the public samples: `public-dataset`, or a part of the training set.
@@ -229,11 +229,11 @@ class RunData:
         """The dataset that public samples are taken from, where it is another one."""
         spec = public_source(self.spec)
         assert spec is not None
-        return self.once("source", lambda: self._read(spec, "1", least_classes=1))
+        return self.once("source", lambda: self._read(spec, "1", min_classes=1))
 
-    def _read(self, spec: DataSpec, name: str, *, least_classes: int = 2) -> Dataset:
+    def _read(self, spec: DataSpec, name: str, *, min_classes: int = 2) -> Dataset:
         if self._shared is None or not _is_copied(spec):
-            return load(spec, least_classes=least_classes)
+            return load(spec, min_classes=min_classes)
         return read_dataset(self._shared / f"{name}.safetensors")
 
     def _read_public(self) -> Dataset:
@@ -318,10 +318,10 @@ def _is_copied(spec: DataSpec) -> bool:
 
 
 @global_random_kept()
-def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
+def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
     """Read and decode the dataset that `spec` names.
 
-    Raises DataError for a fault of its files, or if it has fewer classes than `least_classes`.
+    Raises DataError for a fault of its files, or if it has fewer classes than `min_classes`.
     """
     source, place = find_source(spec.dataset)
     dataset = source.read(place, spec)
@@ -349,8 +349,8 @@ def load(spec: DataSpec, *, least_classes: int = 2) -> Dataset:
     if dataset.test is not None:
         rng = numpy_rng(FIXED_SEED, "max-test-samples")
         dataset = replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
-    if (count := len(dataset.classes)) < least_classes:
-        raise DataError(f"{spec.dataset}: has {count} class, at least {least_classes} are needed")
+    if (count := len(dataset.classes)) < min_classes:
+        raise DataError(f"{spec.dataset}: has {count} class, at least {min_classes} are needed")
     return dataset
 
 
@@ -421,7 +421,7 @@ def public_source(spec: DataSpec) -> DataSpec | None:
 
 _PARTITION, _SAMPLES = "partition.safetensors", "samples.npy"
 _PARTS = ("train", "test", "public")
-_FACTS = TypeAdapter(
+_METADATA = TypeAdapter(
     tuple[
         str, tuple[str, ...], tuple[tuple[int, int], ...] | None, tuple[int, ...], str,
         tuple[int, ...], bool, TableSchema | None,
@@ -452,13 +452,13 @@ def write_dataset(dataset: Dataset, path: Path) -> None:
         dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.kind, dataset.shape,
         dataset.scaled_images, dataset.schema,
     )  # fmt: skip
-    save_file(tensors, path, {"facts": _FACTS.dump_json(facts).decode()})
+    save_file(tensors, path, {"facts": _METADATA.dump_json(facts).decode()})
 
 
 def read_dataset(path: Path) -> Dataset:
     """Return a dataset whose arrays are mapped from a file, not read. Raises StateError."""
     with _mapping("decoded data", path), safe_open(path, framework="pt") as file:
-        facts = _FACTS.validate_json(file.metadata()["facts"])
+        facts = _METADATA.validate_json(file.metadata()["facts"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     train, test, public = (
         Split(tensors[f"{part}.x"], tensors[f"{part}.y"]) if f"{part}.x" in tensors else None

@@ -1,7 +1,7 @@
 """Tables of columns: the schema of a table, which is found in its rows, and encodes them.
 
 A schema says what each column becomes, so that the same value is the same features at every
-client: a number is centred and scaled, a date is one in days, a word is one of the column's
+client: a number is centered and scaled, a date is one in days, a word is one of the column's
 categories. A missing value is the mean, or no category, and a feature of its own says so. In a
 simulation the schema is found from the training rows; the sites of a deployment have one in common,
 a file. `fedhet.data.values` has the rules by which values are recognized.
@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedhet.base.disk import read_tables
 from fedhet.base.errors import DataError, StateError, nearest, one_line, reason_of
 from fedhet.data.cells import NO_NAME, Cells
-from fedhet.data.spec import DataSpec, Split, refuse_more
+from fedhet.data.spec import DataSpec, Split, check_max_bytes
 from fedhet.data.values import (
     MAX_NUMBER,
     Distinct,
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     import torch
 
 LOG = logging.getLogger("fedhet")
-MOST_CATEGORIES, MOST_CLASSES = 200, 1000
-LEAST_ROWS = 10
+MAX_CATEGORIES, MAX_CLASSES = 200, 1000
+MIN_ROWS = 10
 """Of fewer rows, no column is taken for their numbers."""
 _FLOAT = 4
 _ROW_NAME = re.compile(
@@ -70,7 +70,7 @@ class Column(_Frozen):
     mean: float = Field(0.0, allow_inf_nan=False)
     """Of a number; of a date, in days since 1970."""
     deviation: float = Field(1.0, gt=0, allow_inf_nan=False)
-    categories: tuple[str, ...] = Field((), max_length=MOST_CATEGORIES)
+    categories: tuple[str, ...] = Field((), max_length=MAX_CATEGORIES)
     missing: bool = False
     """Whether a feature of its own says that a value is missing."""
     written: str = ""
@@ -99,7 +99,7 @@ class TableSchema(_Frozen):
     """What is predicted from which columns, and how these become features."""
 
     target: str
-    classes: tuple[str, ...] = Field(min_length=2, max_length=MOST_CLASSES)
+    classes: tuple[str, ...] = Field(min_length=2, max_length=MAX_CLASSES)
     missing: tuple[str, ...] = ()
     """Marks of missing values, in addition to those of `fedhet.data.values`."""
     max_unknown: float = Field(0.2, ge=0, le=1)
@@ -155,10 +155,10 @@ def found_schema(
     labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
     exact = spec.target in spec.categories
     classes, spelled = class_words(labels, cells.path, spec.target, exact=exact)
-    if not 2 <= len(classes) <= MOST_CLASSES:
+    if not 2 <= len(classes) <= MAX_CLASSES:
         raise DataError(
             f"{cells.path}: the column {spec.target!r} has {len(classes)} different values, which "
-            f"are the classes: 2 to {MOST_CLASSES} are allowed"
+            f"are the classes: 2 to {MAX_CLASSES} are allowed"
         )
     others = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
     if others:
@@ -214,12 +214,12 @@ def _found_column(
         if error.place is None:
             raise DataError(f"{cells.path}: column {name!r}: {error.fault}") from None
         raise cells.fault(name, values.row(error.place), error.fault) from None
-    if len(found.words) > MOST_CATEGORIES:
+    if len(found.words) > MAX_CATEGORIES:
         raise DataError(
-            f"{where} has {len(found.words)} different words, at most {MOST_CATEGORIES} are "
+            f"{where} has {len(found.words)} different words, at most {MAX_CATEGORIES} are "
             "allowed; name the columns that are features in data.columns"
         )
-    if len(found.words) == len(cells) > 2 * LEAST_ROWS and name not in spec.categories:
+    if len(found.words) == len(cells) > 2 * MIN_ROWS and name not in spec.categories:
         raise DataError(
             f"{where} has another word in each of {len(cells)} rows, expected categories. Name the "
             "columns that are features in data.columns"
@@ -257,7 +257,7 @@ def _names_rows(name: str, cells: Cells) -> str:
     if NO_NAME.fullmatch(name):
         return "it has no name"
     values, start = cells.columns[name], 0
-    if len(values) < LEAST_ROWS:
+    if len(values) < MIN_ROWS:
         return ""
     if _ROW_NAME.fullmatch(name):
         parts = [values[sum(cells.parts[:k]) :][:n] for k, n in enumerate(cells.parts)] or [values]
@@ -266,7 +266,7 @@ def _names_rows(name: str, cells: Cells) -> str:
     for size in cells.parts or (len(values),):
         part, start = values[start : start + size], start + size
         try:
-            numbers = np.array([int(text.removesuffix(".0")) for text in part[:LEAST_ROWS]])
+            numbers = np.array([int(text.removesuffix(".0")) for text in part[:MIN_ROWS]])
             if len(np.unique(numbers)) < len(numbers):
                 return ""
             numbers = np.array([int(text.removesuffix(".0")) for text in part], np.int64)
@@ -280,7 +280,7 @@ def _names_rows(name: str, cells: Cells) -> str:
             low in (0, 1)
             and numbers[0] == low
             and bool((numbers[jumps + 1] == low).all())
-            and len(numbers) >= LEAST_ROWS * (len(jumps) + 1)
+            and len(numbers) >= MIN_ROWS * (len(jumps) + 1)
         )
         if not (in_order or shuffled or restarts):
             return ""
@@ -296,7 +296,7 @@ def encode(schema: TableSchema, cells: Cells, *, refuse: bool = False) -> torch.
     """
     import torch
 
-    refuse_more(_FLOAT * len(cells) * sum(schema.widths), cells.spec, cells.path)
+    check_max_bytes(_FLOAT * len(cells) * sum(schema.widths), cells.spec, cells.path)
     encoded = np.empty((len(cells), sum(schema.widths)), np.float32)
     start = 0
     for column in schema.columns:
@@ -370,7 +370,7 @@ def _features(
     return own[found.codes], there, respelled
 
 
-def labelled(schema: TableSchema, cells: Cells) -> Split:
+def labeled(schema: TableSchema, cells: Cells) -> Split:
     """Return a table's rows with their classes. Raises DataError for a class it does not have.
 
     Rows without a class are refused, too.

@@ -31,7 +31,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, nearest, reason_of
 from fedhet.data.cells import TextRows, read_bounded, read_rows
 from fedhet.data.class_folders import Files
-from fedhet.data.spec import Dataset, DataSpec, Split, numbered, reading, refuse_more
+from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_labels, reading
 from fedhet.data.values import MANY_CLASSES, Words, class_words
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
@@ -122,7 +122,7 @@ def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     `fedhet.models.libraries` swaps them back. Each text has a token or more, none of them PADDING.
     Raises DataError if the texts take more than `data.max-bytes`.
     """
-    refuse_more(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
+    check_max_bytes(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
     if spec.tokenizer == WORDS:
         number = lru_cache(maxsize=2**17)(lambda word: number_of(word, spec.vocabulary))
 
@@ -202,16 +202,16 @@ def read_texts(
         )
     return Dataset(
         spec.dataset,
-        labelled(rows, names, spec, train),
-        labelled(read_rows(test, spec), names, spec, test) if test else None,
+        labeled(rows, names, spec, train),
+        labeled(read_rows(test, spec), names, spec, test) if test else None,
         names,
         kind=TEXT.name,
         shape=shape_of_texts(spec),
-        groups=numbered(rows.groups) if rows.groups is not None else None,
+        groups=encode_labels(rows.groups) if rows.groups is not None else None,
     )
 
 
-def labelled(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path) -> Split:
+def labeled(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path) -> Split:
     """Return rows as samples, with the places of their labels in `classes`. Raises DataError."""
     words = Words(classes)
     places = {label: words.place(label) for label in dict.fromkeys(rows.labels)}
@@ -237,7 +237,7 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
         texts.append(text)
         western += [path] if encoding == "cp1252" else []
         taken += len(content)
-        refuse_more(taken, spec, path.parents[1])
+        check_max_bytes(taken, spec, path.parents[1])
     if western:
         LOG.warning(
             "%s: %d of %d texts are not in UTF-8, and are read as Windows-1252 (Latin-1); the "

@@ -42,7 +42,7 @@ _FLOWERS_OWN = re.compile(
     r"(INFO|DEBUG)\b|Using SuperLink|Success|ERROR\b.*(ServerApp raised|Exit Code: 201)"
     r"|An unhandled exception occurred in the ServerApp|For more information, visit: <https://flower"
 )
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile("[─│╭╮╰╯]+")
 _UNREACHABLE = "Connection to the SuperLink is unavailable"
 LOOK_SECONDS = 5.0
@@ -175,7 +175,7 @@ class Connection:
                 found = json.loads(message)
                 fields = found.items() if isinstance(found, dict) else ()
                 message = next((f"{v} " for k, v in fields if "message" in k), message)
-            text = _FRAME.sub(" ", _COLOUR.sub("", message + done.stderr))
+            text = _FRAME.sub(" ", _COLOR.sub("", message + done.stderr))
             output = " ".join(text.split())
             raise FedhetError(f"`flwr {' '.join(map(str, words[:2]))}` failed: {output[-500:]}")
         return done.stdout
@@ -218,7 +218,7 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
     trace: list[str] = []
     for line in lines:
         text = message_of(line.rstrip())
-        plain = _COLOUR.sub("", text)
+        plain = _COLOR.sub("", text)
         if plain.startswith("Traceback (most recent call last)") or (trace and plain[:1] == " "):
             trace.append(text)
         elif trace and (ours := _OURS.match(plain)):

@@ -30,7 +30,7 @@ FIRST_PERSON = 1000
 NO_LOGIN = ("nologin", "false")
 """Shells of users that only run services."""
 Level = Literal["ok", "warning", "error"]
-LEAST_MEMORY, LEAST_DISK = 2 * 2**30, 2 * 2**30
+MIN_MEMORY, MIN_DISK = 2 * 2**30, 2 * 2**30
 LARGEST_SKEW = 60.0
 """Seconds by which two clocks may differ; Flower refuses a node's messages that seem too old."""
 PORTS = {8000: "the server's control API", 9092: "the server's port for sites", 9094: "a site"}
@@ -58,8 +58,8 @@ def of_machine(folder: Path) -> Iterator[Finding]:
     """Yield what is found of this machine; `folder` is on the disk that is to be used."""
     shared = Path("/dev/shm")  # noqa: S108
     space = {
-        "memory": (lambda: psutil.virtual_memory().available, LEAST_MEMORY, "", "few clients fit"),
-        "disk": (lambda: psutil.disk_usage(str(folder)).free, LEAST_DISK, f" for {folder}",
+        "memory": (lambda: psutil.virtual_memory().available, MIN_MEMORY, "", "few clients fit"),
+        "disk": (lambda: psutil.disk_usage(str(folder)).free, MIN_DISK, f" for {folder}",
                  "a run keeps models and states"),
         "Ray": (lambda: psutil.disk_usage(str(shared)).free, 2**30, f" in {shared}",
                 "Ray writes to the disk instead; in a container, raise --shm-size"),

@@ -34,9 +34,9 @@ from fedhet.engines.inspection import Needs
 from fedhet.engines.workers import Failed, LostError, Machine, Worker, WorkerPool
 from fedhet.learning.devices import find_device
 from fedhet.models import is_user_model
-from fedhet.runs.directory import make_empty
+from fedhet.runs.directory import create
 from fedhet.runs.units import plural
-from fedhet.server.calls import ClientCodeError, DirectProxy
+from fedhet.server.calls import DirectProxy, UserCodeError
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import refused
 from fedhet.wire.identity import client_name
@@ -73,7 +73,7 @@ class WorkerProxy(DirectProxy):
         self._partition, self._pool = partition, pool
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client on a worker. Raises ClientCallError or ClientCodeError."""
+        """Call the client on a worker. Raises ClientCallError or UserCodeError."""
 
         def started(actor: Any, *, alone: bool = False) -> Any:
             return actor.call.remote(self._partition, name, instruction, alone=alone)
@@ -87,7 +87,7 @@ class WorkerProxy(DirectProxy):
         if not isinstance(result, Failed):
             return result
         if result.of_code is not None:
-            raise ClientCodeError(result.of_code)
+            raise UserCodeError(result.of_code)
         LOG.error("%s", result.trace)  # the error's own words leave it out
         raise ClientCallError(result.reason)
 
@@ -190,7 +190,7 @@ def _shared(directory: Path, *, go_on: bool) -> Iterator[None]:
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     if not (go_on and directory.exists()):
-        make_empty(directory)
+        create(directory)
     try:
         yield
     except BaseException:
@@ -313,7 +313,7 @@ def check_machines(machines: Sequence[Machine], needs: Needs, patience: float) -
     import ray
 
     directory = Path(needs.directory)
-    with Folder(directory).replacing(needs.token) as path:  # machines recognise the directory by it
+    with Folder(directory).replacing(needs.token) as path:  # machines recognize the directory by it
         path.write_text(needs.token, encoding="utf-8")
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(inspection.faults)

@@ -21,7 +21,7 @@ CONTEXT_BYTES = 2**29
 """What CUDA itself takes of a GPU's memory in each process."""
 IN_USE = 0.9
 """The share of the memory that is planned with."""
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 """Workers on a GPU at most, if their number follows from the models' size."""
 ASKED_ALONE = "finds too little memory on the GPU: it is asked again alone"
 COPIES = 4
@@ -60,14 +60,14 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
 def share_for(needed: int, total: int) -> float:
     """Return the share of a GPU of `total` bytes for a worker: 1/k, for k that fit side by side."""
     fitting = int(IN_USE * total / needed)
-    return math.floor(100 / min(max(fitting, 1), MOST_WORKERS)) / 100
+    return math.floor(100 / min(max(fitting, 1), MAX_WORKERS)) / 100
 
 
 @torch.no_grad()
 def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> int:
     """Return about what a training step on samples [batch, *shape] takes, in bytes.
 
-    The weights, with gradients and what the optimiser keeps; and what each layer returns, which
+    The weights, with gradients and what the optimizer keeps; and what each layer returns, which
     is kept for the backward pass, with its gradient.
     """
     if isinstance(model, Refitted):  # it is fitted on the host

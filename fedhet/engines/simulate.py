@@ -42,10 +42,10 @@ from fedhet.models import Refitted, assign, build_any, is_user_model
 from fedhet.models.libraries import check_weights, is_pretrained
 from fedhet.runs.directory import BASELINE
 from fedhet.runs.log import Watcher
-from fedhet.runs.measures import forget_peak
+from fedhet.runs.measures import reset_peak_memory
 from fedhet.runs.units import plural
 from fedhet.server.app import components
-from fedhet.server.calls import ClientCodeError, CodeFault, DirectProxy, is_of_code
+from fedhet.server.calls import DirectProxy, UserCodeError, UserCodeFault, is_user_code_error
 from fedhet.settings.engine import EngineSettings
 from fedhet.settings.schema import kebab, refused
 from fedhet.wire.identity import ClientInfo
@@ -99,7 +99,7 @@ def _trained(
     `reported`: the block writes a report, whose libraries are imported while workers train.
     """
     begun = time.perf_counter() if begun is None else begun
-    forget_peak()
+    reset_peak_memory()
     watchers = tuple(watchers)
     show_waiting(
         watchers, f"reading {config.run.data.dataset}, and splitting it between the clients"
@@ -435,7 +435,7 @@ class InlineProxy(DirectProxy):
         self._config, self._node, self._notice = config, node, notice
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`, without a time limit. Raises ClientCodeError.
+        """Call the client's method `name`, without a time limit. Raises UserCodeError.
 
         If the GPU's memory does not suffice, call it once more without the other clients.
         """
@@ -455,6 +455,6 @@ class InlineProxy(DirectProxy):
                 except torch.OutOfMemoryError as error:
                     raise too_small(error) from error
         except Exception as error:
-            if not is_of_code(error):
+            if not is_user_code_error(error):
                 raise
-            raise ClientCodeError(CodeFault.of(error)) from error
+            raise UserCodeError(UserCodeFault.of(error)) from error

@@ -26,7 +26,7 @@ from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small
 from fedhet.learning.devices import find_device
-from fedhet.server.calls import CodeFault, is_of_code
+from fedhet.server.calls import UserCodeFault, is_user_code_error
 from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
@@ -44,7 +44,7 @@ class Failed:
 
     reason: str
     trace: str
-    of_code: CodeFault | None = None
+    of_code: UserCodeFault | None = None
     """The fault of the client's code, if that is the cause."""
     of_memory: bool = False
     """Whether the GPU's memory did not suffice."""
@@ -78,7 +78,7 @@ class Worker:
         except torch.OutOfMemoryError as error:
             return Failed(str(too_small(error)), traceback.format_exc(), of_memory=True)
         except Exception as error:
-            fault = CodeFault.of(error) if is_of_code(error) else None
+            fault = UserCodeFault.of(error) if is_user_code_error(error) else None
             return Failed(str(error), traceback.format_exc(), fault)
         finally:
             if alone:

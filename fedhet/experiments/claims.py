@@ -43,7 +43,7 @@ WORDS = {verdict: verdict.replace("-", " ") for verdict in VERDICTS}
 CLAIM_COLUMNS = (
     "claim", "table and size", "verdict", "places", "differences", "seeds that would decide"
 )  # fmt: skip
-MOST_SEEDS = 100
+MAX_SEEDS = 100
 """Above this number of seeds, a larger federation is the way to decide a claim."""
 SEEDS = 3
 """A table of fewer seeds says so."""
@@ -185,7 +185,7 @@ def results_part(claims: Sequence[TestedClaim]) -> str:
             ends = (*ordered[:1], *ordered[1:][-1:])  # the smallest and the largest
             seeds, decides = claim.seeds_to_decide, "–"
             if claim.verdict == "not-told-apart":
-                decides = str(seeds) if seeds and seeds <= MOST_SEEDS else f"more than {MOST_SEEDS}"
+                decides = str(seeds) if seeds and seeds <= MAX_SEEDS else f"more than {MAX_SEEDS}"
             row = (
                 plain(claim.says),
                 _link(claim.finished),

@@ -38,7 +38,7 @@ from fedhet.experiments.plan import (
 )
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.report.tables import Cells
-from fedhet.runs.directory import forget_models, make_folder
+from fedhet.runs.directory import delete_models, make_folder
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
@@ -238,7 +238,7 @@ def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = (
         return ""
     fault = fault_of(run.config, run.directory.resolve(), watchers, report=False)
     if not (fault or keep_models):
-        forget_models(run.directory)
+        delete_models(run.directory)
     return fault
 
 

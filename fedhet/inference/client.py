@@ -23,7 +23,7 @@ from fedhet.data.cells import read_table
 from fedhet.data.class_folders import Files, Scan
 from fedhet.data.images import IMAGES, MODES, Form, decoded
 from fedhet.data.sources.files import read_arrays
-from fedhet.data.spec import DataSpec, refuse_more
+from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.tables import encode
 from fedhet.data.texts import TEXTS, tokenized
 from fedhet.kinds import IMAGE, KINDS, TEXT
@@ -32,7 +32,7 @@ from fedhet.learning.training import evaluate, logits_of
 from fedhet.models import Allocation, Refitted
 from fedhet.runs.directory import read_records, read_run_name
 from fedhet.runs.measures import best_round
-from fedhet.runs.records import MOST_ROUNDS
+from fedhet.runs.records import MAX_ROUNDS
 from fedhet.runs.storage import ClientStore
 from fedhet.runs.units import natural
 from fedhet.wire.identity import client_name
@@ -43,7 +43,7 @@ STATE = "state"
 """The folder of the private states in the directory of a simulated run."""
 ROUNDING = 1e-3
 """By how much a scaled pixel may be outside -1 to 1."""
-MOST_BYTES = 2**29
+MAX_BYTES = 2**29
 """Bytes of samples, as the model takes them, that are read at once."""
 
 
@@ -172,7 +172,7 @@ def open_client(
     check_trusted(settings, trust, store.folder / FILE)
     config = record.config()
     node = record.node(config, store.root)
-    round = best_round_of(root, trust) if best else MOST_ROUNDS
+    round = best_round_of(root, trust) if best else MAX_ROUNDS
     largest = max(store.path(each).stat().st_size for each in store.rounds())
     try:
         # A record may name any shape; its models cannot be larger than what was saved of them.
@@ -300,7 +300,7 @@ def _stores(directory: Path) -> Iterator[ClientStore]:
 
 
 def read_inputs(
-    paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, most: int = MOST_BYTES
+    paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, most: int = MAX_BYTES
 ) -> tuple[list[str], Tensor]:
     """Return a name for each sample, and the samples [N, *shape], scaled as in training.
 
@@ -339,7 +339,7 @@ def read_inputs(
     resize = resize or bool(record.settings.get("data.image-size"))
     rule = f"{record.client}'s model takes"
     form = Form(MODES[channels], (width, height), resize, rule, "--resize resizes it")
-    refuse_more(4 * len(files) * prod(form.shape), bounds, f"{files[0]} and the others")
+    check_max_bytes(4 * len(files) * prod(form.shape), bounds, f"{files[0]} and the others")
     return files, samples_for(record, np.concatenate(list(decoded(files, form))), files[0])
 
 

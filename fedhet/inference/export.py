@@ -299,6 +299,6 @@ def _input(trained: TrainedClient, scales_itself: bool) -> dict[str, Any]:
         size = f"{shape[2]} x {shape[1]} pixels"
         resized = f"resized to {size} by bicubic interpolation of Pillow"
         found["axes"] = ["N", "channel", "row", "column"]
-        found["channels"] = {1: ["grey"], 3: ["red", "green", "blue"]}.get(shape[0], shape[0])
+        found["channels"] = {1: ["gray"], 3: ["red", "green", "blue"]}.get(shape[0], shape[0])
         found["size"] = resized if trained.config.run.data.image_size else size
     return found

@@ -100,9 +100,9 @@ def in_order(*changes: Change) -> Change:
 
 
 def weak(x: Tensor, generator: Generator) -> Tensor:
-    """Shift images by up to an eighth; mirror colour images at random (FixMatch's weak change).
+    """Shift images by up to an eighth; mirror color images at random (FixMatch's weak change).
 
-    A mirrored digit is not a digit, so that grey images are not mirrored.
+    A mirrored digit is not a digit, so that gray images are not mirrored.
     """
     return shift(flip(x, generator) if x.shape[1] == 3 else x, generator, reflect=True)
 

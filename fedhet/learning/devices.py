@@ -27,7 +27,7 @@ PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """What a layer's output of a whole batch may take. On a processor twice as much takes more than
 twice the time with some models: tensors leave its cache, and glibc returns their pages to the
 system after every batch."""
-LEAST, MOST_ON_PROCESSOR, MOST_ON_ACCELERATOR = 32, 1024, 8192
+LEAST, MAX_ON_PROCESSOR, MAX_ON_ACCELERATOR = 32, 1024, 8192
 """Bounds of a batch of evaluation, in samples."""
 
 
@@ -189,9 +189,9 @@ def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    bound, most = ACCELERATOR_BYTES, MOST_ON_ACCELERATOR
+    bound, most = ACCELERATOR_BYTES, MAX_ON_ACCELERATOR
     if compute.device.type == "cpu":
-        bound, most = PROCESSOR_BYTES, MOST_ON_PROCESSOR
+        bound, most = PROCESSOR_BYTES, MAX_ON_PROCESSOR
     return min(max(bound // max(sizes), LEAST), most)
 
 

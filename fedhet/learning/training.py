@@ -69,7 +69,7 @@ class OwnClasses(nn.Module):
 
 @dataclass
 class Optimization:
-    """An optimiser, for float16 its gradient scaler, and a bound on the gradient's norm."""
+    """An optimizer, for float16 its gradient scaler, and a bound on the gradient's norm."""
 
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
@@ -87,7 +87,7 @@ class Optimization:
         return batches(samples, batch_size, generator, device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Do one optimiser step on `loss` plus `penalty`; on no loss, of no samples, none."""
+        """Do one optimizer step on `loss` plus `penalty`; on no loss, of no samples, none."""
         if loss is None:
             return
         loss = loss + penalty if isinstance(penalty, Tensor) else loss
@@ -100,7 +100,7 @@ class Optimization:
         self.scaler.update()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimiser changes."""
+        """Return the parameters that the optimizer changes."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def decaying(self, factor: float) -> Callable[[int], None]:
@@ -118,7 +118,7 @@ class Optimization:
         return lower
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the optimiser's state for each parameter of `model`, as `<parameter>/<name>`."""
+        """Return the optimizer's state for each parameter of `model`, as `<parameter>/<name>`."""
         return {
             f"{name}/{key}": value
             for name, parameter in model.named_parameters()
@@ -145,7 +145,7 @@ class Optimization:
 def optimization_for(
     parameters: Iterable[Tensor], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
-    """Return a new optimiser over `parameters`, as configured in the settings."""
+    """Return a new optimizer over `parameters`, as configured in the settings."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
@@ -169,7 +169,7 @@ def batches(
 
     A batch has batch_size samples, or 2 if that is more; the last has fewer, or one more.
 
-    No batch has a single sample, which batch normalisation cannot train on: a single remaining
+    No batch has a single sample, which batch normalization cannot train on: a single remaining
     sample joins the previous batch. Raises DataError for fewer than two samples.
     """
     if samples < 2:
@@ -214,7 +214,7 @@ def train_epochs(
     host, from where its batches are copied.
 
     `before_epoch` is called with each epoch's number, from 0. `augment` changes the images of each
-    batch. A batch is learned in `steps` optimiser steps, after which `stepped` is called. `penalty`
+    batch. A batch is learned in `steps` optimizer steps, after which `stepped` is called. `penalty`
     is a term of the loss that depends on the weights alone.
     """
     loss_of = compute.compiled(loss_of) if optimizing.compiles else loss_of

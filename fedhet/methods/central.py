@@ -1,4 +1,4 @@
-"""Centralised training: its settings, and the messages between its halves."""
+"""Centralized training: its settings, and the messages between its halves."""
 
 from typing import Literal
 
@@ -12,11 +12,11 @@ from fedhet.wire.identity import ClientInfo, client_name
 
 
 class CentralSettings(MethodSettings):
-    """Settings of centralised training."""
+    """Settings of centralized training."""
 
     trains_on: Literal["clients", "clients+public", "public"] = Field(
         "clients",
-        description="the training data: all clients' training samples, these and the labelled "
+        description="the training data: all clients' training samples, these and the labeled "
         "public data, or the public data alone",
     )
     model: ModelName = Field("", description="the one model; empty = that of the first client")
@@ -43,9 +43,9 @@ def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) ->
 
 def trainer(run: RunSettings) -> str:
     """Return the name of the client that trains: the first of those that may."""
-    from fedhet.settings.run import unseen_clients  # it draws, which needs PyTorch
+    from fedhet.settings.run import held_out_clients  # it draws, which needs PyTorch
 
-    unseen = unseen_clients(run)
+    unseen = held_out_clients(run)
     first = next(number for number in range(run.clients) if number not in unseen)
     return client_name(first, run.clients)
 

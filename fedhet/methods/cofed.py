@@ -11,7 +11,7 @@ from fedhet.settings.schema import Count, CountOrNone, Distinct, Frozen, Listed,
 from fedhet.wire.contract import Contract, ScalarField, TensorField, all_or_none
 from fedhet.wire.identity import is_name
 
-MOST_WEIGHT = 1e6
+MAX_WEIGHT = 1e6
 
 
 def _by_client(weights: dict[str, float]) -> Frozen:
@@ -21,7 +21,7 @@ def _by_client(weights: dict[str, float]) -> Frozen:
 
 
 Weights = Annotated[
-    dict[str, Annotated[float, Field(ge=0, le=MOST_WEIGHT)]], AfterValidator(_by_client)
+    dict[str, Annotated[float, Field(ge=0, le=MAX_WEIGHT)]], AfterValidator(_by_client)
 ]
 Optimizers = Annotated[tuple[Optimizer, ...], Listed, Distinct]
 Factors = Annotated[tuple[Annotated[float, Field(gt=0, le=1e3)], ...], Listed, Distinct]
@@ -62,7 +62,7 @@ class CofedSettings(MethodSettings):
         "out part of its own data, and trains with the best (Section 5.2)",
     )
     search_optimizers: Optimizers = Field(
-        ("adam", "sgd"), description="search = grid: optimisers to try"
+        ("adam", "sgd"), description="search = grid: optimizers to try"
     )
     search_rates: Factors = Field(
         (0.002, 0.004, 0.006, 0.008, 0.01),
@@ -130,7 +130,7 @@ SPEC = MethodSpec(
             ),
         )
     ),
-    figures={
+    metrics={
         "pseudolabels": "pseudolabels in total",
         "received": "pseudolabels per client",
         "conflicts": "samples with several pseudolabels, per client",

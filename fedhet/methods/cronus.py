@@ -35,12 +35,12 @@ class CronusSettings(fedmd.SoftLabelSettings):
 
 SPEC = replace(
     fedmd.SPEC,
-    title="robust mean of soft labels on unlabelled public data",
+    title="robust mean of soft labels on unlabeled public data",
     paper="Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning",
     settings=CronusSettings,
-    defences=(),
+    defenses=(),
     resists="its 'cronus.aggregation' is a robust mean itself",
     instructions=fedmd.instructions("probabilities"),
     replies=fedmd.replies("probabilities"),
-    figures={"filtered": "share of the replies that the filter leaves out"},
+    metrics={"filtered": "share of the replies that the filter leaves out"},
 )

@@ -32,7 +32,7 @@ class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
 
 SPEC = replace(
     fedmd.SPEC,
-    title="sharpened mean of soft labels on unlabelled public data, and a server's model",
+    title="sharpened mean of soft labels on unlabeled public data, and a server's model",
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
     own_models={"server_model": "model"},

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, TensorField, all_or_none
 
@@ -22,7 +22,7 @@ SPEC = MethodSpec(
     headline="common",
     late="kept",
     settings=FdSettings,
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=Contract(
         all_or_none(
             TensorField("classes", "int64", ("P",), "the classes that other clients have", ids="C"),
@@ -47,7 +47,7 @@ SPEC = MethodSpec(
             ),
         )
     ),
-    figures={
+    metrics={
         "classes_covered": "classes with an average",
         "classes_taught": "classes that a client learns of others, mean over clients",
     },

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods.spec import DP_SGD, MethodSpec, model_shapes, plain_sizes
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -47,7 +47,7 @@ SPEC = MethodSpec(
     sizes=part_sizes,
     kinds=("private", "global"),
     one_model=True,
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=Contract(
         (WeightsField("weights", "the averaged tensors, from which clients start"),)
     ),

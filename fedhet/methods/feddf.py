@@ -4,7 +4,7 @@ from pydantic import Field
 
 from fedhet.methods.fedavg import REPLIES, FedAvgSettings, part_sizes
 from fedhet.methods.spec import DP_SGD, MethodSpec
-from fedhet.settings.defence import CHOOSING
+from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, Positive
 from fedhet.wire.contract import Contract, WeightsField
 
@@ -30,11 +30,11 @@ SPEC = MethodSpec(
     kinds=("private", "global"),
     needs_public=True,
     large_messages=True,
-    defences=CHOOSING,
+    defenses=CHOOSING,
     instructions=Contract(
         (WeightsField("weights", "the fused model of the client's architecture", required=False),)
     ),
     replies=REPLIES,
-    figures={"distillation_loss": "distillation loss of the fused models"},
+    metrics={"distillation_loss": "distillation loss of the fused models"},
     privacy=DP_SGD,
 )

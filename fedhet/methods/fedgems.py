@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fedhet.methods.spec import ANSWERS, MethodSpec
-from fedhet.settings.defence import CHOOSING
+from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, kebab
 from fedhet.wire.contract import Contract, TensorField
 
@@ -65,13 +65,13 @@ class FedGemsSettings(MethodSettings):
 
 
 SPEC = MethodSpec(
-    title="a larger server model, selective distillation on labelled public data",
+    title="a larger server model, selective distillation on labeled public data",
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
     headline="common",
     settings=FedGemsSettings,
     needs_public=True,
     own_models={"server_model": "large_model"},
-    defences=CHOOSING,
+    defenses=CHOOSING,
     instructions=Contract(
         (
             TensorField(
@@ -101,7 +101,7 @@ SPEC = MethodSpec(
     replies=Contract(
         (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
     ),
-    figures={
+    metrics={
         "s1": "public samples that the server has right (S1)",
         "s2": "others with logits in the pool (S2)",
         "s3": "others without (S3)",

@@ -105,7 +105,7 @@ SPEC = replace(
             ),
         )
     ),
-    figures={
+    metrics={
         "generator_loss": "cross-entropy of the ensemble of heads on generated features",
         "agreement": "share of generated features that the ensemble takes for their class",
     },

@@ -33,7 +33,7 @@ SPEC = replace(
             TensorField("features", "float32", ("P", "D"), "mean features of each"),
         )
     ),
-    figures={
+    metrics={
         "classes_covered": "classes that the head was trained on in the round",
         "head_loss": "loss of the server's head",
     },

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from fedhet.base.errors import ModelError
 from fedhet.methods.spec import MethodSpec, Protection
-from fedhet.settings.defence import CHOOSING
+from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive, refused
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -56,7 +56,7 @@ SPEC = MethodSpec(
     kinds=("private", "server"),
     large_messages=True,
     semi=False,
-    defences=CHOOSING,
+    defenses=CHOOSING,
     instructions=Contract(
         (
             TensorField(
@@ -76,7 +76,7 @@ SPEC = MethodSpec(
             TensorField("labels", "uint", ("N",), "of each training sample", numbers="C"),
         )
     ),
-    figures={"server_accuracy": "accuracy of the server's model on clients' features"},
+    metrics={"server_accuracy": "accuracy of the server's model on clients' features"},
     warning="fedgkt sends the features and the class of every training sample to the server",
     privacy=Protection(refused="it sends the features and the class of every sample"),
 )

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, TensorField, all_or_none
 
@@ -32,7 +32,7 @@ SPEC = MethodSpec(
     headline="common",
     late="averaged",
     settings=FedHeSettings,
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=Contract(
         all_or_none(
             TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
@@ -45,6 +45,6 @@ SPEC = MethodSpec(
             TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
         )
     ),
-    figures={"classes_covered": "classes with an average"},
+    metrics={"classes_covered": "classes with an average"},
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

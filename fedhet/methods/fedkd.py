@@ -71,7 +71,7 @@ SPEC = replace(
             ScalarField("intensity", float, "mean intensity of distillation", False, 0),
         )
     ),
-    figures={
+    metrics={
         "sent_up": "numbers that a client sends, as a share of the mentee's",
         "sent_down": "numbers of the mentee's change that the server sends, as a share of its own",
         "intensity": "intensity of distillation: 1 by the sum of both task losses",

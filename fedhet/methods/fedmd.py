@@ -8,11 +8,11 @@ from pydantic import Field, field_validator
 
 from fedhet.algorithms import DigestLoss, ScoreKind
 from fedhet.methods.spec import ANSWERS, MethodSpec
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.wire.contract import Contract, TensorField, all_or_none
 
-LEAST_SAMPLE = 2
+MIN_SAMPLE = 2
 """The smallest number of public samples that a client can train on."""
 
 
@@ -34,8 +34,8 @@ class ConsensusSettings(MethodSettings):
     @field_validator("sample")
     @classmethod
     def _sample_can_be_trained_on(cls, value: int) -> int:
-        if 0 < value < LEAST_SAMPLE:
-            raise ValueError(f"it takes 0 or at least {LEAST_SAMPLE}")
+        if 0 < value < MIN_SAMPLE:
+            raise ValueError(f"it takes 0 or at least {MIN_SAMPLE}")
         return value
 
 
@@ -64,7 +64,7 @@ class FedMdSettings(DigestSettings):
 
     public_epochs: CountOrNone = Field(
         10,
-        description="a client's epochs on the labelled public data before its first round "
+        description="a client's epochs on the labeled public data before its first round "
         "(transfer learning); 0: none, and the public data needs no labels",
     )
     loss: DigestLoss = Field(
@@ -92,13 +92,13 @@ def replies(scores: ScoreKind) -> Contract:
 
 
 SPEC = MethodSpec(
-    title="mean class scores on labelled public data; models of any architecture",
+    title="mean class scores on labeled public data; models of any architecture",
     paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
     headline="common",
     settings=FedMdSettings,
     needs_public=True,
     learns_last=True,
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=instructions("logits"),
     replies=replies("logits"),
     privacy=ANSWERS,

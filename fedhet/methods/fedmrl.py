@@ -50,7 +50,7 @@ SPEC = replace(
             ScalarField("coarse_loss", float, "mean of the shared head's", required=False, low=0),
         )
     ),
-    figures={
+    metrics={
         "fine_loss": "cross-entropy of the own head, on all fused features",
         "coarse_loss": "cross-entropy of the shared head, on the coarse part of them",
     },

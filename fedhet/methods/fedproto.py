@@ -6,7 +6,7 @@ from pydantic import Field
 
 from fedhet.algorithms import PrototypeDistance
 from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, TensorField, all_or_none
 
@@ -47,7 +47,7 @@ SPEC = MethodSpec(
     late="averaged",
     settings=FedProtoSettings,
     kinds=("private", "prototype"),
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=Contract(
         all_or_none(
             TensorField("classes", "int64", ("P",), "the classes with a prototype", ids="C"),

@@ -27,11 +27,11 @@ class FedTgpSettings(fedproto.PrototypeSettings):
     )
     margin: Margin = Field(
         "nearest",
-        description="margin between classes, by the distances of their centres: nearest, the "
+        description="margin between classes, by the distances of their centers: nearest, the "
         "largest distance of a class to the nearest other one, as in the caption of Fig. 1 and in "
         "the authors' code, or largest, that of any two classes, as in Eq. 9",
     )
-    most_margin: Positive = Field(100.0, description="the most that the margin can be, tau")
+    max_margin: Positive = Field(100.0, description="the most that the margin can be, tau")
     server_epochs: Count = Field(
         100, description="the server's epochs per round over the clients' prototypes, S"
     )
@@ -60,7 +60,7 @@ SPEC = replace(
             TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
         )
     ),
-    figures={
+    metrics={
         "classes_covered": "classes with a prototype",
         "prototype_loss": "loss of the server's prototypes",
         "margin": "margin between classes",

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedhet.algorithms import LEAST_SCALE
+from fedhet.algorithms import MIN_SCALE
 from fedhet.methods.spec import BOTH_MODELS, MethodSpec, model_shapes
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -76,7 +76,7 @@ class FedTypeSettings(MethodSettings):
     lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
     k_reg: Literal["auto"] | Rank = Field(
         "auto",
-        description="ranks that RAPS does not penalise; auto is 1 for up to 10 labels, 5 from 100",
+        description="ranks that RAPS does not penalize; auto is 1 for up to 10 labels, 5 from 100",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.1, description="share of sets that may miss the truth"
@@ -113,7 +113,7 @@ def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
 
 
 SCALE = WeightsField(
-    "scale", "a variational proxy's standard deviations", required=False, low=LEAST_SCALE
+    "scale", "a variational proxy's standard deviations", required=False, low=MIN_SCALE
 )
 SPEC = MethodSpec(
     title="identical small proxies, and conformal sets between proxy and private model",
@@ -125,7 +125,7 @@ SPEC = MethodSpec(
     kinds=("private", "proxy", "global"),
     own_models={"proxy": "model"},
     semi=False,
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=Contract(
         (WeightsField("proxy", "the server's proxy; of a variational one, the means"), SCALE)
     ),
@@ -141,7 +141,7 @@ SPEC = MethodSpec(
             ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
         )
     ),
-    figures={
+    metrics={
         "eta": "consensus weight η",
         "proxy_set": "labels in the proxy's sets",
         "private_set": "labels in the private model's sets",

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import FeatureNorm
 from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, model_shapes, plain_sizes
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
 from fedhet.wire.identity import ClientInfo
@@ -53,7 +53,7 @@ SPEC = MethodSpec(
     settings=FeloSettings,
     sizes=felo_sizes,
     kinds=("private", "global"),
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=Contract(
         (
             *all_or_none(
@@ -73,6 +73,6 @@ SPEC = MethodSpec(
             WeightsField("weights", "the private model's weights", required=False),
         )
     ),
-    figures={"classes_covered": "classes with an average"},
+    metrics={"classes_covered": "classes with an average"},
     privacy=Protection(CLASS_SUMS, vectors=2),
 )

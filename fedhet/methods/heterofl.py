@@ -8,7 +8,7 @@ from pydantic import Field
 from fedhet.algorithms import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
 from fedhet.methods.spec import DP_SGD, MethodSpec
-from fedhet.settings.defence import ROBUST
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Listed
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 
@@ -60,7 +60,7 @@ SPEC = MethodSpec(
     pool_of_one=True,
     semi=False,  # its batch norms have no statistics to predict with until training is over
     models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
-    defences=ROBUST,
+    defenses=ROBUST,
     instructions=Contract((WeightsField("weights", "the client's part of the global weights"),)),
     replies=Contract(
         (

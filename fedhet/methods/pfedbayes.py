@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from fedhet.algorithms import LEAST_SCALE
+from fedhet.algorithms import MIN_SCALE
 from fedhet.methods import fedavg
 from fedhet.methods.spec import Protection, model_shapes
 from fedhet.settings.schema import Count, NonNegative
@@ -17,7 +17,7 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
 
     zeta: NonNegative = Field(
         10.0,
-        description="weight of the divergence between the personal and the localised "
+        description="weight of the divergence between the personal and the localized "
         "distributions, which is divided by the client's number of samples",
     )
     noise: NonNegative = Field(
@@ -37,7 +37,7 @@ def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
 
 SPEC = replace(
     fedavg.SPEC,
-    title="personal Gaussian weights near localised ones, whose means and scales are averaged",
+    title="personal Gaussian weights near localized ones, whose means and scales are averaged",
     paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
     headline="personal",
     settings=PFedBayesSettings,
@@ -45,13 +45,13 @@ SPEC = replace(
     instructions=Contract(
         (
             WeightsField("weights", "the averaged means, from which clients start"),
-            WeightsField("scale", "the averaged standard deviations", low=LEAST_SCALE),
+            WeightsField("scale", "the averaged standard deviations", low=MIN_SCALE),
         )
     ),
     replies=Contract(
         (
-            WeightsField("weights", "the localised means after training"),
-            WeightsField("scale", "the localised standard deviations", low=LEAST_SCALE),
+            WeightsField("weights", "the localized means after training"),
+            WeightsField("scale", "the localized standard deviations", low=MIN_SCALE),
         )
     ),
     privacy=Protection(refused="its weights are drawn within a step, several times a batch"),

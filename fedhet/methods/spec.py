@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.kinds import Kind
-from fedhet.settings.defence import Average
+from fedhet.settings.defense import Average
 from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, require
@@ -24,10 +24,10 @@ NOTHING = Contract()
 
 FIGURES = {
     "poisoned": "hostile clients among those asked",
-    "pseudo_labels": "share of the unlabelled samples with a pseudo-label",
+    "pseudo_labels": "share of the unlabeled samples with a pseudo-label",
     "pseudo_error": "share of the pseudo-labels that are wrong",
 }
-"""What any method's run may measure: under attack, and of unlabelled samples."""
+"""What any method's run may measure: under attack, and of unlabeled samples."""
 
 
 def title_of(figure: str, declared: Mapping[str, str]) -> str:
@@ -121,16 +121,16 @@ class MethodSpec:
     """What the client half sends: the replies that its `train` returns."""
     sizes: Callable[[Any, ClientInfo], Sizes] = plain_sizes
     """Returns the sizes of messages that follow from the method's settings and a client."""
-    figures: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, str] = field(default_factory=dict)
     """What the method measures of itself, with a title in words; besides `FIGURES`."""
     kinds: tuple[str, ...] = ("private",)
     """The kinds of model that the method's clients evaluate."""
     needs_public: bool = False
     """Whether the method needs public data."""
-    needs_unlabelled: bool = False
-    """Whether the method needs unlabelled samples of the clients' own."""
+    needs_unlabeled: bool = False
+    """Whether the method needs unlabeled samples of the clients' own."""
     semi: bool = True
-    """Whether its clients may learn from unlabelled samples as `training.semi` says."""
+    """Whether its clients may learn from unlabeled samples as `training.semi` says."""
     one_model: bool = False
     """Whether all clients must have the same architecture."""
     pool_of_one: bool = False
@@ -155,7 +155,7 @@ class MethodSpec:
     the client knows of itself. refused: its rows belong to the round."""
     learns_last: bool = False
     """Whether clients train once more, on what the last round has formed, before they evaluate."""
-    defences: tuple[Average, ...] = ()
+    defenses: tuple[Average, ...] = ()
     """The robust averages that suit the method: all where it takes the mean of what clients send,
     Krum and the filter where replies may only be left out."""
     resists: str = ""
@@ -170,7 +170,7 @@ class MethodSpec:
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a declaration that no run could follow."""
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
-        require(self, figures=Mapping, models=Mapping, own_models=Mapping, defences=tuple)
+        require(self, metrics=Mapping, models=Mapping, own_models=Mapping, defenses=tuple)
         require(self, resists=str, warning=str, privacy=Protection)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from fedhet.algorithms import Divergence, RelationKind
 from fedhet.methods.spec import MethodSpec, Protection, model_shapes
-from fedhet.settings.defence import CHOOSING
+from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -24,10 +24,10 @@ class UmPfsslSettings(MethodSettings):
         "mean interval between rounds, as in the paper",
     )
     warm_up: CountOrNone = Field(
-        20, description="epochs on labelled data alone, in a round of all clients before t = 1"
+        20, description="epochs on labeled data alone, in a round of all clients before t = 1"
     )
     warm_up_steps: CountOrNone = Field(
-        0, description="minimum optimiser steps in the warm-up, whatever the number of labels"
+        0, description="minimum optimizer steps in the warm-up, whatever the number of labels"
     )
     passes: Count = Field(8, description="dropout masks of a prediction, T")
     relation: RelationKind = Field(
@@ -65,13 +65,13 @@ def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
 
 
 SPEC = MethodSpec(
-    title="personalised semi-supervised learning with helpers chosen by their uncertainty",
+    title="personalized semi-supervised learning with helpers chosen by their uncertainty",
     paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
     headline="personal",
     late="kept",
     settings=UmPfsslSettings,
     sizes=model_sizes,
-    needs_unlabelled=True,
+    needs_unlabeled=True,
     semi=False,
     one_model=True,
     suits=check_dropout,
@@ -82,7 +82,7 @@ SPEC = MethodSpec(
         "signal": "signal-cnn2-dropout",
     },
     large_messages=True,
-    defences=CHOOSING,
+    defenses=CHOOSING,
     instructions=Contract(
         (
             ScalarField("own", int, "the client's own number in the pool", low=0),
@@ -120,10 +120,10 @@ SPEC = MethodSpec(
             ),
         )
     ),
-    figures={
+    metrics={
         "replaced": "helpers replaced",
         "relation": "relation of the helpers",
         "models_sent": "models sent to clients",
     },
-    privacy=Protection(refused="helpers are chosen by figures of the client's own samples"),
+    privacy=Protection(refused="helpers are chosen by metrics of the client's own samples"),
 )

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedhet.methods import felo
-from fedhet.settings.defence import CHOOSING
+from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, Positive
 from fedhet.wire.contract import Sizes, TensorField
 from fedhet.wire.identity import ClientInfo
@@ -19,7 +19,7 @@ class VeloSettings(felo.FeloSettings):
     samples_per_class: Count = Field(
         1, description="synthetic features of each class that are sent per round, S"
     )
-    least_separation: Annotated[float, Field(ge=0, le=1)] = Field(
+    min_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
         description="the server sends means until this share of the CVAE's features is nearest to "
         "the mean of its own class; 0: until the CVAE has been trained once, as printed",
@@ -50,7 +50,7 @@ SPEC = replace(
     title="Felo with synthetic features, from a conditional VAE on the server",
     settings=VeloSettings,
     sizes=velo_sizes,
-    defences=CHOOSING,
+    defenses=CHOOSING,
     instructions=felo.SPEC.instructions.replacing(
         TensorField(
             "features",
@@ -61,8 +61,8 @@ SPEC = replace(
             needs=("classes",),
         )
     ),
-    figures={
-        **felo.SPEC.figures,
+    metrics={
+        **felo.SPEC.metrics,
         "features_kept": "features that the server keeps",
         "cvae_loss": "loss of the CVAE",
         "separation": "share of the CVAE's features nearest to their own class",

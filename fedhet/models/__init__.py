@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
-from fedhet.base.errors import ModelError, OwnModelError, SettingsError, nearest
+from fedhet.base.errors import ModelError, SettingsError, UserModelError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, KINDS, Shape
@@ -79,7 +79,7 @@ ELSEWHERE = (
 """Models of users and of other libraries: whether a name is theirs, its check, what builds one."""
 MIXING = frozenset({"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"})
 """Recurrent and attentive networks, of which Opacus cannot tell the gradient of each sample."""
-MOST_COMPUTED = 2**16
+MAX_COMPUTED = 2**16
 """Values of a sample up to which a model's width is found by computing."""
 GROUPED = "-gn"
 """What follows the name of a model whose batch norms are replaced by group norms."""
@@ -155,7 +155,7 @@ def _lookup(name: str) -> ModelInfo | None:
 
 
 def _has_batch_norms(info: ModelInfo) -> bool:
-    """Return whether any layer of a network normalises by the statistics of a batch."""
+    """Return whether any layer of a network normalizes by the statistics of a batch."""
     if info.takes is not None and not info.takes.is_numeric:
         return False
     with seeded(0, "norms", info.name), torch.device("meta"):
@@ -240,7 +240,7 @@ def build_any(
         return build(name, shape, classes, seed=seed, kind=kind)
     if is_user_model(name):
         return Refitted(
-            name, lambda: call_user_model(name, shape, classes), classes, own_seed, OwnModelError
+            name, lambda: call_user_model(name, shape, classes), classes, own_seed, UserModelError
         )
     info = WITHOUT_GRADIENTS[name]
     return Refitted(name, lambda: info.make(own_seed % 2**32), classes, own_seed)
@@ -328,7 +328,7 @@ def _native_width(name: str, shape: Shape) -> int:
     pretrained networks, which it spares their weights. For others it is slower, since PyTorch then
     imports its compiler. Models of texts need a device that computes, to see their lengths.
     """
-    on_meta = prod(shape) > MOST_COMPUTED or is_pretrained(name)
+    on_meta = prod(shape) > MAX_COMPUTED or is_pretrained(name)
     info = find(name)
     device = "meta" if on_meta and (info.takes is None or info.takes.is_numeric) else "cpu"
     with seeded(0, "width", name), torch.device(device):

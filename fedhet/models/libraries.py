@@ -1,7 +1,7 @@
 """Networks of other libraries: torchvision's with ImageNet's weights, timm's, transformers'.
 
 - `resnet18-pretrained`, `resnet18-frozen`: torchvision's networks. Images are prepared as the
-  weights require: grey ones get three channels, small ones are enlarged, and all are normalised.
+  weights require: gray ones get three channels, small ones are enlarged, and all are normalized.
   The weights are read from torch's own cache on this machine; nothing is downloaded.
 - `encoder-2:NAME`, `encoder-2-frozen:NAME`: pretrained encoders of texts with some linear layers,
   1 to 5, of which the last is the classifier. NAME is a folder in $FEDHET_ENCODERS with
@@ -32,7 +32,7 @@ from fedhet.models.base import HetModel, ModelInfo, join, output_shape
 from fedhet.models.sequences import mean_of, present, trimmed
 from fedhet.models.vision import TORCHVISION
 
-LEAST_SIDE = 64
+MIN_SIDE = 64
 """The side to which smaller images are enlarged; the networks divide it by 32."""
 _NAME = re.compile(r"(.+)-(pretrained|frozen)")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -75,8 +75,8 @@ class _Prepared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the features of images."""
         x = ((x + 1) / 2).expand(-1, 3, -1, -1)
-        if min(x.shape[2:]) < LEAST_SIDE:
-            scale = LEAST_SIDE / min(x.shape[2:])
+        if min(x.shape[2:]) < MIN_SIDE:
+            scale = MIN_SIDE / min(x.shape[2:])
             size = [round(side * scale) for side in x.shape[2:]]
             x = nn.functional.interpolate(x, size=size, mode="bilinear")
         features: Tensor = self.network((x - self.mean) / self.std)

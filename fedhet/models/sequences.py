@@ -222,7 +222,7 @@ class Recurrent(nn.Module):
 
 
 def attention(width: int) -> nn.TransformerEncoder:
-    """Return two layers of attention, [N, L, width] -> the same, normalised before each part."""
+    """Return two layers of attention, [N, L, width] -> the same, normalized before each part."""
     layer = nn.TransformerEncoderLayer(
         width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True
     )

@@ -129,7 +129,7 @@ def is_small(shape: Shape) -> bool:
 
 
 def he_init(module: nn.Module) -> None:
-    """Initialise every convolution in `module` as torchvision does (He et al. 2015, fan out)."""
+    """Initialize every convolution in `module` as torchvision does (He et al. 2015, fan out)."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

@@ -1,7 +1,7 @@
 """What noised steps cost: epsilon at a delta, by dp-accounting, and the noise for an epsilon.
 
 Renyi differential privacy (Mironov 2017; Mironov, Talwar and Zhang 2019 for Poisson sampling), one
-accountant for all mechanisms of a client. Two data sets are neighbours if one sample is replaced by
+accountant for all mechanisms of a client. Two data sets are neighbors if one sample is replaced by
 none: it contributes to no gradient, sum or count, while the number of rows stays. This is zero-out
 adjacency (Kairouz et al. 2021), for which the bounds of adding or removing a sample hold.
 """
@@ -18,13 +18,13 @@ from functools import lru_cache
 
 from fedhet.base.errors import SettingsError
 from fedhet.methods.spec import Passes
-from fedhet.settings.defence import MIN_NOISE, PrivacySettings
+from fedhet.settings.defense import MIN_NOISE, PrivacySettings
 
 EXTRA = "pip install 'fedhet[privacy]'"
 CLASS_SHARE = 0.25
 """Share of epsilon that the class sums of all rounds may cost by themselves."""
 USUAL_CLASS_NOISE = 4.0
-MOST_NOISE = 1e6
+MAX_NOISE = 1e6
 MAX_COUNT = 10**15
 MIN_SAMPLING = 1e-6
 """Least sampling rate that is accounted, in units of the noise.
@@ -103,7 +103,7 @@ def epsilon_of(releases: Iterable[Release], delta: float) -> float:
     for each in releases:
         # Comparisons with NaN are false.
         if not (
-            MIN_NOISE <= each.noise <= 2 * MOST_NOISE
+            MIN_NOISE <= each.noise <= 2 * MAX_NOISE
             and 0 < each.sampling <= 1
             and 0 < each.count <= MAX_COUNT
         ):
@@ -161,7 +161,7 @@ def solved(
 
 def _least(releases: Callable[[float], list[Release]], epsilon: float, delta: float) -> float:
     """Return the least noise, to a thousandth, with which `releases` cost at most `epsilon`."""
-    if epsilon_of(releases(MOST_NOISE), delta) > epsilon:
+    if epsilon_of(releases(MAX_NOISE), delta) > epsilon:
         raise SettingsError(
             f"setting 'privacy.epsilon': {epsilon:.3g} is too little for the rounds of this run, "
             "whatever the noise of its training: fewer rounds, or more noise in class sums, fit"

@@ -28,7 +28,7 @@ from fedhet.privacy.noise import CIPHER
 
 FOLDER = "_privacy"
 """The folder of the ledgers in a folder of private state; no run has this name."""
-MOST_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 
 
 class Entry(BaseModel):
@@ -138,7 +138,7 @@ class Ledger:
 
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            found = os.pread(file, MOST_BYTES + 1, 0)
+            found = os.pread(file, MAX_BYTES + 1, 0)
             entries, whole = _parsed(found, self.path)
             if whole < len(found):
                 os.ftruncate(file, whole)
@@ -153,7 +153,7 @@ def read_ledger(path: Path) -> list[Entry]:
     """Return all entries of a ledger. Raises StateError if it is absent or damaged."""
     try:
         with path.open("rb") as file:
-            found = file.read(MOST_BYTES + 1)
+            found = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise StateError(f"{path}: cannot be read ({error.strerror})") from None
     return _parsed(found, path)[0]
@@ -174,8 +174,8 @@ def _parsed(found: bytes, path: Path) -> tuple[list[Entry], int]:
 
     Raises StateError for a damaged line, and if there may be more than what was `found`.
     """
-    if len(found) > MOST_BYTES:
-        raise StateError(f"{path}: is larger than {MOST_BYTES} bytes")
+    if len(found) > MAX_BYTES:
+        raise StateError(f"{path}: is larger than {MAX_BYTES} bytes")
     whole, entries = found.rfind(b"\n") + 1, []
     for number, line in enumerate(found[:whole].splitlines(), 1):
         try:

@@ -535,8 +535,8 @@ def _baselines(
     """Return the groups that are baselines, and their protocol and kind."""
 
     def named(name: str) -> list[Group]:  # the group of that label, or else those of that method
-        labelled = [group for group in groups if group.label == name]
-        return labelled or [group for group in groups if group.method == name]
+        labeled = [group for group in groups if group.label == name]
+        return labeled or [group for group in groups if group.method == name]
 
     if against is None:
         local = [group for group in named(BASELINE) if group.score(column).n]
@@ -562,7 +562,7 @@ def _baselines(
 
 
 def p_value(differences: Sequence[float], test: str) -> float:
-    """Return the two-sided p of differences whose centre would be 0; NaN if none can be said.
+    """Return the two-sided p of differences whose center would be 0; NaN if none can be said.
 
     The paired t-test takes them as normal; Wilcoxon's signed-rank test takes them as symmetric and
     cannot go below 2^(1-n) for n seeds: 0.25 for three, 0.0625 for five.

@@ -397,7 +397,7 @@ def overview(comparison: Comparison) -> Drawing:
 def _names(comparison: Comparison, width: int = 40) -> list[str]:
     """Return the groups' labels in a figure, in their order."""
     labels = [group.label + ("" if group.finished else " *") for group in comparison.groups]
-    return style.told_apart(labels, width)
+    return style.disambiguate(labels, width)
 
 
 def _by_round(ax: Axes, comparison: Comparison) -> None:
@@ -459,17 +459,17 @@ def _finals(ax: Axes, comparison: Comparison) -> None:
     """Draw the last round's accuracy: one dot per seed, a mark for the mean."""
     names, column = _names(comparison), comparison.headline
     for row, (group, name) in enumerate(zip(comparison.groups, names, strict=True)):
-        colour, mark = style.mark(row)
+        color, mark = style.mark(row)
         each, spread = [run.last(*column).mean for run in group.runs], group.score(column)
         if math.isfinite(spread.std):
             low, high = spread.mean - spread.std, spread.mean + spread.std
-            line = ax.hlines(row, low, high, color=colour, linewidth=5, alpha=0.25)
+            line = ax.hlines(row, low, high, color=color, linewidth=5, alpha=0.25)
             style.tag(ax, group.label, [line])
         if len(each) > 1:
-            ax.scatter(each, [row] * len(each), color=colour, s=14, alpha=0.6, linewidth=0)
+            ax.scatter(each, [row] * len(each), color=color, s=14, alpha=0.6, linewidth=0)
             seeds = [f"seed {run.seed}" for run in group.runs]
             style.record(ax, group.label, pd.Series(float(row), each), name, seeds)
-        ax.scatter(spread.mean, row, color=colour, marker=mark, s=52, zorder=3)
+        ax.scatter(spread.mean, row, color=color, marker=mark, s=52, zorder=3)
         style.record(ax, group.label, pd.Series(float(row), [spread.mean]), name, ["mean"])
     style.panel(ax, mode="point", unit="none", xUnit="score")
     ax.set_ylim(len(names) - 0.4, -0.6)

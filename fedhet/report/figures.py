@@ -74,7 +74,7 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
                 if not mean.empty:
                     name, look = run.baseline.method, {"size": 2, **style.DOTTED}
                     label = f"{name}{GAP}{mean.iloc[-1]:.3f}"
-                    style.line(ax, mean, style.OTHER_COLOUR, series=name, label=label, **look)
+                    style.line(ax, mean, style.OTHER_COLOR, series=name, label=label, **look)
             note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
             whose = "each client's" if protocol == "personal" else "the"
             title = f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}"
@@ -97,19 +97,19 @@ def _curve(
 ) -> None:
     if curve.empty:
         return
-    colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
+    color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
     mean, worst = curve["mean"], curve["worst"]
     low = (mean - curve["std"]).clip(lowest, highest)
     high = (mean + curve["std"]).clip(lowest, highest)
-    style.line(ax, mean, colour, series=kind, label=f"{kind}{GAP}{mean.iloc[-1]:.3f}")
+    style.line(ax, mean, color, series=kind, label=f"{kind}{GAP}{mean.iloc[-1]:.3f}")
     if not np.allclose(worst, mean, equal_nan=True):
         look = {"size": 2, "alpha": 0.85, **style.DASHED}
-        style.line(ax, worst, colour, series=kind, name=f"{kind}, worst", **look)
+        style.line(ax, worst, color, series=kind, name=f"{kind}, worst", **look)
     if len(curve) == 1:
-        bar = ax.vlines(curve.index, low, high, color=colour, alpha=0.35, linewidth=5)
+        bar = ax.vlines(curve.index, low, high, color=color, alpha=0.35, linewidth=5)
         style.tag(ax, kind, [bar])
     else:
-        style.shade(ax, low, high, colour, series=kind, alpha=0.13)
+        style.shade(ax, low, high, color, series=kind, alpha=0.13)
 
 
 def _traffic(run: Run) -> Drawing:
@@ -146,7 +146,7 @@ def _time(run: Run) -> Drawing:
         # The shares of the stages, as one horizontal bar.
         shares = run.totals[stages] / run.totals[stages].sum()
         for stage, start, share in zip(stages, shares.cumsum() - shares, shares, strict=True):
-            top.barh(0, share, left=start, color=style.STAGE_COLOURS[stage], height=1)
+            top.barh(0, share, left=start, color=style.STAGE_COLORS[stage], height=1)
             if share > 0.16 * style.ROOM / room:
                 ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
                 look: Any = {"ha": "center", "va": "center", "color": ink, "fontsize": 8}
@@ -161,7 +161,7 @@ def _time(run: Run) -> Drawing:
         rounds, bottoms = means.index, means[stages].cumsum(axis="columns") - means[stages]
         width = 0.78 * (rounds[1] - rounds[0] if len(rounds) > 1 else 0.4)
         for stage in stages:
-            look = {"color": style.STAGE_COLOURS[stage], "label": STAGE_NAMES[stage]}
+            look = {"color": style.STAGE_COLORS[stage], "label": STAGE_NAMES[stage]}
             bars = ax.bar(rounds, means[stage], bottom=bottoms[stage], width=width, **look)
             style.tag(ax, STAGE_NAMES[stage], bars)
             style.record(ax, STAGE_NAMES[stage], means[stage])
@@ -229,8 +229,8 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
         for kind in run.kinds(run.headline):
             means = run.curve(run.headline, kind)["mean"]
             spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
-            colour = style.KIND_COLOURS.get(kind, style.OTHER_COLOUR)
-            style.line(ax, spent, colour, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
+            color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
+            style.line(ax, spent, color, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
         ax.set_xlim(left=0)
         ax.legend()
         style.ticks(ax)
@@ -337,7 +337,7 @@ def _names(ax: Axes, axis: str, names: Sequence[str]) -> None:
 
 
 def _last_accuracies(run: Run) -> Drawing | None:
-    """Draw the last accuracy of every client, coloured by its model."""
+    """Draw the last accuracy of every client, colored by its model."""
     if not run.columns:
         return None
     protocol, kind = run.columns[0]
@@ -351,7 +351,7 @@ def _last_accuracies(run: Run) -> Drawing | None:
 
 
 def _client_curves(run: Run) -> Drawing | None:
-    """Draw a curve for each client, coloured by its model; None for one client or one round."""
+    """Draw a curve for each client, colored by its model; None for one client or one round."""
     if not run.columns:
         return None
     protocol, kind = run.columns[0]
@@ -366,8 +366,8 @@ def _client_curves(run: Run) -> Drawing | None:
         alpha = min(0.8, max(0.25, 8 / len(each.columns)))
         for name in sorted(each, key=lambda name: pool.index(models[name])):
             model = models[name]
-            colour, _ = style.mark(pool.index(model))
-            drawn = ax.plot(each.index, each[name], color=colour, linewidth=1.0, alpha=alpha)
+            color, _ = style.mark(pool.index(model))
+            drawn = ax.plot(each.index, each[name], color=color, linewidth=1.0, alpha=alpha)
             style.tag(ax, model, drawn)
             style.record(ax, model, each[name], name)
         for number, model in enumerate(pool):
@@ -396,10 +396,10 @@ def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     ax.axvline(mean, color=style.MUTED, zorder=1, **style.DASHED)
     rows = scores.assign(row=range(len(scores)))
     for number, (model, some) in enumerate(rows.groupby("model")):
-        colour, mark = style.mark(number)
-        rules = ax.hlines(some["row"], mean, some["value"], color=colour, alpha=0.45)
+        color, mark = style.mark(number)
+        rules = ax.hlines(some["row"], mean, some["value"], color=color, alpha=0.45)
         dots = ax.scatter(
-            some["value"], some["row"], color=colour, marker=mark, s=34, zorder=3,
+            some["value"], some["row"], color=color, marker=mark, s=34, zorder=3,
             label=style.short(str(model)),
         )  # fmt: skip
         style.tag(ax, str(model), [rules, dots])
@@ -420,14 +420,14 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     ax = figure.subplots()
     pool = {str(model): some["value"] for model, some in scores.groupby("model")}
     for column, (model, values) in enumerate(pool.items()):
-        colour, mark = style.mark(column)
+        color, mark = style.mark(column)
         # The fuller a bin of values is, the wider are their horizontal offsets.
         span = values.max() - values.min() or 1.0
         bins = values.groupby((values - values.min()) // (span / 24))
         number, size = bins.cumcount(), bins.transform("size")
         offsets = (2 * number / (size - 1).clip(lower=1) - 1).where(size > 1, 0.0)
         places = column + 0.3 * (size / 8).clip(upper=1) * offsets
-        ax.scatter(places, values, color=colour, marker=mark, s=18, alpha=0.75, linewidth=0)
+        ax.scatter(places, values, color=color, marker=mark, s=18, alpha=0.75, linewidth=0)
         marks = pd.Series(values.to_numpy(), places)
         style.record(ax, model, marks, model, [*map(str, values.index)])
         mean = float(values.mean())

@@ -23,11 +23,11 @@ from fedhet.methods.spec import title_of
 from fedhet.runs import directory
 from fedhet.runs.measures import Tail, tail_of
 from fedhet.runs.records import (
+    HELD_OUT,
+    HELD_OUT_EPOCH,
     KINDS,
     NAN,
     OWN_DATA,
-    UNSEEN,
-    UNSEEN_EPOCH,
     Origin,
     Partition,
     Ratio,
@@ -47,8 +47,8 @@ MEANING = {
     "proxy": "the model that a client exchanges in place of its own",
     "global": "the model that the server forms, one for each architecture",
     "server": "a model that the server alone has",
-    UNSEEN: "what the method offers a client with which nobody has trained, as it is",
-    UNSEEN_EPOCH: "the same after one local epoch",
+    HELD_OUT: "what the method offers a client with which nobody has trained, as it is",
+    HELD_OUT_EPOCH: "the same after one local epoch",
 }
 """What the protocols are, and the kinds of model that several methods have."""
 STATISTICS = ["mean", "std", "worst"]
@@ -87,7 +87,7 @@ class Run:
     def title_of(self, figure: str) -> str:
         """Return what one of the method's own figures is called."""
         shipped = self.method in shipped_names()  # a method of one's own would be imported
-        return title_of(figure, find_method(self.method).spec.figures if shipped else {})
+        return title_of(figure, find_method(self.method).spec.metrics if shipped else {})
 
     @property
     def done(self) -> int:

@@ -1,7 +1,7 @@
-"""Style of all figures: colours, fonts, axes; as PNG on white, or as SVG for the page.
+"""Style of all figures: colors, fonts, axes; as PNG on white, or as SVG for the page.
 
 Figures use matplotlib's object interface, never pyplot, so no global state is changed. The series
-colours are Okabe and Ito's, which colour-blind readers can distinguish. In SVG each colour becomes
+colors are Okabe and Ito's, which color-blind readers can distinguish. In SVG each color becomes
 a CSS variable of the page, so that a figure follows its light or dark scheme. A drawing tags the
 artists of a series, so that the page can switch the series off, and records the values behind them,
 which the page shows when one points at them.
@@ -79,7 +79,7 @@ ROOM = 72
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
 RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
-"""Colours of text on a fill that stays light, or dark, in both of the page's schemes."""
+"""Colors of text on a fill that stays light, or dark, in both of the page's schemes."""
 SERIES = (
     "#0072b2", "#d55e00", "#009e73", "#c2619b", "#c98a00", "#56b4e9", "#7a5c3e", "#6f6fb5",
 )  # fmt: skip
@@ -87,19 +87,19 @@ DASHED: Any = {"linewidth": 1.0, "linestyle": (0, (4, 2.5))}
 DOTTED: Any = {"linewidth": 0.8, "linestyle": (0, (1, 3))}
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (5, 1.2, 1.2, 1.2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
-_COLOURED = ("private", "proxy", "global", "server", "local", "unseen", "unseen-epoch")
-KIND_COLOURS = dict(zip(_COLOURED, SERIES, strict=False))
-STAGE_COLOURS = {
+_COLORED = ("private", "proxy", "global", "server", "local", "unseen", "unseen-epoch")
+KIND_COLORS = dict(zip(_COLORED, SERIES, strict=False))
+STAGE_COLORS = {
     "train": SERIES[0], "evaluate": SERIES[5], "server": SERIES[4], "overhead": "#a9b1ba",
 }  # fmt: skip
-OTHER_COLOUR = SERIES[7]
+OTHER_COLOR = SERIES[7]
 HEAT = LinearSegmentedColormap.from_list(
     "heat", [(*to_rgb(SERIES[0]), 0.0), (*to_rgb(SERIES[0]), 1.0)]
 )
 
 VARIABLES = {
     INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--card",
-    **{colour: f"--s{number}" for number, colour in enumerate(SERIES)},
+    **{color: f"--s{number}" for number, color in enumerate(SERIES)},
 }  # fmt: skip
 TAG = "series-"
 """Begins the id of a tagged artist; the series' number follows."""
@@ -107,7 +107,7 @@ POINTS = 72
 """Units of an SVG per inch."""
 GAP = "\N{EN SPACE}"
 """Separates a series' name from its number: SVG would merge two ordinary spaces into one."""
-MOST_VALUES = 60_000
+MAX_VALUES = 60_000
 """Beyond this many values in a figure the page does not show them, to stay small."""
 
 PANEL = {"mode": "x", "head": "round", "unit": "score", "xUnit": "number", "dots": True}
@@ -137,7 +137,7 @@ class Canvas(Figure):
         count = sum(len(curve["y"]) for _, found in panels for curve in found["curves"])
         width, height = (POINTS * inches for inches in self.get_size_inches())
         content = []
-        for ax, found in panels if count <= MOST_VALUES else ():
+        for ax, found in panels if count <= MAX_VALUES else ():
             (left, low), (right, high) = ax.get_position().get_points()
             box = (left * width, (1 - high) * height, right * width, (1 - low) * height)
             x = [*_rounded(ax.get_xlim()), ax.get_xscale() == "log"]
@@ -200,7 +200,7 @@ class Chart(NamedTuple):
 
     title: str
     legend: Sequence[dict[str, Any]]
-    """A line has a text, the series' last value or "", its colour, its series, or None if it cannot
+    """A line has a text, the series' last value or "", its color, its series, or None if it cannot
     be switched off, and its look: "solid", "dashed", "dotted" or "dot"."""
     svg: Markup | str
 
@@ -265,9 +265,9 @@ class Drawing:
                         ink = face if len(face) and isinstance(face[0], float) else face[0]
                     tagged = re.fullmatch(rf"{TAG}(\d+)", artist.get_gid() or "")
                     name, _, value = text.partition(GAP)
-                    colour, series = to_hex(ink), int(tagged[1]) if tagged else None
-                    colour = f"var({VARIABLES[colour]})" if colour in VARIABLES else colour
-                    entry = {"text": name, "value": value, "colour": colour}
+                    color, series = to_hex(ink), int(tagged[1]) if tagged else None
+                    color = f"var({VARIABLES[color]})" if color in VARIABLES else color
+                    entry = {"text": name, "value": value, "color": color}
                     legend.setdefault(text, {**entry, "series": series, "look": look})
             file = io.StringIO()
             nothing = {"Date": None, "Creator": None}
@@ -294,7 +294,7 @@ def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[
 def _inline(svg: str, alt: str, description: str) -> Markup:
     """Return a figure's SVG for the page.
 
-    What only a standalone file needs is removed, colours become CSS variables, and the series and
+    What only a standalone file needs is removed, colors become CSS variables, and the series and
     values are added. Texts are escaped: by matplotlib in the SVG, and here in the attributes.
     """
     named = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
@@ -336,7 +336,7 @@ def room(ax: Axes) -> int:
 
 
 def head(ax: Axes, title: str) -> None:
-    """Set the title of an axes and, below it, a legend of the labelled series."""
+    """Set the title of an axes and, below it, a legend of the labeled series."""
     handles, labels = ax.get_legend_handles_labels()
     columns = legend_columns(labels, room(ax))
     ax.set_title(title, color=INK, pad=10 + 13 * math.ceil(len(labels) / columns))
@@ -398,7 +398,7 @@ def in_hours(seconds: float) -> str:
 
 
 def mark(number: int) -> tuple[str, str]:
-    """Return the colour and the marker of a series; pairs repeat only after many series."""
+    """Return the color and the marker of a series; pairs repeat only after many series."""
     rounds, place = divmod(number, len(SERIES))
     return SERIES[place], MARKERS[(place + rounds) % len(MARKERS)]
 
@@ -406,7 +406,7 @@ def mark(number: int) -> tuple[str, str]:
 def line(
     ax: Axes,
     values: pd.Series,
-    colour: str = SERIES[0],
+    color: str = SERIES[0],
     size: float = 3.2,
     series: str = "",
     name: str = "",
@@ -417,24 +417,24 @@ def line(
     On the page they are shown under `name`, by default the series'.
     """
     marks = "o" if len(values) <= 25 else ""
-    drawn = ax.plot(values.index, values, color=colour, marker=marks, markersize=size, **look)
+    drawn = ax.plot(values.index, values, color=color, marker=marks, markersize=size, **look)
     tag(ax, series or name, drawn)
     record(ax, series or name, values, name)
 
 
 def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = "") -> None:
     """Draw the mean of a numbered series with a band of one standard deviation."""
-    colour, _ = mark(number)
+    color, _ = mark(number)
     dashes = DASHES[number % len(DASHES)]
-    line(ax, mean, colour, size=3, series=label or "mean", linestyle=dashes, label=label)
-    shade(ax, mean - std, mean + std, colour, series=label or "mean", alpha=0.15)
+    line(ax, mean, color, size=3, series=label or "mean", linestyle=dashes, label=label)
+    shade(ax, mean - std, mean + std, color, series=label or "mean", alpha=0.15)
 
 
 def shade(
-    ax: Axes, low: pd.Series, high: pd.Series, colour: str, series: str = "", **look: Any
+    ax: Axes, low: pd.Series, high: pd.Series, color: str, series: str = "", **look: Any
 ) -> None:
     """Fill the area between two series with the same index, as a part of `series`."""
-    drawn = ax.fill_between(low.index, low, high, color=colour, linewidth=0, **look)
+    drawn = ax.fill_between(low.index, low, high, color=color, linewidth=0, **look)
     tag(ax, series, [drawn])
 
 
@@ -448,7 +448,7 @@ def short(name: str, width: int = 16) -> str:
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[-tail:]}"
 
 
-def told_apart(names: Sequence[str], width: int) -> list[str]:
+def disambiguate(names: Sequence[str], width: int) -> list[str]:
     """Return the names shortened; those that would look the same begin where they first differ."""
     found = [short(name, width) for name in names]
     labels = found[:]

@@ -21,7 +21,7 @@ from rich.text import Text
 from fedhet.base.metrics import is_shown
 from fedhet.report.comparison import Spread
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest
-from fedhet.runs.records import NAN, UNSEEN
+from fedhet.runs.records import HELD_OUT, NAN
 from fedhet.runs.units import ABSENT, plural, printable, score, spans
 
 MARK = "†"
@@ -29,7 +29,7 @@ NAMED = 3
 """Models that are named in a sentence, at most."""
 WHOLE, ENDS = 30, 5
 """Maximum number of clients listed in full in the terminal; beyond, so many best and worst ones."""
-LEAST_TEXT = 14
+MIN_TEXT = 14
 """Columns of the terminal that a column of text has at least, if its texts are that long."""
 
 SPECIAL = str.maketrans(
@@ -192,7 +192,7 @@ def remarks(run: Run) -> list[str]:
             noun = "rounds" if len(rounds) > 1 else "round"
             lines.append(f"{name} was {what} in {noun} {spans(rounds)}")
     kinds = {kind for _, kind in run.columns}
-    if run.settings.get("data.unseen") and run.finished and UNSEEN not in kinds:
+    if run.settings.get("data.held-out-clients") and run.finished and HELD_OUT not in kinds:
         lines.append(f"{run.method} offers a client nothing with which nobody has trained")
     wanted, joined = run.settings.get("clients"), len(run.clients)
     if run.origin.deployed and isinstance(wanted, int) and wanted > joined:
@@ -330,7 +330,7 @@ class Blocks:
             )
             for number, (header, column) in enumerate(every[: cells.words])
         ]
-        while sum(widths) > width // 2 and max(widths, default=0) > LEAST_TEXT:
+        while sum(widths) > width // 2 and max(widths, default=0) > MIN_TEXT:
             widths[widths.index(max(widths))] -= 1
         table = Table(
             title_justify="left", box=SIMPLE_HEAD, show_footer=bool(cells.foot),

@@ -29,7 +29,7 @@ from fedhet.runs.units import natural, path_text
 
 HOST = "127.0.0.1"
 Version = tuple[int, ...]
-MOST_PAGES = 32
+MAX_PAGES = 32
 """How many runs' pages and records are kept in memory."""
 HEADERS = {
     "Cache-Control": "no-store",
@@ -138,17 +138,17 @@ def _version(path: Path) -> Version:
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in found)
 
 
-@lru_cache(maxsize=MOST_PAGES)
+@lru_cache(maxsize=MAX_PAGES)
 def _loaded(path: Path, version: Version) -> Run:
     return load_run(path)
 
 
-@lru_cache(maxsize=MOST_PAGES)
+@lru_cache(maxsize=MAX_PAGES)
 def _rendered(path: Path, version: Version, live: Live) -> str:
     return render_run(_loaded(path, version), live)
 
 
-@lru_cache(maxsize=MOST_PAGES)
+@lru_cache(maxsize=MAX_PAGES)
 def _compared(paths: tuple[Path, ...], versions: tuple[Version, ...]) -> str:
     return comparison_page(paths)
 

@@ -148,7 +148,7 @@ def _validated(schema: type[T], content: object, where: str) -> T:
         raise StateError(f"{where}: {field}: {first['msg']}") from None
 
 
-def make_empty(directory: Path) -> None:
+def create(directory: Path) -> None:
     """Create the directory of a new run. Raises StateError if it is not empty."""
     if (directory / "config.toml").exists():
         raise StateError(
@@ -169,7 +169,7 @@ def make_folder(directory: Path) -> None:
         raise StateError(f"cannot make the folder {directory}: {reason_of(error)}") from None
 
 
-def forget_models(directory: Path) -> None:
+def delete_models(directory: Path) -> None:
     """Remove a run's models and what it would resume from; what it measured stays."""
     for name in WITH_MODELS:
         shutil.rmtree(directory / name, ignore_errors=True)

@@ -34,12 +34,12 @@ from fedhet.runs.units import (
     time_left,
 )
 
-COLOURS = {
+COLORS = {
     State.FAILED: "bold red", State.TRAINING: "yellow", State.WAITING: "dim", State.LATE: "yellow",
     State.DONE: "green", State.NOT_ASKED: "dim", State.RESTING: "dim", State.EXCLUDED: "red",
     State.AWAY: "dim",
 }  # fmt: skip
-LEAST_ROWS = 3
+MIN_ROWS = 3
 """The least number of clients in view; on a lower terminal the notices give way."""
 TRACE = 20
 """Maximum number of rounds whose mean accuracies are listed."""
@@ -100,7 +100,7 @@ class LiveDisplay:
         room = console.size.height - 1 - _lines(console, options, top)
         if _lines(console, options, notes) + everyone >= room:
             notes = [_cut(f"note: {text}", "yellow") for text in run.status.notices]
-            kept = min(len(notes), max(0, room - LEAST_ROWS - 2), max(1, room // 3))
+            kept = min(len(notes), max(0, room - MIN_ROWS - 2), max(1, room // 3))
             notes = notes[len(notes) - kept :]
         yield from top
         yield from self._clients(room - _lines(console, options, notes)) if everyone else ()
@@ -143,14 +143,14 @@ class LiveDisplay:
         table.add_column("state", no_wrap=True)
         for name in ("accuracy", "train loss", "seconds"):
             table.add_column(name, justify="right", no_wrap=True)
-        rows = max(LEAST_ROWS, room - 1)
+        rows = max(MIN_ROWS, room - 1)
         everyone = len(run.clients)
         shown = run.in_view(rows if everyone <= rows else rows - 1)
         for client in shown:
             table.add_row(
                 Text(printable(client.name)),
                 Text(printable(client.model)),
-                Text(client.state, style=COLOURS[State(client.state)]),
+                Text(client.state, style=COLORS[State(client.state)]),
                 Text(_number(client.accuracy, 4)),
                 Text(_number(client.loss, 4)),
                 Text(_number(run.seconds_of(client), 1)),

@@ -34,8 +34,8 @@ from fedhet.runs.directory import (
     append,
     check_same,
     claimed,
+    create,
     last_round,
-    make_empty,
     read_records,
     read_run_name,
     read_validated,
@@ -44,7 +44,7 @@ from fedhet.runs.directory import (
 )
 from fedhet.runs.measures import best_round, final_scores, peak_memory_mb, scalars
 from fedhet.runs.records import (
-    MOST_BYTES,
+    MAX_BYTES,
     OWN_DATA,
     Origin,
     PastRound,
@@ -142,7 +142,7 @@ class RunLog:
             self._claim = claimed(directory)
             self._resume()
         else:
-            make_empty(directory)
+            create(directory)
             self._claim = claimed(directory)
             # Of fixed length, so that it does not affect byte counts. No result depends on it.
             self._origin.run = f"{config.method.name}-{secrets.token_hex(6)}"
@@ -234,7 +234,7 @@ class RunLog:
                 watcher.rounds_restored(self._history)
         privacy = self.config.run.privacy
         if privacy.is_on:
-            self.notice(privacy.promise(self.config.run.rounds))
+            self.notice(privacy.privacy_mechanism(self.config.run.rounds))
         if warning := self.config.method.spec.warning:
             self.notice(warning)
 
@@ -365,9 +365,9 @@ class RunLog:
             },
             history=[PastRound.of(record) for record in history],
             # Sums of records that were tampered with may exceed what fits.
-            bytes_up=min(sum(each.bytes_up for each in history), MOST_BYTES),
-            bytes_down=min(sum(each.bytes_down for each in history), MOST_BYTES),
-            bytes_evaluation=min(sum(each.bytes_evaluation for each in history), MOST_BYTES),
+            bytes_up=min(sum(each.bytes_up for each in history), MAX_BYTES),
+            bytes_down=min(sum(each.bytes_down for each in history), MAX_BYTES),
+            bytes_evaluation=min(sum(each.bytes_evaluation for each in history), MAX_BYTES),
             seconds=self._seconds.model_copy(update={"total": total}).rounded(),
             peak_memory_mb=round(
                 max([peak_memory_mb(), *(each.peak_memory_mb for each in history)]), 1

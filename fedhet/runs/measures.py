@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import numpy as np
 
 from fedhet.base.errors import KnowledgeError, nearest, shown
-from fedhet.base.metrics import ACCURACY, LEAST_ACCURACY, metric_of
+from fedhet.base.metrics import ACCURACY, MIN_ACCURACY, metric_of
 from fedhet.runs.records import (
     KINDS,
     NAN,
@@ -42,7 +42,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 MOST = 1e15
 """The largest loss, time or size that a client may report; keeps sums and squares finite."""
-Place = tuple[str, str, str]
+ScoreKey = tuple[str, str, str]
 """A metric, the protocol of the test split, and the kind of model."""
 SPENT = "spent"
 """Set beside an error: the client has no privacy left to spend."""
@@ -64,7 +64,7 @@ TAIL = 5
 """The tail of a run is one round in this many: the last fifth."""
 
 
-def mean_figures(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
+def mean_metrics(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
     """Return the mean of each scalar that clients report, over the clients that report it."""
     names = sorted({name for scalars in said for name in scalars})
     return {
@@ -79,7 +79,7 @@ def peak_memory_mb() -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def forget_peak() -> None:
+def reset_peak_memory() -> None:
     """Let this process's peak memory begin at what it uses now, where the system allows that.
 
     Otherwise the peak of a run would be that of the largest before it in the same process.
@@ -98,13 +98,13 @@ def timed(work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> tuple
 class Measured:
     """A client's measurements in one message."""
 
-    scores: dict[Place, float]
+    scores: dict[ScoreKey, float]
     """What the models score; those of a model include its accuracy."""
     loss: float | None = None
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
     memory_mb: float = 0.0
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Of `FIGURES`, those that there are; each in [0, 1]."""
     epsilon: float | None = None
     """What the run has cost the client's samples so far; None: they are not protected."""
@@ -112,7 +112,7 @@ class Measured:
     """By protocol, the accuracy of always predicting the test split's most frequent class."""
 
 
-def placed(scores: Mapping[tuple[str, str], Evaluation]) -> dict[Place, float]:
+def placed(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
     """Return the metrics in scores by (protocol, kind of model)."""
     return {
         (metric, *place): value
@@ -130,7 +130,7 @@ def write_measures(measured: Measured) -> dict[str, float]:
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
     flat |= {f"{MAJORITY}.{protocol}": share for protocol, share in measured.majority.items()}
-    return flat | measured.figures
+    return flat | measured.metrics
 
 
 def read_measures(
@@ -150,7 +150,7 @@ def read_measures(
         if name not in known:
             fault = f"is not a metric of this method{nearest(name, known)}"
             raise KnowledgeError(sender, name, fault)
-    scores: dict[Place, float] = {}
+    scores: dict[ScoreKey, float] = {}
     for name in filter(metrics.__contains__, places):
         metric, accuracy = metric_of(places[name][0]), ".".join((ACCURACY, *places[name][1:]))
         if accuracy not in metrics:
@@ -205,7 +205,7 @@ def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) ->
     )
 
 
-def summarise(
+def summarize(
     values: ByPlace, without: Collection[str] = (), *, lower_is_better: bool = False
 ) -> Scores:
     """Return `spread` for each protocol and kind that has values, without some clients."""
@@ -230,7 +230,7 @@ def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Rati
         ratios = {
             name: after[name] / before[name]
             for name in (before.keys() & after.keys()) - set(without)
-            if before[name] >= LEAST_ACCURACY
+            if before[name] >= MIN_ACCURACY
         }
         if ratios:
             found[protocol] = Ratio(best=max(ratios.values()), **dict(spread(ratios)))

@@ -36,9 +36,9 @@ LONG, SHARE = 0.05, 0.02
 of the time that such calls may take."""
 RECENT = 5
 """Number of rounds from whose duration the time left is estimated."""
-MOST_NOTICES = 6
+MAX_NOTICES = 6
 """How many of the last notices a display keeps in view."""
-MOST_NAMES = 10
+MAX_NAMES = 10
 """How many clients of one state a line names."""
 STATUS_FILE = "status.json"
 STATUS_SECONDS = 1.0
@@ -265,7 +265,7 @@ class Progress(Watcher):
 
     def notice(self, text: str) -> None:
         """Keep the notice in view."""
-        self.status.notices = [*self.status.notices, text][-MOST_NOTICES:]
+        self.status.notices = [*self.status.notices, text][-MAX_NOTICES:]
         self._show(f"note: {text}")
 
     def run_finished(self, summary: Summary) -> None:
@@ -333,8 +333,8 @@ class Progress(Watcher):
             names.setdefault(client.state, []).append(client.name)
         parts = []
         for state in filter(names.__contains__, State):
-            more = len(names[state]) - MOST_NAMES
-            listed = ", ".join(names[state][:MOST_NAMES])
+            more = len(names[state]) - MAX_NAMES
+            listed = ", ".join(names[state][:MAX_NAMES])
             parts.append(f"{state} {listed}{f' and {more} more' if more > 0 else ''}")
         if math.isfinite(left := self.seconds_left):
             parts.append(time_left(left))

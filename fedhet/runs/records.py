@@ -34,11 +34,11 @@ ByMetric = dict[str, ByPlace]
 
 PROTOCOLS = ("personal", "common")
 """The test sets: a client's own test split, and one that all clients share."""
-UNSEEN, UNSEEN_EPOCH = "unseen", "unseen-epoch"
+HELD_OUT, HELD_OUT_EPOCH = "unseen", "unseen-epoch"
 """What the method offers clients with which nobody has trained: as it is, and after an epoch."""
-KINDS = ("private", "local", "proxy", "global", "server", UNSEEN, UNSEEN_EPOCH)
+KINDS = ("private", "local", "proxy", "global", "server", HELD_OUT, HELD_OUT_EPOCH)
 """`local`: the private model after local training alone, before any knowledge was exchanged."""
-MOST_ROUNDS = 1_000_000
+MAX_ROUNDS = 1_000_000
 NAN = float("nan")
 READING = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
@@ -62,10 +62,10 @@ def _numbers(values: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_or_nan), AfterValidator(_bounded)]
-MOST_BYTES = 2**63 - 1
-Whole = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+MAX_BYTES = 2**63 - 1
+Whole = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
-Round = Annotated[int, Field(ge=0, le=MOST_ROUNDS)]
+Round = Annotated[int, Field(ge=0, le=MAX_ROUNDS)]
 Text = Annotated[str, AfterValidator(one_line)]
 """A name or a reason, as one printable line: files may come from elsewhere."""
 Figures = Annotated[dict[Text, Number], BeforeValidator(_numbers)]
@@ -248,7 +248,7 @@ class Summary(BaseModel):
     models: dict[Text, Text] = {}
     """Client -> model."""
     training: dict[Text, Text] = {}
-    """Client -> what it trains with: optimiser, learning rate, epochs and batch size."""
+    """Client -> what it trains with: optimizer, learning rate, epochs and batch size."""
     headline: Text = ""
     """The protocol of the method's headline number."""
     accuracy: FinalScores = {}

@@ -1,4 +1,4 @@
-"""State on disk: tensors and a few facts in one safetensors file, written atomically.
+"""State on disk: tensors and a few metadata in one safetensors file, written atomically.
 
 For clients (private states), servers (one checkpoint per round), and models (a store).
 
@@ -29,7 +29,7 @@ from fedhet.base.errors import StateError, reason_of
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
 
-Facts = Mapping[str, int | float | str]
+Metadata = Mapping[str, int | float | str]
 Loaded = tuple[dict[str, Tensor], dict[str, int | float | str]]
 _KEY = "fedhet"
 _ROUND = re.compile(r"round-([0-9]{1,18})\.safetensors")
@@ -70,14 +70,14 @@ class ClientStore:
         return rounds_in(self.folder)
 
     def save(
-        self, round: int, tensors: Mapping[str, Tensor], facts: Facts, kept_too: int = 0
+        self, round: int, tensors: Mapping[str, Tensor], metadata: Metadata, kept_too: int = 0
     ) -> None:
         """Save the state of `round` atomically.
 
         Then remove the states of later rounds, which a server that resumed from an earlier round
         discards, and all others but the last few and the one in use after round `kept_too`.
         """
-        save(self.path(round), tensors, facts, self.root)
+        save(self.path(round), tensors, metadata, self.root)
         rounds = self.rounds()
         past = [known for known in rounds if known <= round]
         wanted = {*past[-KEPT_STATES:], *[known for known in past if known <= kept_too][-1:]}
@@ -85,12 +85,12 @@ class ClientStore:
         Folder(self.folder, self.root).remove(self.path(number).name for number in unwanted)
 
     def load(self, round: int) -> Loaded:
-        """Return the tensors and facts of the state of `round`."""
+        """Return the tensors and metadata of the state of `round`."""
         return load(self.path(round))
 
-    def facts(self, round: int) -> dict[str, int | float | str]:
-        """Return only the facts of the state of `round`."""
-        return load_facts(self.path(round))
+    def metadata(self, round: int) -> dict[str, int | float | str]:
+        """Return only the metadata of the state of `round`."""
+        return load_metadata(self.path(round))
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Checkpoint:
 
     round: int
     tensors: Mapping[str, Array]
-    facts: Facts
+    metadata: Metadata
 
 
 class Checkpoints:
@@ -111,7 +111,7 @@ class Checkpoints:
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
     def write(
-        self, round: int, tensors: Mapping[str, Array], facts: Facts, kept_too: int = 0
+        self, round: int, tensors: Mapping[str, Array], metadata: Metadata, kept_too: int = 0
     ) -> None:
         """Save the checkpoint of `round`, then remove all but the last two and that of `kept_too`.
 
@@ -121,7 +121,7 @@ class Checkpoints:
             name: torch.from_numpy(np.require(value, requirements="W"))
             for name, value in tensors.items()
         }
-        whole = {**facts, **self._identity, "round": round}
+        whole = {**metadata, **self._identity, "round": round}
         save(path_in(self._folder, round), kept, whole, self._run)
         old = {*rounds_in(self._folder)[:-KEPT_CHECKPOINTS]} - {kept_too}
         with contextlib.suppress(OSError):
@@ -130,12 +130,14 @@ class Checkpoints:
     def read(self, round: int) -> Checkpoint:
         """Return the checkpoint of `round`. Raises StateError unless it is whole and this run's."""
         path = path_in(self._folder, round)
-        tensors, facts = load(path)
-        refuse_other(path, facts, {**self._identity, "round": round})
+        tensors, metadata = load(path)
+        refuse_other(path, metadata, {**self._identity, "round": round})
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise StateError(f"{path}: {name} holds NaN or infinity")
-        return Checkpoint(round, {name: tensor.numpy() for name, tensor in tensors.items()}, facts)
+        return Checkpoint(
+            round, {name: tensor.numpy() for name, tensor in tensors.items()}, metadata
+        )
 
     def newest(self, notice: Callable[[str], None], recorded: int) -> Checkpoint | None:
         """Return the last whole checkpoint of this run, or None if there are none.
@@ -217,12 +219,12 @@ class ModelStore:
 
 
 def refuse_other(
-    path: Path, facts: Facts, identity: Mapping[str, str | int], whose: str = "this run's"
+    path: Path, metadata: Metadata, identity: Mapping[str, str | int], whose: str = "this run's"
 ) -> None:
-    """Raise StateError unless the facts of `path` hold every entry of `identity`."""
+    """Raise StateError unless the metadata of `path` hold every entry of `identity`."""
     for name, value in identity.items():
-        if facts.get(name) != value:
-            raise StateError(f"{path} is of {name} {facts.get(name)!r}, {whose} is {value!r}")
+        if metadata.get(name) != value:
+            raise StateError(f"{path} is of {name} {metadata.get(name)!r}, {whose} is {value!r}")
 
 
 def path_in(folder: Path, round: int) -> Path:
@@ -238,16 +240,16 @@ def rounds_in(folder: Path) -> list[int]:
 
 
 def save(
-    path: Path, tensors: Mapping[str, Tensor], facts: Facts, within: Path | None = None
+    path: Path, tensors: Mapping[str, Tensor], metadata: Metadata, within: Path | None = None
 ) -> None:
-    """Write `tensors` and `facts` to `path` atomically; follow no link below `within`.
+    """Write `tensors` and `metadata` to `path` atomically; follow no link below `within`.
 
     Raises StateError.
     """
     folder = Folder(path.parent, within)
     with folder.replacing(path.name, private=True) as temporary:
         folder.remove_left_behind(path.suffix)
-        save_file(apart(tensors), temporary, metadata={_KEY: json.dumps(dict(facts))})
+        save_file(apart(tensors), temporary, metadata={_KEY: json.dumps(dict(metadata))})
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -264,31 +266,31 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(path: Path) -> Loaded:
-    """Return the tensors, on the CPU, and facts of `path`. Raises StateError."""
-    with _opened(path) as (file, facts):
-        return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+    """Return the tensors, on the CPU, and metadata of `path`. Raises StateError."""
+    with _opened(path) as (file, metadata):
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
 
 
-def load_facts(path: Path) -> dict[str, int | float | str]:
-    """Return the facts of `path` without reading its tensors. Raises StateError."""
-    with _opened(path) as (_, facts):
-        return facts
+def load_metadata(path: Path) -> dict[str, int | float | str]:
+    """Return the metadata of `path` without reading its tensors. Raises StateError."""
+    with _opened(path) as (_, metadata):
+        return metadata
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
-    """Yield an open state and its facts."""
+    """Yield an open state and its metadata."""
     try:
         refuse_odd(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             try:
-                facts = parsed((file.metadata() or {})[_KEY])
+                metadata = parsed((file.metadata() or {})[_KEY])
             except (KeyError, ValueError, RecursionError):
-                facts = None
-            if not isinstance(facts, dict) or not all(
-                isinstance(value, int | float | str) for value in facts.values()
+                metadata = None
+            if not isinstance(metadata, dict) or not all(
+                isinstance(value, int | float | str) for value in metadata.values()
             ):
                 raise StateError(f"{path} is not a state that fedhet saved")
-            yield file, facts
+            yield file, metadata
     except (OSError, SafetensorError) as error:
         raise StateError(f"cannot read {path}: {reason_of(error)}") from error

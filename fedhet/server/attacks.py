@@ -23,7 +23,7 @@ from fedhet.base.arrays import Array
 from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
-from fedhet.settings.defence import AttackSettings
+from fedhet.settings.defense import AttackSettings
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import (
     VARIANCES,
@@ -94,7 +94,7 @@ def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
 
 
 def nearby_distributions(values: Array) -> Array:
-    """Return probability distributions from any values [..., C]: clipped at 0, and normalised.
+    """Return probability distributions from any values [..., C]: clipped at 0, and normalized.
 
     An adversary that poisons probabilities sends what the server accepts (ours). A row without a
     positive value becomes uniform.
@@ -131,7 +131,7 @@ class Attack:
         honest = {reply.client.name: reply for reply in replies}
         round, training = self._state.record.round, self._state.selection.training
         targets = self.targets(round, training) & honest.keys()
-        self._state.figures({"poisoned": float(len(targets))})
+        self._state.add_metrics({"poisoned": float(len(targets))})
         rows = {name: self._sizes(honest[name].client).rows for name in targets}
         benign = {name: reply.knowledge for name, reply in honest.items()}
         poisoned = self.poison(round, benign, targets, rows)
@@ -282,7 +282,7 @@ class Hostile:
                 yield reply.with_knowledge(changed)
             else:
                 yield reply
-        self._state.figures({"poisoned": float(struck)})
+        self._state.add_metrics({"poisoned": float(struck)})
 
     def changed(self, round: int, reply: Knowledge) -> Knowledge:
         """Return a hostile client's reply in a round, from its honest one."""

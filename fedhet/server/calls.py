@@ -2,7 +2,7 @@
 
 `Call.run` sends a message: all messages to clients pass through it, except the question for their
 descriptions (`members`). Flower's own server waits until every call of a round has finished. Here,
-a round can close earlier: calls that have not started are cancelled, and calls in progress run to
+a round can close earlier: calls that have not started are canceled, and calls in progress run to
 completion, so that a late reply can still be used. The threads are daemons, so a client that hangs
 does not keep the process alive.
 """
@@ -30,8 +30,8 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.base.errors import (
     DropOutError,
     FedhetError,
-    OwnModelError,
     StateError,
+    UserModelError,
     one_line,
     typed,
     words_of,
@@ -246,12 +246,12 @@ class CallPool:
 
     def cancel_pending(self) -> set[str]:
         """Cancel the calls that have not started, and return the names of their clients."""
-        cancelled: set[str] = set()
+        canceled: set[str] = set()
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._pending.get_nowait()
-                cancelled |= {call.name} if call is not None else set()
-        return cancelled
+                canceled |= {call.name} if call is not None else set()
+        return canceled
 
     def shutdown(self) -> None:
         """Cancel pending calls, and let each thread exit after its current call."""
@@ -299,15 +299,15 @@ def reasons(failures: Failures) -> dict[str, str]:
     return found
 
 
-def is_of_code(error: BaseException) -> bool:
+def is_user_code_error(error: BaseException) -> bool:
     """Return whether an error is one of a client's code, a user's own model included."""
-    if isinstance(error, OwnModelError):
+    if isinstance(error, UserModelError):
         return not isinstance(error.__cause__, MemoryError)
     return not isinstance(error, NOT_OF_CODE)
 
 
 @dataclass(frozen=True)
-class CodeFault:
+class UserCodeFault:
     """An error of a client's code in words, since not every exception travels to a process.
 
     A method or a model of one's own may have a mistake that shows only in training. Its traceback
@@ -321,9 +321,9 @@ class CodeFault:
     whole: str
 
     @classmethod
-    def of(cls, error: BaseException) -> CodeFault:
+    def of(cls, error: BaseException) -> UserCodeFault:
         """Return the fault of an error that has been raised."""
-        of_model = isinstance(error, OwnModelError)
+        of_model = isinstance(error, UserModelError)
         raised = error.__cause__ if of_model else error
         frames = traceback.extract_tb(raised.__traceback__) if raised else []
         paths = [Path(frame.filename).resolve() for frame in frames]
@@ -340,15 +340,15 @@ class CodeFault:
         )
 
 
-class ClientCodeError(Exception):
+class UserCodeError(Exception):
     """A client of a simulation failed by an error of its code."""
 
-    def __init__(self, fault: CodeFault) -> None:
+    def __init__(self, fault: UserCodeFault) -> None:
         super().__init__(fault.reason)
         self.fault = fault
 
 
-class CodeFaults:
+class UserCodeFaults:
     """What follows from errors of the clients' code: the first of each kind is shown."""
 
     def __init__(self, notice: Callable[[str], None], *, strict: bool) -> None:
@@ -359,7 +359,7 @@ class CodeFaults:
     def enter(self, errors: Iterable[object]) -> None:
         """Show what is new among the errors of a round. Raises StateError if it ends the run."""
         causes = (getattr(error, "__cause__", None) or error for error in errors)
-        for fault in [cause.fault for cause in causes if isinstance(cause, ClientCodeError)]:
+        for fault in [cause.fault for cause in causes if isinstance(cause, UserCodeError)]:
             if fault.reason in self._shown:
                 continue
             self._shown.add(fault.reason)

@@ -20,16 +20,16 @@ from flwr.common import Code, EvaluateRes, FitRes, Parameters, ndarrays_to_param
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.base.arrays import Array, Arrays, group, grouped
-from fedhet.base.errors import ToldError
+from fedhet.base.errors import ReportedError
 from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
 from fedhet.runs.measures import SPENT, Measured, read_measures
-from fedhet.runs.storage import Facts
+from fedhet.runs.storage import Metadata
 from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.members import Member
 from fedhet.server.reply import Reply, SpooledPayload, bytes_of, from_outside
 from fedhet.server.round import RoundState
-from fedhet.wire.encodings import Coder, Encoded, Place
+from fedhet.wire.encodings import Coder, Encoded, RngKey
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import (
     Bases,
@@ -46,7 +46,7 @@ from fedhet.wire.knowledge import (
 
 VERSIONS = "wire"
 """The group of a checkpoint's tensors, and its fact, that the versions of weights are kept in."""
-MOST_VERSIONS = 8
+MAX_VERSIONS = 8
 """Versions of weights in memory; a client that has none of them is sent the whole."""
 
 
@@ -359,30 +359,30 @@ class InstructionEncoder:
     def tidy(self) -> None:
         """Forget the versions that no client has, and the oldest of too many."""
         with self._lock:
-            wanted = self._wanted()[-MOST_VERSIONS:]
+            wanted = self._wanted()[-MAX_VERSIONS:]
             self._versions = {digest: self._versions[digest] for digest in wanted}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the versions that clients have; `facts` returns the rest of the state."""
+        """Return the versions that clients have; `metadata` returns the rest of the state."""
         kept: dict[str, Array] = {}
         for digest in self._wanted():
             kept |= grouped(f"{VERSIONS}/{digest}", self._versions[digest].tensors)
         return kept
 
-    def facts(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """Return what a checkpoint keeps of the versions and the clients."""
         if self._coder is None:
             return {}
         sources = [(digest, self._versions[digest].source) for digest in self._wanted()]
         return {VERSIONS: json.dumps({"sources": sources, "held": self.held}, sort_keys=True)}
 
-    def load(self, state: Arrays, facts: Facts) -> dict[str, Array]:
+    def load(self, state: Arrays, metadata: Metadata) -> dict[str, Array]:
         """Restore what the two returned; return the other tensors, which are the method's.
 
         Raises ValueError, TypeError or LookupError.
         """
         if self._coder is not None:
-            known = json.loads(str(facts[VERSIONS]))
+            known = json.loads(str(metadata[VERSIONS]))
             self.held = {str(client): int(digest) for client, digest in known["held"].items()}
             for digest, source in known["sources"]:
                 weights = group(state, f"{VERSIONS}/{int(digest)}")
@@ -390,7 +390,7 @@ class InstructionEncoder:
         return without_versions(state)
 
     def _version(
-        self, coder: Coder, place: Place, weights: Arrays, clients: Collection[str]
+        self, coder: Coder, place: RngKey, weights: Arrays, clients: Collection[str]
     ) -> Version:
         source = digest_of(weights)
         known = [each for each in self._versions.values() if each.source == source]
@@ -422,7 +422,7 @@ def without_versions(state: Arrays) -> dict[str, Array]:
     return {name: value for name, value in state.items() if not name.startswith(f"{VERSIONS}/")}
 
 
-def _whole(coder: Coder, place: Place, weights: Arrays) -> Version:
+def _whole(coder: Coder, place: RngKey, weights: Arrays) -> Version:
     """Return weights as a version that is sent in half precision, as far as that is possible.
 
     Weights of half precision stay as they are.
@@ -437,7 +437,7 @@ def _types(weights: Arrays) -> dict[str, object]:
     return {name: (value.dtype, value.shape) for name, value in weights.items()}
 
 
-def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> ToldError:
+def _error_of(name: str, metrics: Mapping[str, object], message: str = "") -> ReportedError:
     """Return a client's own error."""
     fault = str(metrics.get("error", message))[:300]
-    return ToldError(name, fault, spent=metrics.get(SPENT) is True)
+    return ReportedError(name, fault, spent=metrics.get(SPENT) is True)

@@ -41,7 +41,7 @@ class Learner:
         self.plateau = Plateau()
         """What the schedule `plateau` follows: the training loss, or an error of its own."""
         self._known: dict[str, Tensor] = {}
-        """What the optimiser of the last round knew, if it is kept."""
+        """What the optimizer of the last round knew, if it is kept."""
 
     def predict(self, x: Tensor) -> Array:
         """Return the logits [N, C] of x [N, ...]."""
@@ -94,7 +94,7 @@ class Learner:
         return logits
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the model, and what the next round's optimiser needs."""
+        """Return the model, and what the next round's optimizer needs."""
         # Before the first round that trains the least error is infinite, which no checkpoint holds.
         plateau = {k: np.array(v) for k, v in vars(self.plateau).items() if math.isfinite(v)}
         return {

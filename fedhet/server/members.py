@@ -25,17 +25,17 @@ from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import is_registered, shapes
-from fedhet.runs.records import UNSEEN, UNSEEN_EPOCH
-from fedhet.server.calls import CodeFaults
+from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
+from fedhet.server.calls import UserCodeFaults
 from fedhet.server.nodes import display_name, registered_name, retrying
 from fedhet.settings.engine import EngineSettings
-from fedhet.settings.run import RunSettings, unseen_clients
+from fedhet.settings.run import RunSettings, held_out_clients
 from fedhet.wire.identity import ClientInfo, capped, client_name, read_properties
 from fedhet.wire.knowledge import Knowledge
 
 Task = tuple[int, str, tuple[int, ...]]
 """The number of classes, and the kind and the shape of a sample."""
-MOST_VALUES = 2**24
+MAX_VALUES = 2**24
 """The most values of one sample."""
 Outcome = Literal["silent", "error", "refused"]
 """No reply; a reply with an error of the client's own; a reply that the server refuses."""
@@ -51,7 +51,7 @@ class Admission:
     """The number of classes that the run has; 0: any."""
     one_model: bool = False
     """Whether all clients must have the same architecture."""
-    most_bytes: float = math.inf
+    max_bytes: float = math.inf
     """The largest model that may travel."""
     servers_task: Callable[[], Task | None] = lambda: None
     """Returns the task of the dataset that the server can read, which decides between equals."""
@@ -61,8 +61,8 @@ class Admission:
 
         `pool`: the run's models, or None if the server need not know the clients' models.
         """
-        if math.prod(info.shape) > MOST_VALUES:
-            return f"it claims samples of shape {info.shape}, at most {MOST_VALUES} values may be"
+        if math.prod(info.shape) > MAX_VALUES:
+            return f"it claims samples of shape {info.shape}, at most {MAX_VALUES} values may be"
         if self.classes and info.classes != self.classes:
             return f"its data has {info.classes} classes, 'models.num-classes' is {self.classes}"
         if pool is None:
@@ -77,8 +77,8 @@ class Admission:
         except ModelError as error:
             return str(error)
         size = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in tensors)
-        if size > self.most_bytes:
-            limit = f"{self.most_bytes / 1e6:g} MB ('engine.max-payload-mb')"
+        if size > self.max_bytes:
+            limit = f"{self.max_bytes / 1e6:g} MB ('engine.max-payload-mb')"
             return f"its model {info.model!r} would have {size / 1e6:.0f} MB, more than {limit}"
         return ""
 
@@ -175,7 +175,7 @@ class Members:
 
     @classmethod
     def of(
-        cls, config: Config, data: RunData, notice: Callable[[str], None], faults: CodeFaults
+        cls, config: Config, data: RunData, notice: Callable[[str], None], faults: UserCodeFaults
     ) -> Members:
         """Return the members that a run demands, of which there are none yet."""
 
@@ -188,8 +188,8 @@ class Members:
 
         engine, spec, models = config.run.engine, config.method.spec, config.run.models
         pool = models.pool if spec.instructions.weights or spec.replies.weights else None
-        most_bytes = engine.max_payload_mb * 1e6
-        rules = Admission(models.num_classes, spec.one_model, most_bytes, task)
+        max_bytes = engine.max_payload_mb * 1e6
+        rules = Admission(models.num_classes, spec.one_model, max_bytes, task)
         return cls(engine.join_timeout, pool, notice, rules, engine.samples_cap, faults.enter)
 
     def first(
@@ -348,15 +348,15 @@ class Members:
         return ""
 
 
-UNSEEN_KINDS = (UNSEEN, UNSEEN_EPOCH)
+HELD_OUT_KINDS = (HELD_OUT, HELD_OUT_EPOCH)
 """The kinds of model that they evaluate."""
 
 
 class HeldOutClients:
-    """The members with which no client trains (`data.unseen`), and what they are sent."""
+    """The members with which no client trains (`data.held-out-clients`), and what they are sent."""
 
     def __init__(self, run: RunSettings, spec: MethodSpec) -> None:
-        self.names = frozenset(client_name(k, run.clients) for k in unseen_clients(run))
+        self.names = frozenset(client_name(k, run.clients) for k in held_out_clients(run))
         self.members: dict[str, Member] = {}
         self._method, self._offers = run.method, spec.offers
 
@@ -387,7 +387,7 @@ class HeldOutClients:
             if self._offers
             else f"{self._method} offers them nothing, as it forms no model that all clients share"
         )
-        return f"nobody trains with {names} ('data.unseen'): {fate}" if names else ""
+        return f"nobody trains with {names} ('data.held-out-clients'): {fate}" if names else ""
 
 
 def pause_after(failures: int) -> int:
@@ -409,7 +409,7 @@ class ClientHealth:
 
         0: never.
         """
-        self._most_refused, self._most_silent, self._notice = refusals, silences, notice
+        self._max_refused, self._max_silent, self._notice = refusals, silences, notice
         self._refused: dict[str, int] = {}
         self._silent: dict[str, tuple[int, int]] = {}
         """The consecutive rounds without a reply, and the last of them."""
@@ -426,8 +426,8 @@ class ClientHealth:
         if not left:
             raise FedhetError(
                 f"no client is left to be asked in round {round}: the replies of all "
-                f"{len(names)} clients were refused in {self._most_refused} consecutive rounds "
-                "('engine.refusals')"
+                f"{len(names)} clients were refused in {self._max_refused} consecutive rounds "
+                "('engine.max-refusals')"
             )
         return [name for name in left if not self.left_out(round, name)] or left
 
@@ -438,7 +438,7 @@ class ClientHealth:
         if not self._is_silent(name):
             return ""
         count, last = self._silent[name]
-        return "resting" if round < last + pause_after(count - self._most_silent + 1) else ""
+        return "resting" if round < last + pause_after(count - self._max_silent + 1) else ""
 
     def enter(
         self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]
@@ -463,12 +463,12 @@ class ClientHealth:
             if self._is_aside(name):
                 fault = (
                     f"is excluded: its replies were refused in {self._refused[name]} consecutive "
-                    "rounds ('engine.refusals')"
+                    "rounds ('engine.max-refusals')"
                 )
             elif self._is_silent(name):
                 fault = (
                     f"has not answered in {self._silent[name][0]} consecutive rounds: it is asked "
-                    "again only now and then ('engine.silences')"
+                    "again only now and then ('engine.max-silences')"
                 )
             else:
                 fault = "has left"
@@ -487,13 +487,13 @@ class ClientHealth:
         self._silent = {name: (n, known["last"][name]) for name, n in known["silent"].items()}
 
     def _is_aside(self, name: str) -> bool:
-        return 0 < self._most_refused <= self._refused.get(name, 0)
+        return 0 < self._max_refused <= self._refused.get(name, 0)
 
     def _is_silent(self, name: str) -> bool:
-        return 0 < self._most_silent <= self._silent.get(name, (0, 0))[0]
+        return 0 < self._max_silent <= self._silent.get(name, (0, 0))[0]
 
     def _forgettable(self) -> set[str]:
         """Return the clients whose earlier contributions must not count any longer."""
         known = {*self._refused, *self._silent}
-        gone = {name for name, count in self._gone.items() if 0 < self._most_silent <= count}
+        gone = {name for name, count in self._gone.items() if 0 < self._max_silent <= count}
         return gone | {name for name in known if self._is_aside(name) or self._is_silent(name)}

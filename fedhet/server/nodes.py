@@ -78,9 +78,9 @@ class Nodes:
         least = max(0.2, POLL_SECONDS_PER_NODE * len(self._known))
         return min(POLL_SECONDS, max(least, POLL_FRACTION * waited))
 
-    def _online(self, most_seconds: float) -> dict[int, NodeInfo]:
+    def _online(self, max_seconds: float) -> dict[int, NodeInfo]:
         with self._lock:
-            if time.monotonic() - self._asked >= most_seconds:
+            if time.monotonic() - self._asked >= max_seconds:
                 self._known = {node.node_id: node for node in self._grid.get_nodes()}
                 self._asked = time.monotonic()
             return self._known

@@ -40,7 +40,7 @@ from fedhet.settings.run import RunSettings
 
 SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"
 COLUMNS = (SAMPLE_MS, MBIT, CLIENT)
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """The largest file of measured devices."""
 
 
@@ -103,8 +103,8 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
     """
     where, rows = f"setting 'pace.clock' = {str(path)!r}", list[tuple[str, Device]]()
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise SettingsError(f"{where} is larger than {MOST_BYTES >> 20} MB")
+        if path.stat().st_size > MAX_BYTES:
+            raise SettingsError(f"{where} is larger than {MAX_BYTES >> 20} MB")
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.DictReader(file)
             names = lines.fieldnames or ()
@@ -204,7 +204,7 @@ class Collector:
     ) -> RoundResults:
         """Call clients to train, and return what the round has got when it closes.
 
-        It needs `needed` replies, or 'pace.enough' of them.
+        It needs `needed` replies, or 'pace.min-replies' of them.
         """
         began = self._now()
         calls = _calls(instructions, round, timeout, began)

@@ -28,7 +28,7 @@ from fedhet.base.arrays import Array, OnDemand, group, grouped
 from fedhet.base.disk import Folder
 from fedhet.base.errors import FedhetError, KnowledgeError, StateError, reason_of, words_of
 from fedhet.runs.measures import Measured
-from fedhet.runs.storage import load, load_facts, save
+from fedhet.runs.storage import load, load_metadata, save
 from fedhet.wire.contract import Contract
 from fedhet.wire.encodings import STATISTICS
 from fedhet.wire.identity import ClientInfo, is_name
@@ -107,7 +107,7 @@ OF_STATISTICS = "statistics of "
 
 
 def part_of(tensor: str) -> str:
-    """Return the part of a reply whose magnitude a tensor counts towards: the tensor's field.
+    """Return the part of a reply whose magnitude a tensor counts toward: the tensor's field.
 
     What batch normalization records (`running_mean`, `running_var`) is a part of its own: variances
     are squares of activations, and often much larger than all weights.
@@ -305,7 +305,7 @@ class LateReplies:
             name: torch.from_numpy(np.array(value, order="C"))
             for name, value in known.tensors.items()
         }
-        facts: dict[str, int | float | str] = {
+        metadata: dict[str, int | float | str] = {
             "run": self._run,
             "client": client,
             "round": round,
@@ -319,27 +319,27 @@ class LateReplies:
             "scalars": json.dumps(dict(known.scalars)),
         }
         tensors = grouped("payload", payload) | grouped("sent", base)
-        save(self._file(client), tensors, facts, self._directory)
+        save(self._file(client), tensors, metadata, self._directory)
 
     def get(self, client: str) -> tuple[FitRes, int, Knowledge | None, int]:
         """Return a client's late reply, and the rest of what `put` was given. Raises StateError."""
         path = self._file(client)
-        tensors, facts = load(path)
+        tensors, metadata = load(path)
         payload, base = group(tensors, "payload"), group(tensors, "sent")
         try:
-            arrays = [payload[str(n)].numpy().tobytes() for n in range(int(facts["arrays"]))]
+            arrays = [payload[str(n)].numpy().tobytes() for n in range(int(metadata["arrays"]))]
             result = FitRes(
-                Status(Code(facts["code"]), str(facts["message"])),
+                Status(Code(metadata["code"]), str(metadata["message"])),
                 Parameters(arrays, "numpy.ndarray"),
-                int(facts["samples"]),
-                json.loads(str(facts["metrics"])),
+                int(metadata["samples"]),
+                json.loads(str(metadata["metrics"])),
             )
             sent = Knowledge(
                 {name: value.numpy() for name, value in base.items()},
-                json.loads(str(facts["scalars"])),
+                json.loads(str(metadata["scalars"])),
             )
-            known = sent if facts["sent"] else None
-            return result, int(facts["round"]), known, int(facts["digest"])
+            known = sent if metadata["sent"] else None
+            return result, int(metadata["round"]), known, int(metadata["digest"])
         except (LookupError, ValueError, TypeError, RecursionError) as error:
             raise StateError(f"{path} is not a late reply that fedhet saved: {error!r}") from error
 
@@ -355,8 +355,8 @@ class LateReplies:
         found: dict[str, int] = {}
         for name in names & rounds.keys():
             with contextlib.suppress(StateError):
-                facts = load_facts(self._file(name))
-                if (facts.get("run"), facts.get("round")) == (self._run, rounds[name]):
+                metadata = load_metadata(self._file(name))
+                if (metadata.get("run"), metadata.get("round")) == (self._run, rounds[name]):
                     found[name] = rounds[name]
         self.remove(names - found.keys())
         return found

@@ -21,13 +21,13 @@ from fedhet.base.errors import (
     DivergedError,
     FedhetError,
     KnowledgeError,
+    ReportedError,
     StateError,
-    ToldError,
     one_line,
     words_of,
 )
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
-from fedhet.runs.measures import Measured, Place, relative, spread, summarise
+from fedhet.runs.measures import Measured, ScoreKey, relative, spread, summarize
 from fedhet.runs.records import ByMetric, RoundRecord, Seconds
 from fedhet.server.members import ClientHealth, Outcome
 from fedhet.server.reply import Magnitudes, medians
@@ -73,7 +73,7 @@ class RoundState:
         self.record = RoundRecord(0)
         self.selection = Selection(())
         self.needed = 0
-        """The replies that the round needs before 'pace.enough' is applied."""
+        """The replies that the round needs before 'pace.min-replies' is applied."""
         self.arrived: dict[str, int] = {}
         """The late clients whose replies this round has got, and the rounds of the replies."""
         self.health = health or ClientHealth(0, 0, notice)
@@ -143,7 +143,7 @@ class RoundState:
             self.record.bytes_down += size if training else 0
             self.record.bytes_evaluation += 0 if training else size
 
-    def aside(self, names: Collection[str]) -> dict[str, str]:
+    def exclusion_reasons(self, names: Collection[str]) -> dict[str, str]:
         """Return why each client that is not asked, of `names` and of the absent, is left out."""
         number, asked = self.record.round, {*self.record.asked}
         found = {name: self.health.left_out(number, name) for name in names if name not in asked}
@@ -178,9 +178,9 @@ class RoundState:
             self.record.seconds.evaluate += measured.evaluate_seconds
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)
 
-    def figures(self, figures: Mapping[str, float]) -> None:
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Record metrics of the method, or of an attack."""
-        found = ((name, float(value)) for name, value in figures.items())
+        found = ((name, float(value)) for name, value in metrics.items())
         self.record.method |= {name: value for name, value in found if math.isfinite(value)}
 
     def drop(self, name: str, reason: str, outcome: Outcome | None) -> None:
@@ -227,11 +227,11 @@ class RoundState:
 
         It may be honest all the same: unlike a refused one, it does not count against the client.
         """
-        reason = f"its reply stands out from the others ('defence.average' = {average!r})"
+        reason = f"its reply stands out from the others ('defense.average' = {average!r})"
         self.record.failed[name] = reason
         self.notice(f"client {name} is left out of round {self.record.round}: {reason}")
 
-    def settle(self, answered: Sequence[str]) -> bool:
+    def finalize(self, answered: Sequence[str]) -> bool:
         """Record the clients whose replies were accepted; return whether to roll back.
 
         The server must if more clients than have replied could not use its instructions, or sent
@@ -248,7 +248,7 @@ class RoundState:
             self.rollback.usual |= medians([known[name] for name in answered if name in known])
         return False
 
-    def went_back(self) -> None:
+    def rolled_back(self) -> None:
         """Record that the server's state is again the last one that worked.
 
         No client is blamed for this round: the instructions may have been at fault.
@@ -306,7 +306,7 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
     """Record whether the server learns from the round's replies, or its training diverges.
 
     The block does so if it raises DivergedError. Raises StateError if the training has diverged in
-    'engine.divergences' consecutive rounds, or in all rounds up to the last.
+    'engine.max-divergences' consecutive rounds, or in all rounds up to the last.
     """
     record, known = state.record, state.rollback
     try:
@@ -314,17 +314,17 @@ def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
     except DivergedError as error:
         # No client is blamed: the reply that caused it, if one did, is not known.
         known.divergences += 1
-        state.figures({"diverged": 1.0})
+        state.add_metrics({"diverged": 1.0})
         state.notice(
             f"the training of the server's model diverged in round {record.round} ({error}): it "
             f"keeps its earlier weights, and what it learned from {', '.join(record.answered)} in "
             "this round is dropped"
         )
         never = record.round == run.rounds and not known.learned_once
-        if never or 0 < run.engine.divergences <= known.divergences:
+        if never or 0 < run.engine.max_divergences <= known.divergences:
             raise StateError(
                 f"the training of the server's model has diverged in {known.divergences} "
-                f"consecutive rounds, up to round {record.round} ('engine.divergences'); a "
+                f"consecutive rounds, up to round {record.round} ('engine.max-divergences'); a "
                 "smaller 'training.lr', or 'training.clip', may help"
             ) from error
     else:
@@ -336,7 +336,7 @@ def _outcome_of(error: KnowledgeError) -> Outcome | None:
 
     None: it has no privacy left to spend, which is no fault.
     """
-    if not isinstance(error, ToldError):
+    if not isinstance(error, ReportedError):
         return "refused"
     return None if error.spent else "error"
 
@@ -385,7 +385,7 @@ class Scoreboard:
         return name in self._outdated
 
     def enter(
-        self, name: str, scores: Mapping[Place, float], majority: Mapping[str, float]
+        self, name: str, scores: Mapping[ScoreKey, float], majority: Mapping[str, float]
     ) -> None:
         """Record a client's scores, and the majority class's; earlier ones of a model are void."""
         for protocol, share in majority.items():
@@ -406,7 +406,7 @@ class Scoreboard:
         for metric in sorted(self._scores, key=in_order):
             lower = metric_of(metric).lower_is_better
             values, old = self._scores[metric], self._outdated
-            record.set_scores(metric, summarise(values, old, lower_is_better=lower))
+            record.set_scores(metric, summarize(values, old, lower_is_better=lower))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scores for a checkpoint, as JSON has them."""

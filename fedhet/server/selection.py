@@ -1,6 +1,6 @@
 """Selection of a round's clients: at random, by power-of-choice, or by Oort.
 
-Power-of-choice: Cho, Wang and Joshi, Towards Understanding Biased Client Selection in Federated
+Power-of-choice: Cho, Wang and Joshi, Toward Understanding Biased Client Selection in Federated
 Learning, AISTATS 2022; by the losses that the server knows (their rpow-d), without extra messages.
 Oort: Lai, Zhu, Madhyastha and Chowdhury, Oort: Efficient Federated Learning via Guided Participant
 Selection, OSDI 2021.
@@ -25,7 +25,7 @@ from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import ClientInfo
 
-EXPLORATION, LEAST_EXPLORATION, EXPLORATION_DECAY = 0.9, 0.2, 0.98
+EXPLORATION, MIN_EXPLORATION, EXPLORATION_DECAY = 0.9, 0.2, 0.98
 """Oort, Section 7.1: the share of clients that were never asked, its least and its decay."""
 CUTOFF = 0.95
 """Oort, Algorithm 1, line 13: of the last utility that would be chosen, what still may be."""
@@ -91,7 +91,7 @@ def oort(
     """Return `count` clients: some never asked, the others drawn by their utility (Algorithm 1)."""
     known = [name for name in names if name in history.clients]
     fresh = [name for name in names if name not in history.clients]
-    share = max(LEAST_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
+    share = max(MIN_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
     explored = min(len(fresh), int(share * count + 0.5))
     explored = max(explored, min(len(fresh), count - len(known)))
     new = [fresh[int(i)] for i in rng.permutation(len(fresh))[:explored]]

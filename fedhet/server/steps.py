@@ -19,7 +19,7 @@ from fedhet.base.arrays import Array, Arrays, OnDemand
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.spec import MethodSpec
 from fedhet.server.attacks import IN_THE_PAPER, Attack, Hostile
-from fedhet.server.defence import Defence
+from fedhet.server.defense import Defense
 from fedhet.server.reply import (
     OF_STATISTICS,
     Magnitudes,
@@ -64,18 +64,18 @@ def checks(
     if any(isinstance(field, FactorsField) for field in replies.fields):
         steps.append(partial(multiply, contract=replies, sizes=sizes))
     if run.pace.may_be_late and spec.late == "averaged":
-        steps.append(CarriedOver(run.pace, replies, now))
+        steps.append(StaleUpdateRebase(run.pace, replies, now))
     if run.attack.kind in IN_THE_PAPER:
         steps += [Attack(run.attack, replies, run.seed, state, sizes), contract]
     elif run.attack.kind != "none":
         steps += [Hostile(run, replies, state, members), contract]
     if run.engine.outlier_factor:
         steps.append(partial(check_magnitude, factor=run.engine.outlier_factor, state=state))
-    if run.defence.clip_factor:
-        limit = run.defence.clip_factor
+    if run.defense.clip_factor:
+        limit = run.defense.clip_factor
         steps.append(partial(clip, limit=limit, contract=replies, sizes=sizes, state=state))
-    if run.defence.average != "mean":
-        steps.append(Defence(run.defence, replies, state))
+    if run.defense.average != "mean":
+        steps.append(Defense(run.defense, replies, state))
     return steps
 
 
@@ -162,7 +162,7 @@ def clip(
             which = ", ".join(f"{part} by {by:.3g}" for part, by in sorted(excess.items()))
             state.notice(
                 f"client {name}'s reply in round {state.record.round} is scaled down, as it is "
-                f"larger than 'defence.clip-factor' allows: {which}"
+                f"larger than 'defense.clip-factor' allows: {which}"
             )
             yield reply.with_knowledge(scaled_down(reply.knowledge, excess))
         else:
@@ -195,7 +195,7 @@ def ratios(
     found: dict[str, dict[str, float]] = {}
     for name, (part, _), size, others in _beside_the_others(magnitudes):
         if others:
-            found.setdefault(name, {})[part] = size / max(*others, LEAST_REFERENCE)
+            found.setdefault(name, {})[part] = size / max(*others, MIN_REFERENCE)
     return found
 
 
@@ -222,7 +222,7 @@ def carried_over(now: Array, trained: Array, start: Array, rate: float, low: flo
     return np.asarray(moved if low is None else moved.clip(min=low), dtype=trained.dtype)
 
 
-class CarriedOver:
+class StaleUpdateRebase:
     """A step that replies pass: a late client's weights become those of now plus its change.
 
     So an average moves the weights by the mean change (FedBuff), and does not draw them back to an
@@ -274,7 +274,7 @@ def _moved(
     return carried_over(now[name], own[name], sent[name], rate, low)
 
 
-LEAST_REFERENCE = 0.01
+MIN_REFERENCE = 0.01
 """A root mean square to which others may always be compared: a reply of zeros makes nobody odd."""
 
 
@@ -291,7 +291,7 @@ def out_of_proportion(
     found: dict[str, KnowledgeError] = {}
     for name, field, size, others in _beside_the_others(magnitudes):
         known = [*others, *([usual[field]] if field in usual else [])]
-        if known and size > factor * max(*known, LEAST_REFERENCE):
+        if known and size > factor * max(*known, MIN_REFERENCE):
             fault = (
                 f"its root mean square is {size:.3g}, the other clients' {max(known):.3g}: more "
                 f"than 'engine.outlier-factor' = {factor:g} times as large"

@@ -1,6 +1,6 @@
 """How a run is executed, when its rounds close, and how messages are encoded.
 
-The tables `[engine]`, `[pace]`, and `[wire]`. The name pace is from Bonawitz et al., Towards
+The tables `[engine]`, `[pace]`, and `[wire]`. The name pace is from Bonawitz et al., Toward
 Federated Learning at Scale: System Design, MLSys 2019; its settings change what a run computes.
 """
 
@@ -106,7 +106,7 @@ class EngineSettings(ComputeSettings):
         description="maximum number of samples for which a client counts, in times of the median "
         "client's, whatever it claims to have; 0 = no limit",
     )
-    least_per_class: Count = Field(
+    min_samples_per_class: Count = Field(
         1,
         description="methods of class means: samples of a class below which a client does not "
         "send the class's means; with 1, the mean of a single sample is sent, which is that sample",
@@ -116,17 +116,17 @@ class EngineSettings(ComputeSettings):
         description="a reply is refused if the root mean square of a field is more than this many "
         "times the other clients' median; 0 = never",
     )
-    refusals: CountOrNone = Field(
+    max_refusals: CountOrNone = Field(
         3,
         description="consecutive rounds with a refused reply after which a client is excluded; 0 = "
         "never",
     )
-    silences: CountOrNone = Field(
+    max_silences: CountOrNone = Field(
         2,
         description="consecutive rounds without a reply after which a client is asked less and "
         "less often; 0 = it is asked in every round",
     )
-    divergences: CountOrNone = Field(
+    max_divergences: CountOrNone = Field(
         3,
         description="consecutive rounds in which the training of the server's own model diverges "
         "after which the run ends; 0 = never",
@@ -164,16 +164,16 @@ class PaceSettings(Schema):
 
     mode: Literal["synchronous", "asynchronous"] = Field(
         "synchronous",
-        description="synchronous: a round waits for clients that were asked in it; asynchronous "
-        "(FedBuff): every 'enough' answers of any round make the next version, and count less the "
-        "older they are",
+        description="synchronous: a round waits for the clients sampled in it; asynchronous "
+        "(FedBuff): every 'min-replies' replies, from any round, form the next version; older "
+        "replies have less weight",
     )
     over_selection: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,
         description="share of clients that are asked in addition to 'fraction', so that a round "
         "need not wait for the slowest",
     )
-    enough: Annotated[float, Field(gt=0, le=1e6), AfterValidator(_enough)] = Field(
+    min_replies: Annotated[float, Field(gt=0, le=1e6), AfterValidator(_enough)] = Field(
         1.0,
         description="answers with which a round closes: up to 1 a share of 'fraction' of the "
         "clients, from 2 on a number",
@@ -240,7 +240,7 @@ class PaceSettings(Schema):
     @property
     def may_be_late(self) -> bool:
         """Return whether rounds may close before all that were asked have answered."""
-        closes_early = self.over_selection > 0 or self.enough != 1 or bool(self.timeout)
+        closes_early = self.over_selection > 0 or self.min_replies != 1 or bool(self.timeout)
         return self.is_asynchronous or closes_early
 
     def seconds_at_most(self, usual: float) -> float:

@@ -1,6 +1,6 @@
 """The settings that every run has, whatever its method, declared once, in tables.
 
-Each part of the library reads its own table: the data `DataSettings`, the optimiser
+Each part of the library reads its own table: the data `DataSettings`, the optimizer
 `TrainingSettings`, and devices `ComputeSettings` (in engine.py). At the end: the training settings
 that each client is assigned, and the clients with which nobody trains.
 """
@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from fedhet.base.metrics import ACCURACY, METRICS
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
-from fedhet.settings.defence import AttackSettings, DefenceSettings, PrivacySettings
+from fedhet.settings.defense import AttackSettings, DefenseSettings, PrivacySettings
 from fedhet.settings.engine import EngineSettings, PaceSettings, WireSettings
 from fedhet.settings.schema import (
     A_DATASET,
@@ -56,7 +56,7 @@ else:
 
 
 class DataSettings(Schema):
-    """The data, its partition among clients, and its public and unlabelled parts."""
+    """The data, its partition among clients, and its public and unlabeled parts."""
 
     dataset: Annotated[str, A_DATASET] = Field(
         "digits",
@@ -179,21 +179,21 @@ class DataSettings(Schema):
     public_samples: CountOrNone = Field(
         0, description="size of the seeded subset of public-dataset, or rows to generate; 0 = all"
     )
-    labelled_alpha: NonNegative = Field(
+    labeled_alpha: NonNegative = Field(
         0.0,
         description="concentration of the Dirichlet distribution that divides a client's samples "
-        "into labelled and unlabelled ones; 0 = all are labelled, or 0.5 for a method that needs "
-        "unlabelled data",
+        "into labeled and unlabeled ones; 0 = all are labeled, or 0.5 for a method that needs "
+        "unlabeled data",
     )
-    unseen: Annotated[float, Field(ge=0, lt=1)] = Field(
+    held_out_clients: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="share of the clients, drawn by the seed, with which nobody trains: after the "
         "last round they judge the model that the method offers them, as it is and after one local "
         "epoch; 0 = none",
     )
-    labelled_least: CountOrNone = Field(
+    min_labeled: CountOrNone = Field(
         2,
-        description="minimum number of labelled and of unlabelled samples of a client; 0 = a "
+        description="minimum number of labeled and of unlabeled samples of a client; 0 = a "
         "client may lack either",
     )
 
@@ -236,7 +236,7 @@ class TrainingSettings(Schema):
         5, description="epochs over a client's data in a round"
     )
     batch_size: Annotated[Count, Assigned] = Field(32, description="samples of a minibatch")
-    optimizer: Annotated[Optimizer, Assigned] = Field("adam", description="the clients' optimiser")
+    optimizer: Annotated[Optimizer, Assigned] = Field("adam", description="the clients' optimizer")
     lr: Annotated[Positive, Assigned] = Field(1e-3, description="learning rate")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
     weight_decay: NonNegative = Field(0.0, description="weight decay")
@@ -274,11 +274,11 @@ class TrainingSettings(Schema):
         "text: tokens left out and swapped",
     )
     keep_optimizer: bool = Field(
-        False, description="keep the optimiser's state over rounds, with the private models"
+        False, description="keep the optimizer's state over rounds, with the private models"
     )
     semi: Literal["none", "fixmatch"] = Field(
         "none",
-        description="how clients learn from unlabelled images or texts too; fixmatch: what the "
+        description="how clients learn from unlabeled images or texts too; fixmatch: what the "
         "model predicts with confidence for a weakly augmented sample is the label of the strongly "
         "augmented one",
     )
@@ -287,8 +287,8 @@ class TrainingSettings(Schema):
     )
     semi_weight: NonNegative = Field(
         1.0,
-        description="fixmatch: weight of the mean loss of unlabelled samples against that of "
-        "labelled ones",
+        description="fixmatch: weight of the mean loss of unlabeled samples against that of "
+        "labeled ones",
     )
 
     def pools(self) -> dict[str, tuple[Scalar, ...]]:
@@ -353,7 +353,7 @@ class RunSettings(Schema):
     pace: PaceSettings = PaceSettings()
     engine: EngineSettings = EngineSettings()
     attack: AttackSettings = AttackSettings()
-    defence: DefenceSettings = DefenceSettings()
+    defense: DefenseSettings = DefenseSettings()
     privacy: PrivacySettings = PrivacySettings()
     wire: WireSettings = WireSettings()
 
@@ -402,19 +402,19 @@ def training_of(run: RunSettings, client: int) -> TrainingSettings:
     return run.training.model_copy(update=chosen)
 
 
-def unseen_clients(run: RunSettings) -> frozenset[int]:
-    """Return the numbers of the clients with which nobody trains: a share 'data.unseen' of all.
+def held_out_clients(run: RunSettings) -> frozenset[int]:
+    """Return the numbers of the held-out clients: a fraction 'data.held-out-clients' of all.
 
-    One at least where there is a share, and never all.
+    If the fraction is positive, at least one client is held out, but never all.
 
-    >>> unseen_clients(RunSettings(clients=10, data={"unseen": 0.2}, seed=1))
+    >>> held_out_clients(RunSettings(clients=10, data={"held-out-clients": 0.2}, seed=1))
     frozenset({9, 5})
     """
-    return drawn_unseen(run.data.unseen, run.clients, run.seed)
+    return drawn_unseen(run.data.held_out_clients, run.clients, run.seed)
 
 
 def drawn_unseen(share: float, clients: int, seed: int) -> frozenset[int]:
-    """Return the numbers of a share of the clients, as `unseen_clients` does."""
+    """Return the numbers of a share of the clients, as `held_out_clients` does."""
     if not share:
         return frozenset()
     count = min(clients - 1, max(1, round(share * clients)))

@@ -367,7 +367,7 @@ _MEANT = {
     "pace.drop-outs": "dropouts drop-rate failure-rate",
     "pace.stragglers": "straggler straggler-rate",
     "pace.over-selection": "over-commitment overcommitment overselection",
-    "pace.enough": "min-responses k-of-n min-replies quorum",
+    "pace.min-replies": "min-responses k-of-n quorum",
     "pace.grace": "grace-period wait-time-after-min-received",
     "pace.max-age": "staleness max-staleness",
     "pace.select": "selection client-selection sampler",

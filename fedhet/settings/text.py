@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from fedhet.base.errors import SettingsError
 from fedhet.settings.schema import AN_ADDRESS, is_assigned
 
-MOST_TIMES = 1000
+MAX_TIMES = 1000
 """How often a list may repeat a value."""
 SEPARATORS = ",+"
 """What stands between the values of a list, and between those of a list in a list."""
@@ -110,10 +110,10 @@ def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
         value, sign, times = part, "", ""
         if separators == SEPARATORS:
             value, sign, times = map(str.strip, part.partition("*"))
-        if sign and not (value and times.isdecimal() and 1 <= int(times[:5]) <= MOST_TIMES):
+        if sign and not (value and times.isdecimal() and 1 <= int(times[:5]) <= MAX_TIMES):
             raise ValueError(
                 f"'{part}' is not an item of a list: write VALUE, or VALUE*3 with a number from 1 "
-                f"to {MOST_TIMES}"
+                f"to {MAX_TIMES}"
             )
         found += [_read(parts[0], value, separators[1:])] * (int(times) if sign else 1)
     return tuple(found)

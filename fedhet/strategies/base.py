@@ -30,12 +30,12 @@ from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build, judge
 from fedhet.runs.log import RunLog
-from fedhet.runs.measures import Measured, mean_figures, placed
+from fedhet.runs.measures import Measured, mean_metrics, placed
 from fedhet.runs.storage import Checkpoint
-from fedhet.server.calls import NOTHING, CodeFaults, Failures, NamedProxy, name_of, reasons
+from fedhet.server.calls import NOTHING, Failures, NamedProxy, UserCodeFaults, name_of, reasons
 from fedhet.server.codec import Codec, InstructionEncoder, without_versions
 from fedhet.server.members import (
-    UNSEEN_KINDS,
+    HELD_OUT_KINDS,
     ClientHealth,
     HeldOutClients,
     Member,
@@ -72,10 +72,10 @@ class HetStrategy(Strategy):
         self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
         self._held_out = HeldOutClients(self.run, self.spec)
-        self._code_faults = CodeFaults(log.notice, strict=self.run.engine.strict)
+        self._code_faults = UserCodeFaults(log.notice, strict=self.run.engine.strict)
         self._members = Members.of(config, self.data, log.notice, self._code_faults)
         engine, pace, spec = self.run.engine, self.run.pace, self.spec
-        health = ClientHealth(engine.refusals, engine.silences, log.notice)
+        health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
         # Messages to clients, and their replies.
         limit = int(engine.max_payload_mb * 1e6)
@@ -96,7 +96,7 @@ class HetStrategy(Strategy):
     # The hooks: what a method implements.
 
     def init(self) -> None:
-        """Initialise the server's state; `self.members` is already set."""
+        """Initialize the server's state; `self.members` is already set."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Select the round's clients: by default a share `fraction`, at least one.
@@ -183,9 +183,9 @@ class HetStrategy(Strategy):
             feature_dim=feature_dim,
         )
 
-    def public_set(self, *, labelled: bool) -> Split:
-        """Return the public set, scaled; set `labelled` if the method uses its labels."""
-        classes = self.task.classes if labelled else None
+    def public_set(self, *, labeled: bool) -> Split:
+        """Return the public set, scaled; set `labeled` if the method uses its labels."""
+        classes = self.task.classes if labeled else None
         return self.data.public_set(self.task.kind, self.task.shape, classes)
 
     def common_test(self) -> Split | None:
@@ -195,7 +195,7 @@ class HetStrategy(Strategy):
     # Flower's interface, in the order of a round.
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Wait for the clients, collect their descriptions, and initialise the method."""
+        """Wait for the clients, collect their descriptions, and initialize the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
         self._spool.clear()  # of what an earlier process has left
         if not self.log.resumed:
@@ -237,7 +237,9 @@ class HetStrategy(Strategy):
         self._sampler.start(len(eligible) - len(idle))
         selection = self.select(server_round, idle) if idle else Selection(())
         self.state.ask(selection, self._sampler.needed(selection), busy)
-        self.log.round_started(server_round, selection.names, self.state.aside(self.members))
+        self.log.round_started(
+            server_round, selection.names, self.state.exclusion_reasons(self.members)
+        )
         at_once = self._evaluates(server_round) and not self.evaluates_after(server_round)
         evaluated = selection.training if at_once else ()
         asked = [self.members[name] for name in selection.names]
@@ -293,18 +295,18 @@ class HetStrategy(Strategy):
             now = partial(self.instruct, server_round)
             steps = checks(self.run, self.spec, self.sizes, self.state, self.members, now)
             accepted = list(through([*steps, self._accepted], replies))
-            if self.state.settle([reply.client.name for reply in accepted]):
+            if self.state.finalize([reply.client.name for reply in accepted]):
                 # The state after the last round whose instructions the clients could use.
                 good = self.state.rollback.good
                 kept = self.log.checkpoints.read(good).tensors if good else {}
                 self.init()
                 if good:
                     self.load_state_dict(without_versions(kept))
-                self.state.went_back()
+                self.state.rolled_back()
             elif accepted:
                 with learning(self.state, self.run):
-                    self.state.figures(self.aggregate(server_round, accepted))
-                    self.state.figures(mean_figures([r.measured.figures for r in accepted]))
+                    self.state.add_metrics(self.aggregate(server_round, accepted))
+                    self.state.add_metrics(mean_metrics([r.measured.metrics for r in accepted]))
         return NOTHING, dict(self.state.record.method)
 
     def _accepted(self, replies: Iterable[Reply]) -> Iterator[Reply]:
@@ -361,7 +363,7 @@ class HetStrategy(Strategy):
         for name, result in sorted(arrived.items()):
             with self.state.not_evaluating(name):
                 unseen, info = name in self._held_out.names, everyone[name].info
-                kinds = UNSEEN_KINDS if unseen else self.spec.kinds
+                kinds = HELD_OUT_KINDS if unseen else self.spec.kinds
                 self.state.measured(name, self._codec.decode_evaluation(info, result, kinds))
         self._finish_round()
         return None, {}
@@ -371,11 +373,11 @@ class HetStrategy(Strategy):
     def _resume(self, checkpoint: Checkpoint) -> None:
         """Resume after the last complete round. Raises StateError."""
         try:
-            self.state.load_json(str(checkpoint.facts["state"]))
-            pace = json.loads(str(checkpoint.facts[PACE]))
+            self.state.load_json(str(checkpoint.metadata["state"]))
+            pace = json.loads(str(checkpoint.metadata[PACE]))
             self.collector.load_dict(pace["collector"])
             self._sampler.load_dict(pace["selection"])
-            own = self._codec.encoder.load(checkpoint.tensors, checkpoint.facts)
+            own = self._codec.encoder.load(checkpoint.tensors, checkpoint.metadata)
             refuse_other_types(own, self.state_dict())
             self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
@@ -404,11 +406,11 @@ class HetStrategy(Strategy):
         record = self.state.close(evaluated=evaluated)
         self.log.round_finished(record)
         pace = {"collector": self.collector.to_dict(), "selection": self._sampler.to_dict()}
-        facts = {
+        metadata = {
             "state": self.state.to_json(),
             PACE: json.dumps(pace),
-            **self._codec.encoder.facts(),
+            **self._codec.encoder.metadata(),
         }
         tensors = {**self.state_dict(), **self._codec.encoder.state_dict()}
-        self.log.checkpoints.write(record.round, tensors, facts, self.state.rollback.good)
+        self.log.checkpoints.write(record.round, tensors, metadata, self.state.rollback.good)
         self.collector.settled(self.state.arrived)

@@ -1,4 +1,4 @@
-"""Centralised training: one model on all clients' data, the upper bound of every table.
+"""Centralized training: one model on all clients' data, the upper bound of every table.
 
 No paper; the rows "Centralized", "Centralized-All" and, for the server, "Stand-Alone" of FedGEMS'
 Table 2 (Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge

@@ -37,10 +37,10 @@ class CofedStrategy(HetStrategy):
             if len(self.members) >= self.run.clients:
                 raise refused("cofed.credibility", self.settings.credibility, rule)
             self.log.notice(f"cofed.credibility: no client {name!r} has joined yet")
-        self.instances = len(self.public_set(labelled=False))
+        self.instances = len(self.public_set(labeled=False))
         self.votes: dict[str, Vote] = {}
         """Each participant's latest predictions."""
-        self.pseudolabelled = aggregate([], self.task.classes, self.settings.threshold)
+        self.pseudolabeled = aggregate([], self.task.classes, self.settings.threshold)
         """Which instances are in which P_k, [C, N]."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
@@ -64,7 +64,7 @@ class CofedStrategy(HetStrategy):
         if client.name not in self.votes:
             return Knowledge(scalars=predict)
         labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
-        kept, classes = for_space(self.pseudolabelled, self.votes[client.name].space)
+        kept, classes = for_space(self.pseudolabeled, self.votes[client.name].space)
         labels[kept] = classes
         return Knowledge({"labels": labels}, predict)
 
@@ -118,21 +118,21 @@ class CofedStrategy(HetStrategy):
 
     def _vote(self) -> None:
         votes = [self.votes[name] for name in sorted(self.votes)]
-        self.pseudolabelled = aggregate(votes, self.task.classes, self.settings.threshold)
+        self.pseudolabeled = aggregate(votes, self.task.classes, self.settings.threshold)
 
     def _figures(self) -> dict[str, float]:
         """Return the pseudolabels in total (Fig. 7), per class, and per client on average.
 
         If participants may abstain, also the share of abstentions in the predictions.
         """
-        sizes = self.pseudolabelled.sum(1)
+        sizes = self.pseudolabeled.sum(1)
         spaces = [vote.space for vote in self.votes.values()]
-        figures = {
+        metrics = {
             "pseudolabels": float(sizes.sum()),
-            "received": float(np.mean([len(for_space(self.pseudolabelled, s)[0]) for s in spaces])),
-            "conflicts": float(np.mean([conflicts(self.pseudolabelled, s) for s in spaces])),
+            "received": float(np.mean([len(for_space(self.pseudolabeled, s)[0]) for s in spaces])),
+            "conflicts": float(np.mean([conflicts(self.pseudolabeled, s) for s in spaces])),
         }
         if self.settings.margin:
             none = [vote.predictions == self.task.classes for vote in self.votes.values()]
-            figures["abstained"] = float(np.mean(none))
-        return figures | {f"class_{k}": float(size) for k, size in enumerate(sizes)}
+            metrics["abstained"] = float(np.mean(none))
+        return metrics | {f"class_{k}": float(size) for k, size in enumerate(sizes)}

@@ -37,7 +37,7 @@ class DsFlStrategy(FedMdStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Form the consensus, and train the server's model on it. Raises DivergedError."""
-        figures = super().aggregate(round, replies)
+        metrics = super().aggregate(round, replies)
         device, own = self.learner.compute.device, self.settings
         targets = torch.tensor(self.agreed, device=device)
         x = self.learner.compute.held(self.public.x[self.rows.astype("int64")])
@@ -49,7 +49,7 @@ class DsFlStrategy(FedMdStrategy):
 
         numbers = torch.arange(len(targets), device=device)
         self.learner.train(round, x, numbers, loss_of, epochs=own.server_epochs)
-        return figures
+        return metrics
 
     def consensus(self, answers: Array) -> Array:
         """Return the consensus [R, C] of K clients' probabilities [K, R, C]: ERA, or SA."""

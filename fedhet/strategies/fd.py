@@ -43,11 +43,11 @@ class FdStrategy(FedHeStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the clients' class means; return how many classes are known, and taught."""
-        figures = super().aggregate(round, replies)
+        metrics = super().aggregate(round, replies)
         totals = self._totals
         present = [reply.knowledge.tensors["classes"] for reply in replies]
         others = [totals.clients - np.isin(totals.classes, own) for own in present]
-        return {**figures, "classes_taught": float(np.mean([(n > 0).sum() for n in others]))}
+        return {**metrics, "classes_taught": float(np.mean([(n > 0).sum() for n in others]))}
 
     def kept(self, before: Mapping[str, Array] | None, reply: dict[str, Array]) -> dict[str, Array]:
         """Return the reply: the client's latest."""

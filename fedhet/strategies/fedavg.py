@@ -12,7 +12,7 @@ from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedavg import SPEC, FedAvgSettings
 from fedhet.models import HetModel, arrays_of
-from fedhet.runs.measures import mean_figures
+from fedhet.runs.measures import mean_metrics
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -48,7 +48,7 @@ class FedAvgStrategy(HetStrategy):
             for name, before in self.averaged.items()
         }
         self._instruct_all(averaged)
-        return mean_figures([reply.knowledge.scalars for reply in replies])
+        return mean_metrics([reply.knowledge.scalars for reply in replies])
 
     def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
         """Return the server's tensors after a round that it began with `before`."""

@@ -2,8 +2,8 @@
 
 Tao Lin, Lingjing Kong, Sebastian U. Stich and Martin Jaggi, Ensemble Distillation for Robust Model
 Fusion in Federated Learning, NeurIPS 2020: Algorithm 1, and its form for several architectures in
-the appendix. Adam, cosine annealing over the steps of a round and a new optimiser in each round are
-those of the authors' published code. It keeps the student that is best on labelled validation data;
+the appendix. Adam, cosine annealing over the steps of a round and a new optimizer in each round are
+those of the authors' published code. It keeps the student that is best on labeled validation data;
 here it is the one closest to the ensemble on the public data, which needs no labels (ours).
 """
 
@@ -47,7 +47,7 @@ class FedDfStrategy(HetStrategy):
     def init(self) -> None:
         """Start without models: in the first round, clients start from their own new ones."""
         self.compute = compute_for(self.run.engine)
-        public = self.public_set(labelled=False)
+        public = self.public_set(labeled=False)
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
         self.x = self.compute.held(public.x)

@@ -39,7 +39,7 @@ class FedGemsStrategy(HetStrategy):
 
     def init(self) -> None:
         """Build the server's model; the pool of global logits starts empty."""
-        public = self.public_set(labelled=True)
+        public = self.public_set(labeled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(public, common, "the common test set")
         self.learner = Learner(self.build_model(self.settings.server_model), self.run)
@@ -147,7 +147,7 @@ class FedGemsStrategy(HetStrategy):
     def _train(self, round: int, fused: Targets) -> tuple[list[float], Array]:
         """Train for the server's epochs; return the last sizes of S1, S2 and S3, and the new L_s.
 
-        Raises DivergedError with the model, the pool and the optimiser's state as they were.
+        Raises DivergedError with the model, the pool and the optimizer's state as they were.
         """
         pool, labels = self.pool.copy(), self.y.cpu().numpy()
         counts = torch.zeros(3, device=self.x.device)

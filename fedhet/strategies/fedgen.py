@@ -60,9 +60,9 @@ class FedGenStrategy(FedAvgStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Train the generator on the clients' heads, and average these by samples."""
-        figures = self._train(round, replies)
+        metrics = self._train(round, replies)
         super().aggregate(round, replies)
-        return figures
+        return metrics
 
     def state_dict(self) -> dict[str, Array]:
         """Return the head, the generator and p(y)."""
@@ -76,7 +76,7 @@ class FedGenStrategy(FedAvgStrategy):
         super().load_state_dict(state)
 
     def _train(self, round: int, replies: Sequence[Reply]) -> dict[str, float]:
-        """Train the generator (Eq. 4); return its figures, or nothing if it diverged."""
+        """Train the generator (Eq. 4); return its metrics, or nothing if it diverged."""
         own, before = self.settings, copy.deepcopy(self.generator.state_dict())
         counts = self._counts(replies)
         heads = [reply.knowledge.group("weights") for reply in replies]

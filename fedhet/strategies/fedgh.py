@@ -45,9 +45,9 @@ class FedGhStrategy(FedAvgStrategy):
         sent = [reply.knowledge.tensors for reply in replies]
         features = torch.tensor(np.concatenate([tensors["features"] for tensors in sent]))
         labels = torch.tensor(np.concatenate([tensors["classes"] for tensors in sent]))
-        figures = {"classes_covered": float(len(set(labels.tolist())))}
+        metrics = {"classes_covered": float(len(set(labels.tolist())))}
         if len(labels) < 2:
-            return figures
+            return metrics
         own, head = self.settings, load_weights(copy.deepcopy(self._head), self.averaged["weights"])
         loss = train_head(
             head["classifier"],
@@ -62,4 +62,4 @@ class FedGhStrategy(FedAvgStrategy):
         if not all((np.abs(value) <= MAX_MAGNITUDE).all() for value in weights.values()):
             raise DivergedError(f"the loss of the head is {loss:.3g}")  # or a weight is NaN
         self._instruct_all({"weights": weights})
-        return {**figures, "head_loss": loss}
+        return {**metrics, "head_loss": loss}

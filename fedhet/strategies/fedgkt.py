@@ -24,7 +24,7 @@ from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
-LEAST_SAMPLES = 2
+MIN_SAMPLES = 2
 """The smallest number of samples in a reply: training needs as many."""
 
 
@@ -67,9 +67,9 @@ class FedGktStrategy(HetStrategy):
         server train on more samples than others may.
         """
         samples, most = len(reply.knowledge.tensors["labels"]), reply.samples
-        if LEAST_SAMPLES <= samples <= most:
+        if MIN_SAMPLES <= samples <= most:
             return reply
-        fault = f"of {samples} samples, must be of {LEAST_SAMPLES} at least"
+        fault = f"of {samples} samples, must be of {MIN_SAMPLES} at least"
         if samples > most:
             fault = f"of {samples} samples, the client counts with {most}"
         raise KnowledgeError(reply.client.name, "labels", fault)

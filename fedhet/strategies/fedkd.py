@@ -14,7 +14,7 @@ import numpy as np
 from fedhet.algorithms.weights import changed, energy_kept, factors
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedkd import SPEC, FedKdSettings
-from fedhet.runs.measures import mean_figures
+from fedhet.runs.measures import mean_metrics
 from fedhet.strategies.base import Reply
 from fedhet.strategies.fedavg import FedAvgStrategy, average_of
 from fedhet.wire.factors import packed, unpacked
@@ -58,9 +58,9 @@ class FedKdStrategy(FedAvgStrategy):
         self._instruct_all({"weights": changed(mentee, unpacked(sent, shapes))})
         # A late client's mentee is older than the one that this changes.
         self._change(round, sent, [reply.client.name for reply in replies if not reply.age])
-        figures = mean_figures([reply.knowledge.scalars for reply in replies])
+        metrics = mean_metrics([reply.knowledge.scalars for reply in replies])
         counts = [sum(value.size for value in part.values()) for part in (sent, mentee)]
-        return figures | {"sent_down": counts[0] / counts[1]}
+        return metrics | {"sent_down": counts[0] / counts[1]}
 
     def forget(self, client: str) -> None:
         """Drop what is known of a client's mentee."""

@@ -35,7 +35,7 @@ class FedMdStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start without a consensus."""
-        self.public = self.public_set(labelled=self.settings.public_epochs > 0)
+        self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
             refuse_overlap(self.public, common, "the common test set")
         self.asked = self.rows = self._numbers([])

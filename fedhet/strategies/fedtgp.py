@@ -59,7 +59,7 @@ class FedTgpStrategy(HetStrategy):
         if len(labels) < 2:
             return {"classes_covered": float(len(self.known))}
         own, before = self.settings, copy.deepcopy(self.model.state_dict())
-        margin = adaptive_margin(features, labels, own.most_margin, own.margin)
+        margin = adaptive_margin(features, labels, own.max_margin, own.margin)
         loss = train_prototypes(
             self.model,
             features,

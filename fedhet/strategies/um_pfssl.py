@@ -24,7 +24,7 @@ from fedhet.base.arrays import Array, group, grouped, groups
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import numpy_rng
 from fedhet.methods.um_pfssl import SPEC, UmPfsslSettings
-from fedhet.runs.measures import mean_figures
+from fedhet.runs.measures import mean_metrics
 from fedhet.runs.storage import ModelStore
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes
@@ -122,7 +122,7 @@ class UmPfsslStrategy(HetStrategy):
         scalars = [reply.knowledge.scalars for reply in replies]
         sent = sum(len(self._models_sent(reply.client.name)) for reply in replies)
         found = {"replaced": sum(int(each["replaced"]) for each in scalars), "models_sent": sent}
-        return mean_figures(scalars) | {name: float(count) for name, count in found.items()}
+        return mean_metrics(scalars) | {name: float(count) for name, count in found.items()}
 
     def _models_sent(self, client: str) -> Sequence[Key]:
         """Return the models that a client was sent; of one that came before a restart, none."""

@@ -57,18 +57,18 @@ class VeloStrategy(FeloStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Run lines 3 to 7: store the features, train the CVAE if it is due, decode."""
-        figures = dict(super().aggregate(round, replies))
+        metrics = dict(super().aggregate(round, replies))
         self._keep(round, replies)
-        figures["features_kept"] = float(len(self.labels))
+        metrics["features_kept"] = float(len(self.labels))
         if round % self.settings.interval == 0 and len(self.labels) > 1:
-            figures |= self._train(round)
+            metrics |= self._train(round)
         if len(self.learned):
             # Decode this round's features of every class that the CVAE has learned (line 7).
             draws = torch_generator(self.run.seed, SERVER, round, "synthetic")
             classes, count = torch.tensor(self.learned), self.settings.samples_per_class
             self.synthetic = synthesise(self.cvae, classes, count, draws).numpy()
-            figures |= self._measure(round)
-        return figures
+            metrics |= self._measure(round)
+        return metrics
 
     def entries(self) -> dict[str, Array]:
         """Return Felo's entries, with synthetic features for classes the CVAE has learned.
@@ -77,7 +77,7 @@ class VeloStrategy(FeloStrategy):
         """
         entries = super().entries()
         features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
-        if self.separation >= self.settings.least_separation:
+        if self.separation >= self.settings.min_separation:
             _, rows, found = np.intersect1d(entries["classes"], self.learned, return_indices=True)
             features[rows] = self.synthetic[found]
         return entries | {"features": features}

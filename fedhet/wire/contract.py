@@ -23,7 +23,7 @@ No model or logit comes near it. Sums of squares of such numbers, and their sums
 clients, are finite in float32; sums of such integers fit into int64.
 """
 VARIANCES = "running_var"
-"""The name in a state dict under which batch normalisation keeps its variances."""
+"""The name in a state dict under which batch normalization keeps its variances."""
 SUM_TOLERANCE = 1e-3
 """How far the sum of a probability distribution in float32 may be from 1."""
 

@@ -16,7 +16,7 @@ Weights are encoded as differences to weights that both sides have, since these 
 such a base they travel in half precision: integers of one byte of the weights themselves cost
 accuracy. Other large tensors (class means, logits, features) are encoded as they are. Whole travel:
 integers, probabilities and whatever else has a minimum or a sum to keep, statistics of batch
-normalisation, tensors of less than half a kilobyte, and what an encoding cannot represent.
+normalization, tensors of less than half a kilobyte, and what an encoding cannot represent.
 """
 
 from __future__ import annotations
@@ -217,11 +217,11 @@ def _finite(values: Array) -> Array:
     return values
 
 
-Place = tuple[str | int, ...]
+RngKey = tuple[str | int, ...]
 """Who sends a message, in which round, and what for: from it and the seed come its draws."""
 STATISTICS = ("running_mean", VARIANCES)
-"""The ends of the names of what batch normalisation keeps: no sum of changes, but averages."""
-LEAST_BYTES = 512
+"""The ends of the names of what batch normalization keeps: no sum of changes, but averages."""
+MIN_BYTES = 512
 """A smaller tensor travels whole."""
 HALF = Float16()
 
@@ -277,7 +277,7 @@ class Coder:
         return {name: value for name, value in tensors.items() if self._is_one_model(name)}
 
     def reply(
-        self, place: Place, tensors: Arrays, base: Arrays, unsent: Arrays
+        self, place: RngKey, tensors: Arrays, base: Arrays, unsent: Arrays
     ) -> tuple[dict[str, Encoded], dict[str, Array]]:
         """Return a reply's tensors under their encodings, and what is left unsent of them.
 
@@ -300,12 +300,12 @@ class Coder:
                 encoded[name] = found.travels
         return encoded, left
 
-    def values(self, place: Place, tensors: Arrays) -> dict[str, Coded]:
+    def values(self, place: RngKey, tensors: Arrays) -> dict[str, Coded]:
         """Return those of a message's tensors that are encoded without a base."""
         found = {name: self._value(place, name, each) for name, each in self._encodable(tensors)}
         return {name: each for name, each in found.items() if each}
 
-    def differences(self, place: Place, weights: Arrays, base: Arrays) -> dict[str, Coded]:
+    def differences(self, place: RngKey, weights: Arrays, base: Arrays) -> dict[str, Coded]:
         """Return the weights that a client is sent, as differences to those that it has.
 
         Their sums are rounded to half precision, in which they may also travel whole.
@@ -320,7 +320,7 @@ class Coder:
                 found[name] = Coded(travels, whole.astype(np.float32))
         return found
 
-    def _value(self, place: Place, name: str, value: Array) -> Coded | None:
+    def _value(self, place: RngKey, name: str, value: Array) -> Coded | None:
         is_weights = isinstance(self._field(name), WeightsField)
         encoding = self.rules.weights if is_weights else self.rules.values
         return coded(encoding, value, self._rng(place, name))
@@ -335,7 +335,7 @@ class Coder:
                 has_rule = field.low is not None or field.distribution
             else:
                 continue
-            if value.dtype == np.float32 and value.nbytes >= LEAST_BYTES and not has_rule:
+            if value.dtype == np.float32 and value.nbytes >= MIN_BYTES and not has_rule:
                 yield name, value
 
     def _is_one_model(self, name: str) -> bool:
@@ -345,7 +345,7 @@ class Coder:
     def _field(self, name: str) -> Field | None:
         return self._fields.get(name.partition("/")[0])
 
-    def _rng(self, place: Place, name: str) -> np.random.Generator:
+    def _rng(self, place: RngKey, name: str) -> np.random.Generator:
         """Return the draws of a tensor: its own, whatever else the message holds."""
         return numpy_rng(self._seed, "wire", *place, name)
 

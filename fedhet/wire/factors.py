@@ -44,7 +44,7 @@ class FactorsField(WeightsField):
                 wanted[name] = shape, dtype
                 continue
             rows, columns = as_matrix(shape)
-            rank, most = left.shape[-1] if left.ndim else 0, most_rank(shape)
+            rank, most = left.shape[-1] if left.ndim else 0, max_rank(shape)
             if rank > most:
                 fault = f"has rank {rank}, the most allowed is {most}"
                 raise KnowledgeError(sender, f"{self.name}/{name}", fault)
@@ -67,7 +67,7 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def most_rank(shape: tuple[int, ...]) -> int:
+def max_rank(shape: tuple[int, ...]) -> int:
     """Return the greatest K for which both factors are smaller than the matrix: K(P + Q) < PQ."""
     rows, columns = as_matrix(shape)
     return max(0, (rows * columns - 1) // (rows + columns))
@@ -79,7 +79,7 @@ def packed(changes: Arrays, factors_of: Callable[[Array], Factors]) -> dict[str,
     for name, change in changes.items():
         if _is_matrix(change.shape, change.dtype.name):
             left, right = factors_of(change.reshape(as_matrix(change.shape)))
-            if left.shape[1] <= most_rank(change.shape):
+            if left.shape[1] <= max_rank(change.shape):
                 sent |= {name + LEFT: left, name + RIGHT: right}
                 continue
         sent[name] = change

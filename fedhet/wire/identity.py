@@ -18,7 +18,7 @@ MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
 MAX_VALUES = 2**28
 """Values in one sample."""
-LEAST_SAMPLES, MAX_SAMPLES = 2, 10**9
+MIN_SAMPLES, MAX_SAMPLES = 2, 10**9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
 _ORDER = re.compile(r"([0-9a-f]{16})?")
@@ -42,7 +42,7 @@ class ClientInfo:
     order: str = ""
     """A digest of the class names in their order (`order_of`)."""
     training: str = ""
-    """Its optimiser, rate, epochs and batch size, as text for the run's records."""
+    """Its optimizer, rate, epochs and batch size, as text for the run's records."""
     own_data: bool = False
     """Whether its samples are its own, and not a part of the run's data set."""
 
@@ -85,7 +85,7 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     if not isinstance(kind, str) or kind not in KINDS:
         raise KnowledgeError(name, "kind", f"is {shown(kind)}, must be one of {', '.join(KINDS)}")
     shape = _shape(name, KINDS[kind], properties.get("shape"))
-    samples = _whole(name, "samples", properties.get("samples"), LEAST_SAMPLES, MAX_SAMPLES)
+    samples = _whole(name, "samples", properties.get("samples"), MIN_SAMPLES, MAX_SAMPLES)
     classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
     rule = "16 hexadecimal digits, or empty"
     order = _text(name, "order", properties.get("order", ""), _ORDER, rule)

@@ -39,10 +39,10 @@ from fedhet.data.spec import (
     DataSpec,
     Source,
     Split,
+    check_max_bytes,
+    encode_labels,
     nowhere,
-    numbered,
     reading,
-    refuse_more,
 )
 from fedhet.data.texts import TEXTS, read_texts
 from fedhet.data.values import is_missing
@@ -96,7 +96,7 @@ def read_arrays(
                 are_bytes = name == "x" and dtype == np.uint8 and not scaled
                 read = 1 if are_bytes else _READ_AS.get(name, 8)
                 taken += max(size, read * math.prod(shape))
-            refuse_more(taken, spec, path)
+            check_max_bytes(taken, spec, path)
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names}
 
@@ -193,7 +193,7 @@ def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     splits: list[Split] = []
     for path in files:
         splits.append(read_npz(path, spec, kind))
-        refuse_more(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, root)
+        check_max_bytes(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, root)
     path = root / "common.npz"
     common = read_npz(path, spec, kind) if path.exists() else None
     every = [*zip(files, splits, strict=True), *([(path, common)] if common is not None else [])]
@@ -249,7 +249,7 @@ def read_signals(folder: str, spec: DataSpec) -> Dataset:
                 f"{path}: {spec.by} must be whole numbers or words [{len(train)}], is "
                 f"{owners.dtype} {list(owners.shape)}"
             )
-        groups = numbered(owners)
+        groups = encode_labels(owners)
     classes = number_names((train, test))
     return Dataset(spec.dataset, train, test, classes, kind=SIGNAL.name, groups=groups)
 
@@ -266,8 +266,8 @@ def number_names(splits: Iterable[Split | None]) -> tuple[str, ...]:
 def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
     """Read a tree as a dataset. Raises DataError for any fault of its directories and files."""
     tree = understand(expanded(place), files, level=spec.class_level)
-    apart = len(tree.unlabelled or ())
-    tree.unused.add(f"{files.noun} without a class", "see data.labelled-alpha", apart)
+    apart = len(tree.unlabeled or ())
+    tree.unused.add(f"{files.noun} without a class", "see data.labeled-alpha", apart)
     return tree.read(spec, most=spec.max_samples)
 
 
@@ -291,7 +291,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         train = read_table(first, spec)
         groups, by = None, spec.by.strip()
         if by:
-            groups = numbered(owners := train.column(by))
+            groups = encode_labels(owners := train.column(by))
             if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
                 raise train.fault(by, absent[0], "is empty, but data.by names it")
     else:
@@ -310,8 +310,8 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
     schema = tables.found_schema(train, spec, notes.append)
     return Dataset(
         spec.dataset,
-        tables.labelled(schema, train),
-        tables.labelled(schema, read_table(test, spec)) if test else None,
+        tables.labeled(schema, train),
+        tables.labeled(schema, read_table(test, spec)) if test else None,
         schema.classes,
         kind=TABLE.name,
         columns=schema.widths,

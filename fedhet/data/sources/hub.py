@@ -24,8 +24,8 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
 from fedhet.data.cells import no_column
-from fedhet.data.images import GREY_MODES, Form, open_image, pixels_of, upright
-from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, reading, refuse_more
+from fedhet.data.images import GRAY_MODES, Form, open_image, pixels_of, upright
+from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, check_max_bytes, reading
 from fedhet.data.texts import shape_of_texts, tokenized
 from fedhet.data.values import class_words, label_of
 from fedhet.kinds import IMAGE, TEXT
@@ -263,9 +263,9 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
     def opened() -> Iterator[Any]:
         return (_image(value, f"{where}: image {k}", roots) for k, value in enumerate(images))
 
-    grey = all(image.mode in ("1", *GREY_MODES) for image in opened())
-    form = Form.of(upright(next(opened())).size, grey, spec.image_size)
-    refuse_more(len(images) * prod(form.shape), spec, where)
+    gray = all(image.mode in ("1", *GRAY_MODES) for image in opened())
+    form = Form.of(upright(next(opened())).size, gray, spec.image_size)
+    check_max_bytes(len(images) * prod(form.shape), spec, where)
     found = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(opened()):
         found[number] = pixels_of(image, form, f"{where}: image {number}")

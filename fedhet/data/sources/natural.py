@@ -44,9 +44,9 @@ from fedhet.data.spec import (
     Index,
     Source,
     Split,
-    numbered,
+    check_max_bytes,
+    encode_labels,
     reading,
-    refuse_more,
     subset_rows,
 )
 from fedhet.kinds import IMAGE, PADDING, SIGNAL, TEXT, Kind, Shape, text_shape
@@ -87,7 +87,7 @@ def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
     train = root / "train" if (root / "train").is_dir() else root
     users, split = _read_leaf(train, spec, form)
     test = _read_leaf(root / "test", spec, form)[1] if (root / "test").is_dir() else None
-    kind, shape, groups = form.kind.name, form.shape, numbered(users)
+    kind, shape, groups = form.kind.name, form.shape, encode_labels(users)
     return Dataset(spec.dataset, split, test, form.classes, kind=kind, shape=shape, groups=groups)
 
 
@@ -100,7 +100,7 @@ def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str],
     if not files:
         raise DataError(f"{folder}: has no .json files of LEAF")
     for path in files:
-        refuse_more(path.stat().st_size, spec, path)
+        check_max_bytes(path.stat().st_size, spec, path)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["user_data"]
             pairs = list(found.items())
@@ -118,7 +118,7 @@ def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str],
                 limit = len(form.classes) - 1
                 raise DataError(f"{where}: y holds {y.max()}, allowed are 0 to {limit}")
             size += x.nbytes + y.nbytes
-            refuse_more(size, spec, folder)
+            check_max_bytes(size, spec, folder)
             users += [user] * len(y)
             parts.append((x, y))
     if not users:
@@ -166,7 +166,7 @@ SHAKESPEARE = LeafForm(
 )
 
 
-TEST_CENTRE = 2
+TEST_CENTER = 2
 """The hospital that WILDS tests on, which is no client."""
 
 
@@ -244,7 +244,7 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
         return Dataset(spec.dataset, split, None, classes, sizes, kind=IMAGE.name)
     split = split_of(train)
     test = split_of(rest, tuple(split.x.shape[1:])) if len(rest) else None
-    groups = numbered(owners[train])
+    groups = encode_labels(owners[train])
     return Dataset(spec.dataset, split, test, classes, kind=IMAGE.name, groups=groups)
 
 
@@ -259,7 +259,7 @@ CAMELYON17 = SitesForm(
     "tumor",
     "center",
     _PATCH,
-    lambda table: np.where(table["center"] == TEST_CENTRE, 2, 1),
+    lambda table: np.where(table["center"] == TEST_CENTER, 2, 1),
     lambda table: [
         f"patches/patient_{p}_node_{n}/patch_patient_{p}_node_{n}_x_{x}_y_{y}.png"
         for p, n, x, y in zip(*(table[name] for name in _PATCH), strict=True)
@@ -322,7 +322,9 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
         raise DataError(f"{path}: expected a line for each activity, such as '1 WALKING'")
     train, persons = _har_part(root, "train", len(names), spec)
     test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
-    return Dataset(spec.dataset, train, test, names, kind=SIGNAL.name, groups=numbered(persons))
+    return Dataset(
+        spec.dataset, train, test, names, kind=SIGNAL.name, groups=encode_labels(persons)
+    )
 
 
 def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
@@ -361,14 +363,16 @@ def read_pamap2(place: str, spec: DataSpec) -> Dataset:
     if not files:
         raise DataError(f"{root}: has no files subject*.dat of PAMAP2")
     pairs = [_windows(path, spec) for path in files]
-    refuse_more(sum(x.nbytes for x, _ in pairs), spec, root)
+    check_max_bytes(sum(x.nbytes for x, _ in pairs), spec, root)
     persons = np.repeat(np.arange(len(files)), [len(y) for _, y in pairs])
     x, y = (np.concatenate(each) for each in zip(*pairs, strict=True))
     if not len(y):
         raise DataError(f"{root}: has no {WINDOW} samples of one activity in a row")
     split = Split(torch.from_numpy(x), torch.from_numpy(y))
     names = tuple(PAMAP2_ACTIVITIES.values())
-    return Dataset(spec.dataset, split, None, names, kind=SIGNAL.name, groups=numbered(persons))
+    return Dataset(
+        spec.dataset, split, None, names, kind=SIGNAL.name, groups=encode_labels(persons)
+    )
 
 
 def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
@@ -412,7 +416,7 @@ def _table(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.Dat
     import pandas as pd
 
     try:
-        refuse_more(path.stat().st_size, spec, path)
+        check_max_bytes(path.stat().st_size, spec, path)
         return pd.read_csv(path, **options)
     except DataError:
         raise

@@ -4,7 +4,7 @@ scikit-learn has 1,797 handwritten digits and 569 rows on breast cancer; torchvi
 Fashion-MNIST and CIFAR are files in `data.data-dir`. `medmnist:FILE` is the .npz file of a 2D
 dataset of MedMNIST: `train_images` and `val_images` are the training set, `test_images` is the
 common test set. `adult:DIR` is a table, which scikit-learn's encoders encode, fitted on the whole
-training set: categorical columns are one-hot, numeric columns centred and scaled;
+training set: categorical columns are one-hot, numeric columns centered and scaled;
 `Dataset.columns` says which features are of a column.
 """
 
@@ -34,10 +34,10 @@ from fedhet.data.spec import (
     Index,
     Source,
     Split,
+    check_max_bytes,
+    encode_labels,
     nowhere,
-    numbered,
     reading,
-    refuse_more,
     stratified,
 )
 from fedhet.data.values import MAX_NUMBER
@@ -73,7 +73,7 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
-    """Return the rows of 30 numbers, centred and scaled; a fixed fifth is the test set."""
+    """Return the rows of 30 numbers, centered and scaled; a fixed fifth is the test set."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.preprocessing import StandardScaler
 
@@ -165,7 +165,7 @@ _ADULT_NUMBERS = [0, 2, 4, 10, 11, 12]  # of the 14 columns in adult.names
 _ADULT_WORDS = [1, 3, 5, 6, 7, 8, 9, 13]
 _ADULT_COLUMNS = 15  # the last is the class
 _CHARACTER = 4  # bytes of one in numpy's arrays of text
-_MOST_CHARACTERS = 200  # in a field: numpy gives every field the room of the longest
+_MAX_CHARACTERS = 200  # in a field: numpy gives every field the room of the longest
 
 Rows = npt.NDArray[np.str_]
 
@@ -198,7 +198,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
         if frame.shape[1] != _ADULT_COLUMNS:
             raise DataError(f"OpenML's Adult has {frame.shape[1]} columns, 15 are expected")
         rows = np.array(frame.astype(object).where(frame.notna(), "?").astype(str), dtype=np.str_)
-        parts = held_out(numbered(rows[:, -1]), _OPENML_TEST_FRACTION, "adult")
+        parts = held_out(encode_labels(rows[:, -1]), _OPENML_TEST_FRACTION, "adult")
         train, test = (rows[part] for part in parts)
     else:
         raise DataError(
@@ -232,15 +232,15 @@ def _read_rows(path: Path, spec: DataSpec) -> Rows:
             where, most = f"{path}: line {lines.line_num}", max(map(len, row))
             if len(row) != _ADULT_COLUMNS:
                 raise DataError(f"{where} has {len(row)} columns, Adult has 15")
-            if most > _MOST_CHARACTERS:
+            if most > _MAX_CHARACTERS:
                 raise DataError(
-                    f"{where} has a field of {most} characters, at most {_MOST_CHARACTERS} are "
+                    f"{where} has a field of {most} characters, at most {_MAX_CHARACTERS} are "
                     "allowed"
                 )
             rows.append(row)
             longest = max(longest, most)
             taken += bytes_of(row) + _CHARACTER * longest * len(row)
-            refuse_more(taken, spec, path)
+            check_max_bytes(taken, spec, path)
     if not rows:
         raise DataError(f"{path}: holds no rows")
     table: Rows = np.array(rows, dtype=np.str_)

@@ -19,8 +19,8 @@ from fedhet.algorithms.robust import (
     filtered,
     geometric_weights,
     krum,
-    least_replies,
     mean_squares,
+    min_replies,
     relative,
     trimmed_mean,
     weighted_mean,
@@ -30,7 +30,7 @@ from fedhet.algorithms.weights import as_type
 from fedhet.base.arrays import Array
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
-from fedhet.settings.defence import CHOOSING, DefenceSettings
+from fedhet.settings.defense import CHOOSING, DefenseSettings
 from fedhet.wire.contract import (
     Contract,
     Field,
@@ -47,17 +47,17 @@ LEAST = 3
 """Clients with something in common, without which there is no majority among them."""
 
 
-class Defence:
+class Defense:
     """Makes the mean of a round's replies a robust average: a step that the replies pass.
 
     Krum and the filter leave out the replies that stand out. The medians and the trimmed mean
     replace what the replies have in common by one value, so that any mean of them is that value.
     """
 
-    def __init__(self, settings: DefenceSettings, contract: Contract, state: RoundState) -> None:
+    def __init__(self, settings: DefenseSettings, contract: Contract, state: RoundState) -> None:
         """`contract` is that of the replies."""
         self.settings, self.contract, self._state = settings, contract, state
-        self._share = settings.share
+        self._share = settings.malicious_fraction
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         """Yield the replies whose mean is the robust average.
@@ -66,17 +66,17 @@ class Defence:
         withstand as many malicious clients as there may be among those that were asked.
         """
         found, record = list(replies), self._state.record
-        asked, self._share = len({*record.asked, *record.late}), self.settings.share
+        asked, self._share = len({*record.asked, *record.late}), self.settings.malicious_fraction
         if 0 < len(found) < asked:
-            malicious = withstood(asked, self.settings.share)
+            malicious = withstood(asked, self.settings.malicious_fraction)
             self._share = min(max(self._share, malicious / len(found)), 0.5)
-            least = min(least_replies(self.settings.average, malicious), asked)
+            least = min(min_replies(self.settings.average, malicious), asked)
             if malicious and len(found) < least:
                 LOG.warning(
-                    "round %d: %d of %d replies: too few for defence.average = %r if %d clients "
-                    "are malicious (defence.share = %g); at least %d are needed",
+                    "round %d: %d of %d replies: too few for defense.average = %r if %d clients "
+                    "are malicious (defense.malicious_fraction = %g); at least %d are needed",
                     record.round, len(found), asked, self.settings.average, malicious,
-                    self.settings.share, least,
+                    self.settings.malicious_fraction, least,
                 )  # fmt: skip
         if self.settings.average in CHOOSING:
             for reply, kept in zip(found, self.kept([r.knowledge for r in found]), strict=True):

@@ -1,4 +1,4 @@
-"""The defence against one hostile client: what is scaled down, left out, or averaged robustly."""
+"""The defense against one hostile client: what is scaled down, left out, or averaged robustly."""
 
 from types import SimpleNamespace
 
@@ -14,10 +14,10 @@ from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.methods.registry import find_method, method_names
 from fedhet.server.attacks import Hostile, hostile_clients
-from fedhet.server.defence import Defence, distances
+from fedhet.server.defense import Defense, distances
 from fedhet.server.round import RoundState
 from fedhet.server.steps import scaled_down
-from fedhet.settings.defence import ROBUST, DefenceSettings
+from fedhet.settings.defense import ROBUST, DefenseSettings
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 from fedhet.wire.knowledge import Knowledge
 
@@ -39,9 +39,9 @@ SCORES = Contract((TensorField("probabilities", "float32", ("Q", "C"), "", distr
 RNG = np.random.default_rng(7)
 
 
-def defence(average, contract=MODELS, share=0.2):
-    settings = DefenceSettings(average=average, share=share)
-    return Defence(settings, contract, RoundState(1, print))
+def defense(average, contract=MODELS, share=0.2):
+    settings = DefenseSettings(average=average, malicious_fraction=share)
+    return Defense(settings, contract, RoundState(1, print))
 
 
 def model(values, steps=1):
@@ -49,8 +49,8 @@ def model(values, steps=1):
 
 
 def near(shape, clients, spread=0.1):
-    centre = RNG.normal(size=shape)
-    return [centre + spread * RNG.normal(size=shape) for _ in range(clients)]
+    center = RNG.normal(size=shape)
+    return [center + spread * RNG.normal(size=shape) for _ in range(clients)]
 
 
 # --- left out -------------------------------------------------------------------------------
@@ -61,14 +61,14 @@ def near(shape, clients, spread=0.1):
 def test_the_one_that_stands_out_is_left_out(average, factor):
     replies = [model(each) for each in near((6, 5), 5)]
     replies[3] = model(replies[3].tensors["weights/w"] * factor)
-    assert defence(average).kept(replies).tolist() == [True, True, True, False, True]
+    assert defense(average).kept(replies).tolist() == [True, True, True, False, True]
 
 
 def test_an_architecture_is_compared_with_itself():
     """One of three; the other two differ from them as they do from each other."""
     wide, narrow = near((8, 4), 3), near((3, 4), 2, spread=5)
     replies = [model(each) for each in (wide[0], narrow[0], -wide[1], wide[2], narrow[1])]
-    assert defence("filter").kept(replies).tolist() == [True, True, False, True, True]
+    assert defense("filter").kept(replies).tolist() == [True, True, False, True, True]
 
 
 def test_classes_are_compared_with_the_same_classes():
@@ -83,10 +83,10 @@ def test_classes_are_compared_with_the_same_classes():
         )
         for each in classes
     ]
-    assert defence("filter", CLASSWISE).kept(replies).all()
+    assert defense("filter", CLASSWISE).kept(replies).all()
     flipped = dict(replies[2].tensors, features=-replies[2].tensors["features"])
     replies[2] = Knowledge(flipped)
-    assert defence("filter", CLASSWISE).kept(replies).tolist() == [True, True, False, True, True]
+    assert defense("filter", CLASSWISE).kept(replies).tolist() == [True, True, False, True, True]
 
 
 def test_samples_of_a_clients_own_are_compared_by_class():
@@ -96,9 +96,9 @@ def test_samples_of_a_clients_own_are_compared_by_class():
         labels = np.uint8(RNG.integers(0, 4, number))
         noise = 0.1 * RNG.normal(size=(number, 3))
         replies.append(Knowledge({"features": np.float32(table[labels] + noise), "labels": labels}))
-    assert defence("filter", SAMPLES).kept(replies).all()
+    assert defense("filter", SAMPLES).kept(replies).all()
     replies[4] = Knowledge(dict(replies[4].tensors, features=-replies[4].tensors["features"]))
-    assert defence("filter", SAMPLES).kept(replies).tolist() == [True] * 4 + [False]
+    assert defense("filter", SAMPLES).kept(replies).tolist() == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("clients", [1, 2])
@@ -106,8 +106,8 @@ def test_of_two_nobody_can_tell(clients):
     replies = [model(each) for each in near((3, 3), clients)]
     assert distances(MODELS, replies, 0.2) is None
     for average in ROBUST[:3]:
-        assert defence(average).combined(replies) == [{}] * clients
-    assert defence("krum").kept(replies).all()
+        assert defense(average).combined(replies) == [{}] * clients
+    assert defense("krum").kept(replies).all()
 
 
 # --- replaced by one value ------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_the_mean_of_what_goes_on_is_the_robust_average(average):
     replies = [model(each, steps) for steps, each in enumerate(values)]
     found = [
         reply.replacing(new)
-        for reply, new in zip(replies, defence(average).combined(replies), strict=True)
+        for reply, new in zip(replies, defense(average).combined(replies), strict=True)
     ]
     mean = average_weights([(each.group("weights"), n + 1) for n, each in enumerate(found)])
     expected = by_hand(np.stack(values).astype(np.float64), average)
@@ -149,7 +149,7 @@ def test_parts_of_one_model_are_averaged_where_they_overlap():
     for place, value in enumerate(values):
         whole[place, : len(value), : len(value)] = value
     expected = by_hand(whole, "median")
-    for value, new in zip(values, defence("median", PARTS).combined(replies), strict=True):
+    for value, new in zip(values, defense("median", PARTS).combined(replies), strict=True):
         size = len(value)
         np.testing.assert_allclose(new["weights/w"], expected[:size, :size], rtol=1e-5)
 
@@ -158,7 +158,7 @@ def test_classes_are_averaged_over_those_that_have_them():
     rows = {0: [0, 1], 1: [1], 2: [1, 2], 3: [1, 0], 4: [1]}
     table = {c: np.float32(RNG.normal(size=(len(of), 3))) for c, of in rows.items()}
     replies = [Knowledge({"classes": np.array(of), "features": table[c]}) for c, of in rows.items()]
-    new = defence("median", CLASSWISE).combined(replies)
+    new = defense("median", CLASSWISE).combined(replies)
     parts = [(np.array(of), new[c]["features"], np.ones(len(of))) for c, of in rows.items()]
     _, means = class_average(parts)
     one = np.median([table[c][of.index(1)] for c, of in rows.items()], axis=0)
@@ -172,7 +172,7 @@ def test_probabilities_stay_probabilities(average):
     replies = [
         Knowledge({"probabilities": np.float32(RNG.dirichlet([0.3] * 6, 9))}) for _ in range(5)
     ]
-    for new in defence(average, SCORES).combined(replies):
+    for new in defense(average, SCORES).combined(replies):
         np.testing.assert_allclose(new["probabilities"].sum(1), 1, atol=1e-6)
 
 
@@ -261,14 +261,14 @@ def test_a_method_says_which_averages_suit_it(method):
     """Each is accepted or refused in one line before the run."""
     spec = find_method(method).spec
     for average in ROBUST:
-        if average in spec.defences:
-            assert small(method, **{"defence.average": average}).run.defence.average == average
+        if average in spec.defenses:
+            assert small(method, **{"defense.average": average}).run.defense.average == average
         else:
             with pytest.raises(SettingsError, match=f"with {method}") as error:
-                small(method, **{"defence.average": average})
+                small(method, **{"defense.average": average})
             assert "\n" not in str(error.value)
     averages_nothing = spec.simulation_only or not spec.replies.fields
-    assert spec.defences or spec.resists or averages_nothing
+    assert spec.defenses or spec.resists or averages_nothing
 
 
 @pytest.mark.parametrize("method", ["fedavg", "felo", "um-pfssl"])
@@ -276,7 +276,7 @@ def test_one_that_flips_signs_is_left_out_by_name_but_not_excluded(method, tmp_p
     few = {"models": "mlp-dropout", "um-pfssl.warm-up": 1} if method == "um-pfssl" else {}
     few = few if method == "um-pfssl" else {"models": "mlp"}
     config = small(
-        method, attack="sign-flip", **{**FEW, "rounds": 5, "defence.average": "filter", **few}
+        method, attack="sign-flip", **{**FEW, "rounds": 5, "defense.average": "filter", **few}
     )
     (name,) = hostile_clients(config.run.seed, [f"client-{k}" for k in range(5)], 1)
     notices = Notices()
@@ -311,7 +311,7 @@ def test_one_of_nine_hundred_times_the_size_is_scaled_down(tmp_path):
 def test_without_anyone_that_stands_out_a_filter_changes_nothing(tmp_path):
     """To the last bit: neither accuracies nor bytes differ."""
     both = [
-        run(small("fedavg", **{**FEW, "defence.average": average}), tmp_path / average)
+        run(small("fedavg", **{**FEW, "defense.average": average}), tmp_path / average)
         for average in ("mean", "filter")
     ]
     assert both[0]["accuracy"] == both[1]["accuracy"]
@@ -324,33 +324,33 @@ def test_without_anyone_that_stands_out_a_filter_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "least"),
     [
-        ({"pace.enough": 3.0}, 5),  # 2 of 10 by default
-        ({"pace.enough": 4.0}, 5),
-        ({"pace.enough": 0.4}, 5),
-        ({"pace.enough": 3.0, "defence.share": 0.3}, 7),
-        ({"pace.enough": 6.0, "defence.share": 0.3}, 7),
-        ({"pace.enough": 4.0, "defence.average": "median"}, 5),
-        ({"pace.enough": 6.0, "defence.average": "krum"}, 7),
-        ({"pace.enough": 2.0, "pace.mode": "asynchronous"}, 5),
-        ({"fraction": 0.5, "pace.over-selection": 1.0, "pace.enough": 0.8}, 5),
-        ({"fraction": 0.3, "pace.over-selection": 1.0, "pace.enough": 1.0}, 5),  # 3 of 6 asked
-        ({"fraction": 0.5, "pace.select": "oort", "pace.enough": 0.8}, 5),  # all may be asked
+        ({"pace.min-replies": 3.0}, 5),  # 2 of 10 by default
+        ({"pace.min-replies": 4.0}, 5),
+        ({"pace.min-replies": 0.4}, 5),
+        ({"pace.min-replies": 3.0, "defense.malicious-fraction": 0.3}, 7),
+        ({"pace.min-replies": 6.0, "defense.malicious-fraction": 0.3}, 7),
+        ({"pace.min-replies": 4.0, "defense.average": "median"}, 5),
+        ({"pace.min-replies": 6.0, "defense.average": "krum"}, 7),
+        ({"pace.min-replies": 2.0, "pace.mode": "asynchronous"}, 5),
+        ({"fraction": 0.5, "pace.over-selection": 1.0, "pace.min-replies": 0.8}, 5),
+        ({"fraction": 0.3, "pace.over-selection": 1.0, "pace.min-replies": 1.0}, 5),  # 3 of 6 asked
+        ({"fraction": 0.5, "pace.select": "oort", "pace.min-replies": 0.8}, 5),  # all may be asked
     ],
 )
 def test_malicious_clients_must_not_be_the_majority_by_being_fast(changes, least):
-    base = {"method": "fedavg", "clients": 10, "defence.average": "filter"}
+    base = {"method": "fedavg", "clients": 10, "defense.average": "filter"}
     with pytest.raises(SettingsError) as caught:
         resolve({**base, **changes})
     message = str(caught.value)
     assert f"expected at least {least}" in message
-    assert "setting 'pace.enough'" in message
-    assert "'defence.share'" in message
-    resolve({**base, **changes, "pace.enough": float(least)})
-    resolve({**base, **changes, "defence.average": "mean"})
+    assert "setting 'pace.min-replies'" in message
+    assert "'defense.malicious-fraction'" in message
+    resolve({**base, **changes, "pace.min-replies": float(least)})
+    resolve({**base, **changes, "defense.average": "mean"})
 
 
 def test_a_run_that_starts_with_few_clients_needs_a_majority_too():
-    base = {"method": "fedavg", "clients": 10, "defence.average": "filter"}
+    base = {"method": "fedavg", "clients": 10, "defense.average": "filter"}
     for start in (1, 4):
         with pytest.raises(SettingsError, match=r"'engine.min-clients' = .*0 or at least 5"):
             resolve({**base, "engine.min-clients": start})
@@ -373,7 +373,7 @@ def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
         measured=lambda *_: None,
         left_out=lambda *_: None,
     )
-    step = Defence(DefenceSettings(average=average, share=0.2), MODELS, state)
+    step = Defense(DefenseSettings(average=average, malicious_fraction=0.2), MODELS, state)
     found = [each.knowledge.tensors["weights/w"] for each in step(replies)]
     assert np.allclose(np.mean(found, 0), np.mean(honest, 0), atol=0.1)
     assert not caplog.text
@@ -390,7 +390,7 @@ def test_each_round_waits_for_a_majority_of_the_honest_clients(tmp_path):
     (tmp_path / "devices.csv").write_text("\n".join(["client,sample-ms,mbit", *rows]))
     config = small(
         "fedavg", clients=10, rounds=4, models=["mlp"],
-        **{"defence.average": "filter", "pace.enough": 0.5,
+        **{"defense.average": "filter", "pace.min-replies": 0.5,
            "pace.clock": str(tmp_path / "devices.csv")},
     )  # fmt: skip
     run(config, tmp_path / "run")

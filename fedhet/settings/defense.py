@@ -1,4 +1,4 @@
-"""Attacks, the defence against them, and privacy: `[attack]`, `[defence]`, `[privacy]`."""
+"""Attacks, the defense against them, and privacy: `[attack]`, `[defense]`, `[privacy]`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AttackSettings(Schema):
         return self
 
 
-class DefenceSettings(Schema):
+class DefenseSettings(Schema):
     """What the server does about replies that stand out from the others."""
 
     average: Average = Field(
@@ -59,7 +59,7 @@ class DefenceSettings(Schema):
         "mean, or the geometric median; or the mean of those that Krum or the filter keeps. Each "
         "within an architecture, or the classes that clients share",
     )
-    share: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+    malicious_fraction: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.2, description="share of the clients that 'average' withstands if they are hostile"
     )
     clip_factor: NonNegative = Field(
@@ -121,7 +121,7 @@ class PrivacySettings(Schema):
         """Return whether the clients' samples are protected."""
         return bool(self.epsilon or self.noise_multiplier)
 
-    def promise(self, rounds: int) -> str:
+    def privacy_mechanism(self, rounds: int) -> str:
         """Return what a private run costs each client, in words."""
         if not self.epsilon:
             return (

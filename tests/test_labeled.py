@@ -1,4 +1,4 @@
-"""The labelled and the unlabelled part of a client's samples."""
+"""The labeled and the unlabeled part of a client's samples."""
 
 import numpy as np
 import PIL.Image
@@ -24,11 +24,11 @@ def samples(count):
 @settings(max_examples=60)
 @given(st.integers(0, 1000), st.integers(0, 5), st.integers(10, 200), st.floats(0.05, 20))
 def test_every_sample_is_in_one_part(seed, least, count, alpha):
-    labelled, rest = split_labels(samples(count), alpha, least, seed, "client-0")
-    both = torch.cat([labelled.x, rest.x]).flatten()
+    labeled, rest = split_labels(samples(count), alpha, least, seed, "client-0")
+    both = torch.cat([labeled.x, rest.x]).flatten()
     assert sorted(both.tolist()) == list(range(count))
-    assert min(len(labelled), len(rest)) >= least
-    for part in (labelled, rest):
+    assert min(len(labeled), len(rest)) >= least
+    for part in (labeled, rest):
         np.testing.assert_array_equal(part.y, part.x.flatten().long() % 3)
 
 
@@ -43,24 +43,24 @@ def test_shares_are_those_of_a_dirichlet_draw():
         assert np.var(shares) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.2)
 
 
-def test_which_samples_are_labelled_is_drawn_too():
-    labelled, _ = split_labels(samples(200), 5.0, 2, 0, "client-0")
-    assert labelled.x.flatten().tolist() != list(range(len(labelled)))
+def test_which_samples_are_labeled_is_drawn_too():
+    labeled, _ = split_labels(samples(200), 5.0, 2, 0, "client-0")
+    assert labeled.x.flatten().tolist() != list(range(len(labeled)))
 
 
 def test_the_parts_hang_on_seed_and_client_alone():
-    def labelled(seed, client):
+    def labeled(seed, client):
         return split_labels(samples(100), 0.5, 2, seed, client)[0].x.flatten().tolist()
 
-    assert labelled(0, "a") == labelled(0, "a")
-    assert labelled(0, "a") != labelled(1, "a")
-    assert labelled(0, "a") != labelled(0, "b")
+    assert labeled(0, "a") == labeled(0, "a")
+    assert labeled(0, "a") != labeled(1, "a")
+    assert labeled(0, "a") != labeled(0, "b")
 
 
-def test_without_a_share_all_is_labelled():
+def test_without_a_share_all_is_labeled():
     train = samples(5)
-    labelled, rest = split_labels(train, 0.0, 2, 0, "client-0")
-    assert labelled is train
+    labeled, rest = split_labels(train, 0.0, 2, 0, "client-0")
+    assert labeled is train
     assert len(rest) == 0
     assert rest.x.shape == (0, 1)
 
@@ -77,21 +77,21 @@ def test_too_few_samples_are_named():
         split_labels(samples(3), 0.5, 2, 0, "site-a")
 
 
-def test_a_yardstick_trains_on_the_same_labelled_part(tmp_path):
+def test_a_yardstick_trains_on_the_same_labeled_part(tmp_path):
     method = opened(small("um-pfssl", models="cnn2-dropout"), tmp_path)
-    local = opened(small("local", models="cnn2-dropout", labelled_alpha=0.5), tmp_path)
+    local = opened(small("local", models="cnn2-dropout", labeled_alpha=0.5), tmp_path)
     everything = opened(small("local", models="cnn2-dropout"), tmp_path)
     assert torch.equal(method.x, local.x)
-    assert torch.equal(method.unlabelled.x, local.unlabelled.x)
-    assert len(everything.unlabelled) == 0
-    assert len(everything.x) == len(local.x) + len(local.unlabelled) == local.info.samples
+    assert torch.equal(method.unlabeled.x, local.unlabeled.x)
+    assert len(everything.unlabeled) == 0
+    assert len(everything.x) == len(local.x) + len(local.unlabeled) == local.info.samples
 
 
 @pytest.fixture
 def site(tmp_path):
     """A site of 12 images of two classes, and 6 without one."""
     rng = np.random.default_rng(0)
-    folders = {"train/a": 6, "train/b": 6, "train/unlabelled": 6, "test/a": 2, "test/b": 2}
+    folders = {"train/a": 6, "train/b": 6, "train/unlabeled": 6, "test/a": 2, "test/b": 2}
     for folder, count in folders.items():
         (tmp_path / "data" / folder).mkdir(parents=True)
         for k in range(count):
@@ -107,23 +107,23 @@ def at_site(site, method, **changes):
     return config.method.client(config, node)
 
 
-def test_a_sites_images_without_a_class_are_its_unlabelled_part(site, caplog):
+def test_a_sites_images_without_a_class_are_its_unlabeled_part(site, caplog):
     for method, semi in (("um-pfssl", "none"), ("fedavg", "fixmatch"), ("local", "fixmatch")):
         client = at_site(site, method, semi=semi)
-        assert (len(client.y), len(client.unlabelled), client.info.samples) == (12, 6, 18)
-        assert client.unlabelled.y.tolist() == [UNKNOWN] * 6
+        assert (len(client.y), len(client.unlabeled), client.info.samples) == (12, 6, 18)
+        assert client.unlabeled.y.tolist() == [UNKNOWN] * 6
         client.get_properties({})
     assert not caplog.messages
 
 
-def test_methods_of_labelled_samples_leave_them_aside_and_say_so(site, caplog):
-    found = [at_site(site, "local"), at_site(site, "local", labelled_alpha=0.5)]
+def test_methods_of_labeled_samples_leave_them_aside_and_say_so(site, caplog):
+    found = [at_site(site, "local"), at_site(site, "local", labeled_alpha=0.5)]
     for client in found:  # the yardstick has the labels that um-pfssl has
         assert torch.equal(client.x, at_site(site, "um-pfssl").x)
-        assert (len(client.unlabelled), client.info.samples) == (0, 12)
+        assert (len(client.unlabeled), client.info.samples) == (0, 12)
     found[0].get_properties({})
     assert caplog.messages == [
-        "site-a: 6 samples without a class are left aside: local learns from labelled ones alone"
+        "site-a: 6 samples without a class are left aside: local learns from labeled ones alone"
     ]
 
 
@@ -141,13 +141,13 @@ def test_who_has_no_truth_reports_no_error_of_pseudo_labels(site):
     fix.state.restore("run", before=1)
     weights = {name: t.numpy() for name, t in fix.build_model().state_dict().items()}
     fix.train(1, Knowledge(grouped("weights", weights)))
-    assert fix.figures == {"pseudo_labels": 1.0}
+    assert fix.metrics == {"pseudo_labels": 1.0}
 
 
 def test_only_a_method_that_needs_it_hides_labels():
     def share(method, **changes):
-        return small(method, **changes).run.data.labelled_alpha
+        return small(method, **changes).run.data.labeled_alpha
 
     assert share("felo") == share("local") == 0
     assert share("um-pfssl") == share("fedavg", semi="fixmatch") == 0.5
-    assert share("um-pfssl", labelled_alpha=2.0) == share("felo", labelled_alpha=2.0) == 2.0
+    assert share("um-pfssl", labeled_alpha=2.0) == share("felo", labeled_alpha=2.0) == 2.0
