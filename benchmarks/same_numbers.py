@@ -53,7 +53,7 @@ OPTIONS = {
 def models_of(name: str) -> str:
     """Return the models of a method's run: one architecture if it must be, or two."""
     spec = find_method(name).spec
-    return ONE if spec.one_model or spec.pool_of_one else TWO
+    return ONE if spec.one_model or spec.submodels else TWO
 
 
 RUNS = {

@@ -81,7 +81,7 @@ def of_run(run: PlannedRun) -> float:
 
 def _added(config: Config, shape: tuple[int, ...], classes: int) -> tuple[float, float]:
     """Return the operations of the models that a method adds at the clients, at the server."""
-    named = {name: str(getattr(config.own, name)) for name in config.method.spec.own_models}
+    named = {name: str(getattr(config.own, name)) for name in config.method.spec.model_settings}
     found = {name: operations(model, shape, classes) for name, model in named.items() if model}
     server = found.pop("server_model", 0.0)
     return sum(found.values()), server

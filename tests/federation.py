@@ -62,7 +62,7 @@ def fast(method: str, *, models: bool = True) -> dict[str, object]:
     They follow from its declaration. Without `models`, its own models are those by default.
     """
     found, chosen = find_method(method), {}
-    own = {f"{found.table}.{kebab(name)}" for name in found.spec.own_models if models}
+    own = {f"{found.table}.{kebab(name)}" for name in found.spec.model_settings if models}
     for name, info in found.settings().items():
         if name in own:
             chosen[name] = "mlp3"

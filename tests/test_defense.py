@@ -268,7 +268,7 @@ def test_a_method_says_which_averages_suit_it(method):
                 small(method, **{"defense.average": average})
             assert "\n" not in str(error.value)
     averages_nothing = spec.simulation_only or not spec.replies.fields
-    assert spec.defenses or spec.resists or averages_nothing
+    assert spec.defenses or spec.robustness or averages_nothing
 
 
 @pytest.mark.parametrize("method", ["fedavg", "felo", "um-pfssl"])

@@ -11,7 +11,7 @@ from flwr.common import parameters_to_ndarrays
 from rounds import SPACES, clients, inside_of, instruction_of, same, state_of
 
 from fedhet.methods.registry import find_method, method_names
-from fedhet.methods.spec import FIGURES
+from fedhet.methods.spec import COMMON_METRICS
 
 
 def quick(method, **changes):
@@ -175,7 +175,7 @@ def test_what_a_method_measures_has_a_title(tmp_path, method):
     run(quick(method), tmp_path / "run")
     found = {name for record in records(tmp_path / "run") for name in record["method"]}
     by_class = {name for name in found if name.startswith("class_") and name[6:].isdecimal()}
-    declared = {*find_method(method).spec.metrics} | {*FIGURES}
+    declared = {*find_method(method).spec.metrics} | {*COMMON_METRICS}
     assert found
     assert found - by_class <= declared
 

@@ -76,7 +76,7 @@ def test_a_method_runs_everywhere_or_its_settings_say_why_not(size, tmp_path):
     for each in plan.every:
         alike = each.cell[0] == "homogeneous"
         spec = methods[each.method].spec
-        assert bool(each.refused) == ((spec.one_model or spec.pool_of_one) and not alike)
+        assert bool(each.refused) == ((spec.one_model or spec.submodels) and not alike)
         assert bool(each.runs) != bool(each.refused)
         assert not each.refused or re.match(r"setting 'models.pool' = .*one model", each.refused)
     pools = {run.config.run.models.pool for run in plan.runs if run.values["method"] == "local"}

@@ -42,7 +42,7 @@ from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 CHEAP = {"privacy.noise-multiplier": 1.0, "privacy.class-noise": 4.0, "privacy.count-noise": 4.0,
          "training.batch-size": 4096}  # fmt: skip
 """A run whose epsilon is computed at once: its batches have all samples."""
-SUPPORTED = sorted(n for n in shipped_names() if not find_method(n).spec.privacy.refused)
+SUPPORTED = sorted(n for n in shipped_names() if not find_method(n).spec.privacy.unsupported)
 MEASURED = {
     "epsilon": "follows from the settings and the number of rows",
     "spent": "the budget is spent, which the ledger's entries determine",
@@ -88,7 +88,7 @@ def weights_for(client):
 
 def private(method, **changes):
     """Return a small private federation."""
-    one = find_method(method).spec.one_model or find_method(method).spec.pool_of_one
+    one = find_method(method).spec.one_model or find_method(method).spec.submodels
     pool = ["cnn2-gn"] if one else ["mlp", "cnn2-gn"]
     found = find_method(method)
     own = {
@@ -214,7 +214,7 @@ def test_only_a_simulated_clock_gets_the_number_of_rows(tmp_path):
 def test_every_field_that_is_sent_has_a_reason(method, tmp_path):
     server = Server(private(method), tmp_path)
     contract = find_method(method).spec.replies
-    assert find_method(method).spec.privacy.how
+    assert find_method(method).spec.privacy.mechanism
     for proxy, result in server.play(1)[1]:
         client = client_of(proxy)
         assert result.num_examples == 2
@@ -839,7 +839,7 @@ def test_what_is_no_copy_of_the_ledger_is_not_merged(tmp_path, call):
 
 @pytest.mark.parametrize("method", sorted(set(shipped_names()) - set(SUPPORTED)))
 def test_a_method_that_cannot_be_private_says_why(method):
-    reason = find_method(method).spec.privacy.refused
+    reason = find_method(method).spec.privacy.unsupported
     with pytest.raises(SettingsError, match=f"it takes 0 with {method}: {reason[:20]}"):
         resolve({"method": method, "privacy.epsilon": 8.0})
 

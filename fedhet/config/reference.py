@@ -111,7 +111,7 @@ def _needs(spec: MethodSpec) -> str:
         "public data": spec.needs_public,
         "unlabeled samples of the clients": spec.needs_unlabeled,
         "one architecture": spec.one_model,
-        "a pool of one model": spec.pool_of_one,
+        "a pool of one model": spec.submodels,
         "a simulation": spec.simulation_only,
     }
     return ", ".join(name for name, holds in needed.items() if holds)
@@ -192,10 +192,10 @@ def default_models(method: Method) -> str:
 def privacy(method: Method) -> str:
     """Return in a sentence whether a method can protect the clients' samples, and how."""
     rule = method.spec.privacy
-    if rule.refused:
-        return f"`privacy.epsilon`: not with this method; {rule.refused}."
+    if rule.unsupported:
+        return f"`privacy.epsilon`: not with this method; {rule.unsupported}."
     needs = ", ".join(_private_needs(method))
-    return f"`privacy.epsilon`: {rule.how}{f'; it needs {needs}' if needs else ''}."
+    return f"`privacy.epsilon`: {rule.mechanism}{f'; it needs {needs}' if needs else ''}."
 
 
 def _private_needs(method: Method) -> list[str]:
@@ -209,14 +209,14 @@ def _private_needs(method: Method) -> list[str]:
 def _private(method: Method) -> str:
     """Return what privacy means for a method, for the table of all methods."""
     rule, needs = method.spec.privacy, [f"`{each}`" for each in _private_needs(method)]
-    if rule.refused:
-        return f"refused: {rule.refused}"
-    return f"{rule.how}; with {', '.join(needs)}: {rule.reason}" if needs else rule.how
+    if rule.unsupported:
+        return f"refused: {rule.unsupported}"
+    return f"{rule.mechanism}; with {', '.join(needs)}: {rule.reason}" if needs else rule.mechanism
 
 
 def defenses(method: Method) -> str:
     """Return in a sentence which robust averages a method can have."""
-    found, resists = ", ".join(method.spec.defenses), method.spec.resists
+    found, resists = ", ".join(method.spec.defenses), method.spec.robustness
     if found:
         return f"`defense.average`, besides mean: {found}."
     return f"`defense.average`: mean alone{f'; {resists}' if resists else ''}."

@@ -170,7 +170,7 @@ def _check_against_malice(config: Config) -> None:
         rule = f"none with {name}, whose clients send neither logits nor weights"
         raise refused("attack.kind", kind, rule)
     if average not in ("mean", *spec.defenses):
-        resists = f": {spec.resists}" if spec.resists else ""
+        resists = f": {spec.robustness}" if spec.robustness else ""
         able = ", ".join(("mean", *spec.defenses))
         raise refused("defense.average", average, f"{able} with {name}{resists}")
     if average != "mean":
@@ -216,8 +216,8 @@ def _check_privacy(config: Config) -> None:
     if run.data.held_out_clients:
         rule = "0 with '[privacy]': the local epoch of those clients is not protected"
         raise refused("data.held-out-clients", run.data.held_out_clients, rule)
-    if method.spec.privacy.refused:
-        raise refused(switch, epsilon, f"0 with {method.name}: {method.spec.privacy.refused}")
+    if method.spec.privacy.unsupported:
+        raise refused(switch, epsilon, f"0 with {method.name}: {method.spec.privacy.unsupported}")
     for name, needed in method.spec.privacy.needs.items():
         check(f"{method.table}.{kebab(name)}", getattr(own, name), needed)
     if run.data.public_dataset == GENERATED:
@@ -258,7 +258,7 @@ def _check_training_and_pool(config: Config) -> None:
             rule = f"networks with 'training.semi' = '{semi}', not {unable[0]}"
             raise refused("models.pool", pool, rule)
     several = len(set(pool)) > 1 or not models.DRAWN.keys().isdisjoint(pool)
-    if several and (spec.one_model or spec.pool_of_one):
+    if several and (spec.one_model or spec.submodels):
         how = "exchanges their weights" if spec.one_model else "cuts theirs from it"
         raise refused("models.pool", pool, f"one model for all clients with {name}, which {how}")
     for model in pool:
@@ -304,8 +304,8 @@ def check(config: Config, store: RunData | None = None) -> None:
     augmentation(run.training.augment, KINDS[kind], shape)
     for name in dict.fromkeys(run.models.pool):
         models.check(name, kind, shape, classes, any_model=spec.any_model)
-        spec.suits(config.own, ClientInfo("", name, 0, classes, kind, shape))
-    for field in spec.own_models:
+        spec.check_model(config.own, ClientInfo("", name, 0, classes, kind, shape))
+    for field in spec.model_settings:
         _check_own_model(
             config,
             kebab(field),

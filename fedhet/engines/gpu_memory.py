@@ -39,7 +39,7 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
     if run.engine.gpus_per_client or device.type != "cuda":
         return config
     kind, shape, own = dataset.kind, tuple(dataset.shape), config.own.flat()
-    others = [str(own[kebab(name)]) for name in config.method.spec.own_models]
+    others = [str(own[kebab(name)]) for name in config.method.spec.model_settings]
     batches = run.training.pools().get("batch_size", (run.training.batch_size,))
     sizes = {
         name: training_bytes(

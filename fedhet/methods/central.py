@@ -59,5 +59,5 @@ SPEC = MethodSpec(
     simulation_only=True,
     instructions=Contract((WeightsField("weights", "the model, to be evaluated", required=False),)),
     replies=Contract((WeightsField("weights", "the model after training"),)),
-    privacy=Protection(refused="all clients' data is in one place"),
+    privacy=Protection(unsupported="all clients' data is in one place"),
 )

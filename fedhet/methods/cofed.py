@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from fedhet.methods.spec import ANSWERS, MethodSpec, Passes
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Passes
 from fedhet.settings.run import Optimizer, TrainingSettings
 from fedhet.settings.schema import Count, CountOrNone, Distinct, Frozen, Listed, MethodSettings
 from fedhet.wire.contract import Contract, ScalarField, TensorField, all_or_none
@@ -102,7 +102,7 @@ SPEC = MethodSpec(
     kinds=("private", "local"),
     needs_public=True,
     any_model=True,
-    resists="it averages nothing, and its votes need the share 'cofed.threshold' of the clients",
+    robustness="it averages nothing, and its votes need the share 'cofed.threshold' of the clients",
     instructions=Contract(
         (
             ScalarField("predict", bool, "is the public set to be predicted after training?"),
@@ -137,7 +137,7 @@ SPEC = MethodSpec(
         "abstained": "share of abstentions",
     },
     privacy=replace(
-        ANSWERS,
+        PUBLIC_PREDICTIONS,
         passes=_passes,
         needs={"search": ("none",)},
         reason="a search compares scores on the client's samples",

@@ -35,7 +35,7 @@ SPEC = replace(
     title="sharpened mean of soft labels on unlabeled public data, and a server's model",
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
-    own_models={"server_model": "model"},
+    model_settings={"server_model": "model"},
     instructions=fedmd.instructions("probabilities"),
     replies=fedmd.replies("probabilities"),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fedhet.algorithms import Part
-from fedhet.methods.spec import DP_SGD, MethodSpec, model_shapes, plain_sizes
+from fedhet.methods.spec import DP_SGD, MethodSpec, default_sizes, model_shapes
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -34,7 +34,7 @@ def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
     """Return the axes, and the shapes of the part that travels."""
     own, width = settings, settings.width
     part = model_shapes(client, own.averaged, part=own.part, feature_dim=width)
-    return replace(plain_sizes(settings, client), models={"weights": part})
+    return replace(default_sizes(settings, client), models={"weights": part})
 
 
 REPLIES = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))

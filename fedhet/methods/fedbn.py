@@ -20,5 +20,5 @@ SPEC = replace(
     paper="Li et al., FedBN: Federated Learning on Non-IID Features",
     headline="personal",
     settings=FedBnSettings,
-    privacy=Protection(refused="it needs batch norms, which mix the samples of a batch"),
+    privacy=Protection(unsupported="it needs batch norms, which mix the samples of a batch"),
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.methods.spec import ANSWERS, MethodSpec
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, kebab
 from fedhet.wire.contract import Contract, TensorField
@@ -70,7 +70,7 @@ SPEC = MethodSpec(
     headline="common",
     settings=FedGemsSettings,
     needs_public=True,
-    own_models={"server_model": "large_model"},
+    model_settings={"server_model": "large_model"},
     defenses=CHOOSING,
     instructions=Contract(
         (
@@ -109,5 +109,5 @@ SPEC = MethodSpec(
         "nobody_right": "asked samples that no client has right",
         "upload_ratio": "share of the public set that is asked",
     },
-    privacy=ANSWERS,
+    privacy=PUBLIC_PREDICTIONS,
 )

@@ -52,7 +52,7 @@ SPEC = MethodSpec(
     headline="common",
     settings=FedGktSettings,
     sizes=gkt_sizes,
-    suits=check_server_model,
+    check_model=check_server_model,
     kinds=("private", "server"),
     large_messages=True,
     semi=False,
@@ -78,5 +78,5 @@ SPEC = MethodSpec(
     ),
     metrics={"server_accuracy": "accuracy of the server's model on clients' features"},
     warning="fedgkt sends the features and the class of every training sample to the server",
-    privacy=Protection(refused="it sends the features and the class of every sample"),
+    privacy=Protection(unsupported="it sends the features and the class of every sample"),
 )

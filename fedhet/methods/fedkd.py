@@ -54,7 +54,7 @@ SPEC = replace(
     sizes=mentee_sizes,
     kinds=("private", "proxy", "global"),
     one_model=False,
-    own_models={"mentee": "model"},
+    model_settings={"mentee": "model"},
     instructions=Contract(
         (
             WeightsField(

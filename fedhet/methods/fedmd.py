@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, field_validator
 
 from fedhet.algorithms import DigestLoss, ScoreKind
-from fedhet.methods.spec import ANSWERS, MethodSpec
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.wire.contract import Contract, TensorField, all_or_none
@@ -101,5 +101,5 @@ SPEC = MethodSpec(
     defenses=ROBUST,
     instructions=instructions("logits"),
     replies=replies("logits"),
-    privacy=ANSWERS,
+    privacy=PUBLIC_PREDICTIONS,
 )

@@ -39,7 +39,7 @@ SPEC = replace(
     headline="personal",
     settings=FedMrlSettings,
     one_model=False,
-    own_models={"shared": "model"},
+    model_settings={"shared": "model"},
     instructions=Contract(
         (WeightsField("weights", "the averaged shared model, from which clients start"),)
     ),

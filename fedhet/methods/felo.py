@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms import FeatureNorm
-from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, model_shapes, plain_sizes
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, default_sizes, model_shapes
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
@@ -42,7 +42,7 @@ class FeloSettings(MethodSettings):
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
     """Return the axes C and D (feature width), and the shapes of the client's architecture."""
     own = model_shapes(client, feature_dim=settings.feature_dim)
-    return replace(plain_sizes(settings, client), models={"weights": own})
+    return replace(default_sizes(settings, client), models={"weights": own})
 
 
 SPEC = MethodSpec(

@@ -34,7 +34,7 @@ SPEC = replace(
     settings=FmlSettings,
     kinds=("private", "proxy", "global"),
     one_model=False,
-    own_models={"meme": "model"},
+    model_settings={"meme": "model"},
     instructions=Contract(
         (WeightsField("weights", "the averaged meme, from which clients start"),)
     ),

@@ -54,5 +54,5 @@ SPEC = replace(
             WeightsField("scale", "the localized standard deviations", low=MIN_SCALE),
         )
     ),
-    privacy=Protection(refused="its weights are drawn within a step, several times a batch"),
+    privacy=Protection(unsupported="its weights are drawn within a step, several times a batch"),
 )

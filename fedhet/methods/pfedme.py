@@ -27,5 +27,5 @@ SPEC = replace(
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",
     settings=PFedMeSettings,
-    privacy=Protection(refused="it takes several steps on each batch"),
+    privacy=Protection(unsupported="it takes several steps on each batch"),
 )

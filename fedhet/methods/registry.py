@@ -1,9 +1,12 @@
-"""Finds methods by name.
+"""Registry of the built-in and external methods.
 
-A built-in method is fedhet/methods/<m>.py, its declaration, with its halves strategies/<m>.py and
-clients/<m>.py, which are imported on first use. An external method is a module that holds both
-halves, named by its import path, `package.module`, or by an entry point of the group
-`fedhet.methods`; it declares itself by its strategy's `spec`.
+A built-in method consists of three modules: its declaration in `fedhet/methods`, its strategy in
+`fedhet/strategies` and its client in `fedhet/clients`. Strategy and client are imported on first
+use.
+
+An external method is one module that contains a strategy and a client; the strategy's `spec` is
+the declaration. It is selected by its import path, `package.module`, or by the name of an entry
+point in the group `fedhet.methods`.
 """
 
 from __future__ import annotations
@@ -23,53 +26,53 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 
 GROUP = "fedhet.methods"
-"""The entry-point group by which a package adds methods: name = "package.module"."""
+"""Entry-point group in which packages register methods: name = "package.module"."""
 PACKAGES = ("fedhet.methods", "fedhet.strategies", "fedhet.clients")
-"""The packages that hold the built-in methods: their declarations, and both halves."""
-HALVES = {"HetStrategy": "fedhet.strategies.base", "HetClient": "fedhet.clients.base"}
-"""The base class of each half, and its module."""
+"""Packages of the built-in methods: declarations, strategies and clients."""
+BASES = {"HetStrategy": "fedhet.strategies.base", "HetClient": "fedhet.clients.base"}
+"""Modules of the two base classes of a method."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: its declaration, and the classes of its halves, imported on first use."""
+    """A method: its declaration, strategy class and client class."""
 
     name: str
     spec: MethodSpec = field(hash=False)
     modules: tuple[str, str]
-    """The modules of the server half and of the client half."""
+    """Modules of the strategy and of the client."""
 
     @cached_property
     def strategy(self) -> Any:
-        """Return the class of the server half."""
-        return _half(self.name, self.modules[0], "HetStrategy")
+        """Strategy class of the method, imported on first use."""
+        return _find_class(self.name, self.modules[0], "HetStrategy")
 
     @cached_property
     def client(self) -> Any:
-        """Return the class of the client half."""
-        return _half(self.name, self.modules[1], "HetClient")
+        """Client class of the method, imported on first use."""
+        return _find_class(self.name, self.modules[1], "HetClient")
 
     @property
     def table(self) -> str:
-        """Return the name of the method's settings table."""
-        return table_of_method(self.name)
+        """Name of the method's settings table: the method's name without its package."""
+        return _table(self.name)
 
     def settings(self) -> dict[str, FieldInfo]:
-        """Return the method's settings by their full names, e.g. `felo.alpha`."""
+        """Return the method's settings by full name, e.g. `felo.alpha`."""
         return {f"{self.table}.{name}": info for name, info in self.spec.settings.fields().items()}
 
 
 @cache
 def method_names() -> tuple[str, ...]:
-    """Return the names of all methods: built-in, and of installed packages."""
+    """Return the names of the built-in methods and of the methods in installed packages."""
     return tuple(sorted({*shipped_names(), *_installed()}))
 
 
 @cache
 def shipped_names() -> frozenset[str]:
-    """Return the names of the built-in methods: of the modules that all PACKAGES have."""
+    """Return the names of the built-in methods: the modules that exist in all PACKAGES."""
     modules = [
-        {found.name for found in pkgutil.iter_modules(importlib.import_module(package).__path__)}
+        {module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)}
         for package in PACKAGES
     ]
     return frozenset(name.replace("_", "-") for name in set.intersection(*modules))
@@ -81,39 +84,49 @@ def _installed() -> dict[str, str]:
 
 @cache
 def all_methods() -> tuple[dict[str, Method], tuple[str, ...]]:
-    """Return all methods that can be loaded, by name, and what is wrong with the others."""
-    found, faults = {}, []
+    """Return the methods by name, and an error message for each method that cannot be loaded."""
+    methods, errors = {}, []
     for name in method_names():
         try:
-            found[name] = find_method(name)
-        except SettingsError as error:  # of an installed package; it must not hinder the others
-            faults.append(str(error))
-    return found, tuple(faults)
+            methods[name] = find_method(name)
+        except SettingsError as error:  # a broken package must not hide the remaining methods
+            errors.append(str(error))
+    return methods, tuple(errors)
 
 
 @cache
 def find_method(name: str) -> Method:
-    """Return the method of that name. Raises SettingsError if it cannot be found or loaded."""
-    table, taken = table_of_method(name), {full.partition(".")[0] for full in RunSettings.fields()}
-    if table in taken:
-        rule = f"'{table}' is the name of a table of settings, or of a setting, of every run"
-        raise SettingsError(f"setting 'method' = '{name}' is not allowed: {rule}")
+    """Find a method by its name or import path.
+
+    Args:
+        name: Name of a built-in or installed method, or the import path of an external method.
+
+    Returns:
+        The method. An external method is imported; a built-in method imports its strategy and its
+        client on first use.
+
+    Raises:
+        SettingsError: If the method is unknown or cannot be loaded, or if its settings table has
+            the name of a setting of every run.
+    """
+    table, reserved = _table(name), {full.partition(".")[0] for full in RunSettings.fields()}
+    if table in reserved:
+        rule = f"must not be named like the setting or settings table '{table}' of every run"
+        raise SettingsError(f"setting 'method': {rule}, got '{name}'")
     if name in shipped_names():
-        declared, *halves = (f"{package}.{name.replace('-', '_')}" for package in PACKAGES)
-        return Method(name, importlib.import_module(declared).SPEC, (halves[0], halves[1]))
+        spec, strategy, client = (f"{package}.{name.replace('-', '_')}" for package in PACKAGES)
+        return Method(name, importlib.import_module(spec).SPEC, (strategy, client))
     if name in _installed() or "." in name:
-        return _external(name, _installed().get(name, name))
-    listing = "`fedhet methods` lists all, and package.module names one of your own"
-    raise SettingsError(unknown_name("method", name, method_names(), listing))
+        return _load_external(name, _installed().get(name, name))
+    hint = "`fedhet methods` lists all methods; a custom method is given as package.module"
+    raise SettingsError(unknown_name("method", name, method_names(), hint))
 
 
-def table_of_method(name: str) -> str:
-    """Return the name of a method's settings table: the method's name without its package."""
+def _table(name: str) -> str:
     return name.rpartition(".")[2].replace("_", "-")
 
 
-def _external(name: str, path: str) -> Method:
-    """Return the method in a module of its own, which is imported."""
+def _load_external(name: str, path: str) -> Method:
     try:
         importlib.import_module(path)
     except Exception as error:  # a third-party module may raise anything
@@ -121,29 +134,29 @@ def _external(name: str, path: str) -> Method:
             f"setting 'method' = '{name}': cannot import '{path}'{place_of(error, path)}: "
             f"{typed(error)}{where_looked(error, path)}"
         ) from error
-    strategy, _ = (_half(name, path, base) for base in HALVES)
+    strategy, _ = (_find_class(name, path, base) for base in BASES)
     if not isinstance(spec := getattr(strategy, "spec", None), MethodSpec):
         raise SettingsError(
-            f"setting 'method' = '{name}': {strategy.__name__} of {path} must set 'spec' to a "
-            "MethodSpec of fedhet.methods.spec"
+            f"setting 'method' = '{name}': {path}.{strategy.__name__}.spec must be an instance of "
+            f"fedhet.methods.spec.MethodSpec, got {spec!r}"
         )
     return Method(name, spec, (path, path))
 
 
-def _half(name: str, path: str, base: str) -> Any:
-    """Return the one class in a module that extends `base` and has no subclass in it.
+def _find_class(name: str, path: str, base: str) -> Any:
+    """Return the only class in a module that extends `base` and has no subclass in the module.
 
-    The module of `base` is not imported for it.
+    Compares class names, so that the module of `base` need not be imported.
     """
     classes = {
-        half for _, half in inspect.getmembers(importlib.import_module(path), inspect.isclass)
+        member for _, member in inspect.getmembers(importlib.import_module(path), inspect.isclass)
     }
-    found = {half for half in classes if base in {c.__name__ for c in half.__mro__[1:]}}
-    last = [half for half in found if not any(half in other.__mro__[1:] for other in found)]
-    if len(last) != 1:
-        names = ", ".join(sorted(half.__name__ for half in last)) or "none"
+    derived = {cls for cls in classes if base in {parent.__name__ for parent in cls.__mro__[1:]}}
+    leaves = [cls for cls in derived if not any(cls in other.__mro__[1:] for other in derived)]
+    if len(leaves) != 1:
+        names = ", ".join(sorted(cls.__name__ for cls in leaves)) or "none"
         raise SettingsError(
-            f"setting 'method' = '{name}': {path} must hold one class that extends "
-            f"{base} of {HALVES[base]}, it holds {names}"
+            f"setting 'method' = '{name}': expected exactly one subclass of {BASES[base]}.{base} "
+            f"in {path}, found {names}"
         )
-    return last[0]
+    return leaves[0]

@@ -1,6 +1,6 @@
-"""A method's declaration: what it is, its settings, and the messages that its halves exchange.
+"""Declaration of a method: its settings, its messages, and what it requires of a run.
 
-A declaration imports neither PyTorch nor Flower, so that commands read it at once.
+This module imports neither PyTorch nor Flower, so that commands can list the methods quickly.
 """
 
 from __future__ import annotations
@@ -19,40 +19,45 @@ from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, require
 from fedhet.wire.identity import ClientInfo
 
-NOTHING = Contract()
+EMPTY = Contract()
 """The contract of empty messages."""
 
-FIGURES = {
-    "poisoned": "hostile clients among those asked",
-    "pseudo_labels": "share of the unlabeled samples with a pseudo-label",
-    "pseudo_error": "share of the pseudo-labels that are wrong",
+COMMON_METRICS = {
+    "poisoned": "malicious clients among the sampled clients",
+    "pseudo_labels": "fraction of the unlabeled samples with a pseudo-label",
+    "pseudo_error": "fraction of the pseudo-labels that are wrong",
 }
-"""What any method's run may measure: under attack, and of unlabeled samples."""
+"""Titles of the metrics that a run of any method may record."""
 
 
-def title_of(figure: str, declared: Mapping[str, str]) -> str:
-    """Return a figure's title; of one that is not declared, its name in words."""
-    plain = figure.replace("_", " ").replace(".", ", ")
-    return (FIGURES | dict(declared)).get(figure, plain)
+def metric_title(name: str, declared: Mapping[str, str]) -> str:
+    """Return the declared title of a metric, or its name in words if no title is declared."""
+    plain = name.replace("_", " ").replace(".", ", ")
+    return (COMMON_METRICS | dict(declared)).get(name, plain)
 
 
-def plain_sizes(settings: Any, client: ClientInfo) -> Sizes:
-    """Return the sizes of messages without weights: C classes, D features if a setting says so."""
+def default_sizes(settings: Any, client: ClientInfo) -> Sizes:
+    """Return axis C, the number of classes, and axis D if the settings have a `feature_dim`."""
     width = getattr(settings, "feature_dim", None)
     return Sizes({"C": client.classes} | ({} if width is None else {"D": width}))
 
 
-def every_model(settings: Any, client: ClientInfo) -> None:
-    """Ask nothing of a model."""
+def accept_model(settings: Any, client: ClientInfo) -> None:
+    """Accept any model: the default of `MethodSpec.check_model`."""
 
 
 def model_shapes(
     client: ClientInfo, model: str = "", *, part: Part = "all", feature_dim: int | None = None
 ) -> Shapes:
-    """Return the shape and dtype of each tensor of a client's model, or of a part of it.
+    """Return the shape and dtype of each tensor of a model, or of a part of it.
 
-    `model` names another model for the client's samples. `feature_dim` is the width of the features
-    before the head; None: the model's own. Imports the models, and so PyTorch.
+    Imports PyTorch.
+
+    Args:
+        client: Description of the client: its model, sample shape, number of classes and kind.
+        model: Name of another model for the client's samples, or "" for the client's model.
+        part: Part of the model.
+        feature_dim: Width of the features before the head, or None for the model's default.
     """
     from fedhet.models import shapes
 
@@ -62,121 +67,142 @@ def model_shapes(
 
 @dataclass(frozen=True)
 class Passes:
-    """`epochs` over a client's own samples in each of `rounds`."""
+    """Passes over a client's samples: `epochs` in each of `rounds`, in batches of `batch_size`."""
 
     rounds: int
     batch_size: int
     epochs: int
 
 
-def local_epochs(own: Any, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
-    """Return the passes of a method that trains for the local epochs in each round."""
+def local_passes(settings: Any, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
+    """Return the passes of a method that trains for `local-epochs` in each round."""
     return (Passes(rounds, training.batch_size, training.local_epochs),)
 
 
 @dataclass(frozen=True)
 class Protection:
-    """Whether a method can protect the clients' samples by differential privacy, and how."""
+    """Support of a method for differential privacy of the clients' samples."""
 
-    how: str = ""
-    """What is noised, and why all that is sent follows from it."""
-    refused: str = ""
-    """Why the method cannot; empty: it can."""
+    mechanism: str = ""
+    """Mechanism that adds the noise, as shown to users."""
+    unsupported: str = ""
+    """Reason why the method does not support privacy, or "" if it does."""
     vectors: int = 0
-    """Sums per class that a client releases in a round: features, logits."""
+    """Number of class sums that a client releases per round, e.g. 2 for features and logits."""
     norm: float = math.inf
-    """L2 norm that no summed vector exceeds by itself, if that is below 'class-clip'."""
-    passes: Callable[[Any, TrainingSettings, int], tuple[Passes, ...]] = local_epochs
-    """(own settings, a client's training, rounds) -> how often it passes over its samples."""
+    """Upper bound of the L2 norm of each summed vector; used if it is below `class-clip`."""
+    passes: Callable[[Any, TrainingSettings, int], tuple[Passes, ...]] = local_passes
+    """Called with the method's settings, the client's training settings and the number of rounds.
+    Returns the passes over the client's samples that privacy accounting must count."""
     models: tuple[str, ...] = ()
-    """The method's own settings, by field, that name another model which clients train."""
+    """Fields of the method's settings that name further models trained by the clients."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The method's own settings, by field, and the values that it allows with privacy."""
+    """Values required with privacy, by field of the method's settings."""
     reason: str = ""
-    """Why it allows these alone."""
+    """Reason for the requirements in `needs`."""
 
 
 Late = Literal["averaged", "kept", "refused"]
-UNDECLARED = Protection(refused="it does not declare that all it sends could be noised")
-DP_SGD = Protection("DP-SGD; the weights that are sent are its result")
-BOTH_MODELS = Protection("DP-SGD of both models, whose joint gradient is scaled down")
-CLASS_SUMS = "DP-SGD, and sums and counts by class, noised in a pass of their own"
-ANSWERS = Protection("DP-SGD; answers on public data are post-processing")
+UNDECLARED = Protection(unsupported="the method does not declare how noise would be added")
+DP_SGD = Protection("DP-SGD; clients send the resulting weights")
+BOTH_MODELS = Protection("DP-SGD of both models, with their joint gradient clipped")
+CLASS_SUMS = "DP-SGD, plus a separate pass that adds noise to class sums and counts"
+PUBLIC_PREDICTIONS = Protection("DP-SGD; predictions on public data are post-processing")
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method's declaration."""
+    """Declaration of a method.
+
+    A strategy refers to it with the class attribute `spec`. Only `title`, `paper` and `headline`
+    are required.
+
+    Example:
+        >>> spec = MethodSpec(
+        ...     title="mean class scores on public data",
+        ...     paper="Li and Wang, FedMD",
+        ...     headline="common",
+        ...     needs_public=True,
+        ... )
+    """
 
     title: str
-    """One line on what the method does."""
+    """One-line description of the method."""
     paper: str
+    """Authors and title of the paper, or "no paper"."""
     headline: Literal["personal", "common"]
-    """The protocol of the method's headline number."""
+    """Evaluation protocol of the method's headline number."""
     settings: type[MethodSettings] = MethodSettings
-    """The method's settings; both halves read them."""
-    instructions: Contract = NOTHING
-    """What the server half sends: the instructions that its `instruct` returns."""
-    replies: Contract = NOTHING
-    """What the client half sends: the replies that its `train` returns."""
-    sizes: Callable[[Any, ClientInfo], Sizes] = plain_sizes
-    """Returns the sizes of messages that follow from the method's settings and a client."""
+    """Settings of the method, available as `self.settings` in the strategy and in the client."""
+    instructions: Contract = EMPTY
+    """Contract of the instructions returned by the strategy's `instruct`."""
+    replies: Contract = EMPTY
+    """Contract of the replies returned by the client's `train`."""
+    sizes: Callable[[Any, ClientInfo], Sizes] = default_sizes
+    """Called with the method's settings and a client. Returns the axis sizes and weight shapes of
+    the messages."""
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """What the method measures of itself, with a title in words; besides `FIGURES`."""
+    """Titles of the metrics that the method records, in addition to `COMMON_METRICS`."""
     kinds: tuple[str, ...] = ("private",)
-    """The kinds of model that the method's clients evaluate."""
+    """Kinds of model that the clients evaluate."""
     needs_public: bool = False
     """Whether the method needs public data."""
     needs_unlabeled: bool = False
-    """Whether the method needs unlabeled samples of the clients' own."""
+    """Whether the method needs unlabeled samples on the clients."""
     semi: bool = True
-    """Whether its clients may learn from unlabeled samples as `training.semi` says."""
+    """Whether the method supports semi-supervised training with `training.semi`."""
     one_model: bool = False
     """Whether all clients must have the same architecture."""
-    pool_of_one: bool = False
-    """Whether the method makes the clients' models from one, which alone is in the pool."""
+    submodels: bool = False
+    """Whether the clients train submodels of one architecture, the only model in the pool."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """The default models of the clients by kind of data; of other kinds, the kind's own."""
-    suits: Callable[[Any, ClientInfo], None] = every_model
-    """(own settings, a client's model, the shape of a sample, classes): raises SettingsError where
-    the method needs more of the models than that they take such samples."""
-    own_models: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)
-    """The method's own settings that name a model, with the default of the kind that each takes."""
+    """Default client model by kind of data; other kinds of data use their own default pool."""
+    check_model: Callable[[Any, ClientInfo], None] = accept_model
+    """Called with the method's settings and a client. Raises SettingsError if the method cannot use
+    the client's model."""
+    model_settings: Mapping[str, Literal["model", "large_model"]] = field(default_factory=dict)
+    """Fields of the method's settings that name a model. The value selects the default model of the
+    data kind: its `model` or its `large_model`."""
     any_model: bool = False
-    """Whether only `fit_private` trains a client's model, so that it needs no gradients."""
+    """Whether clients may have models without gradients, because only `fit_private` trains them."""
     large_messages: bool = False
-    """Whether each client's messages are large and its own, such as models.
+    """Whether messages are large and differ between clients, e.g. whole models.
 
-    If so, an instruction is made just before it is sent, and replies are stored on disk.
+    If so, each instruction is created just before it is sent, and replies are stored on disk.
     """
     late: Late = "refused"
-    """What a reply is worth when its round has closed. averaged: it enters averages with a smaller
-    weight, and weights as the change that the client made. kept: it counts like any other, as what
-    the client knows of itself. refused: its rows belong to the round."""
+    """Treatment of a reply that arrives after its round has closed.
+
+    - "averaged": the reply enters averages with a reduced weight; weights enter as the change that
+      the client made.
+    - "kept": the reply counts like a reply on time.
+    - "refused": the reply is discarded, because it is valid only for its round.
+    """
     learns_last: bool = False
-    """Whether clients train once more, on what the last round has formed, before they evaluate."""
+    """Whether clients train on the result of the last round before the final evaluation."""
     defenses: tuple[Average, ...] = ()
-    """The robust averages that suit the method: all where it takes the mean of what clients send,
-    Krum and the filter where replies may only be left out."""
-    resists: str = ""
-    """What resists hostile clients where no robust average does, for a message."""
+    """Robust aggregation rules that the method supports: `ROBUST` if it averages the replies,
+    `CHOOSING` if replies may only be excluded."""
+    robustness: str = ""
+    """Reason why the method supports no robust aggregation rule, as shown to users."""
     privacy: Protection = UNDECLARED
-    """Whether `[privacy]` can protect the samples of the method's clients."""
+    """Support for differential privacy of the clients' samples."""
     warning: str = ""
-    """What a user must know before a run starts."""
+    """Warning shown before a run starts."""
     simulation_only: bool = False
-    """Whether the method runs in a simulation alone, as it needs all clients' data in one place."""
+    """Whether the method runs only in simulation, because it needs all clients' data in one
+    place."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a declaration that no run could follow."""
+        """Raise TypeError or ValueError if a field is invalid."""
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
-        require(self, metrics=Mapping, models=Mapping, own_models=Mapping, defenses=tuple)
-        require(self, resists=str, warning=str, privacy=Protection)
+        require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
+        require(self, robustness=str, warning=str, privacy=Protection)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"
             )
-        for name in ("sizes", "suits"):
+        for name in ("sizes", "check_model"):
             if not callable(value := getattr(self, name)):
                 raise TypeError(f"MethodSpec: '{name}' must be a function, got {value!r}")
         for name, choices in (("headline", ("personal", "common")), ("late", get_args(Late))):
@@ -187,10 +213,10 @@ class MethodSpec:
 
     @property
     def offers(self) -> str:
-        """The kind of model that a client gets with which nobody has trained; "": none.
+        """Kind of model offered to clients that have never trained, or "" if there is none.
 
-        It is the one that the server sends for all. A method without it sends only what teaches the
-        clients' own models, and these a new client would have to train first.
+        It is the global model. A method without a global model only sends knowledge that a new
+        client would have to train on first.
         """
         return "global" if "global" in self.kinds else ""
 
@@ -201,5 +227,5 @@ class MethodSpec:
         return (kind.pool_of_any if self.any_model else ()) or kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:
-        """Return the defaults of `own_models` for a kind of data."""
-        return {setting: getattr(kind, name) for setting, name in self.own_models.items()}
+        """Return the default models of `model_settings` for a kind of data."""
+        return {setting: getattr(kind, name) for setting, name in self.model_settings.items()}

@@ -74,7 +74,7 @@ SPEC = MethodSpec(
     needs_unlabeled=True,
     semi=False,
     one_model=True,
-    suits=check_dropout,
+    check_model=check_dropout,
     models={
         "image": "cnn2-dropout",
         "table": "mlp-dropout",
@@ -125,5 +125,5 @@ SPEC = MethodSpec(
         "relation": "relation of the helpers",
         "models_sent": "models sent to clients",
     },
-    privacy=Protection(refused="helpers are chosen by metrics of the client's own samples"),
+    privacy=Protection(unsupported="helpers are chosen by metrics of the client's own samples"),
 )

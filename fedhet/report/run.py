@@ -19,7 +19,7 @@ from fedhet.base.disk import read_tables
 from fedhet.base.errors import StateError
 from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.methods.registry import find_method, shipped_names
-from fedhet.methods.spec import title_of
+from fedhet.methods.spec import metric_title
 from fedhet.runs import directory
 from fedhet.runs.measures import Tail, tail_of
 from fedhet.runs.records import (
@@ -87,7 +87,7 @@ class Run:
     def title_of(self, figure: str) -> str:
         """Return what one of the method's own figures is called."""
         shipped = self.method in shipped_names()  # a method of one's own would be imported
-        return title_of(figure, find_method(self.method).spec.metrics if shipped else {})
+        return metric_title(figure, find_method(self.method).spec.metrics if shipped else {})
 
     @property
     def done(self) -> int:

@@ -211,7 +211,7 @@ class HetStrategy(Strategy):
         if self._held_out.notice:
             self.log.notice(self._held_out.notice)
         self.state.scores.outdate(self.members)
-        self.spec.suits(self.settings, self.task)
+        self.spec.check_model(self.settings, self.task)
         # The thread count affects floating-point sums: fix it, as on the clients.
         torch.set_num_threads(self.run.engine.threads)
         self.init()
