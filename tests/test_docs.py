@@ -125,15 +125,16 @@ def test_a_stale_part_is_replaced_and_what_people_wrote_stays():
 
 
 @pytest.mark.parametrize("name", sorted(shipped_names()))
-def test_a_method_has_a_page_with_its_paper_and_what_holds(name):
-    """Title and what holds are written by hand; settings and fields come from the declaration."""
+def test_a_method_has_a_page_with_its_paper_and_results(name):
+    """The paper and the results are written by hand; settings and fields are generated."""
     text = " ".join((DOCS / "methods" / f"{name}.md").read_text().replace("*", "").split())
     by_hand = text.partition("<!-- Made")[0]
     method = find_method(name)
     authors, _, title = method.spec.paper.rpartition(", ")
     for words in (authors.split(",")[0].split(" ")[0], " ".join(title.split()[:3])):
         assert words.lower() in by_hand.lower(), words
-    assert "## What holds" in text.partition("<!-- to here -->")[2]
-    fields = (*method.spec.instructions.fields, *method.spec.replies.fields)
-    for said in (*method.settings(), *(field.name for field in fields)):
-        assert f"| `{said}` |" in text
+    assert "## Results" in text.partition("<!-- to here -->")[2]
+    for name in method.settings():
+        assert f"| `{name}` |" in text
+    for field in (*method.spec.instructions.fields, *method.spec.replies.fields):
+        assert f"`{field.name}`" in text

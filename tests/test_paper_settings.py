@@ -49,16 +49,18 @@ def test_a_preset_has_the_values_of_its_paper_and_no_setting_without_a_source(me
 
 
 @pytest.mark.parametrize("name", OF_PAPERS)
-def test_a_page_has_a_row_with_a_reason_for_each_default_that_differs(name):
-    """The defaults are read from the declarations; the rest, from the file."""
+def test_each_default_that_differs_has_a_reason_and_the_methods_own_are_on_its_page(name):
+    """The defaults are read from the declarations, the rest from the file."""
     defaults = resolve({"method": name}).flat()
     settings = paper_settings()[name].get("settings", {})
     differ = {n for n, each in settings.items() if "words" in each or each["value"] != defaults[n]}
-    page = reference._method(find_method(name)).partition("## The paper's settings")[2]
-    rows = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("| `")]
-    assert {row.split("`")[1] for row in rows} == differ
+    rows = differences(name)
+    assert {row[0].strip("`") for row in rows} == differ
     assert len(rows) == len(differ)
-    assert all(cell.strip() for row in rows for cell in row.strip("|").split("|"))
+    assert all(cell.strip() for row in rows for cell in row)
+    page = reference._method(find_method(name)).partition("## Experiment of the paper")[2]
+    shown = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert shown == {setting for setting in differ if setting.startswith(f"{name}.")}
     for stale in settings.keys() - differ:  # a reason that stays when a default becomes the paper's
         assert "why" not in settings[stale]
 

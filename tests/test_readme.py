@@ -92,9 +92,6 @@ def test_a_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
     if words[0].startswith("PYTHONPATH="):
         monkeypatch.syspath_prepend(str(tmp_path / words[0].partition("=")[2]))
         words = words[1:]
-    for kind in ("text", "signal"):  # the command before it has written this
-        if f"{kind}:data/{kind}s" in words:
-            call("fedhet", "example-data", kind, f"data/{kind}s", monkeypatch=monkeypatch)
     if words[1] == "compare":
         return  # the test below
     call(*words, *(["--dry-run"] if words[1] == "table" else []), monkeypatch=monkeypatch)
@@ -122,7 +119,7 @@ def test_the_examples_are_those_of_the_pages():
     assert tomllib.loads(toml) == tomllib.loads((ROOT / "examples/experiment.toml").read_text())
     code = (ROOT / "examples" / "mymodels.py").read_text()
     own = [block for block in blocks("python") if block.startswith("# mymodels.py")]
-    assert len(own) == 3
+    assert own
     for block in own:
         functions = block[min(block.find(word) for word in ("def ", "class ") if word in block) :]
         assert functions.strip() in code
@@ -154,7 +151,5 @@ def test_the_table_of_extras_is_that_of_the_project():
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
 
 
-def test_readme_is_a_first_page():
-    """Besides the list of methods, a line each."""
-    own = [line for line in README.splitlines() if not line.startswith("| [`")]
-    assert len(" ".join(own).split()) <= 1150
+def test_readme_is_short():
+    assert len(README.split()) <= 900

@@ -4,8 +4,8 @@ docs/reference.md: the settings of every run. docs/methods/NAME.md: a method's s
 its paper, and the fields of its messages. README.md and docs/methods.md: the list of methods.
 docs/rounds.md and docs/privacy.md: what late replies and privacy mean for each.
 pyproject.toml: the default run config of `flwr run`. `python -m fedhet.config.reference`, in the
-project's root, writes them all. Of a page that people write too, it writes what stands between
-BEGIN and END.
+project's root, writes all of them. On pages that are also edited by hand, only the part between
+BEGIN and END is generated.
 """
 
 from __future__ import annotations
@@ -44,16 +44,20 @@ FOOT = """
 The settings of a method are on its page, from the [list of methods](methods.md).
 """
 BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
-SETTING_COLUMNS = ("setting", "default", "takes", "what it is")
-FIELD_COLUMNS = ("field", "type", "what it is")
-METHOD_COLUMNS = ("method", "what it does", "it needs")
-LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "a late answer"), ("method", "with privacy")
-LATE: Mapping[Late, str] = {
-    "averaged": "enters the averages with its age",
-    "kept": "counts like any other: it is a client's own model, or its own class means",
-    "refused": "is not used, without a mark: its rows belong to the public samples of its round",
+SETTING_COLUMNS = ("setting", "default", "values", "description")
+FIELD_COLUMNS = ("field", "type", "description")
+METHOD_COLUMNS = ("method", "description", "requires")
+HEADLINES = {
+    "personal": "accuracy on the clients' own test splits (`personal`)",
+    "common": "accuracy on the common test set (`common`)",
 }
-PAPER_COLUMNS = ("setting", "default here", "in the paper", "why")
+LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("method", "with privacy")
+LATE: Mapping[Late, str] = {
+    "averaged": "averaged, with a weight that depends on its age",
+    "kept": "used unchanged: it is the client's own model, or its own class means",
+    "refused": "discarded, without a penalty: it belongs to the public samples of an earlier round",
+}
+PAPER_COLUMNS = ("setting", "default", "paper", "reason for the default")
 PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
 
 
@@ -62,7 +66,7 @@ def reference(root: Path) -> dict[Path, str]:
     methods = [find_method(name) for name in sorted(shipped_names())]
     docs = root / "docs"
     parts = {
-        root / "README.md": _index(methods, "docs/methods/"),
+        root / "README.md": _index(methods, "docs/methods/", brief=True),
         docs / "methods.md": _index(methods, "methods/"),
         docs / "rounds.md": _grouped(
             LATE_COLUMNS,
@@ -84,17 +88,19 @@ def with_part(path: Path, part: str, paper: str = "") -> str:
     if path.exists():
         page = path.read_text(encoding="utf-8")
     elif paper:
-        page = f"# {path.stem}\n\n{paper}.\n\n{BEGIN}{END}\n\n## What holds\n\nNot measured yet.\n"
+        page = f"# {path.stem}\n\n{paper}.\n\n{BEGIN}{END}\n\n## Results\n\nNot measured yet.\n"
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{part}\n{END}{rest.partition(END)[2]}"
 
 
-def _index(methods: Iterable[Method], folder: str) -> str:
+def _index(methods: Iterable[Method], folder: str, *, brief: bool = False) -> str:
+    """Return the table of methods; if `brief`, without their requirements."""
+    columns = len(METHOD_COLUMNS) - brief
     rows = [
         (f"[`{method.name}`]({folder}{method.name}.md)", method.spec.title, _needs(method.spec))
         for method in methods
     ]
-    return in_markdown(METHOD_COLUMNS, rows)
+    return in_markdown(METHOD_COLUMNS[:columns], [row[:columns] for row in rows])
 
 
 def _grouped(columns: tuple[str, str], words: Mapping[str, str]) -> str:
@@ -118,48 +124,72 @@ def _needs(spec: MethodSpec) -> str:
 
 
 def _method(method: Method) -> str:
-    """Return a method's page."""
+    """Return the generated part of a method's page."""
     spec, file = method.spec, f"{method.name.replace('-', '_')}.py"
-    code = [
-        f"[{room}/{file}](../../fedhet/{room}/{file})"
-        for room in ("methods", "strategies", "clients")
-    ]
+    places = {"declaration": "methods", "server": "strategies", "client": "clients"}
+    code = [f"[{side}](../../fedhet/{place}/{file})" for side, place in places.items()]
     needed = _needs(spec)
-    parts = [
-        f"{spec.title[0].upper()}{spec.title[1:]}. {f'It needs {needed}. ' if needed else ''}"
-        f"Headline: the {spec.headline} protocol.\n",
-        f"{default_models(method)}\n",
-        f"{defenses(method)}\n",
-        f"{privacy(method)}\n",
-        f"The code: {', '.join(code)}.\n",
-        "## What travels\n",
+    lines = [
+        f"Requires: {needed}." if needed else "",
+        f"Headline metric: {HEADLINES[spec.headline]}.",
+        f"Default models: {', '.join(f'`{name}`' for name in spec.pool(IMAGE))} for images.",
+        f"Messages: {_messages(spec)}.",
+        defenses(method),
+        privacy(method),
+        f"Extra metrics: {_metrics(spec)}." if spec.metrics else "",
+        f"Code: {', '.join(code)}.",
     ]
-    for title, contract in (("The server", spec.instructions), ("A client", spec.replies)):
-        rows = [(f"`{name}`", kind, line) for name, kind, line in field_rows(contract)]
-        fields = in_markdown(FIELD_COLUMNS, rows)
-        parts.append(f"{title} sends:\n\n{fields}" if rows else f"{title} sends nothing.\n")
-    parts += [
-        "## Settings\n",
-        _settings(method.settings()) if method.settings() else "None of its own.\n",
-        "Those of every run are in the [reference](../reference.md).",
-    ]
+    parts = ["## Properties\n", *(f"- {line}" for line in lines if line)]
+    if method.settings():
+        parts += ["\n## Settings\n", _own_settings(method.settings()).rstrip()]
     if paper := paper_settings().get(method.name):
-        different = differences(method.name)
-        how = f"No preset runs it: {paper.get('without')}."
-        if "preset" in paper:
-            how = f"`fedhet run {method.name} --preset {paper['preset']}` runs it."
-        said = " These defaults differ from it:" if different else ""
-        parts.append(f"\n## The paper's settings\n\n{paper['what']}. {how}{said}")
-        parts += ["", in_markdown(PAPER_COLUMNS, different).rstrip()] if different else []
-    if spec.metrics:
-        measured = [(f"`{name}`", title) for name, title in spec.metrics.items()]
-        parts += ["\n## What a run measures besides\n"]
-        parts += [in_markdown(("figure", "what it is"), measured)]
-    return "\n".join(parts)
+        parts += ["\n## Experiment of the paper\n", _experiment(method.name, paper)]
+    return "\n".join(parts) + "\n"
+
+
+def _messages(spec: MethodSpec) -> str:
+    """Return the names of the fields that the server and the clients send."""
+    sent = []
+    for sender, contract in (("the server sends", spec.instructions), ("clients", spec.replies)):
+        names = ", ".join(f"`{field.name}`" for field in contract.fields)
+        sent.append(f"{sender} {names or 'nothing'}")
+    return "; ".join(sent)
+
+
+def _metrics(spec: MethodSpec) -> str:
+    """Return the metrics that the method defines, each with its title."""
+    return "; ".join(f"`{name}` ({title})" for name, title in spec.metrics.items())
+
+
+def _experiment(name: str, paper: Mapping[str, Any]) -> str:
+    """Return the paper's experiment, its preset, and the differing defaults of the method."""
+    preset = f"`fedhet run {name} --preset {paper.get('preset')}`"
+    how = preset if "preset" in paper else f"no preset, because {paper.get('without')}"
+    own = [row for row in differences(name) if row[0].startswith(f"`{name}.")]
+    text = f"{paper['what']}: {how}."
+    return f"{text}\n\n{in_markdown(PAPER_COLUMNS, own).rstrip()}" if own else text
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
-    rows = [(f"`{n}`", f"`{d}`", takes, help_) for n, d, takes, help_ in setting_rows(settings)]
+    """Return the table of settings, with short forms of the allowed values."""
+    rows = [
+        (f"`{name}`", f"`{default}`", re.sub(r"\b(an?|one of) ", "", values), help_)
+        for name, default, values, help_ in setting_rows(settings, brief=True)
+    ]
+    return in_markdown(SETTING_COLUMNS, rows)
+
+
+def _own_settings(settings: Mapping[str, FieldInfo]) -> str:
+    """Return the table of a method's settings; of the allowed values, only lists of choices."""
+    rows = [
+        (
+            f"`{name}`",
+            f"`{default}`",
+            values.removeprefix("one of ") if "," in values else "",
+            help_,
+        )
+        for name, default, values, help_ in setting_rows(settings, brief=True)
+    ]
     return in_markdown(SETTING_COLUMNS, rows)
 
 
@@ -186,16 +216,17 @@ def default_models(method: Method) -> str:
             named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own]
             pool = as_text(method.spec.pool(kind))
             parts.append(f"for {kind.plural}, {', and '.join([pool, *named])}")
-    return f"Models, if none are given: {'; '.join(parts)}."
+    return f"Default models: {'; '.join(parts)}."
 
 
 def privacy(method: Method) -> str:
     """Return in a sentence whether a method can protect the clients' samples, and how."""
     rule = method.spec.privacy
     if rule.unsupported:
-        return f"`privacy.epsilon`: not with this method; {rule.unsupported}."
+        return f"Privacy (`privacy.epsilon`): unsupported, because {rule.unsupported}."
     needs = ", ".join(_private_needs(method))
-    return f"`privacy.epsilon`: {rule.mechanism}{f'; it needs {needs}' if needs else ''}."
+    requirement = f"; requires {needs}" if needs else ""
+    return f"Privacy (`privacy.epsilon`): {rule.mechanism}{requirement}."
 
 
 def _private_needs(method: Method) -> list[str]:
@@ -210,7 +241,7 @@ def _private(method: Method) -> str:
     """Return what privacy means for a method, for the table of all methods."""
     rule, needs = method.spec.privacy, [f"`{each}`" for each in _private_needs(method)]
     if rule.unsupported:
-        return f"refused: {rule.unsupported}"
+        return f"unsupported: {rule.unsupported}"
     return f"{rule.mechanism}; with {', '.join(needs)}: {rule.reason}" if needs else rule.mechanism
 
 
@@ -218,8 +249,8 @@ def defenses(method: Method) -> str:
     """Return in a sentence which robust averages a method can have."""
     found, resists = ", ".join(method.spec.defenses), method.spec.robustness
     if found:
-        return f"`defense.average`, besides mean: {found}."
-    return f"`defense.average`: mean alone{f'; {resists}' if resists else ''}."
+        return f"Robust aggregation (`defense.average`): {found}."
+    return f"Robust aggregation (`defense.average`): none{f'; {resists}' if resists else ''}."
 
 
 def field_rows(contract: Contract) -> list[tuple[str, str, str]]:

@@ -51,7 +51,7 @@ def trainer(run: RunSettings) -> str:
 
 
 SPEC = MethodSpec(
-    title="one model on all clients' data, in a simulation: the upper bound of every table",
+    title="one model trained on all clients' data: the upper bound, simulation only",
     paper="no paper",
     headline="common",
     settings=CentralSettings,

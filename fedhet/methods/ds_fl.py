@@ -32,7 +32,7 @@ class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
 
 SPEC = replace(
     fedmd.SPEC,
-    title="sharpened mean of soft labels on unlabeled public data, and a server's model",
+    title="sharpened mean of soft labels on unlabeled public data; server model",
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
     model_settings={"server_model": "model"},

@@ -17,7 +17,7 @@ class FdSettings(MethodSettings):
 
 
 SPEC = MethodSpec(
-    title="class-wise probabilities alone, averaged over all other clients",
+    title="class-wise mean probabilities, averaged over the other clients",
     paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
     headline="common",
     late="kept",

@@ -39,7 +39,7 @@ def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
 
 REPLIES = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))
 SPEC = MethodSpec(
-    title="one model, averaged by samples",
+    title="one model, averaged by number of samples",
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
     headline="common",
     late="averaged",

@@ -16,7 +16,7 @@ class FedBnSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="FedAvg in which each client keeps its batch norms",
+    title="FedAvg with local batch normalization",
     paper="Li et al., FedBN: Federated Learning on Non-IID Features",
     headline="personal",
     settings=FedBnSettings,

@@ -22,7 +22,7 @@ class FedDfSettings(FedAvgSettings):
 
 
 SPEC = MethodSpec(
-    title="averages of each architecture, taught by all clients' ensemble on public data",
+    title="one average per architecture, distilled from the ensemble on public data",
     paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
     headline="common",
     settings=FedDfSettings,

@@ -65,7 +65,7 @@ class FedGemsSettings(MethodSettings):
 
 
 SPEC = MethodSpec(
-    title="a larger server model, selective distillation on labeled public data",
+    title="larger server model, selective distillation on labeled public data",
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
     headline="common",
     settings=FedGemsSettings,

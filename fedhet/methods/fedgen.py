@@ -78,7 +78,7 @@ def generator_shapes(classes: int, noise: int, hidden: int, width: int) -> Shape
 
 SPEC = replace(
     lg_fedavg.SPEC,
-    title="one head for all extractors, taught by a generator of features",
+    title="one head for all extractors, trained with a generator of features",
     paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
     settings=FedGenSettings,
     sizes=gen_sizes,

@@ -22,7 +22,7 @@ class FedGhSettings(lg_fedavg.LgFedAvgSettings):
 
 SPEC = replace(
     lg_fedavg.SPEC,
-    title="one head for all extractors, which the server trains on class means",
+    title="one head for all extractors, trained by the server on class means",
     paper="Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header",
     late="kept",
     settings=FedGhSettings,

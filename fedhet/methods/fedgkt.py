@@ -47,7 +47,7 @@ def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
 
 
 SPEC = MethodSpec(
-    title="a large server model on the features of small edge models; labels travel too",
+    title="large server model, trained on features and labels of small edge models",
     paper="He et al., Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
     headline="common",
     settings=FedGktSettings,

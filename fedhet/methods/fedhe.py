@@ -27,7 +27,7 @@ class FedHeSettings(MethodSettings):
 
 
 SPEC = MethodSpec(
-    title="class-wise logits alone, averaged over the clients",
+    title="class-wise mean logits, averaged over the clients",
     paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
     headline="common",
     late="averaged",

@@ -47,7 +47,7 @@ def mentee_sizes(settings: FedKdSettings, client: ClientInfo) -> Sizes:
 
 SPEC = replace(
     fedavg.SPEC,
-    title="a mentor and a small shared mentee, whose changes are sent at low rank",
+    title="private mentor and small shared mentee, with low-rank updates",
     paper="Wu et al., Communication-efficient federated learning via knowledge distillation",
     headline="personal",
     settings=FedKdSettings,

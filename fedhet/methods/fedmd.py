@@ -92,7 +92,7 @@ def replies(scores: ScoreKind) -> Contract:
 
 
 SPEC = MethodSpec(
-    title="mean class scores on labeled public data; models of any architecture",
+    title="mean class scores on labeled public data",
     paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
     headline="common",
     settings=FedMdSettings,

@@ -34,7 +34,7 @@ class FedMrlSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="a small shared model and an own one, whose features a projector fuses",
+    title="small shared model and private model, fused by a projector",
     paper="Yi et al., Federated Model Heterogeneous Matryoshka Representation Learning",
     headline="personal",
     settings=FedMrlSettings,

@@ -15,7 +15,7 @@ class FedPerSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="FedAvg of the base layers; each client has a head of its own",
+    title="FedAvg of the base layers, with personal heads",
     paper="Arivazhagan et al., Federated Learning with Personalization Layers",
     headline="personal",
     settings=FedPerSettings,

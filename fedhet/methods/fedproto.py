@@ -41,7 +41,7 @@ class FedProtoSettings(PrototypeSettings):
 
 
 SPEC = MethodSpec(
-    title="class prototypes: mean features, to which all clients' features are drawn",
+    title="class prototypes (mean features) that attract all clients' features",
     paper="Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients",
     headline="personal",
     late="averaged",

@@ -16,7 +16,7 @@ class FedProxSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="FedAvg with a proximal term in the clients' loss",
+    title="FedAvg with a proximal term",
     paper="Li et al., Federated Optimization in Heterogeneous Networks",
     settings=FedProxSettings,
 )

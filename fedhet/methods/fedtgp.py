@@ -50,7 +50,7 @@ class FedTgpSettings(fedproto.PrototypeSettings):
 
 SPEC = replace(
     fedproto.SPEC,
-    title="FedProto with prototypes that the server trains to stay apart",
+    title="FedProto with prototypes that the server trains to be separable",
     paper="Zhang et al., FedTGP: Trainable Global Prototypes",
     late="kept",
     settings=FedTgpSettings,

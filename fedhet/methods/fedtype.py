@@ -116,7 +116,7 @@ SCALE = WeightsField(
     "scale", "a variational proxy's standard deviations", required=False, low=MIN_SCALE
 )
 SPEC = MethodSpec(
-    title="identical small proxies, and conformal sets between proxy and private model",
+    title="identical small proxies; conformal sets between proxy and private model",
     paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
     headline="personal",
     late="averaged",

@@ -28,7 +28,7 @@ class FmlSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="a private model and a small shared one that teach each other",
+    title="private model and small shared model that teach each other",
     paper="Shen et al., Federated Mutual Learning",
     headline="personal",
     settings=FmlSettings,

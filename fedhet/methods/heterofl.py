@@ -50,7 +50,7 @@ class HeteroFlSettings(FedAvgSettings):
 
 
 SPEC = MethodSpec(
-    title="sub-models of several widths, averaged where they overlap",
+    title="submodels of several widths, averaged where they overlap",
     paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
     headline="common",
     late="averaged",

@@ -3,7 +3,7 @@
 from fedhet.methods.spec import MethodSpec, Protection
 
 SPEC = MethodSpec(
-    title="each client trains alone; the baseline of every table",
+    title="each client trains alone: the baseline",
     paper="no paper",
     headline="common",
     late="averaged",

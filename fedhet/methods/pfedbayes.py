@@ -37,7 +37,7 @@ def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
 
 SPEC = replace(
     fedavg.SPEC,
-    title="personal Gaussian weights near localized ones, whose means and scales are averaged",
+    title="personal Gaussian weights near a shared Gaussian model",
     paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
     headline="personal",
     settings=PFedBayesSettings,

@@ -23,7 +23,7 @@ class PFedMeSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="a personal model near a local copy, which is averaged",
+    title="personal models near local copies, which are averaged",
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",
     settings=PFedMeSettings,

@@ -65,7 +65,7 @@ def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
 
 
 SPEC = MethodSpec(
-    title="personalized semi-supervised learning with helpers chosen by their uncertainty",
+    title="personalized semi-supervised learning with helpers selected by uncertainty",
     paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
     headline="personal",
     late="kept",

@@ -47,7 +47,7 @@ def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
 
 SPEC = replace(
     felo.SPEC,
-    title="Felo with synthetic features, from a conditional VAE on the server",
+    title="Felo with synthetic features from a conditional VAE on the server",
     settings=VeloSettings,
     sizes=velo_sizes,
     defenses=CHOOSING,
