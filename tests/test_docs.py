@@ -81,7 +81,7 @@ def test_headings_descend_one_level_at_a_time(page):
 
 def test_every_command_is_explained():
     commands = typer.main.get_command(app).commands
-    page = (DOCS / "commands.md").read_text()
+    page = (DOCS / "guide.md").read_text()
     rows = re.findall(r"^\| (`fedhet .*?) \|", page, re.MULTILINE)
     named = set(re.findall(r"`fedhet ([a-z-]+)", " ".join(rows)))
     assert named == set(commands)

@@ -435,7 +435,7 @@ def test_the_onnx_file_of_a_table_and_the_loader_of_the_docs_suffice(
     client = open_client(patients / "run", "client-0")
     export(client, "onnx", tmp_path / "model.onnx").unlink()
     shutil.copy(patients / "new.csv", tmp_path)
-    page = (Path(__file__).parents[1] / "docs" / "use.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
     (loader,) = re.findall(r"```python\n(import csv.*?)```", page, re.DOTALL)
     assert "fedhet" not in loader
     monkeypatch.chdir(tmp_path)

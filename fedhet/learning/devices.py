@@ -273,7 +273,7 @@ def why_no_cuda() -> str:
         first = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
         hint = (
             f"; PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, and needs a "
-            "driver for it: docs/start.md"
+            "driver for it: docs/guide.md"
         )
         return first + (hint if "too old" in first or "insufficient" in first else "")
     return "CUDA_VISIBLE_DEVICES leaves none" if "CUDA_VISIBLE_DEVICES" in os.environ else "no GPU"

@@ -70,7 +70,7 @@ class EngineSettings(ComputeSettings):
         "auto: inline if starting Ray takes longer than it saves (docs/performance.md)",
     )
     track: Literal["none", "wandb", "mlflow", "prometheus"] = machine(
-        "none", "where a run's metrics are sent, besides its own files (docs/trackers.md)"
+        "none", "where a run's metrics are sent, besides its own files (docs/guide.md)"
     )
     strict: bool = machine(
         True, "in a simulation, whether an error of a client's own code ends the run"

@@ -1,0 +1,70 @@
+"""The tutorials "Compare methods" and "Train on your data": their commands run, on fewer rounds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+INSTALLATION = re.compile(r"^(make|source|python3 -m venv|pip) ")
+SMALL = {
+    "start.md": "--rounds 1 --backend inline --set max-samples=200 --models cnn2,mlp",
+    "own-data.md": "--rounds 1 --backend inline",
+}
+"""Options that are added to every run of a page."""
+LEFT_BEHIND = {
+    "start.md": ["runs/felo/seed-2/summary.json", "runs/compare/compare.html"],
+    "own-data.md": ["runs/patients/report.html", "runs/seeds/seed-2/summary.json", "schema.toml"],
+}
+
+
+def commands(page: str) -> str:
+    """Return the commands of a page as a script, without the installation."""
+    text = (DOCS / page).read_text()
+    blocks = re.findall(r"^( *)```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(textwrap.dedent(block) for _, block in blocks).replace("\\\n", " ")
+    kept = [line for line in lines.splitlines() if not INSTALLATION.match(line)]
+    runs = re.compile(r"^(fedhet run .*)$")
+    return "\n".join(runs.sub(rf"\1 {SMALL[page]}", line) for line in kept)
+
+
+@pytest.mark.parametrize("page", SMALL)
+def test_the_commands_of_a_tutorial_run_in_order(page, tmp_path):
+    script = commands(page)
+    assert script.count("fedhet ") >= 6
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in LEFT_BEHIND[page]:
+        assert (tmp_path / name).exists(), name
+
+
+def test_the_sample_of_the_table_is_that_of_the_command(tmp_path):
+    """The first rows and the types of columns that the page shows."""
+    page = (DOCS / "own-data.md").read_text()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    script = "\n".join(commands("own-data.md").splitlines()[:4])
+    shown = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    lines = [line for line in shown.splitlines() if not line.startswith("fedhet ")]
+    assert [line for line in lines[:6] if line not in page] == []
