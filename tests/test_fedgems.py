@@ -404,7 +404,7 @@ def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
 def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds, last):
     """After `engine.max-divergences` rounds, or after the last if it has never learned anything."""
     rates = [1000000.0, 0.001, 0.001, 0.001, 0.001]
-    server = Server(unstable(rounds=rounds, lr=rates, divergences=limit), tmp_path / "run")
+    server = Server(unstable(rounds=rounds, lr=rates, max_divergences=limit), tmp_path / "run")
     before = all_of(server)
     for number in range(1, last):
         server.play(number)

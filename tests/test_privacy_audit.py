@@ -16,7 +16,7 @@ from federation import SMALL, Server, client_of, settings
 from torch.nn import functional as F
 
 from fedhet import models
-from fedhet.client_runtime.privacy import Private
+from fedhet.client_runtime.privacy import DifferentialPrivacy
 from fedhet.config.resolve import resolve
 from fedhet.data.spec import Split
 from fedhet.models import load_weights
@@ -157,7 +157,7 @@ def test_the_attack_does_not_refute_what_is_claimed(method, tmp_path):
 
 @pytest.mark.parametrize("method", ATTACKS)
 def test_the_same_attack_refutes_it_if_the_noise_is_left_out(method, tmp_path, monkeypatch):
-    monkeypatch.setattr(Private, "noise", Noise(1e-9, 1e-9, 1e-9))
-    monkeypatch.setattr(Private, "_check", lambda *_: None)
+    monkeypatch.setattr(DifferentialPrivacy, "noise", Noise(1e-9, 1e-9, 1e-9))
+    monkeypatch.setattr(DifferentialPrivacy, "_check", lambda *_: None)
     right = right_guesses(method, tmp_path, 5)
     assert lower_bound(GUESSES, right) > 1.25 * CLAIM

@@ -368,11 +368,11 @@ def test_a_sites_budget_lasts_for_all_runs(tmp_path):
     for number in (1, 2):
         replied(first, number, Knowledge())
     second = opened(private("felo"), tmp_path, **own)
-    second.promise.begin("other", 1)
-    noise = second.promise.noise
-    assert noise.gradients > first.promise.noise.gradients
+    second.privacy.begin("other", 1)
+    noise = second.privacy.noise
+    assert noise.gradients > first.privacy.noise.gradients
     past = [e.release for e in entries(tmp_path)]
-    plan = second.promise.plan
+    plan = second.privacy.plan
     total = [*past, *plan.steps(noise.gradients), *plan.sums(noise.sums, noise.counts)]
     assert 9.5 < epsilon_of(total, 1e-5) <= 10.0
     spent = opened(private("felo"), tmp_path, privacy="epsilon=6 delta=1e-5")
@@ -386,10 +386,10 @@ def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
     """In the words of a budget, which the server takes for no failure."""
     config = private(method)
     earlier = opened(config, tmp_path)
-    earlier.promise.begin("earlier", 1)
+    earlier.privacy.begin("earlier", 1)
     steps = [Release(1.0, 1.0, 20)]
     about = {"run": "earlier", "round": 1, "method": method, "client": earlier.info.name}
-    earlier.promise._ledger.charge(steps, lambda past: None, data="d", **about)
+    earlier.privacy._ledger.charge(steps, lambda past: None, data="d", **about)
     client = opened(config, tmp_path, privacy="epsilon=8 delta=1e-5")
     told = weights_for(client) if method == "fedavg" else Knowledge()
     _, _, said = client.fit(encode(Envelope("run", method, 1, "server"), told), {})
@@ -539,8 +539,8 @@ PLACES = {
     "before its class means": "(promises, 'noised_means', True)",
     "before its state is saved": "(states.ClientState, 'save', True)",
     "after its state is saved": "(states.ClientState, 'save', False)",
-    "before its answer is kept": "(promises.Private, 'keep', True)",
-    "after its answer is kept": "(promises.Private, 'keep', False)",
+    "before its answer is kept": "(promises.DifferentialPrivacy, 'keep', True)",
+    "after its answer is kept": "(promises.DifferentialPrivacy, 'keep', False)",
 }
 
 

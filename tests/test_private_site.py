@@ -431,8 +431,8 @@ def test_no_setting_of_a_private_run_names_the_sites_own_data(tmp_path):
 def test_a_site_warns_of_runs_without_privacy_that_split_its_data_otherwise(tmp_path, caplog):
     folder = site(tmp_path / "site")
     run = {"privacy.epsilon": 0.0, "models.num-classes": 10, "seed": 3, "data.test-fraction": 0.5}
-    joined(folder, {"privacy": ""}, **run)._client.promise.begin("open", 1)
-    joined(folder)._client.promise.begin("private", 1)
+    joined(folder, {"privacy": ""}, **run)._client.privacy.begin("open", 1)
+    joined(folder)._client.privacy.begin("private", 1)
     said = [each for each in caplog.messages if "no privacy guarantee" in each]
     assert len(said) == 1
     assert "site-a: run private has no privacy guarantee" in said[0]

@@ -423,7 +423,7 @@ def split_labels(
             f"{client}: has {len(train)} training samples, at least {2 * least} are needed "
             f"with 'data.labeled-alpha' = {alpha} and 'data.min-labeled' = {least}"
         )
-    rng = numpy_rng(seed, "labeled", client)
+    rng = numpy_rng(seed, "labelled", client)  # the key of draws that published tables used
     share = rng.dirichlet([alpha, alpha])[0]
     count = min(max(round(share * len(train)), least), len(train) - least)
     order = rng.permutation(len(train))
