@@ -6,6 +6,7 @@ import csv
 import html
 import json
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from fedhet.experiments.claims import (
     read_finished,
     verdict_of,
 )
-from fedhet.experiments.paper import Finished
+from fedhet.experiments.paper import TableResult
 from fedhet.experiments.plan import paper_of, plan, read_table, table_names
 
 DOCS = Path(__file__).parent.parent / "docs"
+TABLES = MEASURED.parent / "tables"
 KEYS = {"paper", "table", "size", "claim", "verdict"}
 VERDICTS = {"holds", "not-told-apart", "does-not-hold", "not-measured"}
 
@@ -45,6 +47,8 @@ def write(folder, size, *outcomes, **changes):
     claims = claims_of("felo-2")
     found = [comparison(outcome, claims[number]) for number, outcome in outcomes]
     content = {"table": "felo-2", "size": size, "seeds": [0, 1], "runs": 4, "finished": 4}
+    columns = {"IID": (59.4, 0.4), "Dirichlet 0.5": (58.03, None)}
+    content["cells"] = dict.fromkeys(("FedAvg", "Felo", "Velo"), columns)
     text = json.dumps({**content, "comparisons": found, **changes})
     (folder / f"felo-2-{size}.json").write_text(text)
 
@@ -90,7 +94,7 @@ def test_a_claim_is_of_all_places_and_fails_in_one(outcomes, verdict):
 )
 def test_seeds_that_would_decide_a_claim(places, seeds, tmp_path):
     found = [comparison("within noise", difference=d, se=s) for d, s in places]
-    finished = Finished(
+    finished = TableResult(
         table="felo-2", size="tiny", seeds=[0, 1, 2], runs=1, finished=1, comparisons=found
     )
     tested = TestedClaim(finished, "a is better", tuple(finished.comparisons))
@@ -173,7 +177,7 @@ def test_a_damaged_file_is_named(text, fault, folder):
 
 def test_a_file_of_another_table_and_an_odd_outcome_are_refused(folder):
     write(folder, "tiny", table="felo-3")
-    with pytest.raises(StateError, match=r"felo-2-tiny\.json is of the table 'felo-3'"):
+    with pytest.raises(StateError, match=r"felo-2-tiny\.json: expected the name felo-3-tiny"):
         call("claims", "--out", folder)
     write(folder, "tiny", (0, "perhaps"))
     with pytest.raises(StateError, match=r"comparisons\.0\.outcome: Input should be 'holds'"):
@@ -195,25 +199,44 @@ def cells(line):
     return [html.unescape(re.sub(r"\\(.)", r"\1", part)) for part in parts]
 
 
-def shown(table, size):
-    """The comparisons that a table's page shows: claim, where, difference and outcome."""
-    page = (DOCS / "tables" / f"{paper_of(table)}.md").read_text()
-    section = page[page.index(f"fedhet table {table} --size {size} ") :]
-    rest = re.search(r"^##|^```bash", section, re.MULTILINE)
-    part = (section[: rest.start()] if rest else section).partition("| claim | where |")[2]
-    return [cells(line) for line in part.splitlines() if line.startswith("|")][1:]
+def section(result):
+    """The section of a table on its paper's page."""
+    page = (DOCS / "tables" / f"{paper_of(result.table)}.md").read_text()
+    start = page.index(f"\n## {read_table(result.table).title}\n".replace("_", r"\_"))
+    return page[start : page.find("\n## ", start + 1)].splitlines()
 
 
-@pytest.mark.parametrize("found", read_finished(MEASURED), ids=lambda each: each.file_name)
-def test_a_tables_page_shows_the_comparisons_that_are_counted(found):
-    lines = shown(found.table, found.size)
-    places = [(each.claim, f"{each.where}: {each.above} against {each.below}", each.outcome)
-              for each in found.comparisons]  # fmt: skip
-    assert [(claim, where, outcome) for claim, where, _, outcome in lines] == places
-    for (*_, text, _), each in zip(lines, found.comparisons, strict=True):
-        numbers = [] if each.difference is None else [each.difference, each.se]
-        # the page rounds what was measured, the file's numbers are rounded already
-        assert [float(n) for n in text.split("±") if n] == pytest.approx(numbers, abs=0.0051)
+LARGEST = list({each.table: each for each in read_finished(MEASURED)}.values())
+"""The largest size of each table that comes with fedhet."""
+
+
+@pytest.mark.parametrize("result", LARGEST, ids=lambda each: each.file_name)
+def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
+    """By the files of the results and of the table, read here without the project's code."""
+    lines = section(result)
+    source = tomllib.loads((TABLES / f"{result.table}.toml").read_text())
+    digits = 1 if source.get("unit", "percent") == "percent" else 2
+    content = json.loads((MEASURED / result.file_name).read_text())
+    head, _, *body = [cells(line) for line in lines if line.startswith("|")]
+    printed = {row["name"]: row.get("printed", {}) for row in source["rows"]}
+    rows = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in body[:-1]}
+    assert rows.keys() == content["cells"].keys()
+    for row, columns in content["cells"].items():
+        assert rows[row].keys() == columns.keys()
+        for column, (mean, std) in columns.items():
+            text = "–" if mean is None else f"{mean:.{digits}f}"
+            text += "" if std is None else f" ± {std:.{digits}f}"
+            number = printed[row].get(column)
+            number = number[0] if isinstance(number, list) else number
+            text += "" if number is None else f" ({number:.{digits}f})"
+            assert rows[row][column] == text, (row, column)
+    assert any(
+        line.startswith(f"fedhet table {result.table} --size {result.size} ") for line in lines
+    )
+    for claim in claims_of(result.table):
+        outcomes = [c["outcome"] for c in content["comparisons"] if c["claim"] == claim]
+        verdict = verdict_of(outcomes).replace("-", " ")
+        assert any(cells(f"|{line}|")[0].startswith(f"- {claim}: **{verdict}**") for line in lines)
 
 
 @pytest.mark.parametrize("found", read_finished(MEASURED), ids=lambda each: each.file_name)
@@ -232,26 +255,55 @@ def test_what_is_shipped_is_of_the_tables_claims(found, tmp_path):
         assert each.outcome == (sign if clear else "within noise")
 
 
-def test_every_page_of_a_table_is_counted():
-    made = {(each.table, each.size) for each in read_finished(MEASURED)}
-    pages_of = sorted((DOCS / "tables").glob("*.md"))
-    commands = [re.findall(r"fedhet table (\S+) --size (\S+)", p.read_text()) for p in pages_of]
-    assert {each for found in commands for each in found if each[0] in table_names()} == made
+def test_every_section_of_a_page_is_of_a_table():
+    pages_of = [p for p in (DOCS / "tables").glob("*.md") if p.stem != "field"]
+    commands = [
+        re.findall(r"^fedhet table (\S+) --size (\S+)", p.read_text(), re.MULTILINE)
+        for p in pages_of
+    ]
+    found = [each for page in commands for each in page]
+    assert sorted(found) == sorted((each.table, each.size) for each in LARGEST)
 
 
 def test_the_pages_follow_the_data(tmp_path, folder):
-    (tmp_path / "docs").mkdir()
-    for name in ("results.md", "tables.md"):
+    (tmp_path / "docs" / "tables").mkdir(parents=True)
+    names = ("results.md", "tables.md", "tables/felo.md")
+    for name in names:
         (tmp_path / "docs" / name).write_text((DOCS / name).read_text())
     first = claims_of("felo-2")[0]
-    results, tables = pages(tmp_path, folder).values()
-    assert f"| {first} |" in results
-    assert "| does not hold | holds 1, does not hold 1 | +1.00 ± 0.10 to +1.00 ± 0.10 |" in results
+
+    def texts():
+        return (pages(tmp_path, folder)[tmp_path / "docs" / name] for name in names)
+
+    results, tables, felo = texts()
+    assert "| felo | small | 1 of 3 | 3 | 0 | 0 | 1 | 2 |" in results
+    assert "| Table 2 | 1/1/0 | 0/0/1 |" in tables
+    assert f"- {first}: **does not hold** (1 holds, 1 does not hold)." in felo
+    assert "- Size tiny: 1 holds, 1 not told apart, 1 not measured." in felo
     write(folder, "small", (0, "holds"), settings={"rounds": 3})
-    after, tables = pages(tmp_path, folder).values()
-    assert "| does not hold | holds 1" not in after != results
-    assert "`--set rounds=3`" in tables
-    assert after.startswith((DOCS / "results.md").read_text()[:300]), "what people wrote stays"
+    results, tables, felo = texts()
+    assert "| Table 2 | 1/1/0 | 1/0/0 |" in tables
+    assert "--set rounds=3" in felo
+    assert results.startswith((DOCS / "results.md").read_text()[:300]), "the text by hand stays"
+
+
+def test_a_finished_table_is_shown_in_full(folder):
+    text = " ".join(call("felo-2", "--show", "--out", folder).output.split())
+    assert text.count("Felo and Velo with one architecture, against FedAvg. Chan and Ngai") == 2
+    assert text.count("59.40 ± 0.40 (84.45)") == 2
+    assert text.count("+1.00 ± 0.10") == 7
+    assert "fedhet table felo-2 --size small --seeds 0,1" in text
+    assert f"does not hold: {claims_of('felo-2')[0]}" in text
+    assert "The first two columns are CIFAR-10 in the paper." in text
+
+
+def test_what_is_shown_without_a_directory_comes_with_fedhet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "every 10 rounds" in call("felo-4", "--show").output
+    with pytest.raises(StateError, match="no finished table found"):
+        call("felo-4", "--show", "--out", tmp_path)
+    with pytest.raises(SettingsError, match="'--show'"):
+        call("field", "--show")
 
 
 def test_what_a_made_table_leaves_is_what_was_measured(tmp_path):

@@ -56,6 +56,13 @@ KeepModels = Annotated[
     bool,
     typer.Option("--keep-models", help="Keep the models of finished runs, not only their numbers."),
 ]
+Show = Annotated[
+    bool,
+    typer.Option(
+        "--show",
+        help="Print the finished tables of NAME in full, in every size; train nothing.",
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
 ]
@@ -95,6 +102,7 @@ def table_command(
     set_: Pairs = None,
     keep_models: KeepModels = False,
     dry_run: DryRun = False,
+    show: Show = False,
     latex: Latex = False,
     methods: TableMethods = "",
     rows: TableRows = "",
@@ -117,6 +125,8 @@ def table_command(
         rows_listed = json.loads(LIST.read_text(encoding="utf-8"))
         console.print(listing("table", "what it is", "source", "runs a seed", rows=rows_listed))
         return
+    if show and name in ("claims", "field"):
+        raise SettingsError(f"'--show': must be used with a paper's table, got '{name}'")
     with loading():
         from fedhet.experiments import making
 
@@ -130,7 +140,9 @@ def table_command(
         dry_run=dry_run,
         latex=latex,
     )
-    if name == "claims":
+    if show:
+        making.show_tables(name, out, TABLES)
+    elif name == "claims":
         making.show_claims(out, TABLES, as_json=as_json)
     elif name == "field":
         making.make_field(_words(methods), wanted)

@@ -27,6 +27,7 @@ from fedhet.experiments import claims, field, paper
 from fedhet.experiments.plan import (
     FIELD,
     SIZES,
+    PaperTable,
     PlannedRun,
     Values,
     each_once,
@@ -99,10 +100,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     faults = make_runs(f"{word}, {wanted.size}", runs, wanted)
     made = [paper.collect(found) for found in plans]
     for results in made:
-        console.print(printed(paper.cells(results)))
-        say(paper.LEGEND)
-        if results.comparisons:
-            console.print(printed(paper.claims(results)))
+        show_result(results.result, results.plan.table)
         say(f"table: {paper.write_results(results, out)}")
         if wanted.latex:
             say(f"for a paper: {paper.write_latex(results, out)}")
@@ -147,6 +145,39 @@ def make_field(methods: Sequence[str], wanted: Wanted) -> None:
     raise_faults(faults)
 
 
+def show_result(result: paper.TableResult, table: PaperTable) -> None:
+    """Print a table's numbers and the outcome of every comparison."""
+    console.print(printed(paper.cells(result, table)))
+    say(paper.LEGEND)
+    if result.comparisons:
+        console.print(printed(paper.claims(result)))
+
+
+def show_tables(word: str, directory: Path | None, default: Path) -> None:
+    """Print finished tables in full: numbers, comparisons, the claims' verdicts, and notes.
+
+    They are read from `directory`, or if it is None, from `default` and the tables that come with
+    fedhet. Raises StateError if none of the tables has been made.
+    """
+    names, source = tables_of(word), directory or default
+    results = [each for each in claims.read_finished(source) if each.table in names]
+    if not (results or directory):
+        results = [each for each in claims.read_finished(claims.MEASURED) if each.table in names]
+    if not results:
+        raise StateError(f"{word}: no finished table found in {source}. Run `fedhet table {word}`.")
+    for result in results:
+        table = read_table(result.table)
+        say(f"{table.title}. {table.source}. {result.about(table)}")
+        say(" ".join(filter(None, (result.made, result.hardware, result.command))))
+        show_result(result, table)
+        for claim in claims.claims_in([result]):
+            seeds = claim.seeds_to_decide
+            more = f" ({seeds} seeds would decide it)" if seeds else ""
+            say(f"{claims.WORDS[claim.verdict]}{more}: {claim.says}")
+        for note in (*table.notes, *filter(None, [result.remark])):
+            say(f"- {note}")
+
+
 def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
     """Print which claims hold in the finished tables of a folder.
 
@@ -161,7 +192,7 @@ def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
     tested = claims.claims_in(found)
     if as_json:
         listed = [
-            {"paper": each.paper, "table": each.finished.table, "size": each.finished.size,
+            {"paper": each.paper, "table": each.result.table, "size": each.result.size,
              "claim": each.says, "verdict": each.verdict}
             for each in tested
         ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A paper's table: what its runs have measured, which claims hold, and how both are written."""
+"""A paper's table: the results of its runs, the paper's claims, and the table's output formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,16 @@ import pandas as pd
 from pydantic import BaseModel, Field
 
 from fedhet.base.disk import Folder, write_text
-from fedhet.experiments.plan import Place, Plan, PlannedCell, Size, about, command_of, finished_run
+from fedhet.experiments.plan import (
+    PaperTable,
+    Place,
+    Plan,
+    PlannedCell,
+    PlannedRun,
+    Size,
+    as_options,
+    finished_run,
+)
 from fedhet.report.comparison import Difference
 from fedhet.report.page import render
 from fedhet.report.tables import LATEX_HEAD, Cell, Cells, markdown, plain, tabular
@@ -25,87 +33,114 @@ from fedhet.runs.directory import read_known
 from fedhet.runs.records import NAN, Origin, Summary
 
 OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
-"""The possible outcomes of a claim in a place."""
+"""The possible outcomes of one comparison."""
 KIB = 1024.0
 COLUMNS = ("row", "column", "method", "metric", "seed", "measured", "printed", "printed_spread")
-"""The columns of the CSV file: one line for each cell and seed."""
+"""Columns of the CSV file, which has one line per cell and seed."""
 LEGEND = (
-    "Mean ± standard deviation over the seeds, of the last round; the paper's numbers are in "
-    "brackets."
+    "Mean ± standard deviation over the seeds, in the last round; the paper's numbers in "
+    "parentheses."
 )
 TAU = (
-    "Kendall's τ compares the order of the rows with the paper's: 1 is the same order, 0 no "
-    "agreement, -1 the reverse order."
+    "Kendall's τ compares the order of the rows with the paper's order: 1 if they are equal, -1 "
+    "if they are reversed."
 )
-
-
-# --- what the runs have measured --------------------------------------------------------------
 
 
 class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """A claim in one place, and what came of it: the difference between two cells, seed by seed."""
+    """The difference between two cells that a claim compares, paired by seed, and its outcome."""
 
     claim: str
     where: str
     above: str
     below: str
     outcome: Literal["holds", "within noise", "does not hold", "not measured"]
-    """A claim holds or does not hold only beyond two standard errors."""
+    """The difference holds, or does not hold, only beyond two standard errors."""
     difference: float | None = None
-    """The mean over the seeds, in the unit of the printed numbers; None: not measured."""
+    """Mean over the seeds, in the unit of the printed numbers, or None if not measured."""
     se: float | None = None
-    """Its standard error."""
+    """Standard error of `difference`."""
+
+
+Measured = tuple[float | None, float | None]
+"""Mean and standard deviation over the seeds; None if too few runs have finished."""
+
+
+class TableResult(BaseModel, frozen=True, extra="forbid"):
+    """The results of a table in one size: its file NAME-SIZE.json, which outlives the runs."""
+
+    table: str
+    size: Size
+    seeds: list[int] = Field(min_length=1)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Settings of all runs that override the table's."""
+    runs: int
+    finished: int
+    """Number of runs that have finished."""
+    made: str = ""
+    """Day on which the last run started, as YYYY-MM-DD."""
+    hours: float | None = None
+    """Total duration of the runs, in hours."""
+    hardware: str = ""
+    """Machine on which the table was made; written by hand."""
+    remark: str = ""
+    """Interpretation of the results; written by hand."""
+    agreement: dict[str, float | None] = Field(default_factory=dict)
+    """Kendall's tau between measured and printed numbers, by column."""
+    cells: dict[str, dict[str, Measured]] = Field(default_factory=dict)
+    """Measured values by row and column, in the unit of the printed numbers."""
+    comparisons: list[Comparison] = Field(default_factory=list)
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file of this result."""
+        return f"{self.table}-{self.size}.json"
+
+    @property
+    def command(self) -> str:
+        """Command that makes this table."""
+        seeds = ",".join(map(str, self.seeds))
+        words = f"fedhet table {self.table} --size {self.size} --seeds {seeds}"
+        return " ".join([words, *as_options(self.settings)])
+
+    def about(self, table: PaperTable) -> str:
+        """Return a line on the size, the finished runs, and the seeds."""
+        runs = f"{self.finished} of {self.runs} runs are finished"
+        seeds = ", ".join(map(str, self.seeds))
+        return f"Size {self.size}: {table.sizes[self.size].says} {runs}, seeds {seeds}."
+
+    def to_json(self) -> str:
+        """Serialize to JSON, with one line per row of cells and per comparison."""
+        long = {
+            "cells": [
+                f"{json.dumps(row, ensure_ascii=False)}: {json.dumps(cells, ensure_ascii=False)}"
+                for row, cells in self.model_dump()["cells"].items()
+            ],
+            "comparisons": [
+                json.dumps(each.model_dump(), ensure_ascii=False) for each in self.comparisons
+            ],
+        }
+        short = self.model_dump(exclude={*long})
+        text = json.dumps({**short, "cells": {}, "comparisons": []}, indent=1, ensure_ascii=False)
+        for name, lines in long.items():
+            listed = "\n  " + ",\n  ".join(lines) + "\n " if lines else ""
+            empty = "{}" if name == "cells" else "[]"
+            filled = f"{empty[0]}{listed}{empty[1]}"
+            text = text.replace(f'"{name}": {empty}', f'"{name}": {filled}')
+        return text + "\n"
+
+
+# --- from the runs to the result --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Results:
-    """A table's results, as far as its runs have finished."""
+    """The measurements of a table's finished runs."""
 
     plan: Plan
     cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
-    """Each cell, and its measurements by seed in the unit of the printed numbers."""
-
-    @property
-    def finished(self) -> int:
-        """The number of finished runs."""
-        return sum(run.finished for run in self.plan.runs)
-
-    @cached_property
-    def comparisons(self) -> list[Comparison]:
-        """Every claim, in every place and for every pair of names that it compares."""
-        found = []
-        for claim in self.plan.table.claims:
-            by_rows = claim.of == "rows"
-            places = dict.fromkeys(column if by_rows else row for row, column in self.cells)
-            wanted = [place for place in places if not claim.where or place in claim.where]
-            for where, above, below in product(wanted, claim.above, claim.below):
-                ends = [(name, where) if by_rows else (where, name) for name in (above, below)]
-                if above == below or not all(end in self.cells for end in ends):
-                    continue
-                d = Difference.of(*(self.cells[end][1] for end in ends))
-                place = {"claim": claim.says, "where": where, "above": above, "below": below}
-                if math.isnan(d.mean):
-                    found.append(Comparison(**place, outcome="not measured"))
-                    continue
-                clear: Any = "holds" if d.mean > 0 else "does not hold"
-                outcome = clear if d.clear else "within noise"
-                found.append(Comparison(**place, outcome=outcome, difference=d.mean, se=d.se))
-        return found
-
-    def agreement(self, column: str) -> float:
-        """Return Kendall's tau between measured and printed numbers over the rows of a column.
-
-        NaN for fewer than two rows that have both.
-        """
-        both = [
-            (values.mean(), cell.printed)
-            for (_, name), (cell, values) in self.cells.items()
-            if name == column and cell.printed is not None and len(values)
-        ]
-        if len(both) < 2:
-            return NAN
-        measured, printed = (pd.Series(values) for values in zip(*both, strict=True))
-        return float(measured.corr(printed, method="kendall"))
+    """Each cell, with its measurements by seed in the unit of the printed numbers."""
+    result: TableResult
 
 
 def collect(plan: Plan) -> Results:
@@ -113,20 +148,92 @@ def collect(plan: Plan) -> Results:
     cells = {}
     for cell in plan.cells:
         in_percent = plan.table.unit == "percent" and not is_amount(cell.metric)
-        done = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
-        values = {seed: _measured(path, cell.metric) for seed, path in done.items()}
-        found = pd.Series(values, dtype=float).dropna() * (100.0 if in_percent else 1.0)
-        cells[cell.row.name, cell.column.name] = cell, found
-    return Results(plan, cells)
+        finished = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
+        values = {seed: _value(path, cell.metric) for seed, path in finished.items()}
+        series = pd.Series(values, dtype=float).dropna() * (100.0 if in_percent else 1.0)
+        cells[cell.row.name, cell.column.name] = cell, series
+    runs = [run for run in plan.runs if run.finished]
+    origins = [read_known(run.directory / "run.json", Origin) or Origin() for run in runs]
+    measured: dict[str, dict[str, Measured]] = {}
+    for (row, column), (_, values) in cells.items():
+        numbers = float(values.mean()), float(values.std())
+        measured.setdefault(row, {})[column] = (_rounded(numbers[0]), _rounded(numbers[1]))
+    result = TableResult(
+        table=plan.name,
+        size=plan.size,
+        seeds=[*plan.seeds],
+        settings=dict(plan.over),
+        runs=len(plan.runs),
+        finished=len(runs),
+        made=max((origin.started for origin in origins), default="")[: len("2026-11-24")],
+        hours=round(sum(map(_seconds, runs)) / 3600, 2),
+        agreement={
+            column.name: _rounded(_kendall(cells, column.name), 2)
+            for column in plan.table.columns_in(plan.size)
+        },
+        cells=measured,
+        comparisons=_compare(plan.table, cells),
+    )
+    return Results(plan, cells, result)
+
+
+def _seconds(run: PlannedRun) -> float:
+    summary = read_known(run.directory / "summary.json", Summary)
+    return summary.seconds.total if summary else 0.0
+
+
+def _rounded(value: float, digits: int = 4) -> float | None:
+    return None if math.isnan(value) else round(value, digits)
+
+
+def _compare(
+    table: PaperTable, cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
+) -> list[Comparison]:
+    """Return a comparison for every claim, place, and pair of names that the claim compares."""
+    comparisons = []
+    for claim in table.claims:
+        by_rows = claim.of == "rows"
+        places = dict.fromkeys(column if by_rows else row for row, column in cells)
+        tested = [place for place in places if not claim.where or place in claim.where]
+        for where, above, below in product(tested, claim.above, claim.below):
+            ends = [(name, where) if by_rows else (where, name) for name in (above, below)]
+            if above == below or not all(end in cells for end in ends):
+                continue
+            d = Difference.of(*(cells[end][1] for end in ends))
+            place = {"claim": claim.says, "where": where, "above": above, "below": below}
+            if math.isnan(d.mean):
+                comparisons.append(Comparison(**place, outcome="not measured"))
+                continue
+            clear: Any = "holds" if d.mean > 0 else "does not hold"
+            outcome = clear if d.clear else "within noise"
+            both = {"difference": round(d.mean, 4), "se": _rounded(d.se)}
+            comparisons.append(Comparison(**place, outcome=outcome, **both))
+    return comparisons
+
+
+def _kendall(cells: Mapping[Place, tuple[PlannedCell, pd.Series]], column: str) -> float:
+    """Return Kendall's tau between the measured and printed numbers of a column.
+
+    NaN if fewer than two rows have both.
+    """
+    both = [
+        (values.mean(), cell.printed)
+        for (_, name), (cell, values) in cells.items()
+        if name == column and cell.printed is not None and len(values)
+    ]
+    if len(both) < 2:
+        return NAN
+    measured, printed = (pd.Series(values) for values in zip(*both, strict=True))
+    return float(measured.corr(printed, method="kendall"))
 
 
 def is_amount(metric: str) -> bool:
-    """Return whether a metric has a unit of its own: it is no accuracy and no ratio of them."""
+    """Return whether a metric has its own unit, unlike accuracies and ratios of accuracies."""
     return metric.startswith(("figure/", "bytes/"))
 
 
-def _measured(path: Path, metric: str) -> float:
-    """Return the value of a metric in a finished run; NaN if the run does not have it."""
+def _value(path: Path, metric: str) -> float:
+    """Return the value of a metric in a finished run, or NaN if the run does not have it."""
     run, (first, second, *rest) = finished_run(path), metric.split("/")
     statistic = rest[0] if rest else "mean"
     if first == "figure":
@@ -134,90 +241,22 @@ def _measured(path: Path, metric: str) -> float:
     if first == "bytes":
         return float(run.costs[f"bytes_{second}"].mean()) / KIB
     if first == "relative":
-        found = run.last_evaluated.relative if run.last_evaluated else {}
-        return float(getattr(found[second], statistic)) if second in found else NAN
+        ratios = run.last_evaluated.relative if run.last_evaluated else {}
+        return float(getattr(ratios[second], statistic)) if second in ratios else NAN
     if statistic == "tail":
         return run.tail(first, second).mean
     return float(getattr(run.last(first, second), statistic))
 
 
-# --- what is left of a table when its runs are gone: NAME-SIZE.json ---------------------------
-
-
-class Finished(BaseModel, frozen=True, extra="forbid"):
-    """A table in one size, as far as it was made: what is left of it when its runs are gone."""
-
-    table: str
-    size: Size
-    seeds: list[int] = Field(min_length=1)
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """The settings that all of its runs had instead of the table's."""
-    runs: int
-    finished: int
-    """The runs of which it was made."""
-    made: str = ""
-    """The day on which the last of them was begun, as 2026-11-24."""
-    hours: float | None = None
-    """What they took together, by the clock of the machine that made them."""
-    agreement: dict[str, float | None] = Field(default_factory=dict)
-    """Kendall's tau with the printed numbers, by column."""
-    comparisons: list[Comparison] = Field(default_factory=list)
-
-    @classmethod
-    def of(cls, results: Results) -> Finished:
-        """Return what a table's results come to."""
-        plan = results.plan
-        done = [run.directory for run in plan.runs if run.finished]
-        origins = [read_known(run / "run.json", Origin) or Origin() for run in done]
-        began = [origin.started for origin in origins]
-        summaries = [read_known(run / "summary.json", Summary) for run in done]
-        return cls(
-            table=plan.name,
-            size=plan.size,
-            seeds=[*plan.seeds],
-            settings=dict(plan.over),
-            runs=len(plan.runs),
-            finished=len(done),
-            made=max(began, default="")[: len("2026-11-24")],
-            hours=round(sum(each.seconds.total for each in summaries if each) / 3600, 2),
-            agreement={
-                column.name: None if math.isnan(tau) else round(tau, 2)
-                for column in plan.table.columns_in(plan.size)
-                for tau in [results.agreement(column.name)]
-            },
-            comparisons=[
-                each.model_copy(
-                    update={"difference": round(each.difference, 4), "se": round(each.se, 4)}
-                )
-                if each.difference is not None and each.se is not None
-                else each
-                for each in results.comparisons
-            ],
-        )
-
-    @property
-    def file_name(self) -> str:
-        """The name of its file."""
-        return f"{self.table}-{self.size}.json"
-
-    def to_json(self) -> str:
-        """Return its file's text, with a line for each comparison."""
-        head = self.model_dump(exclude={"comparisons"})
-        lines = [json.dumps(each.model_dump(), ensure_ascii=False) for each in self.comparisons]
-        listed = "\n  " + ",\n  ".join(lines) + "\n " if lines else ""
-        text = json.dumps({**head, "comparisons": []}, indent=1, ensure_ascii=False)
-        return text.replace('"comparisons": []', f'"comparisons": [{listed}]') + "\n"
-
-
-# --- the table as it is written --------------------------------------------------------------
+# --- output formats ---------------------------------------------------------------------------
 
 
 def write_results(results: Results, out: Path) -> Path:
-    """Write NAME-SIZE.md, .html, .csv and .json into a folder; return the path of the page."""
-    plan, finished = results.plan, Finished.of(results)
+    """Write NAME-SIZE.md, .html, .csv and .json to a directory; return the path of the HTML."""
+    plan, result = results.plan, results.result
     stem = f"{plan.name}-{plan.size}"
-    write_text(out / finished.file_name, finished.to_json())
-    write_text(out / f"{stem}.md", as_markdown(results))
+    write_text(out / result.file_name, result.to_json())
+    write_text(out / f"{stem}.md", as_markdown(result, plan.table))
     with (
         Folder(out).replacing(f"{stem}.csv") as path,
         path.open("w", newline="", encoding="utf-8") as file,
@@ -233,11 +272,11 @@ def write_results(results: Results, out: Path) -> Path:
         "fedhet.experiments",
         title=plan.table.title,
         source=plan.table.source,
-        about=about(plan, results.finished),
-        command=command_of(plan),
-        table=cells(results),
+        about=result.about(plan.table),
+        command=result.command,
+        table=cells(result, plan.table),
         legend=f"{LEGEND} {TAU}",
-        claims=claims(results) if results.comparisons else None,
+        claims=claims(result) if result.comparisons else None,
         notes=plan.table.notes,
         runs=plan.runs,
     )
@@ -245,105 +284,100 @@ def write_results(results: Results, out: Path) -> Path:
 
 
 def write_latex(results: Results, out: Path) -> Path:
-    """Write NAME-SIZE.tex into a folder: the table and the claims; return its path.
+    """Write the table and its claims to NAME-SIZE.tex in a directory; return its path.
 
-    In a column of scores the best row is in bold and the second underlined; a dagger marks
+    In each column of scores the best row is bold and the second best is underlined. A dagger marks
     differences beyond two standard errors.
     """
-    plan = results.plan
+    plan, result = results.plan, results.result
     scored = {}  # 1 if higher numbers of a column are better, -1 if lower ones
     for column in plan.table.columns_in(plan.size):
-        found = results.cells.items()
-        metrics = {cell.metric for (_, name), (cell, _) in found if name == column.name}
+        of_column = [cell for (_, name), (cell, _) in results.cells.items() if name == column.name]
+        metrics = {cell.metric for cell in of_column}
         if not any(metric.startswith("figure/") for metric in metrics):
             lower = any(each.endswith("/std") or each.startswith("bytes/") for each in metrics)
             scored[column.name] = -1 if lower else 1
-    outcomes = [each.outcome for each in results.comparisons]
+    outcomes = [each.outcome for each in result.comparisons]
     clear = [row for row, each in enumerate(outcomes) if each in ("holds", "does not hold")]
-    parts = [LATEX_HEAD, tabular(cells(results), scored)]
-    if results.comparisons:
-        parts.append(tabular(claims(results), {"difference": 0}, clear))
-    name = f"{plan.name}-{plan.size}.tex"
-    return write_text(out / name, "\n".join(parts))
+    parts = [LATEX_HEAD, tabular(cells(result, plan.table), scored)]
+    if result.comparisons:
+        parts.append(tabular(claims(result), {"difference": 0}, clear))
+    return write_text(out / f"{plan.name}-{plan.size}.tex", "\n".join(parts))
 
 
-def write_overview(found: Sequence[Results], path: Path) -> None:
-    """Write several tables into one Markdown file: which claims hold, then each table."""
-    sections = "\n".join(as_markdown(results) for results in found)
-    write_text(path, f"{markdown(overview(found))}\n{sections}")
+def write_overview(tables: Sequence[Results], path: Path) -> None:
+    """Write several tables to one Markdown file, preceded by the outcomes of all claims."""
+    sections = "\n".join(as_markdown(each.result, each.plan.table) for each in tables)
+    write_text(path, f"{markdown(overview(tables))}\n{sections}")
 
 
-def overview(found: Sequence[Results]) -> Cells:
-    """Return a row for each table: how many runs are finished, and how many claims hold."""
-    counts = [Counter[str](each.outcome for each in results.comparisons) for results in found]
-    taus = [
-        [results.agreement(c.name) for c in results.plan.table.columns_in(results.plan.size)]
-        for results in found
-    ]
-    shown = [", ".join(_number(tau) for tau in each if not math.isnan(tau)) for each in taus]
+def overview(tables: Sequence[Results]) -> Cells:
+    """Return one row per table: its finished runs and the outcomes of its comparisons."""
+    found = [each.result for each in tables]
+    counts = [Counter[str](each.outcome for each in result.comparisons) for result in found]
+    taus = [[tau for tau in result.agreement.values() if tau is not None] for result in found]
     return Cells(
         {
-            "table": [Cell(results.plan.name) for results in found],
-            "what it is": [Cell(results.plan.table.title) for results in found],
-            "runs": [Cell(f"{r.finished} of {len(r.plan.runs)}") for r in found],
-            "Kendall's τ": [Cell(known or "–") for known in shown],
+            "table": [Cell(result.table) for result in found],
+            "title": [Cell(each.plan.table.title) for each in tables],
+            "runs": [Cell(f"{result.finished} of {result.runs}") for result in found],
+            "Kendall's τ": [Cell(", ".join(map(_number, each)) or "–") for each in taus],
             **{name: [Cell(str(count[name])) for count in counts] for name in OUTCOMES},
         },
         words=2,
     )
 
 
-def as_markdown(results: Results) -> str:
-    """Return a table's results as a section of Markdown."""
-    plan = results.plan
+def as_markdown(result: TableResult, table: PaperTable) -> str:
+    """Return a section of Markdown: the table, its claims, every comparison, and notes."""
     parts = [
-        f"## {plain(plan.table.title)}\n",
-        f"{plain(plan.table.source)}. {about(plan, results.finished)}\n",
-        f"```bash\n{command_of(plan)}\n```\n",
-        markdown(cells(results)),
+        f"## {plain(table.title)}\n",
+        f"{plain(table.source)}. {plain(result.about(table))}\n",
+        f"```bash\n{result.command}\n```\n",
+        markdown(cells(result, table)),
         f"{LEGEND} {TAU}\n",
     ]
-    if results.comparisons:
-        folded = f"<details><summary>Each comparison</summary>\n\n{markdown(claims(results))}"
-        parts += [markdown(outcomes(results)), f"{folded}\n</details>\n"]
-    parts += [f"- {plain(note)}\n" for note in plan.table.notes]
+    if result.comparisons:
+        folded = f"<details><summary>Each comparison</summary>\n\n{markdown(claims(result))}"
+        parts += [markdown(outcomes(result)), f"{folded}\n</details>\n"]
+    parts += [f"- {plain(note)}\n" for note in table.notes]
     return "\n".join(parts)
 
 
-def cells(results: Results) -> Cells:
-    """Return the table: a row for each of the paper's, and the agreement of each column."""
-    plan = results.plan
-    rows = [row.name for row in plan.table.rows_in(plan.size)]
-    found: dict[str, Sequence[Cell]] = {plan.name: [*map(Cell, rows), Cell("Kendall's τ")]}
-    for column in plan.table.columns_in(plan.size):
+def cells(result: TableResult, table: PaperTable, digits: int = 2) -> Cells:
+    """Return the measured and printed numbers, with the agreement of each column as last row."""
+    rows = table.rows_in(result.size)
+    columns: dict[str, Sequence[Cell]] = {
+        result.table: [*(Cell(row.name) for row in rows), Cell("Kendall's τ")]
+    }
+    for column in table.columns_in(result.size):
         shown = []
         for row in rows:
-            cell, values = results.cells[row, column.name]
-            mean, std = float(values.mean()), float(values.std())
-            spread = "" if math.isnan(std) else f" ± {_number(std)}"
-            paper = "" if cell.printed is None else f" ({_number(cell.printed)})"
-            value = None if math.isnan(mean) else mean
-            shown.append(Cell(f"{_number(mean)}{spread}{paper}", value))
-        found[column.name] = [*shown, Cell(_number(results.agreement(column.name)))]
-    return Cells(found)
+            mean, std = result.cells[row.name][column.name]
+            spread = "" if std is None else f" ± {_number(std, digits)}"
+            printed, _ = row.printed_in(column.name)
+            paper = "" if printed is None else f" ({_number(printed, digits)})"
+            shown.append(Cell(f"{_number(mean, digits)}{spread}{paper}", mean))
+        columns[column.name] = [*shown, Cell(_number(result.agreement.get(column.name)))]
+    return Cells(columns)
 
 
-def outcomes(results: Results) -> Cells:
-    """Return the claims of the paper, each with the number of places where it holds or does not."""
-    found: dict[str, Counter[str]] = {}
-    for each in results.comparisons:
-        found.setdefault(each.claim, Counter())[each.outcome] += 1
+def outcomes(result: TableResult) -> Cells:
+    """Return one row per claim, with the number of comparisons by outcome."""
+    counts: dict[str, Counter[str]] = {}
+    for each in result.comparisons:
+        counts.setdefault(each.claim, Counter())[each.outcome] += 1
     return Cells(
         {
-            "claim": [Cell(says) for says in found],
-            **{name: [Cell(str(count[name])) for count in found.values()] for name in OUTCOMES},
+            "claim": [Cell(claim) for claim in counts],
+            **{name: [Cell(str(count[name])) for count in counts.values()] for name in OUTCOMES},
         }
     )
 
 
-def claims(results: Results) -> Cells:
-    """Return the claims of the paper, each place where it was tested, and its outcome there."""
-    found = results.comparisons
+def claims(result: TableResult) -> Cells:
+    """Return one row per comparison: the claim, the place, the difference, and the outcome."""
+    found = result.comparisons
     return Cells(
         {
             "claim": [Cell(each.claim) for each in found],
@@ -358,5 +392,5 @@ def claims(results: Results) -> Cells:
     )
 
 
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.2f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None or math.isnan(value) else f"{value:.{digits}f}"

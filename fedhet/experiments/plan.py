@@ -119,6 +119,13 @@ class Row(Line):
     printed: dict[str, Printed] = Field(default_factory=dict)
     """The paper's numbers by column."""
 
+    def printed_in(self, column: str) -> tuple[float | None, float | None]:
+        """Return the number that the paper prints in a column, and its spread, or None."""
+        printed = self.printed.get(column)
+        if isinstance(printed, list):
+            return printed[0], printed[1] if len(printed) > 1 else None
+        return printed, None
+
 
 class PlaceSettings(Line):
     """Settings of a row, which is named, in some of the columns."""
@@ -375,10 +382,8 @@ def plan(
     for row, column in product(table.rows_in(size), table.columns_in(size)):
         values = layered(table.changes(row, column, size), over or {}, row.method)
         runs = seeded(f"{row.name}, {column.name}", values, seeds, out)
-        printed = row.printed.get(column.name)
-        number, *spread = printed if isinstance(printed, list) else [printed]
         metric = row.metric or column.metric or table.metric
-        cells.append(PlannedCell(row, column, metric, runs, number, spread[0] if spread else None))
+        cells.append(PlannedCell(row, column, metric, runs, *row.printed_in(column.name)))
     return Plan(name, table, size, tuple(seeds), tuple(cells), over or {})
 
 
@@ -497,18 +502,18 @@ def _fitted(values: Values) -> tuple[Values, str]:
     return values, ""
 
 
-def about(plan: Plan | FieldPlan, finished: int) -> str:
-    """Return a line on a table's size, its seeds, and how many of its runs are finished."""
+def about(plan: FieldPlan, finished: int) -> str:
+    """Return a line on the size, the finished runs, and the seeds of the table of all methods."""
     says = plan.table.sizes[plan.size].says
     runs = f"{finished} of {len(plan.runs)} runs are finished"
     return f"Size {plan.size}: {says} {runs}, seeds {', '.join(map(str, plan.seeds))}."
 
 
-def command_of(plan: Plan | FieldPlan) -> str:
-    """Return the command that makes a table."""
+def command_of(plan: FieldPlan) -> str:
+    """Return the command that makes the table of all methods."""
     seeds = ",".join(map(str, plan.seeds))
     words = [f"fedhet table {plan.name} --size {plan.size} --seeds {seeds}"]
-    if isinstance(plan, FieldPlan) and set(plan.methods) != set(all_methods()[0]):
+    if set(plan.methods) != set(all_methods()[0]):
         words.append(f"--methods {','.join(plan.methods)}")
     return " ".join([*words, *as_options(plan.over)])
 
