@@ -227,7 +227,7 @@ def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.unlink()
     checkpoints_of(config, tmp_path / "cut").write(3, {"odd": np.zeros(3)}, {"no": "books"})
-    with pytest.raises(StateError, match=f"does not fit the method {config.method.name}"):
+    with pytest.raises(StateError, match=f"does not match the method {config.method.name}"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
@@ -268,7 +268,7 @@ def test_a_checkpoint_in_which_a_part_of_the_cvae_is_missing_does_not_fit(tmp_pa
     last = checkpoints.newest(print, 9)
     kept = {name: value for name, value in last.tensors.items() if name != f"cvae/{missing}"}
     checkpoints.write(last.round, kept, last.metadata)
-    with pytest.raises(StateError, match=f"does not fit the method velo: .*{missing}"):
+    with pytest.raises(StateError, match=f"does not match the method velo: .*{missing}"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 

@@ -1,8 +1,7 @@
-"""The client half of every method: a Flower NumPyClient that calls the hooks a method implements.
+"""Base class of the methods' clients: a Flower NumPyClient that calls a method's hooks.
 
-`fit` shows the order of a round: read and check the server's instruction, restore the client's
-state, `train`, encode the reply, save the state, evaluate. A method's paper is cited by its server
-half.
+A call of `fit` reads and checks the instruction, restores the client's state, calls `train`,
+encodes the reply, saves the state, and evaluates. The paper of a method is cited in its strategy.
 """
 
 from __future__ import annotations
@@ -64,7 +63,18 @@ from fedhet.wire.knowledge import Knowledge, LackingError
 
 
 class HetClient(NumPyClient):
-    """Base class of a method's client half: implement the hooks."""
+    """Base class of clients, the client side of methods.
+
+    A subclass implements the hooks. Only `train` is required.
+
+    Example:
+        A method that trains the private model and sends its weights::
+
+            class WeightsClient(HetClient):
+                def train(self, round, knowledge):
+                    self.fit_private(self.generator(round, "train"))
+                    return Knowledge(grouped("weights", to_arrays(self.network)))
+    """
 
     def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
         engine = config.run.engine.model_copy(update={"device": node.device})
@@ -72,8 +82,8 @@ class HetClient(NumPyClient):
         self.run, self.settings, self.node = self.config.run, config.own, node
         self.compute = compute_for(engine)
         if self.run.privacy.is_on:
-            # Opacus reads a convolution's input as if it were contiguous: its per-sample gradients
-            # are wrong in channels_last format.
+            # Opacus reads a convolution's input as if it were contiguous, so its per-sample
+            # gradients are wrong in channels_last format.
             self.compute = replace(self.compute, channels_last=False)
         self.samples = samples or load_samples(config, node, self.compute)
         self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
@@ -82,7 +92,7 @@ class HetClient(NumPyClient):
         self.loss: float | None = None
         """Mean training loss of the last epoch."""
         self.metrics: dict[str, float] = {}
-        """What `training.semi` made of the unlabeled samples in the round."""
+        """Metrics of semi-supervised training in the current round."""
 
         def new_models() -> dict[str, nn.Module]:
             with Allocation(node.max_model_bytes):
@@ -100,18 +110,25 @@ class HetClient(NumPyClient):
         self.codec = ClientCodec(self.config, node, self.state)
         self.recipe = LocalTrainer(self.run, self.info, self.state, self.compute)
         self._recorded_in = ""
-        """The run in whose folder the client's record is."""
+        """Run for which the client's record has been written."""
         self.prepare()
 
-    # The hooks: what a method implements.
+    # Hooks: implemented by methods.
 
     def prepare(self) -> None:
-        """Do what has to be done once, before any round; a client to be used has no samples."""
+        """Prepare the client before its first round.
+
+        A client that is loaded for inference has no samples.
+        """
 
     def setup(self) -> dict[str, nn.Module]:
-        """Return the client's models, by kind, as they are before the first round.
+        """Build the client's initial models.
 
-        By default the private model, with the width of features that a setting `feature_dim` gives.
+        The default builds the private model. If the method has a setting `feature_dim`, it is the
+        width of the features before the head.
+
+        Returns:
+            The models by kind, including the kind "private".
         """
         if not self.config.method.spec.any_model:
             return {"private": self.build_model(getattr(self.settings, "feature_dim", None))}
@@ -120,67 +137,93 @@ class HetClient(NumPyClient):
         return {"private": model}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train as the server's instruction says; return the reply."""
+        """Train in one round, and return the reply.
+
+        Args:
+            round: Round number, starting at 1.
+            knowledge: The server's instruction, which satisfies `spec.instructions`.
+
+        Returns:
+            Tensors and scalars that satisfy `spec.replies`.
+
+        Example:
+            Start from the server's weights, and train for the local epochs::
+
+                load_weights(self.network, knowledge.group("weights"))
+                self.fit_private(self.generator(round, "train"))
+                return Knowledge(grouped("weights", to_arrays(self.network)))
+        """
         raise NotImplementedError
 
     def training_set(self) -> tuple[Tensor, Tensor]:
-        """Return x [N, ...] and y [N], the data that `fit_private` trains on.
+        """Return the samples x [N, ...] and labels y [N] on which `fit_private` trains.
 
-        A model without gradients is not saved: after a restart it is fitted again on this data.
+        A model without gradients is not saved; after a restart, it is fitted again on this data.
         """
         return self.x, self.y
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the models to evaluate, by kind; `knowledge` is the latest instruction."""
+        """Return the models to evaluate, by kind.
+
+        Args:
+            knowledge: The latest instruction; empty if the server sent none for the evaluation.
+        """
         return {"private": self.private}
 
     def evaluation(self, knowledge: Knowledge) -> Evaluations:
-        """Return the evaluations of the models on all of the client's test splits."""
+        """Evaluate the models from `eval_models` on all test splits of the client."""
         return judge_all(self.eval_models(knowledge), self.tests, self.compute, self.run.metrics)
 
     def sizes(self) -> Sizes:
-        """Return the sizes that the fields of the server's messages must have."""
+        """Return the axis sizes and weight shapes against which instructions are checked."""
         return self.config.method.spec.sizes(self.settings, self.info)
 
     # Helpers for methods.
 
     @property
     def x(self) -> Tensor:
-        """The client's own labeled training samples [N, ...], on the device."""
+        """The client's labeled training samples, of shape [N, ...], on the device."""
         return self.samples.own.x
 
     @property
     def y(self) -> Tensor:
-        """The classes [N] of `x`."""
+        """The class labels of `x`, of shape [N]."""
         return self.samples.own.y
 
     @property
     def training(self) -> TrainingSettings:
-        """What this client trains with, of the values that the run or its node gives."""
+        """Training settings of this client."""
         return self.run.training
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """Return the client's models by kind."""
+        """The client's models by kind."""
         return self.state.models
 
     @property
     def network(self) -> HetModel:
-        """Return the private model as a network, which it is unless the method sets `any_model`."""
+        """The private model as a network.
+
+        Not available if the method sets `any_model` and the private model has no gradients.
+        """
         model = self.models["private"]
         assert isinstance(model, HetModel), "any_model: only fit_private can train it"
         return model
 
     @property
     def private(self) -> nn.Module:
-        """Return the private model, of any kind, restricted to the client's label space."""
+        """The private model, restricted to the client's label space."""
         model = self.models["private"]
         return model if isinstance(model, Refitted) else self.samples.within_space(model)
 
     def build_model(self, feature_dim: int | None = None, *, name: str = "") -> HetModel:
-        """Return a new network for the client's samples; all start with equal weights.
+        """Build a new network for the client's samples.
 
-        It is of the architecture `name`, by default of the client's.
+        Networks of the same architecture and width start with equal weights on all clients.
+
+        Args:
+            feature_dim: Width of the features before the head, or None for the model's default.
+            name: Name of the model, or "" for the client's architecture.
         """
         info, seed, chosen = self.info, self.run.seed, name or self.info.model
         return build(
@@ -188,9 +231,14 @@ class HetClient(NumPyClient):
         )
 
     def public_set(self, *, labeled: bool) -> Split:
-        """Return the public set, scaled; set `labeled` if the method uses its labels.
+        """Return the public set, scaled like the client's samples.
 
-        Raises DataError if it contains any sample of this client, unless the client is private.
+        Args:
+            labeled: Whether the method uses the labels.
+
+        Raises:
+            DataError: If the public set contains a sample of this client. With `[privacy]`, the
+                overlap is only logged.
         """
         public, overlap = public_samples(self.config, self.node, self.samples, labeled=labeled)
         if overlap is not None:
@@ -198,11 +246,11 @@ class HetClient(NumPyClient):
         return public
 
     def generator(self, round: int, use: str) -> torch.Generator:
-        """Return this client's random generator for one use in a round."""
+        """Return a random generator that is seeded by the run, the client, the round and `use`."""
         return torch_generator(self.run.seed, self.info.name, round, use)
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
-        """Return an optimizer over all of `parameters`, at the round's learning rate."""
+        """Create an optimizer for `parameters` with the learning rate of the current round."""
         return self.recipe.round_optimization(self.training, chain(*parameters))
 
     def train_epochs(
@@ -216,13 +264,21 @@ class HetClient(NumPyClient):
         augment: bool | Augment = True,
         **options: Unpack[Epochs],
     ) -> None:
-        """Train as `fedhet.learning.training.train_epochs` does, by default for the local epochs.
+        """Train on public data or other samples; use `train_own` for the client's own samples.
 
-        `augment` changes the samples: as `training.augment` says, or as a function does. Unset it
-        where the targets belong to the unchanged images. The client's own samples: `train_own`.
+        Args:
+            x: Samples [N, ...].
+            y: Labels or row numbers [N], passed to `loss_of` with each batch.
+            loss_of: Called with a batch of x and y. Returns the loss, a scalar.
+            optimizing: Optimizer from `optimization`.
+            generator: Random generator that shuffles the samples, from `generator`.
+            augment: Whether to augment samples according to `training.augment`, or a function that
+                augments a batch. Use False if the targets belong to the unchanged samples.
+            **options: Options of `fedhet.learning.training.train_epochs`. The default number of
+                epochs is `training.local-epochs`.
         """
-        chosen = self.recipe.options(self.training, len(y), augment, options)
-        self.loss = train_epochs(x, y, loss_of, optimizing, generator=generator, **chosen)
+        kwargs = self.recipe.options(self.training, len(y), augment, options)
+        self.loss = train_epochs(x, y, loss_of, optimizing, generator=generator, **kwargs)
 
     def train_own(
         self,
@@ -233,10 +289,19 @@ class HetClient(NumPyClient):
         labeled: Split | None = None,
         **options: Unpack[Epochs],
     ) -> None:
-        """Train on the client's own samples: on `training_set`, and as `training.semi` says.
+        """Train on the client's own samples.
 
-        `labeled` replaces `training_set`. `loss_of` is the loss of a labeled batch; `predict`
-        returns the logits of the model that learns from unlabeled images.
+        If `training.semi` is set, also trains on the unlabeled samples. With `[privacy]`, training
+        is private.
+
+        Args:
+            loss_of: Called with a batch of samples and labels. Returns the loss, a scalar.
+            predict: Returns the logits [N, C] of the model that learns from unlabeled samples.
+            optimizing: Optimizer from `optimization`.
+            generator: Random generator that shuffles the samples, from `generator`.
+            labeled: Labeled samples, or None for `training_set`.
+            **options: Options of `fedhet.learning.training.train_epochs`. The default number of
+                epochs is `training.local-epochs`.
         """
         own = labeled or Split(*self.training_set())
         x, y, semi, training = own.x, own.y, None, self.training
@@ -254,16 +319,16 @@ class HetClient(NumPyClient):
             )
             x, y, augment, options["batch_size"] = semi.x, semi.y, semi.augment, semi.batch_size
             loss_of = semi.joined_with(loss_of, options.pop("penalty", None), predict)
-        chosen = self.recipe.options(training, len(y), augment, options)
-        steps = chosen["epochs"], chosen["batch_size"]
-        with self.privacy.training(optimizing, self.models.values(), len(y), *steps) as promised:
-            self.loss = train_epochs(x, y, loss_of, promised, generator=generator, **chosen)
+        kwargs = self.recipe.options(training, len(y), augment, options)
+        steps = kwargs["epochs"], kwargs["batch_size"]
+        with self.privacy.training(optimizing, self.models.values(), len(y), *steps) as protected:
+            self.loss = train_epochs(x, y, loss_of, protected, generator=generator, **kwargs)
         if semi is not None:
             self.metrics = semi.metrics()
 
     @property
     def own_classes(self) -> OwnClasses:
-        """What restricts logits [N, C] and classes [N] to the client's label space in a loss."""
+        """Restriction of logits [N, C] and labels [N] to the client's label space in a loss."""
         return OwnClasses(self.space)
 
     def fit_private(
@@ -271,8 +336,12 @@ class HetClient(NumPyClient):
     ) -> None:
         """Train the private model on `training_set` with cross-entropy.
 
-        A network continues from its current weights, and its learning rate falls by the factor
-        `decay` after each epoch; a model without gradients is fitted again.
+        A network continues from its current weights. A model without gradients is fitted again.
+
+        Args:
+            generator: Random generator that shuffles the samples, from `generator`.
+            decay: Factor by which a network's learning rate is multiplied after each epoch.
+            **options: Options of `fedhet.learning.training.train_epochs`.
         """
         model = self.private
         if isinstance(model, Refitted):
@@ -283,24 +352,24 @@ class HetClient(NumPyClient):
         self.train_own(loss_of, model, optimizing, generator, **options)
 
     def record(self, run: str) -> ClientRecord:
-        """Return the record by which the client's models can be used after a run."""
+        """Return the record that is needed to use the client's models after a run."""
         return ClientRecord.of(run, self.config, self.node, self.samples)
 
     def held_bytes(self) -> int:
-        """Return the bytes of the tensors that the client holds in memory."""
+        """Return the size of the client's tensors in memory, in bytes."""
         return sum(t.nbytes for t in chain(self.samples.held_tensors(), self.state.held_tensors()))
 
     # Flower's interface, in the order of a run.
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return the client's name, model and task."""
+        """Return the properties that describe the client: its name, model and task."""
         self.samples.warn_of_left_aside(self.run.method)
         return dict(self.info.properties())
 
     def fit(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
-        """Train as the server's instruction says, and return the reply."""
+        """Train in one round, evaluate if requested, and return the reply."""
         best = config.get("best", 0)
         evaluate = self.evaluation if config.get("evaluate", True) else lambda _: Evaluations()
         try:
@@ -309,7 +378,7 @@ class HetClient(NumPyClient):
                 run, round = envelope.run, envelope.round
                 self.privacy.begin(run, round)
                 arrays, train_seconds = self.privacy.sent_before(), 0.0
-                if arrays is not None:  # what must not be computed again is the same reply
+                if arrays is not None:  # a private reply is sent again, not computed again
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)
@@ -335,9 +404,9 @@ class HetClient(NumPyClient):
     ) -> tuple[float, int, dict[str, Scalar]]:
         """Evaluate the current models; the instruction may be empty.
 
-        If the method `learns_last`, a client that has ever trained trains on it before. A client
-        with which nobody trains evaluates the model that it is offered, unless training is private:
-        nothing noises its local epoch.
+        If the method sets `learns_last`, a client that has trained before first trains on the
+        instruction. A held-out client evaluates the model that it is offered. With `[privacy]` it
+        does not, because its local epoch would not be protected.
         """
         try:
             with self.state.resting(), self.privacy.guarded():
@@ -349,27 +418,27 @@ class HetClient(NumPyClient):
                 if learns and self.state.participations > 0:
                     self._train(round + 1, instruction)
                     self.state.save(round + 1)
-                unseen = (
+                held_out = (
                     config.get("unseen")
                     and self.run.data.held_out_clients
                     and not self.privacy.is_on
                 )
-                evaluate = partial(self._evaluate_unseen, round) if unseen else self.evaluation
+                evaluate = partial(self._evaluate_held_out, round) if held_out else self.evaluation
                 scores, seconds = timed(self.privacy.evaluated, evaluate, instruction)
                 measured = self.privacy.measured(_measured(scores, 0.0, seconds))
         except UserModelError:
             raise
         except FedhetError as error:
             return 0.0, 0, self._fault(error)
-        own = scores.get(("personal", "private"))
-        hidden = own is None or not math.isfinite(own.loss) or self.privacy.is_on
-        loss = 0.0 if own is None or hidden else own.loss
+        score = scores.get(("personal", "private"))
+        hidden = score is None or not math.isfinite(score.loss) or self.privacy.is_on
+        loss = 0.0 if score is None or hidden else score.loss
         return loss, self.info.samples, dict(write_measures(measured))
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
         """Return the method's reply and the training time in seconds.
 
-        Raises StateError if training diverged; the state saved before remains.
+        Raises StateError if training diverged; the previously saved state is kept.
         """
         self.state.begin_round()
         self.recipe.begin(round)
@@ -380,30 +449,30 @@ class HetClient(NumPyClient):
         self.state.metadata["participations"] = self.state.participations + 1
         return reply, seconds
 
-    def _evaluate_unseen(self, round: int, instruction: Knowledge) -> Evaluations:
-        """Return the scores of the model that the method offers to a client that never trained.
+    def _evaluate_held_out(self, round: int, instruction: Knowledge) -> Evaluations:
+        """Evaluate the offered model on a held-out client.
 
-        As it is, and after a copy has trained for one epoch on the client's own samples, of which
-        nothing is kept. No scores if the method has sent no such model.
+        Evaluates the model unchanged, and a temporary copy after one epoch on the client's samples.
+        Returns no scores if the method has sent no such model.
         """
         model = self.eval_models(instruction).get(self.config.method.spec.offers)
         if model is None:
             return Evaluations()
-        learner, own = copy.deepcopy(model).train(), self.samples.own
+        adapted, own = copy.deepcopy(model).train(), self.samples.own
         draw = self.info.name, round, "unseen"
         self.recipe.begin(round)
-        optimizing = self.recipe.round_optimization(self.run.training, learner.parameters())
+        optimizing = self.recipe.round_optimization(self.run.training, adapted.parameters())
         options = self.recipe.options(self.run.training, len(own), True, {"epochs": 1})
         options["generator"] = torch_generator(self.run.seed, *draw)
         with seeded(self.run.seed, *draw, device=self.compute.device):
-            train_epochs(own.x, own.y, CrossEntropy(learner), optimizing, **options)
-        offered = {HELD_OUT: model, HELD_OUT_EPOCH: learner}
-        return judge_all(offered, self.tests, self.compute, self.run.metrics)
+            train_epochs(own.x, own.y, CrossEntropy(adapted), optimizing, **options)
+        models = {HELD_OUT: model, HELD_OUT_EPOCH: adapted}
+        return judge_all(models, self.tests, self.compute, self.run.metrics)
 
     def _fault(self, error: FedhetError) -> dict[str, Scalar]:
-        """Return what the server is told of an error, and whether it must send weights again."""
-        lacks: dict[str, Scalar] = {LACKS: True} if isinstance(error, LackingError) else {}
-        return self.privacy.fault(error) | lacks
+        """Return the metrics that report an error, and request full weights if they are missing."""
+        request: dict[str, Scalar] = {LACKS: True} if isinstance(error, LackingError) else {}
+        return self.privacy.fault(error) | request
 
 
 def _measured(
@@ -413,7 +482,7 @@ def _measured(
     loss: float | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Measured:
-    """Return a client's measurements; `loss` is the training loss."""
+    """Collect the measurements of a client; `loss` is the training loss."""
     return Measured(
         placed(scores),
         loss,

@@ -1,1 +1,1 @@
-"""The methods: how one declares itself, and finding them by name."""
+"""Declarations of the methods, and a registry that finds methods by name."""

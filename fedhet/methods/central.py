@@ -1,4 +1,4 @@
-"""Centralized training: its settings, and the messages between its halves."""
+"""Declaration of centralized training: settings and messages."""
 
 from typing import Literal
 
@@ -16,37 +16,37 @@ class CentralSettings(MethodSettings):
 
     trains_on: Literal["clients", "clients+public", "public"] = Field(
         "clients",
-        description="the training data: all clients' training samples, these and the labeled "
+        description="training data: the training samples of all clients, these and the labeled "
         "public data, or the public data alone",
     )
-    model: ModelName = Field("", description="the one model; empty = that of the first client")
+    model: ModelName = Field("", description="model; empty = the model of the first client")
 
     def uses_public(self) -> bool:
-        """Return whether the model is trained on public data."""
+        """Return whether the training data includes public data."""
         return self.trains_on != "clients"
 
 
 def model_in(run: RunSettings, settings: CentralSettings) -> str:
-    """Return the name of the model in a run: by default that of the first client."""
+    """Return the name of the trained model, which is the first client's model by default."""
     if settings.model:
         return settings.model
-    from fedhet.models import assign  # imports PyTorch
+    from fedhet.models import assign  # import lazily, because it imports PyTorch
 
     return assign(run.models.pool, run.clients, run.seed, run.models.assignment)[0]
 
 
 def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, and the tensor shapes of the model in a run."""
+    """Return axis C (classes) and the tensor shapes of the trained model."""
     model = model_shapes(client, model_in(run, settings))
     return Sizes({"C": client.classes}, {"weights": model})
 
 
 def trainer(run: RunSettings) -> str:
-    """Return the name of the client that trains: the first of those that may."""
-    from fedhet.settings.run import held_out_clients  # it draws, which needs PyTorch
+    """Return the name of the client that trains: the first client that is not held out."""
+    from fedhet.settings.run import held_out_clients  # import lazily, because it imports PyTorch
 
-    unseen = held_out_clients(run)
-    first = next(number for number in range(run.clients) if number not in unseen)
+    held_out = held_out_clients(run)
+    first = next(number for number in range(run.clients) if number not in held_out)
     return client_name(first, run.clients)
 
 
@@ -57,7 +57,7 @@ SPEC = MethodSpec(
     settings=CentralSettings,
     kinds=("global",),
     simulation_only=True,
-    instructions=Contract((WeightsField("weights", "the model, to be evaluated", required=False),)),
+    instructions=Contract((WeightsField("weights", "the model to evaluate", required=False),)),
     replies=Contract((WeightsField("weights", "the model after training"),)),
-    privacy=Protection(unsupported="all clients' data is in one place"),
+    privacy=Protection(unsupported="the method collects the data of all clients in one place"),
 )

@@ -1,4 +1,4 @@
-"""CoFED: its settings, and the messages between its halves."""
+"""Declaration of CoFED: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ MAX_WEIGHT = 1e6
 
 def _by_client(weights: dict[str, float]) -> Frozen:
     if not all(map(is_name, weights)):
-        raise ValueError("not names of clients")
+        raise ValueError("keys must be names of clients")
     return Frozen(weights)
 
 
@@ -32,61 +32,64 @@ class CofedSettings(MethodSettings):
     """Settings of CoFED."""
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.3, description="alpha of Eq. 18: share of the votes above which an instance joins a class"
+        0.3,
+        description="fraction of the votes above which an instance gets a class as its pseudolabel "
+        "(alpha of Eq. 18)",
     )
     credibility: Literal["equal", "samples"] | Weights = Field(
         "equal",
-        description="a participant's weight in the vote: equal (1), samples (its training samples) "
-        "or given by name, such as {site-a = 2}; 1 for those that are not named",
+        description="weight of a participant in the vote: equal (1), samples (its number of "
+        "training samples), or a table such as {site-a = 2}; 1 for participants not in the table",
     )
     iterations: Count = Field(
         1,
-        description="iterations of predicting, voting and update training; rounds = iterations + 1",
+        description="iterations of prediction, vote and update training; rounds = iterations + 1",
     )
     margin: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="a participant abstains where the probabilities of its two best classes differ "
-        "by at most this; 0 = it never does, as in the paper's text",
+        description="difference between the two highest class probabilities up to which a "
+        "participant abstains; 0 = participants never abstain, as in the paper's text",
     )
     update_epochs: CountOrNone = Field(
-        0, description="epochs of a network's update training; 0 = local-epochs"
+        0, description="epochs of update training for networks; 0 = training.local-epochs"
     )
     update_batch_size: Count = Field(
         100,
-        description="samples per minibatch of update training; the presets of the paper's "
-        "experiments, with 50,000 public images, have 1,000",
+        description="batch size of update training; 1000 in the presets of the paper's "
+        "experiments, which have 50,000 public images",
     )
     search: Literal["none", "grid"] = Field(
         "none",
-        description="grid: each participant with a network tries the combinations below on a held-"
-        "out part of its own data, and trains with the best (Section 5.2)",
+        description="hyperparameter search: none, or grid, where each participant with a network "
+        "evaluates the combinations below on held-out data and trains with the best (Section 5.2)",
     )
     search_optimizers: Optimizers = Field(
-        ("adam", "sgd"), description="search = grid: optimizers to try"
+        ("adam", "sgd"), description="optimizers to try with search = grid"
     )
     search_rates: Factors = Field(
         (0.002, 0.004, 0.006, 0.008, 0.01),
-        description="search = grid: learning rates to try; sgd tries ten times each",
+        description="learning rates to try with search = grid; multiplied by 10 for sgd",
     )
     search_decays: Decays = Field(
         (1.0, 0.99),
-        description="search = grid: factors to try, by which the rate falls after each epoch",
+        description="decay factors of the learning rate per epoch to try with search = grid",
     )
     search_updates: Factors = Field(
         (0.1, 2.0),
-        description="search = grid: factors on the rate found, to try in update training",
+        description="factors to try with search = grid: learning rate of update training relative "
+        "to the learning rate found for local training",
     )
     search_share: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.2, description="search = grid: share of a participant's own training data held out"
+        0.2, description="fraction of the training data held out with search = grid"
     )
 
     def fixed_rounds(self) -> int:
-        """Return one round of local training plus one of update training per iteration."""
+        """Return the number of rounds: one of local training, and one per iteration."""
         return self.iterations + 1
 
 
 def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
-    """Return local training, and then update trainings, which have batches of their own."""
+    """Return the passes of local training and of update training."""
     updates = own.update_epochs or training.local_epochs
     return (
         Passes(1, training.batch_size, training.local_epochs),
@@ -102,15 +105,15 @@ SPEC = MethodSpec(
     kinds=("private", "local"),
     needs_public=True,
     any_model=True,
-    robustness="it averages nothing, and its votes need the share 'cofed.threshold' of the clients",
+    robustness="nothing is averaged, and a vote needs a fraction 'cofed.threshold' of the clients",
     instructions=Contract(
         (
-            ScalarField("predict", bool, "is the public set to be predicted after training?"),
+            ScalarField("predict", bool, "whether to predict the public set after training"),
             TensorField(
                 "labels",
                 "uint",
                 ("N",),
-                "each public instance's pseudolabel in R_i, C for none",
+                "pseudolabel of each public instance in R_i; C = none",
                 required=False,
                 numbers="L",
             ),
@@ -122,24 +125,22 @@ SPEC = MethodSpec(
                 "predictions",
                 "uint",
                 ("N",),
-                "each public instance's class, in the smallest type; with cofed.margin, C for none",
+                "predicted class of each public instance; C = abstention (with cofed.margin)",
                 numbers="L",
             ),
-            TensorField(
-                "space", "uint", ("P",), "the classes that the model distinguishes", ids="C"
-            ),
+            TensorField("space", "uint", ("P",), "classes that the model distinguishes", ids="C"),
         )
     ),
     metrics={
-        "pseudolabels": "pseudolabels in total",
+        "pseudolabels": "total number of pseudolabels",
         "received": "pseudolabels per client",
-        "conflicts": "samples with several pseudolabels, per client",
-        "abstained": "share of abstentions",
+        "conflicts": "samples with several pseudolabels per client",
+        "abstained": "fraction of abstentions",
     },
     privacy=replace(
         PUBLIC_PREDICTIONS,
         passes=_passes,
         needs={"search": ("none",)},
-        reason="a search compares scores on the client's samples",
+        reason="the search selects by scores on the client's samples",
     ),
 )

@@ -1,4 +1,4 @@
-"""Cronus: its settings, and the messages between its halves."""
+"""Declaration of Cronus: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -15,21 +15,23 @@ class CronusSettings(fedmd.SoftLabelSettings):
 
     loss: DigestLoss = Field(
         "cross-entropy",
-        description="distance from the consensus: cross-entropy with the soft labels, or mean "
-        "absolute or squared error of the probabilities",
+        description="loss against the consensus: cross-entropy with the soft labels, or mean "
+        "absolute (mae) or squared error (mse) of the probabilities",
     )
     aggregation: Literal["filter", "median", "trimmed", "mean"] = Field(
         "filter",
-        description="the robust mean of a public sample's soft labels: the filter of Diakonikolas "
-        "et al., the coordinate-wise median or trimmed mean, or the plain mean",
+        description="robust mean of the soft labels of each public sample: the filter of "
+        "Diakonikolas et al., coordinate-wise median or trimmed mean, or the plain mean",
     )
     sigma: Positive = Field(
         0.1,
-        description="filter: the standard deviation that honest soft labels of a sample may have; "
-        "the filter acts where they differ by more than three times that",
+        description="with aggregation = filter: standard deviation of honest soft labels; the "
+        "filter acts on samples whose soft labels deviate by more than three times this value",
     )
     trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.1, description="trimmed: share of the clients left out at either end, rounded up"
+        0.1,
+        description="with aggregation = trimmed: fraction of the clients removed at each end, "
+        "rounded up",
     )
 
 
@@ -39,8 +41,8 @@ SPEC = replace(
     paper="Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning",
     settings=CronusSettings,
     defenses=(),
-    robustness="its 'cronus.aggregation' is a robust mean itself",
+    robustness="'cronus.aggregation' is already a robust mean",
     instructions=fedmd.instructions("probabilities"),
     replies=fedmd.replies("probabilities"),
-    metrics={"filtered": "share of the replies that the filter leaves out"},
+    metrics={"filtered": "fraction of the replies removed by the filter"},
 )

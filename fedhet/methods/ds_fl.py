@@ -1,4 +1,4 @@
-"""DS-FL: its settings, and the messages between its halves."""
+"""Declaration of DS-FL: settings and messages."""
 
 from dataclasses import replace
 from typing import Literal
@@ -15,18 +15,21 @@ class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
 
     loss: DigestLoss = Field(
         "cross-entropy",
-        description="distance from the consensus, for clients and server: cross-entropy with the "
-        "soft labels, or mean absolute or squared error of the probabilities",
+        description="loss of clients and server against the consensus: cross-entropy with the soft "
+        "labels, or mean absolute (mae) or squared error (mse) of the probabilities",
     )
     aggregation: Literal["era", "sa"] = Field(
-        "era", description="the consensus: entropy reduction, or simple aggregation, the plain mean"
+        "era",
+        description="consensus: entropy reduction aggregation (era), or simple aggregation (sa), "
+        "the plain mean",
     )
     temperature: Positive = Field(
-        0.1, description="T of entropy reduction, softmax(mean / T): the lower, the sharper"
+        0.1,
+        description="temperature T of entropy reduction, softmax(mean / T); lower values sharpen",
     )
-    server_model: ModelName = Field("cnn2", description="the server's own model")
+    server_model: ModelName = Field("cnn2", description="model of the server")
     server_epochs: Count = Field(
-        5, description="the server's epochs of training on the consensus, per round"
+        5, description="server training epochs on the consensus, per round"
     )
 
 

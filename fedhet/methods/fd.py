@@ -1,4 +1,4 @@
-"""FD: its settings, and the messages between its halves."""
+"""Declaration of FD: settings and messages."""
 
 from pydantic import Field
 
@@ -12,7 +12,8 @@ class FdSettings(MethodSettings):
     """Settings of FD."""
 
     gamma: NonNegative = Field(
-        1.0, description="weight of the cross-entropy with the other clients' mean probabilities"
+        1.0,
+        description="weight of the cross-entropy with the mean probabilities of the other clients",
     )
 
 
@@ -25,19 +26,19 @@ SPEC = MethodSpec(
     defenses=ROBUST,
     instructions=Contract(
         all_or_none(
-            TensorField("classes", "int64", ("P",), "the classes that other clients have", ids="C"),
+            TensorField("classes", "int64", ("P",), "classes of the other clients", ids="C"),
             TensorField(
                 "probabilities",
                 "float32",
                 ("P", "C"),
-                "mean probabilities of each, of all clients but this one",
+                "mean probabilities of each class over the other clients",
                 distribution=True,
             ),
         )
     ),
     replies=Contract(
         (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
             TensorField(
                 "probabilities",
                 "float32",
@@ -49,7 +50,7 @@ SPEC = MethodSpec(
     ),
     metrics={
         "classes_covered": "classes with an average",
-        "classes_taught": "classes that a client learns of others, mean over clients",
+        "classes_taught": "classes of other clients that a client learns, mean over clients",
     },
     privacy=Protection(CLASS_SUMS, vectors=1, norm=1.0),
 )

@@ -1,4 +1,4 @@
-"""FedAvg: its settings, and the messages between its halves."""
+"""Declaration of FedAvg: settings and messages."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -12,32 +12,31 @@ from fedhet.wire.identity import ClientInfo
 
 
 class FedAvgSettings(MethodSettings):
-    """Settings of FedAvg; a method that averages a part of the model overrides `part`."""
+    """Settings of FedAvg; methods that average only a part of the model override `part`."""
 
     part: ClassVar[Part] = "all"
-    """The part of the model that travels."""
+    """Part of the model that is sent and averaged."""
     averaged_by: ClassVar[str] = ""
-    """The setting that names the model that is averaged; empty: the clients' own model is."""
+    """Setting that names the averaged model, or "" for the clients' own model."""
 
     @property
     def averaged(self) -> str:
-        """Return the name of the model that is averaged; empty: the clients' own."""
+        """Name of the averaged model, or "" for the clients' own model."""
         return str(getattr(self, self.averaged_by)) if self.averaged_by else ""
 
     @property
     def width(self) -> int | None:
-        """Return the width of the features before the head; None: the model's own."""
+        """Width of the features before the head, or None for the model's default."""
         return None
 
 
 def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
-    """Return the axes, and the shapes of the part that travels."""
-    own, width = settings, settings.width
-    part = model_shapes(client, own.averaged, part=own.part, feature_dim=width)
-    return replace(default_sizes(settings, client), models={"weights": part})
+    """Return the axis sizes, and the shapes of the averaged part of the model."""
+    shapes = model_shapes(client, settings.averaged, part=settings.part, feature_dim=settings.width)
+    return replace(default_sizes(settings, client), models={"weights": shapes})
 
 
-REPLIES = Contract((WeightsField("weights", "the tensors that are averaged, after training"),))
+REPLIES = Contract((WeightsField("weights", "tensors to average, after training"),))
 SPEC = MethodSpec(
     title="one model, averaged by number of samples",
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
@@ -48,9 +47,7 @@ SPEC = MethodSpec(
     kinds=("private", "global"),
     one_model=True,
     defenses=ROBUST,
-    instructions=Contract(
-        (WeightsField("weights", "the averaged tensors, from which clients start"),)
-    ),
+    instructions=Contract((WeightsField("weights", "averaged tensors, from which clients start"),)),
     replies=REPLIES,
     privacy=DP_SGD,
 )

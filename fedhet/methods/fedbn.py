@@ -1,4 +1,4 @@
-"""FedBN: its settings, and the messages between its halves."""
+"""Declaration of FedBN: settings and messages."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -9,7 +9,7 @@ from fedhet.methods.spec import Protection
 
 
 class FedBnSettings(fedavg.FedAvgSettings):
-    """Settings of FedBN: it has none of its own."""
+    """Settings of FedBN, which adds none to FedAvg."""
 
     part: ClassVar[Part] = "all-but-norms"
 
@@ -20,5 +20,7 @@ SPEC = replace(
     paper="Li et al., FedBN: Federated Learning on Non-IID Features",
     headline="personal",
     settings=FedBnSettings,
-    privacy=Protection(unsupported="it needs batch norms, which mix the samples of a batch"),
+    privacy=Protection(
+        unsupported="the method needs batch norms, which mix the samples of a batch"
+    ),
 )

@@ -1,4 +1,4 @@
-"""FedDF: its settings, and the messages between its halves."""
+"""Declaration of FedDF: settings and messages."""
 
 from pydantic import Field
 
@@ -10,15 +10,15 @@ from fedhet.wire.contract import Contract, WeightsField
 
 
 class FedDfSettings(FedAvgSettings):
-    """Settings of FedDF; the whole model travels."""
+    """Settings of FedDF, which averages full models."""
 
     epochs: CountOrNone = Field(
         5,
-        description="the server's epochs of distillation per round, over the public data; 0 = "
-        "none, so that each architecture keeps its average",
+        description="distillation epochs on the public data, per round; 0 = no distillation, so "
+        "each architecture keeps its average",
     )
-    lr: Positive = Field(1e-3, description="learning rate of the distillation, with Adam")
-    batch_size: Count = Field(128, description="public samples per minibatch of the distillation")
+    lr: Positive = Field(1e-3, description="learning rate of the distillation (Adam)")
+    batch_size: Count = Field(128, description="distillation batch size")
 
 
 SPEC = MethodSpec(
@@ -32,7 +32,7 @@ SPEC = MethodSpec(
     large_messages=True,
     defenses=CHOOSING,
     instructions=Contract(
-        (WeightsField("weights", "the fused model of the client's architecture", required=False),)
+        (WeightsField("weights", "fused model of the client's architecture", required=False),)
     ),
     replies=REPLIES,
     metrics={"distillation_loss": "distillation loss of the fused models"},

@@ -1,4 +1,4 @@
-"""FedGEMS: its settings, and the messages between its halves."""
+"""Declaration of FedGEMS: settings and messages."""
 
 from __future__ import annotations
 
@@ -15,52 +15,55 @@ from fedhet.wire.contract import Contract, TensorField
 class FedGemsSettings(MethodSettings):
     """Settings of FedGEMS."""
 
-    server_model: ModelName = Field("gems-resnet56", description="the server's own model")
+    server_model: ModelName = Field("gems-resnet56", description="model of the server")
     epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.75, description="share of cross-entropy in the losses of Eq. 2, 5 and 6"
+        0.75, description="weight of the cross-entropy in the losses of Eq. 2, 5 and 6"
     )
     selective: bool = Field(
-        True, description="learn selectively; false is FedGEM: the mean of all clients' logits"
+        True,
+        description="selective knowledge fusion; false = FedGEM, the mean of all clients' logits",
     )
     split: Literal["round", "batch"] = Field(
         "round",
-        description="when public samples are split into S1, S2 and S3: by the self-evaluation "
-        "before each round, or again for each minibatch by its predictions in training",
+        description="split of the public samples into S1, S2 and S3: once per round, by the "
+        "self-evaluation before the round, or per batch, by the predictions during training",
     )
     self_training: bool = Field(
         True,
-        description="learn samples that are predicted correctly from their labels alone; false: as "
-        "the others (Table 5)",
+        description="train on correctly predicted samples with their labels alone; false = treat "
+        "them like the other samples (Table 5)",
     )
     self_distillation: bool = Field(
         True,
-        description="learn samples that are predicted wrongly now, but were predicted correctly "
-        "before, from the logits of that time; false: from the clients' (Table 5)",
+        description="train on samples that are predicted wrongly now, but were correct before, "
+        "with the earlier logits; false = with the clients' logits (Table 5)",
     )
     ensemble: Literal["weighted", "mean", "none"] = Field(
         "weighted",
-        description="what the server learns from the clients: the logits of those that are right, "
-        "weighted by Eq. 4; the mean of all; or nothing (Table 5)",
+        description="logits that the server learns from the clients: weighted by Eq. 4 over the "
+        "clients with correct predictions, the mean of all clients, or none (Table 5)",
     )
     server_epochs: Count = Field(
-        1, description="the server's epochs per round, over the public data"
+        1, description="server training epochs on the public data, per round"
     )
-    public_epochs: Count = Field(1, description="a client's epochs per round, over the public data")
+    public_epochs: Count = Field(
+        1, description="client training epochs on the public data, per round"
+    )
 
     @model_validator(mode="after")
-    def _fedgem_selects_nothing(self) -> FedGemsSettings:
+    def _check_fedgem(self) -> FedGemsSettings:
         for name in ("split", "self_training", "self_distillation", "ensemble"):
             default, value = type(self).model_fields[name].default, getattr(self, name)
             if not self.selective and value != default:
                 raise ValueError(
-                    f"setting 'fedgems.{kebab(name)}' = {value!r} is not allowed: it takes "
-                    f"{default!r} where 'fedgems.selective' = False, which splits nothing"
+                    f"setting 'fedgems.{kebab(name)}' must be {default!r} with "
+                    f"'fedgems.selective' = False, got {value!r}"
                 )
         return self
 
     @property
     def teachers(self) -> Literal["weighted", "mean", "none"]:
-        """Return `ensemble`, which in FedGEM is the mean."""
+        """Ensemble of the clients' logits: the setting `ensemble`, or the mean with FedGEM."""
         return self.ensemble if self.selective else "mean"
 
 
@@ -78,14 +81,14 @@ SPEC = MethodSpec(
                 "logits",
                 "float32",
                 ("R", "C"),
-                "the server's logits on public samples",
+                "logits of the server on public samples",
                 required=False,
             ),
             TensorField(
                 "changed",
                 "uint8",
                 ("B",),
-                "one bit per public sample: does `logits` have a row of it? absent: of all",
+                "one bit per public sample: 1 if `logits` has its row; absent = all rows",
                 required=False,
                 needs=("logits",),
             ),
@@ -93,21 +96,21 @@ SPEC = MethodSpec(
                 "wanted",
                 "uint8",
                 ("B",),
-                "one bit per public sample: is the client to reply with its logits? absent: all",
+                "one bit per public sample: 1 to request the client's logits; absent = all",
                 required=False,
             ),
         )
     ),
     replies=Contract(
-        (TensorField("logits", "float32", ("Q", "C"), "logits on the samples asked for"),)
+        (TensorField("logits", "float32", ("Q", "C"), "logits on the requested samples"),)
     ),
     metrics={
-        "s1": "public samples that the server has right (S1)",
-        "s2": "others with logits in the pool (S2)",
-        "s3": "others without (S3)",
-        "asked": "samples asked of the clients",
-        "nobody_right": "asked samples that no client has right",
-        "upload_ratio": "share of the public set that is asked",
+        "s1": "public samples that the server predicts correctly (S1)",
+        "s2": "wrongly predicted samples with logits in the pool (S2)",
+        "s3": "wrongly predicted samples without logits in the pool (S3)",
+        "asked": "samples requested from the clients",
+        "nobody_right": "requested samples that no client predicts correctly",
+        "upload_ratio": "fraction of the public set that is requested",
     },
     privacy=PUBLIC_PREDICTIONS,
 )

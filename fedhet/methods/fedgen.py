@@ -1,4 +1,4 @@
-"""FedGen: its settings, and the messages between its halves."""
+"""Declaration of FedGen: settings and messages."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -19,54 +19,55 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
 
     alpha: NonNegative = Field(
         10.0,
-        description="weight of the cross-entropy of the head on generated features, alpha: 1 in "
-        "Eq. 5, 10 in the authors' code",
+        description="weight alpha of the head's cross-entropy on generated features; 1 in Eq. 5, "
+        "10 in the authors' code",
     )
     beta: NonNegative = Field(
         10.0,
-        description="weight of the divergence from the head's output for generated features, beta, "
-        "as in the authors' code; 0: none, as in Eq. 5",
+        description="weight beta of the divergence from the head's output for generated features, "
+        "as in the authors' code; 0 = no such term, as in Eq. 5",
     )
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         0.98,
-        description="factor by which both weights fall in each round, as in the authors' code; 1: "
-        "constant weights, as in Eq. 5",
+        description="factor by which alpha and beta are multiplied in each round, as in the "
+        "authors' code; 1 = constant weights, as in Eq. 5",
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",
-        description="weights of the clients in the ensemble: labels, a client's share of the "
-        "samples of a class, as in the authors' code; clients, equal, as printed (Eq. 4)",
+        description="weights of the clients in the ensemble: labels = by the number of samples of "
+        "a class, as in the authors' code; clients = equal, as printed (Eq. 4)",
     )
     prior: Literal["counts", "uniform"] = Field(
         "counts",
-        description="probabilities p(y) of the generated classes: counts, shares of all clients' "
-        "samples, as printed (Algorithm 1); uniform, equal for all classes that a client has, as "
-        "in the authors' code, or for all classes if no client sends numbers of samples",
+        description="probabilities p(y) of the generated classes: counts = proportional to the "
+        "samples of all clients, as printed (Algorithm 1); uniform = equal for all classes of the "
+        "clients (or for all classes if no client sends counts), as in the authors' code",
     )
-    noise_dim: Count = Field(32, description="width of the generator's noise")
+    noise_dim: Count = Field(32, description="dimension of the generator's noise")
     hidden_dim: Count = Field(128, description="width of the generator's hidden layer")
-    server_steps: Count = Field(50, description="steps of the generator's training per round")
-    server_batch_size: Count = Field(128, description="generated features per step")
-    generator_lr: Positive = Field(3e-4, description="the generator's learning rate (Adam)")
-    diversity: NonNegative = Field(1.0, description="weight of the generator's diversity loss")
+    server_steps: Count = Field(50, description="training steps of the generator, per round")
+    server_batch_size: Count = Field(128, description="number of features generated in each step")
+    generator_lr: Positive = Field(3e-4, description="learning rate of the generator (Adam)")
+    diversity: NonNegative = Field(1.0, description="weight of the diversity loss of the generator")
 
     @property
     def sends_counts(self) -> bool:
-        """Whether clients send their numbers of samples of each class."""
+        """Whether clients send their number of samples per class."""
         return self.weighting == "labels" or self.prior == "counts"
 
 
 def gen_sizes(settings: FedGenSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, and the shapes of the head and of the generator."""
-    own = settings
-    generator = generator_shapes(client.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
+    """Return axis C (classes), and the shapes of the head and of the generator."""
+    generator = generator_shapes(
+        client.classes, settings.noise_dim, settings.hidden_dim, settings.feature_dim
+    )
     head = lg_fedavg.SPEC.sizes(settings, client)
     return Sizes(head.axes, {**head.models, "generator": generator})
 
 
 @lru_cache(maxsize=64)
 def generator_shapes(classes: int, noise: int, hidden: int, width: int) -> Shapes:
-    """Return the shape and dtype of the generator's tensors; PyTorch is imported for it."""
+    """Return the shape and dtype of each tensor of the generator. Imports PyTorch."""
     import torch
 
     from fedhet.algorithms.feature_models import Generator
@@ -84,8 +85,8 @@ SPEC = replace(
     sizes=gen_sizes,
     instructions=Contract(
         (
-            WeightsField("weights", "the averaged head, from which clients start"),
-            WeightsField("generator", "the generator, once it has been trained", required=False),
+            WeightsField("weights", "averaged head, from which clients start"),
+            WeightsField("generator", "generator, after its first training", required=False),
             TensorField(
                 "prior",
                 "float32",
@@ -98,20 +99,20 @@ SPEC = replace(
     ),
     replies=Contract(
         (
-            WeightsField("weights", "the head, after training"),
+            WeightsField("weights", "head after training"),
             *all_or_none(
-                TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+                TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
                 TensorField("counts", "int64", ("P",), "samples of each class", low=1),
             ),
         )
     ),
     metrics={
-        "generator_loss": "cross-entropy of the ensemble of heads on generated features",
-        "agreement": "share of generated features that the ensemble takes for their class",
+        "generator_loss": "cross-entropy of the heads' ensemble on generated features",
+        "agreement": "fraction of generated features that the ensemble classifies correctly",
     },
     privacy=Protection(
-        "DP-SGD; the heads that are sent are its result, without the numbers of samples by class",
+        "DP-SGD; clients send the resulting heads, without numbers of samples per class",
         needs={"weighting": ("clients",), "prior": ("uniform",)},
-        reason="otherwise it sends the number of samples of each class",
+        reason="other values require the clients' numbers of samples per class",
     ),
 )

@@ -1,4 +1,4 @@
-"""FedGH: its settings, and the messages between its halves."""
+"""Declaration of FedGH: settings and messages."""
 
 from dataclasses import replace
 
@@ -11,13 +11,13 @@ from fedhet.wire.contract import Contract, TensorField, WeightsField
 
 
 class FedGhSettings(lg_fedavg.LgFedAvgSettings):
-    """Settings of FedGH; the head travels to the clients."""
+    """Settings of FedGH, whose server sends the head."""
 
     server_epochs: Count = Field(
-        10, description="the server's epochs per round over the clients' class means"
+        10, description="server training epochs on the clients' class means, per round"
     )
-    server_lr: Positive = Field(0.1, description="learning rate of the server's SGD")
-    server_batch_size: Count = Field(10, description="class means per minibatch of the server")
+    server_lr: Positive = Field(0.1, description="learning rate of the server (SGD)")
+    server_batch_size: Count = Field(10, description="batch size of the server, in class means")
 
 
 SPEC = replace(
@@ -26,16 +26,16 @@ SPEC = replace(
     paper="Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header",
     late="kept",
     settings=FedGhSettings,
-    instructions=Contract((WeightsField("weights", "the global head, from which clients start"),)),
+    instructions=Contract((WeightsField("weights", "global head, from which clients start"),)),
     replies=Contract(
         (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-            TensorField("features", "float32", ("P", "D"), "mean features of each"),
+            TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "mean features of each class"),
         )
     ),
     metrics={
-        "classes_covered": "classes that the head was trained on in the round",
-        "head_loss": "loss of the server's head",
+        "classes_covered": "classes on which the head was trained in the round",
+        "head_loss": "loss of the global head",
     },
     privacy=Protection(CLASS_SUMS, vectors=1),
 )

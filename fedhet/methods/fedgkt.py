@@ -1,4 +1,4 @@
-"""FedGKT: its settings, and the messages between its halves."""
+"""Declaration of FedGKT: settings and messages."""
 
 from pydantic import Field
 
@@ -13,32 +13,32 @@ from fedhet.wire.identity import ClientInfo
 class FedGktSettings(MethodSettings):
     """Settings of FedGKT."""
 
-    feature_dim: Count = Field(64, description="width of the features that travel, D")
+    feature_dim: Count = Field(64, description="width D of the features that are sent")
     server_model: ModelName = Field(
-        "mlp3", description="the server's model, of feature vectors: an mlp, or your own"
+        "mlp3", description="model of the server, which takes feature vectors, e.g. an mlp"
     )
     server_epochs: Count = Field(
-        10, description="the server's epochs per round, over all clients' features"
+        10, description="server training epochs on the features of all clients, per round"
     )
     temperature: Positive = Field(
-        3.0, description="T of the divergences between the logits of edge and server"
+        3.0, description="temperature T of the divergence between edge and server logits"
     )
     alpha: NonNegative = Field(
-        1.0, description="weight of the divergence added to cross-entropy, at clients and server"
+        1.0, description="weight of the divergence in the losses of clients and server"
     )
 
 
 def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
-    """Return the axes C and D (feature width), and the shapes of the server's model."""
+    """Return axes C (classes) and D (feature width), and the shapes of the server model."""
     width = settings.feature_dim
-    from fedhet.models import shapes  # imports PyTorch
+    from fedhet.models import shapes  # import lazily, because it imports PyTorch
 
     model = shapes(settings.server_model, (width,), client.classes)
     return Sizes({"C": client.classes, "D": width}, {"server": model})
 
 
 def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
-    """Raise SettingsError for a server model that does not take vectors of the features' width."""
+    """Raise SettingsError if the server model does not accept feature vectors of width D."""
     try:
         gkt_sizes(settings, client)
     except ModelError as error:
@@ -63,20 +63,20 @@ SPEC = MethodSpec(
                 "logits",
                 "float32",
                 ("N", "C"),
-                "the server's, of the client's training samples",
+                "server logits of the client's training samples",
                 required=False,
             ),
-            WeightsField("server", "the server's model, for evaluation", required=False),
+            WeightsField("server", "server model, for evaluation", required=False),
         )
     ),
     replies=Contract(
         (
-            TensorField("features", "float32", ("N", "D"), "of each training sample"),
-            TensorField("logits", "float32", ("N", "C"), "of each training sample"),
-            TensorField("labels", "uint", ("N",), "of each training sample", numbers="C"),
+            TensorField("features", "float32", ("N", "D"), "features of each training sample"),
+            TensorField("logits", "float32", ("N", "C"), "logits of each training sample"),
+            TensorField("labels", "uint", ("N",), "label of each training sample", numbers="C"),
         )
     ),
-    metrics={"server_accuracy": "accuracy of the server's model on clients' features"},
-    warning="fedgkt sends the features and the class of every training sample to the server",
-    privacy=Protection(unsupported="it sends the features and the class of every sample"),
+    metrics={"server_accuracy": "accuracy of the server model on the clients' features"},
+    warning="fedgkt sends the features and the label of every training sample to the server",
+    privacy=Protection(unsupported="clients send the features and the label of every sample"),
 )

@@ -1,4 +1,4 @@
-"""FedHe: its settings, and the messages between its halves."""
+"""Declaration of FedHe: settings and messages."""
 
 from typing import Literal
 
@@ -15,14 +15,14 @@ class FedHeSettings(MethodSettings):
 
     loss: Literal["mse", "kl"] = Field(
         "mse",
-        description="distance to the server's logits: their mean squared error, as in the authors' "
-        "code, or the divergence of the probabilities",
+        description="distance from the server's logits: mean squared error (mse), as in the "
+        "authors' code, or KL divergence of the probabilities (kl)",
     )
-    alpha: NonNegative = Field(0.5, description="weight of the distance to the server's logits")
+    alpha: NonNegative = Field(0.5, description="weight of the distance from the server's logits")
     replies: Literal["all", "latest"] = Field(
         "all",
-        description="a client's part in the server's logits: the mean of all its replies, as in "
-        "the authors' code, or its latest reply",
+        description="contribution of a client to the server's logits: the mean of all its replies, "
+        "as in the authors' code, or its latest reply",
     )
 
 
@@ -35,13 +35,13 @@ SPEC = MethodSpec(
     defenses=ROBUST,
     instructions=Contract(
         all_or_none(
-            TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
-            TensorField("logits", "float32", ("P", "C"), "average logits of each"),
+            TensorField("classes", "int64", ("P",), "classes with an average", ids="C"),
+            TensorField("logits", "float32", ("P", "C"), "average logits of each class"),
         )
     ),
     replies=Contract(
         (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
             TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
         )
     ),

@@ -1,4 +1,4 @@
-"""FedKD: its settings, and the messages between its halves."""
+"""Declaration of FedKD: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -19,28 +19,30 @@ class FedKdSettings(fedavg.FedAvgSettings):
     """Settings of FedKD."""
 
     averaged_by: ClassVar[str] = "mentee"
-    mentee: ModelName = Field("cnn2", description="the mentee's model, the same at every client")
+    mentee: ModelName = Field("cnn2", description="mentee model, the same on all clients")
     energy_start: Energy = Field(
-        0.95, description="share of a change's energy that is sent at the start of a run, T_start"
+        0.95, description="fraction of the update's energy that is sent in the first round, T_start"
     )
-    energy_end: Energy = Field(0.98, description="the same at its end, T_end")
+    energy_end: Energy = Field(
+        0.98, description="fraction of the update's energy in the last round, T_end"
+    )
     intensity: Literal["batch", "sample"] = Field(
         "batch",
-        description="task losses by which distillation is divided: batch, the means over a batch, "
-        "as in the authors' code, or sample, those of each sample",
+        description="task losses that divide the distillation losses: batch = means over a batch, "
+        "as in the authors' code; sample = losses of each sample",
     )
     intensity_learned: bool = Field(
         True,
-        description="whether the gradient passes through these task losses too, as printed and in "
-        "the authors' code; false: they are a constant weight",
+        description="propagate gradients through these task losses, as printed and in the "
+        "authors' code; false = treat them as constants",
     )
     hidden_weight: NonNegative = Field(
-        1.0, description="weight of the distance between the two models' features; 0: none"
+        1.0, description="weight of the distance between the features of both models; 0 = none"
     )
 
 
 def mentee_sizes(settings: FedKdSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C and the mentee's shapes."""
+    """Return axis C (classes) and the shapes of the mentee, also for its update."""
     sizes = fedavg.part_sizes(settings, client)
     return replace(sizes, models={**sizes.models, "update": sizes.models["weights"]})
 
@@ -58,28 +60,28 @@ SPEC = replace(
     instructions=Contract(
         (
             WeightsField(
-                "weights", "the mentee, for a client that lacks the last one", required=False
+                "weights", "mentee, for a client without the previous mentee", required=False
             ),
-            FactorsField("update", "the mentee's change since the last one", required=False),
-            ScalarField("base", int, "the round that began with the last one", False, low=1),
+            FactorsField("update", "update since the previous mentee", required=False),
+            ScalarField("base", int, "round that started with the previous mentee", False, low=1),
         )
     ),
     replies=Contract(
         (
-            FactorsField("update", "the mentee's change in training"),
-            ScalarField("sent_up", float, "numbers sent, as a share of the mentee's", False, 0),
-            ScalarField("intensity", float, "mean intensity of distillation", False, 0),
+            FactorsField("update", "update of the mentee in training"),
+            ScalarField("sent_up", float, "values sent, relative to the mentee's size", False, 0),
+            ScalarField("intensity", float, "mean distillation intensity", False, 0),
         )
     ),
     metrics={
-        "sent_up": "numbers that a client sends, as a share of the mentee's",
-        "sent_down": "numbers of the mentee's change that the server sends, as a share of its own",
-        "intensity": "intensity of distillation: 1 by the sum of both task losses",
+        "sent_up": "values that a client sends, relative to the mentee's size",
+        "sent_down": "values that the server sends, relative to the mentee's size",
+        "intensity": "distillation intensity: reciprocal of the sum of both task losses",
     },
     privacy=replace(
         BOTH_MODELS,
         models=("mentee",),
         needs={"intensity": ("sample",)},
-        reason="a batch's mean loss weighs on the gradient of all its samples",
+        reason="the mean loss of a batch affects the gradient of every sample",
     ),
 )

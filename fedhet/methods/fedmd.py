@@ -1,4 +1,4 @@
-"""FedMD: its settings, and the messages between its halves."""
+"""Declaration of FedMD: settings and messages."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.wire.contract import Contract, TensorField, all_or_none
 
 MIN_SAMPLE = 2
-"""The smallest number of public samples that a client can train on."""
+"""Minimum number of public samples on which a client can train."""
 
 
 class ConsensusSettings(MethodSettings):
-    """Settings of the methods that extend FedMD; each adds its own."""
+    """Settings shared by FedMD and the methods that extend it."""
 
     exchanged: ClassVar[ScoreKind] = "logits"
-    """What travels, and the name of its field."""
+    """Kind of scores that are exchanged; also the name of the message field."""
 
     if TYPE_CHECKING:
         public_epochs: int
         loss: DigestLoss
         digest_epochs: int
 
-    sample: CountOrNone = Field(
-        5000, description="public samples drawn for each round, from which all learn; 0 = all"
-    )
+    sample: CountOrNone = Field(5000, description="public samples drawn for each round; 0 = all")
 
     @field_validator("sample")
     @classmethod
-    def _sample_can_be_trained_on(cls, value: int) -> int:
+    def _check_sample(cls, value: int) -> int:
         if 0 < value < MIN_SAMPLE:
-            raise ValueError(f"it takes 0 or at least {MIN_SAMPLE}")
+            raise ValueError(f"must be 0 or at least {MIN_SAMPLE}")
         return value
 
 
 class DigestSettings(ConsensusSettings):
-    """Settings of the methods whose clients learn the consensus by itself."""
+    """Settings of methods whose clients train on the consensus in a separate phase."""
 
     digest_epochs: Count = Field(
-        5, description="a client's epochs of training on the consensus, per round"
+        5, description="client training epochs on the consensus, per round"
     )
 
 
 class SoftLabelSettings(ConsensusSettings):
-    """Settings of the methods whose clients reply with probabilities."""
+    """Settings of methods whose clients send probabilities."""
 
     exchanged: ClassVar[ScoreKind] = "probabilities"
 
     public_epochs: CountOrNone = Field(
         0,
-        description="a client's epochs on the public data's labels before its first round; 0, as "
-        "in the paper: public data needs no labels",
+        description="client training epochs on the labeled public data before the first round; 0 = "
+        "none, as in the paper, so the public data needs no labels",
     )
 
 
@@ -64,30 +62,30 @@ class FedMdSettings(DigestSettings):
 
     public_epochs: CountOrNone = Field(
         10,
-        description="a client's epochs on the labeled public data before its first round "
-        "(transfer learning); 0: none, and the public data needs no labels",
+        description="client training epochs on the labeled public data before the first round "
+        "(transfer learning); 0 = none, so the public data needs no labels",
     )
     loss: DigestLoss = Field(
         "mae",
-        description="distance from the consensus: mean absolute or squared error of the scores "
-        "that travel, or cross-entropy between the probabilities",
+        description="loss against the consensus: mean absolute (mae) or squared error (mse) of the "
+        "logits, or cross-entropy between the probabilities",
     )
 
 
 def instructions(scores: ScoreKind) -> Contract:
-    """Return the contract of the instructions where clients reply with such scores."""
-    consensus, probabilities = "the consensus of the last round", scores == "probabilities"
-    known = all_or_none(
+    """Return the contract of instructions for a kind of scores."""
+    consensus, probabilities = "consensus of the last round", scores == "probabilities"
+    agreed = all_or_none(
         TensorField(scores, "float32", ("R", "C"), consensus, distribution=probabilities),
-        TensorField("rows", "uint", ("R",), "the public samples of the consensus", ids="N"),
+        TensorField("rows", "uint", ("R",), "public samples of the consensus", ids="N"),
     )
-    asked = TensorField("asked", "uint", ("Q",), "the public samples to predict", ids="N")
-    return Contract((*known, asked))
+    asked = TensorField("asked", "uint", ("Q",), "public samples to predict", ids="N")
+    return Contract((*agreed, asked))
 
 
 def replies(scores: ScoreKind) -> Contract:
-    """Return the contract of replies with such scores."""
-    sent, probabilities = "of the samples asked for", scores == "probabilities"
+    """Return the contract of replies for a kind of scores."""
+    sent, probabilities = f"{scores} of the requested samples", scores == "probabilities"
     return Contract((TensorField(scores, "float32", ("Q", "C"), sent, distribution=probabilities),))
 
 

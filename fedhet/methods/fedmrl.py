@@ -1,4 +1,4 @@
-"""FedMRL: its settings, and the messages between its halves."""
+"""Declaration of FedMRL: settings and messages."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -15,20 +15,22 @@ class FedMrlSettings(fedavg.FedAvgSettings):
     """Settings of FedMRL."""
 
     averaged_by: ClassVar[str] = "shared"
-    shared: ModelName = Field("cnn2", description="the shared model G, the same at every client")
+    shared: ModelName = Field("cnn2", description="shared model G, the same on all clients")
     shared_dim: Count = Field(
         32,
-        description="width of the shared model's features, d1: the coarse part of the fused "
-        "features; 500 in the authors' code, whose models all have 500 features",
+        description="width d1 of the shared model's features, the coarse part of the fused "
+        "features; 500 in the authors' code, where every model has 500 features",
     )
     shared_weight: NonNegative = Field(
-        1.0, description="weight of the shared head's cross-entropy, m^G"
+        1.0, description="weight m^G of the cross-entropy of the shared head"
     )
-    own_weight: NonNegative = Field(1.0, description="weight of the own head's cross-entropy, m^F")
+    own_weight: NonNegative = Field(
+        1.0, description="weight m^F of the cross-entropy of the local head"
+    )
 
     @property
     def width(self) -> int:
-        """Return the width of the shared model's features, d1."""
+        """Width d1 of the shared model's features."""
         return self.shared_dim
 
 
@@ -41,18 +43,22 @@ SPEC = replace(
     one_model=False,
     model_settings={"shared": "model"},
     instructions=Contract(
-        (WeightsField("weights", "the averaged shared model, from which clients start"),)
+        (WeightsField("weights", "averaged shared model, from which clients start"),)
     ),
     replies=Contract(
         (
-            WeightsField("weights", "the shared model, after training"),
-            ScalarField("fine_loss", float, "mean of the own head's", required=False, low=0),
-            ScalarField("coarse_loss", float, "mean of the shared head's", required=False, low=0),
+            WeightsField("weights", "shared model after training"),
+            ScalarField(
+                "fine_loss", float, "mean cross-entropy of the local head", required=False, low=0
+            ),
+            ScalarField(
+                "coarse_loss", float, "mean cross-entropy of the shared head", required=False, low=0
+            ),
         )
     ),
     metrics={
-        "fine_loss": "cross-entropy of the own head, on all fused features",
-        "coarse_loss": "cross-entropy of the shared head, on the coarse part of them",
+        "fine_loss": "cross-entropy of the local head on the fused features",
+        "coarse_loss": "cross-entropy of the shared head on the coarse part of the fused features",
     },
     privacy=replace(BOTH_MODELS, models=("shared",)),
 )

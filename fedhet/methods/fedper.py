@@ -1,4 +1,4 @@
-"""FedPer: its settings, and the messages between its halves."""
+"""Declaration of FedPer: settings and messages."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -8,7 +8,7 @@ from fedhet.methods import fedavg
 
 
 class FedPerSettings(fedavg.FedAvgSettings):
-    """Settings of FedPer: it has none of its own."""
+    """Settings of FedPer, which adds none to FedAvg."""
 
     part: ClassVar[Part] = "extractor"
 

@@ -1,4 +1,4 @@
-"""FedProto: its settings, and the messages between its halves."""
+"""Declaration of FedProto: settings and messages."""
 
 from typing import Literal
 
@@ -12,13 +12,13 @@ from fedhet.wire.contract import Contract, TensorField, all_or_none
 
 
 class PrototypeSettings(MethodSettings):
-    """Settings of the clients of FedProto, and of methods that extend it."""
+    """Settings shared by FedProto and the methods that extend its clients."""
 
-    feature_dim: Count = Field(64, description="width of the features and prototypes, D")
+    feature_dim: Count = Field(64, description="width D of features and prototypes")
 
     @property
     def pull(self) -> tuple[float, PrototypeDistance]:
-        """The weight of the distance to the prototypes, lambda, and the kind of distance."""
+        """Weight lambda of the distance from the prototypes, and the kind of distance."""
         raise NotImplementedError
 
 
@@ -26,17 +26,17 @@ class FedProtoSettings(PrototypeSettings):
     """Settings of FedProto."""
 
     lambda_: NonNegative = Field(
-        1.0, description="weight of the mean squared error between features and prototypes, lambda"
+        1.0, description="weight lambda of the mean squared error between features and prototypes"
     )
     weighting: Literal["samples", "clients"] = Field(
         "samples",
-        description="does a client count by its samples of a class in the class's prototype, as in "
-        "Eq. 6, or once, as in the authors' code?",
+        description="weights of the clients in a prototype: samples = by the number of samples of "
+        "the class, as in Eq. 6; clients = equal, as in the authors' code",
     )
 
     @property
     def pull(self) -> tuple[float, PrototypeDistance]:
-        """The weight of the distance to the prototypes, and the distance of the authors' code."""
+        """Weight of the distance from the prototypes, and the distance of the authors' code."""
         return self.lambda_, "mse"
 
 
@@ -50,14 +50,16 @@ SPEC = MethodSpec(
     defenses=ROBUST,
     instructions=Contract(
         all_or_none(
-            TensorField("classes", "int64", ("P",), "the classes with a prototype", ids="C"),
-            TensorField("features", "float32", ("P", "D"), "global prototype of each"),
+            TensorField("classes", "int64", ("P",), "classes with a prototype", ids="C"),
+            TensorField("features", "float32", ("P", "D"), "global prototype of each class"),
         )
     ),
     replies=Contract(
         (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-            TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
+            TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
+            TensorField(
+                "features", "float32", ("P", "D"), "mean features of each class, its prototype"
+            ),
             TensorField("counts", "int64", ("P",), "samples of each class", low=1),
         )
     ),

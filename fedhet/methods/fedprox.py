@@ -1,4 +1,4 @@
-"""FedProx: its settings, and the messages between its halves."""
+"""Declaration of FedProx: settings and messages."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from fedhet.settings.schema import NonNegative
 class FedProxSettings(fedavg.FedAvgSettings):
     """Settings of FedProx."""
 
-    mu: NonNegative = Field(0.01, description="weight of the proximal term of Eq. 2")
+    mu: NonNegative = Field(0.01, description="weight mu of the proximal term in Eq. 2")
 
 
 SPEC = replace(

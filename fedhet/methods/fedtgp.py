@@ -1,4 +1,4 @@
-"""FedTGP: its settings, and the messages between its halves."""
+"""Declaration of FedTGP: settings and messages."""
 
 from dataclasses import replace
 from typing import Literal
@@ -16,33 +16,33 @@ class FedTgpSettings(fedproto.PrototypeSettings):
 
     distance: PrototypeDistance = Field(
         "euclidean",
-        description="distance of features to prototypes: euclidean, of the class means of a batch, "
-        "as printed (Eq. 11), or mse, the mean squared error of each sample's features, as in the "
+        description="distance between features and prototypes: euclidean = of the class means of a "
+        "batch, as printed (Eq. 11); mse = mean squared error of each sample's features, as in the "
         "authors' code",
     )
     lambda_: Literal["auto"] | NonNegative = Field(
         "auto",
-        description="weight of that distance; auto: 0.1 for euclidean, as in the paper, and 10 for "
-        "mse, as in the authors' code",
+        description="weight lambda of the distance; auto = 0.1 for euclidean, as in the paper, and "
+        "10 for mse, as in the authors' code",
     )
     margin: Margin = Field(
         "nearest",
-        description="margin between classes, by the distances of their centers: nearest, the "
-        "largest distance of a class to the nearest other one, as in the caption of Fig. 1 and in "
-        "the authors' code, or largest, that of any two classes, as in Eq. 9",
+        description="margin between classes: nearest = the largest distance from a class center to "
+        "its nearest neighbor, as in the caption of Fig. 1 and in the authors' code; largest = the "
+        "largest distance between two class centers, as in Eq. 9",
     )
-    max_margin: Positive = Field(100.0, description="the most that the margin can be, tau")
+    max_margin: Positive = Field(100.0, description="upper bound tau of the margin")
     server_epochs: Count = Field(
-        100, description="the server's epochs per round over the clients' prototypes, S"
+        100, description="server training epochs S on the clients' prototypes, per round"
     )
-    server_lr: Positive = Field(0.01, description="learning rate of the server's SGD")
-    server_batch_size: Count = Field(10, description="prototypes per minibatch of the server")
+    server_lr: Positive = Field(0.01, description="learning rate of the server (SGD)")
+    server_batch_size: Count = Field(10, description="batch size of the server, in prototypes")
 
     @property
     def pull(self) -> tuple[float, PrototypeDistance]:
-        """The weight of the distance to the prototypes, and the kind of distance.
+        """Weight of the distance from the prototypes, and the kind of distance.
 
-        The weight is `lambda` or, if that is auto, the one that belongs to the distance.
+        If `lambda` is "auto", the weight depends on the kind of distance.
         """
         paired = {"euclidean": 0.1, "mse": 10.0}[self.distance]
         return paired if self.lambda_ == "auto" else self.lambda_, self.distance
@@ -56,19 +56,21 @@ SPEC = replace(
     settings=FedTgpSettings,
     replies=Contract(
         (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
-            TensorField("features", "float32", ("P", "D"), "prototype of each: mean features"),
+            TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
+            TensorField(
+                "features", "float32", ("P", "D"), "mean features of each class, its prototype"
+            ),
         )
     ),
     metrics={
         "classes_covered": "classes with a prototype",
-        "prototype_loss": "loss of the server's prototypes",
+        "prototype_loss": "training loss of the prototypes",
         "margin": "margin between classes",
-        "separation": "distance of a prototype to the nearest other, mean over classes",
+        "separation": "distance from a prototype to its nearest neighbor, mean over classes",
     },
     privacy=replace(
         fedproto.SPEC.privacy,
         needs={"distance": ("mse",)},
-        reason="the distance of a class mean weighs on the gradient of all its samples",
+        reason="the distance of a class mean affects the gradient of every sample of the class",
     ),
 )

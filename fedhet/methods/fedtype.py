@@ -1,4 +1,4 @@
-"""FedType: its settings, and the messages between its halves."""
+"""Declaration of FedType: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -19,101 +19,104 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class FedTypeSettings(MethodSettings):
     """Settings of FedType."""
 
-    proxy: ModelName = Field("cnn2", description="the proxy's model, the same at every client")
+    proxy: ModelName = Field("cnn2", description="proxy model, the same on all clients")
     aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
-        "fedavg", description="how proxies are trained and averaged"
+        "fedavg", description="method that trains and averages the proxies"
     )
     moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="pFedMe's share of the new average in the server's proxy"
+        1.0, description="weight of the new average in the server's proxy, with pFedMe"
     )
     backward: Literal["conformal", "topk", "symmetric", "none"] = Field(
         "conformal",
-        description="what the private model imitates: conformal sets, top-k, all, or nothing",
+        description="labels that the private model imitates: conformal sets, the top-k labels, all "
+        "labels (symmetric), or none",
     )
     teacher: Literal["proxy", "global"] = Field(
         "proxy",
-        description="what the private model imitates: the proxy as it learns, or the server's, "
-        "which stays the same for a round",
+        description="model that the private model imitates: the proxy while it trains, or the "
+        "server's proxy (global), which is constant during a round",
     )
     proxy_loss: Literal["ce+kl", "kl"] = Field(
         "ce+kl",
-        description="the proxy's loss: cross-entropy and Eq. 1 over the number of classes, as in "
-        "the authors' published code, or Eq. 1 alone",
+        description="loss of the proxy: cross-entropy plus Eq. 1 divided by the number of classes, "
+        "as in the authors' published code, or Eq. 1 alone",
     )
     order: Literal["joint", "alternating"] = Field(
         "joint",
-        description="both models learn from each batch, or, as in the authors' published code, the "
-        "private model for an epoch and then the proxy for one",
+        description="training order: joint = both models on each batch; alternating = one epoch of "
+        "the private model, then one of the proxy, as in the authors' published code",
     )
     set_loss: Literal["mean", "sum"] = Field(
-        "mean", description="Eq. 3 over a set of labels; the paper prints the sum"
+        "mean", description="reduction of Eq. 3 over the labels of a set; the paper prints the sum"
     )
     labels: Literal["own", "all"] = Field(
-        "own", description="labels that a set may hold: those of the client's data, or all"
+        "own", description="labels that a set may contain: the labels in the client's data, or all"
     )
     mode: Literal["training", "evaluation"] = Field(
         "training",
-        description="mode of the models (dropout, batch norm) that tau and the sets come from",
+        description="mode of the models (dropout, batch norm) when tau and the sets are computed",
     )
     quantile: Literal["plain", "corrected"] = Field(
         "plain",
-        description="tau: the (1 - theta) quantile as in RAPS' code, or corrected for few samples, "
-        "as printed",
+        description="quantile for tau: plain = (1 - theta), as in RAPS' code; corrected = with the "
+        "finite-sample correction, as printed",
     )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",
-        description="if a corrected tau is infinite because there are too few samples, so that "
-        "every set holds all labels: imitate nothing, or these sets",
+        description="behavior if a corrected tau is infinite because of too few samples, so that "
+        "every set contains all labels: skip imitation, or imitate these sets",
     )
-    eta: Literal["consensus", "one"] = Field("consensus", description="the weight of Eq. 8, or 1")
+    eta: Literal["consensus", "one"] = Field("consensus", description="weight eta: Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
-        "g1", description="how sets shrink as the proxy gets worse; g2 does not"
+        "g1",
+        description="form of g, which shrinks the sets if the proxy gets worse; g2 is constant",
     )
     shrinks: Literal["proxy", "both"] = Field(
         "proxy",
-        description="whose sets g shrinks: the proxy's, or those of both models, as printed",
+        description="sets that g shrinks: the sets of the proxy, or of both models, as printed",
     )
-    lambda_: NonNegative = Field(0.5, description="RAPS' penalty on a rank beyond k-reg")
+    lambda_: NonNegative = Field(0.5, description="penalty of RAPS on ranks beyond k-reg")
     k_reg: Literal["auto"] | Rank = Field(
         "auto",
-        description="ranks that RAPS does not penalize; auto is 1 for up to 10 labels, 5 from 100",
+        description="number of ranks without penalty in RAPS; auto = from 1 (up to 10 labels) to 5 "
+        "(from 100 labels)",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="share of sets that may miss the truth"
+        0.1, description="fraction of sets that may miss the true label"
     )
     u: Literal["random"] | Share = Field(
-        "random", description="RAPS' factor for the label at the edge: random, or from 0 to 1"
+        "random", description="randomization factor u of RAPS: random, or a constant from 0 to 1"
     )
-    top_k: Count = Field(3, description="labels in a set, for backward = topk")
+    top_k: Count = Field(3, description="number of labels in a set, with backward = topk")
     epoch_data: Literal["full", "part"] = Field(
-        "full", description="data of an epoch: all of it, or one of local-epochs parts"
+        "full", description="data of an epoch: all samples, or one of local-epochs equal parts"
     )
     calibrate_on: Literal["training", "held"] = Field(
         "training",
-        description="the data that the sets are calibrated on: the training data, as in the "
-        "authors' published code, or a part held out for it (Section 4.1)",
+        description="calibration data: the training data, as in the authors' published code, or "
+        "held-out samples (Section 4.1)",
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.1, description="share of a client's samples held out, for calibrate-on = held"
+        0.1, description="fraction of a client's samples held out, with calibrate-on = held"
     )
-    prox_mu: NonNegative = Field(0.01, description="weight of FedProx' proximal term")
-    moreau_lambda: Positive = Field(15.0, description="strength of pFedMe's Moreau envelope")
-    moreau_rate: Positive = Field(0.005, description="rate of pFedMe's local copy")
-    moreau_steps: Count = Field(5, description="pFedMe's steps on the proxy per batch")
+    prox_mu: NonNegative = Field(0.01, description="weight of the proximal term of FedProx")
+    moreau_lambda: Positive = Field(15.0, description="strength of the Moreau envelope of pFedMe")
+    moreau_rate: Positive = Field(0.005, description="learning rate of the local copy of pFedMe")
+    moreau_steps: Count = Field(5, description="steps of pFedMe on the proxy, per batch")
     bayes_zeta: NonNegative = Field(
-        1e-4, description="weight of pFedBayes' divergence from the server's proxy"
+        1e-4, description="weight of the divergence from the server's proxy in pFedBayes"
     )
 
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, the proxy's shapes and, as "scale", those of its trained tensors."""
-    whole = model_shapes(client, settings.proxy)
+    """Return axis C (classes), and the shapes of the proxy and of its scales."""
+    proxy = model_shapes(client, settings.proxy)
     trained = model_shapes(client, settings.proxy, part="trained")
-    return Sizes({"C": client.classes}, {"proxy": whole, "scale": trained})
+    return Sizes({"C": client.classes}, {"proxy": proxy, "scale": trained})
 
 
 SCALE = WeightsField(
-    "scale", "a variational proxy's standard deviations", required=False, low=MIN_SCALE
+    "scale", "standard deviations of a variational proxy", required=False, low=MIN_SCALE
 )
 SPEC = MethodSpec(
     title="identical small proxies; conformal sets between proxy and private model",
@@ -127,24 +130,26 @@ SPEC = MethodSpec(
     semi=False,
     defenses=ROBUST,
     instructions=Contract(
-        (WeightsField("proxy", "the server's proxy; of a variational one, the means"), SCALE)
+        (WeightsField("proxy", "the server's proxy, or the means of a variational proxy"), SCALE)
     ),
     replies=Contract(
         (
-            WeightsField("proxy", "the proxy's weights; of a variational one, the means"),
+            WeightsField("proxy", "weights of the proxy, or the means of a variational proxy"),
             SCALE,
             ScalarField("eta", float, "mean consensus weight", required=False, low=0, high=1),
             ScalarField("proxy_set", float, "mean size of the proxy's sets", required=False, low=0),
             ScalarField(
                 "private_set", float, "mean size of the private model's sets", required=False, low=0
             ),
-            ScalarField("tau", float, "the proxy's threshold, if finite", required=False, low=0),
+            ScalarField(
+                "tau", float, "threshold of the proxy's sets, if finite", required=False, low=0
+            ),
         )
     ),
     metrics={
-        "eta": "consensus weight η",
-        "proxy_set": "labels in the proxy's sets",
-        "private_set": "labels in the private model's sets",
+        "eta": "mean consensus weight η",
+        "proxy_set": "mean size of the proxy's sets, in labels",
+        "private_set": "mean size of the private model's sets, in labels",
         "tau": "threshold τ of the proxy's sets",
     },
     privacy=replace(
@@ -157,6 +162,6 @@ SPEC = MethodSpec(
             "epoch_data": ("full",),
             "order": ("joint",),
         },
-        reason="conformal thresholds come from samples, and weigh on the gradient of all others",
+        reason="conformal thresholds make the gradient of a sample depend on other samples",
     ),
 )

@@ -1,4 +1,4 @@
-"""Felo: its settings, and the messages between its halves."""
+"""Declaration of Felo: settings and messages."""
 
 from dataclasses import replace
 from typing import Literal
@@ -17,36 +17,37 @@ class FeloSettings(MethodSettings):
     """Settings of Felo."""
 
     weighting: Literal["clients", "samples"] = Field(
-        "clients", description="does a client count once in a class's mean, or by its samples?"
+        "clients",
+        description="weights of the clients in a class mean: equal, or by their numbers of samples",
     )
-    feature_dim: Count = Field(64, description="width of the features that travel, D")
-    alpha: NonNegative = Field(1.0, description="weight of the feature and logit terms of Eq. 1")
+    feature_dim: Count = Field(64, description="width D of the features that are sent")
+    alpha: NonNegative = Field(1.0, description="weight alpha of both terms in Eq. 1")
     feature_weight: NonNegative = Field(
         0.1,
-        description="times alpha: the weight of Eq. 1's feature term alone; 1 as printed, 0 leaves "
-        "it out",
+        description="factor on alpha for the feature term of Eq. 1; 1 = as printed, 0 = no feature "
+        "term",
     )
     logit_weight: NonNegative = Field(
-        1.0, description="times alpha: the weight of Eq. 1's logit term alone; 0 leaves it out"
+        1.0, description="factor on alpha for the logit term of Eq. 1; 0 = no logit term"
     )
     feature_norm: FeatureNorm = Field(
         "none",
-        description="scale of Eq. 1's feature term: as printed, in units of the server's features "
-        "(rms), or every vector at length 1 in root mean square (unit)",
+        description="scale of the feature term in Eq. 1: none = as printed; rms = in units of the "
+        "server's features; unit = every vector normalized to a root mean square of 1",
     )
     share_weights: bool = Field(
-        True, description="send the weights too, to be averaged within an architecture"
+        True, description="also send the weights, which are averaged per architecture"
     )
 
 
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
-    """Return the axes C and D (feature width), and the shapes of the client's architecture."""
-    own = model_shapes(client, feature_dim=settings.feature_dim)
-    return replace(default_sizes(settings, client), models={"weights": own})
+    """Return axes C (classes) and D (feature width), and the shapes of the client's model."""
+    shapes = model_shapes(client, feature_dim=settings.feature_dim)
+    return replace(default_sizes(settings, client), models={"weights": shapes})
 
 
 SPEC = MethodSpec(
-    title="class-wise features and logits, and weights within an architecture",
+    title="class-wise features and logits, plus weights averaged per architecture",
     paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
     headline="common",
     late="averaged",
@@ -57,20 +58,22 @@ SPEC = MethodSpec(
     instructions=Contract(
         (
             *all_or_none(
-                TensorField("classes", "int64", ("P",), "the classes with an entry", ids="C"),
-                TensorField("features", "float32", ("P", "D"), "average features of each"),
-                TensorField("logits", "float32", ("P", "C"), "average logits of each"),
+                TensorField("classes", "int64", ("P",), "classes with an average", ids="C"),
+                TensorField("features", "float32", ("P", "D"), "average features of each class"),
+                TensorField("logits", "float32", ("P", "C"), "average logits of each class"),
             ),
-            WeightsField("weights", "averaged weights of the architecture", required=False),
+            WeightsField(
+                "weights", "averaged weights of the client's architecture", required=False
+            ),
         )
     ),
     replies=Contract(
         (
-            TensorField("classes", "int64", ("P",), "the classes present, each once", ids="C"),
+            TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
             TensorField("features", "float32", ("P", "D"), "mean features of each class"),
             TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
             TensorField("counts", "int64", ("P",), "samples of each class", low=1),
-            WeightsField("weights", "the private model's weights", required=False),
+            WeightsField("weights", "weights of the private model", required=False),
         )
     ),
     metrics={"classes_covered": "classes with an average"},

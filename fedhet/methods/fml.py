@@ -1,4 +1,4 @@
-"""FML: its settings, and the messages between its halves."""
+"""Declaration of FML: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated, ClassVar
@@ -17,12 +17,16 @@ class FmlSettings(fedavg.FedAvgSettings):
     """Settings of FML."""
 
     averaged_by: ClassVar[str] = "meme"
-    meme: ModelName = Field("cnn2", description="the meme's model, the same at every client")
+    meme: ModelName = Field("cnn2", description="meme model, the same on all clients")
     alpha: Share = Field(
-        0.5, description="share of cross-entropy in the private model's loss; the meme has the rest"
+        0.5,
+        description="weight alpha of the cross-entropy in the private model's loss; the divergence "
+        "from the meme has weight 1 - alpha",
     )
     beta: Share = Field(
-        0.5, description="share of cross-entropy in the meme's loss; the private model has the rest"
+        0.5,
+        description="weight beta of the cross-entropy in the meme's loss; the divergence from the "
+        "private model has weight 1 - beta",
     )
 
 
@@ -35,9 +39,7 @@ SPEC = replace(
     kinds=("private", "proxy", "global"),
     one_model=False,
     model_settings={"meme": "model"},
-    instructions=Contract(
-        (WeightsField("weights", "the averaged meme, from which clients start"),)
-    ),
-    replies=Contract((WeightsField("weights", "the meme, after training"),)),
+    instructions=Contract((WeightsField("weights", "averaged meme, from which clients start"),)),
+    replies=Contract((WeightsField("weights", "meme after training"),)),
     privacy=replace(BOTH_MODELS, models=("meme",)),
 )

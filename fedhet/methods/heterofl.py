@@ -1,4 +1,4 @@
-"""HeteroFL: its settings, and the messages between its halves."""
+"""Declaration of HeteroFL: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -14,7 +14,7 @@ from fedhet.wire.contract import Contract, TensorField, WeightsField
 
 Level = Literal["a", "b", "c", "d", "e"]
 WIDTHS: dict[Level, float] = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
-"""The share of each layer's channels that a sub-model has, by the paper's name of its level."""
+"""Fraction of each layer's channels in a submodel, by the level's name in the paper."""
 
 
 class HeteroFlSettings(FedAvgSettings):
@@ -24,28 +24,28 @@ class HeteroFlSettings(FedAvgSettings):
 
     levels: Annotated[tuple[Level, ...], Listed, Field(min_length=1)] = Field(
         ("a", "b", "c"),
-        description="the clients' levels, assigned in turn: a has all channels of the model, b "
-        "1/2, c 1/4, d 1/8, e 1/16; a level that is listed twice has twice as many clients",
+        description="levels of the clients, assigned in turn: a = all channels, b = 1/2, c = 1/4, "
+        "d = 1/8, e = 1/16; a level that is listed twice is assigned to twice as many clients",
     )
     weighting: Literal["clients", "samples"] = Field(
-        "clients", description="does a client count once in a mean, or by its samples?"
+        "clients", description="weights of the clients in averages: equal, or by numbers of samples"
     )
     scaler: bool = Field(
-        True, description="divide the features of narrow models by their width while they train"
+        True, description="divide the features of narrow models by their width during training"
     )
     masked: bool = Field(
         True,
-        description="cross-entropy with 0 for the outputs of classes that a client has no samples "
-        "of; a class's rows of the head are averaged over the clients that report some",
+        description="set the logits of classes without samples on the client to 0 in the loss, and "
+        "average the head's rows of a class over the clients that have the class",
     )
 
     @property
     def widths(self) -> list[float]:
-        """Return the width of each level, in turn."""
+        """Widths of `levels`."""
         return [WIDTHS[level] for level in self.levels]
 
     def width_of(self, client: int) -> float:
-        """Return the width of client number `client`; for a site without number, the first."""
+        """Return the width of a client by number; sites without a number have the first width."""
         return self.widths[max(client, 0) % len(self.widths)]
 
 
@@ -58,22 +58,24 @@ SPEC = MethodSpec(
     sizes=part_sizes,
     kinds=("private", "global", "server"),
     submodels=True,
-    semi=False,  # its batch norms have no statistics to predict with until training is over
+    semi=False,  # batch norms have no running statistics for pseudo-labels during training
     models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
     defenses=ROBUST,
     instructions=Contract((WeightsField("weights", "the client's part of the global weights"),)),
     replies=Contract(
         (
-            WeightsField("weights", "the sub-model's weights, after training", nested=True),
+            WeightsField("weights", "weights of the submodel after training", nested=True),
             TensorField(
                 "labels",
                 "int64",
                 ("P",),
-                "with heterofl.masked: the classes that it has samples of",
+                "classes of the client, with heterofl.masked",
                 required=False,
                 ids="C",
             ),
         )
     ),
-    privacy=replace(DP_SGD, needs={"masked": (False,)}, reason="the mask is the label set"),
+    privacy=replace(
+        DP_SGD, needs={"masked": (False,)}, reason="the mask reveals the client's label set"
+    ),
 )

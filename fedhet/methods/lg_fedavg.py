@@ -1,4 +1,4 @@
-"""LG-FedAvg: its settings, and the messages between its halves."""
+"""Declaration of LG-FedAvg: settings and messages."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -14,11 +14,11 @@ class LgFedAvgSettings(fedavg.FedAvgSettings):
     """Settings of LG-FedAvg."""
 
     part: ClassVar[Part] = "head"
-    feature_dim: Count = Field(64, description="width of the features, which all heads share")
+    feature_dim: Count = Field(64, description="width of the features, the same for all heads")
 
     @property
     def width(self) -> int:
-        """Return the width of the features before the head."""
+        """Width of the features before the head."""
         return self.feature_dim
 
 

@@ -1,4 +1,4 @@
-"""The baseline in which each client trains alone: its declaration."""
+"""Declaration of local training, the baseline without communication."""
 
 from fedhet.methods.spec import MethodSpec, Protection
 
@@ -8,5 +8,5 @@ SPEC = MethodSpec(
     headline="common",
     late="averaged",
     any_model=True,
-    privacy=Protection("DP-SGD; only scores on a shared test set are sent"),
+    privacy=Protection("DP-SGD; clients send only scores on a shared test set"),
 )

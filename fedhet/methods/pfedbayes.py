@@ -1,4 +1,4 @@
-"""pFedBayes: its settings, and the messages between its halves."""
+"""Declaration of pFedBayes: settings and messages."""
 
 from dataclasses import replace
 
@@ -17,19 +17,19 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
 
     zeta: NonNegative = Field(
         10.0,
-        description="weight of the divergence between the personal and the localized "
-        "distributions, which is divided by the client's number of samples",
+        description="weight zeta of the divergence between the personal and the localized "
+        "distribution; the divergence is divided by the client's number of samples",
     )
     noise: NonNegative = Field(
         0.001,
-        description="factor of the noise in a draw of the weights: 1 draws from the distribution, "
-        "as in the paper; 0.001 is a public implementation's, which reports the paper's accuracy",
+        description="factor on the noise when weights are sampled; 1 = as in the paper, 0.001 = as "
+        "in a public implementation that reports the paper's accuracy",
     )
-    steps: Count = Field(5, description="steps on the personal distribution per batch")
+    steps: Count = Field(5, description="steps on the personal distribution, per batch")
 
 
 def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, the shapes of the model and, as "scale", those of its trained tensors."""
+    """Return axis C (classes), and the shapes of the means and of the scales."""
     means = fedavg.part_sizes(settings, client)
     trained = model_shapes(client, part="trained")
     return Sizes(means.axes, {**means.models, "scale": trained})
@@ -44,15 +44,15 @@ SPEC = replace(
     sizes=gaussian_sizes,
     instructions=Contract(
         (
-            WeightsField("weights", "the averaged means, from which clients start"),
-            WeightsField("scale", "the averaged standard deviations", low=MIN_SCALE),
+            WeightsField("weights", "averaged means, from which clients start"),
+            WeightsField("scale", "averaged standard deviations", low=MIN_SCALE),
         )
     ),
     replies=Contract(
         (
-            WeightsField("weights", "the localized means after training"),
-            WeightsField("scale", "the localized standard deviations", low=MIN_SCALE),
+            WeightsField("weights", "localized means after training"),
+            WeightsField("scale", "localized standard deviations after training", low=MIN_SCALE),
         )
     ),
-    privacy=Protection(unsupported="its weights are drawn within a step, several times a batch"),
+    privacy=Protection(unsupported="weights are sampled several times for each batch"),
 )

@@ -1,4 +1,4 @@
-"""pFedMe: its settings, and the messages between its halves."""
+"""Declaration of pFedMe: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -13,11 +13,11 @@ from fedhet.settings.schema import Count, Positive
 class PFedMeSettings(fedavg.FedAvgSettings):
     """Settings of pFedMe."""
 
-    strength: Positive = Field(15.0, description="lambda, the strength of the Moreau envelope")
-    rate: Positive = Field(0.005, description="eta, the rate of the local copy")
-    steps: Count = Field(5, description="K, steps on the personal model per batch")
+    strength: Positive = Field(15.0, description="strength lambda of the Moreau envelope")
+    rate: Positive = Field(0.005, description="learning rate eta of the local copy")
+    steps: Count = Field(5, description="steps K on the personal model, per batch")
     beta: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="share of the new average in the server's model"
+        1.0, description="weight beta of the new average in the server's model"
     )
 
 
@@ -27,5 +27,5 @@ SPEC = replace(
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",
     settings=PFedMeSettings,
-    privacy=Protection(unsupported="it takes several steps on each batch"),
+    privacy=Protection(unsupported="clients take several steps on each batch"),
 )

@@ -1,4 +1,4 @@
-"""UM-pFSSL: its settings, and the messages between its halves."""
+"""Declaration of UM-pFSSL: settings and messages."""
 
 from typing import Literal
 
@@ -15,47 +15,50 @@ from fedhet.wire.identity import ClientInfo
 class UmPfsslSettings(MethodSettings):
     """Settings of UM-pFSSL."""
 
-    helpers: Count = Field(5, description="length of a helper list, M, the client itself included")
-    replace: CountOrNone = Field(2, description="helpers that may be replaced in a round, R")
-    search_rounds: CountOrNone = Field(30, description="helpers are searched while t < this, F")
+    helpers: Count = Field(5, description="length M of a helper list, including the client itself")
+    replace: CountOrNone = Field(2, description="maximum number R of helpers replaced in a round")
+    search_rounds: CountOrNone = Field(
+        30, description="number F of rounds in which clients search for helpers (t < F)"
+    )
     refresh: Literal["auto"] | Count = Field(
         "auto",
-        description="rounds between updates of the helpers, nu; auto: 1 / fraction, a client's "
-        "mean interval between rounds, as in the paper",
+        description="interval nu between updates of the helpers, in rounds; auto = 1 / fraction, "
+        "the mean interval between a client's rounds, as in the paper",
     )
     warm_up: CountOrNone = Field(
-        20, description="epochs on labeled data alone, in a round of all clients before t = 1"
+        20, description="epochs on labeled data alone, on all clients, before round t = 1"
     )
     warm_up_steps: CountOrNone = Field(
-        0, description="minimum optimizer steps in the warm-up, whatever the number of labels"
+        0, description="minimum number of optimizer steps in the warm-up; 0 = no minimum"
     )
-    passes: Count = Field(8, description="dropout masks of a prediction, T")
+    passes: Count = Field(8, description="number T of dropout masks per prediction")
     relation: RelationKind = Field(
         "en+ta",
-        description="what the relation depends on: entropy and test accuracy, or one of them",
+        description="terms of the relation: entropy (en), test accuracy (ta), or both",
     )
     divergence: Divergence = Field(
         "forward",
-        description="Eq. 5 as KL(pseudo-label || own), distillation, or as printed, reversed",
+        description="direction of the divergence in Eq. 5: forward = KL(pseudo-label || model), as "
+        "in distillation; reverse = KL(model || pseudo-label), as printed",
     )
     pseudo_labels: bool = Field(
-        True, description="do clients learn from pseudo-labels? false: from labels alone"
+        True, description="train on pseudo-labels; false = train on labels alone"
     )
 
     def refresh_rounds(self, fraction: float) -> int:
-        """Return nu for a run that samples the share `fraction` of its clients in each round."""
+        """Return nu for a run that samples a fraction of its clients in each round."""
         return max(1, round(1 / fraction)) if isinstance(self.refresh, str) else self.refresh
 
 
 def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
-    """Return the axis C, and the shapes of the architecture, for one model and for several."""
-    own = model_shapes(client)
-    return Sizes({"C": client.classes}, {"weights": own, "models": own})
+    """Return axis C (classes), and the shapes of one model and of each stacked model."""
+    shapes = model_shapes(client)
+    return Sizes({"C": client.classes}, {"weights": shapes, "models": shapes})
 
 
 def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
-    """Raise SettingsError for a model without dropout, whose predictions would not vary."""
-    from fedhet import models  # both import PyTorch
+    """Raise SettingsError for a model without dropout, because its predictions would not vary."""
+    from fedhet import models  # import lazily, because both import PyTorch
     from fedhet.algorithms.uncertainty import has_dropout
 
     model = models.build(client.model, client.shape, client.classes, seed=0, kind=client.kind)
@@ -85,35 +88,55 @@ SPEC = MethodSpec(
     defenses=CHOOSING,
     instructions=Contract(
         (
-            ScalarField("own", int, "the client's own number in the pool", low=0),
-            ScalarField("train", bool, "is the client sampled, or does it only search?"),
-            ScalarField("held", int, "version of its own model in the pool; 0: none", low=0),
-            TensorField("numbers", "int64", ("N",), "models sent", False, low=0, needs=("roles",)),
-            TensorField("versions", "int64", ("N",), "of each", False, low=1, needs=("numbers",)),
+            ScalarField("own", int, "number of the client in the pool", low=0),
+            ScalarField("train", bool, "whether the client trains, rather than only searching"),
+            ScalarField("held", int, "version of the client's model in the pool; 0 = none", low=0),
+            TensorField(
+                "numbers",
+                "int64",
+                ("N",),
+                "numbers of the sent models",
+                False,
+                low=0,
+                needs=("roles",),
+            ),
+            TensorField(
+                "versions",
+                "int64",
+                ("N",),
+                "version of each model",
+                False,
+                low=1,
+                needs=("numbers",),
+            ),
             TensorField(
                 "roles",
                 "int64",
                 ("N",),
-                "0 to compare, 1 to fill the list, 2 a newer version of a helper",
+                "role of each model: 0 = candidate, 1 = fills the list, 2 = update of a helper",
                 required=False,
                 low=0,
                 needs=("versions",),
             ),
-            WeightsField("models", "the models sent", required=False, stacked="N"),
+            WeightsField("models", "weights of the sent models", required=False, stacked="N"),
         )
     ),
     replies=Contract(
         (
-            TensorField("numbers", "int64", ("H",), "the helper list, itself included", ids="K"),
-            TensorField("versions", "int64", ("H",), "the version held of each", low=0),
-            TensorField("relations", "float64", ("H",), "Corr of each", low=0),
-            WeightsField("weights", "the private model, if the pool's is older", required=False),
+            TensorField(
+                "numbers", "int64", ("H",), "helper list, including the client itself", ids="K"
+            ),
+            TensorField("versions", "int64", ("H",), "version of each helper", low=0),
+            TensorField("relations", "float64", ("H",), "Corr of each helper", low=0),
+            WeightsField(
+                "weights", "private model, if it is newer than the pool's", required=False
+            ),
             ScalarField("replaced", int, "helpers replaced in this round", low=0),
             ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
             ScalarField(
                 "pseudo_error",
                 float,
-                "share of pseudo-labels that are wrong, where the truth is known",
+                "fraction of wrong pseudo-labels, if the true labels are known",
                 required=False,
                 low=0,
                 high=1,
@@ -122,8 +145,8 @@ SPEC = MethodSpec(
     ),
     metrics={
         "replaced": "helpers replaced",
-        "relation": "relation of the helpers",
+        "relation": "mean relation of the helpers",
         "models_sent": "models sent to clients",
     },
-    privacy=Protection(unsupported="helpers are chosen by metrics of the client's own samples"),
+    privacy=Protection(unsupported="helpers are selected by metrics of the client's samples"),
 )

@@ -1,4 +1,4 @@
-"""Velo: its settings, and the messages between its halves."""
+"""Declaration of Velo: settings and messages."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -15,32 +15,34 @@ from fedhet.wire.identity import ClientInfo
 class VeloSettings(felo.FeloSettings):
     """Settings of Velo."""
 
-    interval: Count = Field(1, description="rounds between trainings of the CVAE")
+    interval: Count = Field(1, description="interval between trainings of the CVAE, in rounds")
     samples_per_class: Count = Field(
-        1, description="synthetic features of each class that are sent per round, S"
+        1, description="number S of synthetic features per class that are sent in each round"
     )
     min_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
-        description="the server sends means until this share of the CVAE's features is nearest to "
-        "the mean of its own class; 0: until the CVAE has been trained once, as printed",
+        description="fraction of the CVAE's features that must be nearest to the mean of their "
+        "class; below it, the server sends means; 0 = send features after the first training, as "
+        "printed",
     )
     memory: Count = Field(
-        20, description="features of each class that the server keeps, oldest out first"
+        20,
+        description="number of features per class that the server keeps; the oldest are discarded",
     )
-    latent_dim: Count = Field(16, description="width of the CVAE's latent variable, Z")
+    latent_dim: Count = Field(16, description="dimension of the CVAE's latent variable Z")
     hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
     deviation: Positive = Field(
         1.0,
-        description="standard deviation of the CVAE's Gaussian reconstruction, in spreads of the "
-        "features",
+        description="standard deviation of the CVAE's Gaussian reconstruction, in units of the "
+        "features' spread",
     )
-    epochs: Count = Field(50, description="epochs per training of the CVAE")
+    epochs: Count = Field(50, description="epochs in each training of the CVAE")
     cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
-    cvae_batch_size: Count = Field(256, description="features per minibatch of the CVAE")
+    cvae_batch_size: Count = Field(256, description="batch size of the CVAE, in features")
 
 
 def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
-    """Return Felo's sizes, and the axis S, the number of synthetic features per class."""
+    """Return Felo's sizes, and axis S, the number of synthetic features per class."""
     sizes = felo.felo_sizes(settings, client)
     return replace(sizes, axes={**sizes.axes, "S": settings.samples_per_class})
 
@@ -56,15 +58,15 @@ SPEC = replace(
             "features",
             "float32",
             ("P", "S", "D"),
-            "synthetic features of each, or its average S times",
+            "synthetic features of each class, or its average repeated S times",
             required=False,
             needs=("classes",),
         )
     ),
     metrics={
         **felo.SPEC.metrics,
-        "features_kept": "features that the server keeps",
+        "features_kept": "features kept by the server",
         "cvae_loss": "loss of the CVAE",
-        "separation": "share of the CVAE's features nearest to their own class",
+        "separation": "fraction of the CVAE's features that are nearest to their class mean",
     },
 )

@@ -1,8 +1,8 @@
-"""The server half of every method: a Flower strategy that calls the hooks a method implements.
+"""Base class of the methods' strategies: a Flower strategy that calls a method's hooks.
 
-A round is, in this file's order: `select`, `instruct`, the steps that each reply passes (decoding,
-contract, attack if there is one, magnitude, robust average, `accept`), `aggregate`, and then the
-evaluation.
+A round calls `select` and `instruct`, and then processes each reply: it decodes the reply, checks
+it against the contract, simulates an attack if one is configured, checks the magnitude, applies
+robust aggregation, and calls `accept`. Finally it calls `aggregate` and evaluates the models.
 """
 
 from __future__ import annotations
@@ -55,18 +55,38 @@ from fedhet.wire.knowledge import Knowledge
 __all__ = ["HetStrategy", "Reply", "Selection"]
 
 PACE = "pace"
-"""The metadata of a checkpoint on calls in progress and on the history of client selection."""
+"""Checkpoint metadata key for the calls in progress and the history of client selection."""
 
 
 class HetStrategy(Strategy):
-    """Base class of a method's server half: set `spec`, implement the hooks."""
+    """Base class of strategies, the server side of methods.
+
+    A subclass sets `spec` and implements the hooks. Only `aggregate` is required; the defaults of
+    the other hooks suit a method that sends `self.instruction` to every client.
+
+    Example:
+        A method whose server averages one vector::
+
+            class MeanStrategy(HetStrategy):
+                spec = MethodSpec(
+                    title="mean of one vector per client",
+                    paper="no paper",
+                    headline="personal",
+                    replies=Contract((TensorField("vector", "float32", (8,), "vector"),)),
+                )
+
+                def aggregate(self, round, replies):
+                    vectors = [reply.knowledge.tensors["vector"] for reply in replies]
+                    return {"mean": float(np.mean(vectors))}
+    """
 
     spec: ClassVar[MethodSpec]
+    """Declaration of the method."""
     instruction = Knowledge()
-    """The instruction of all clients, for a method that sends all the same."""
+    """Instruction for all clients, if the method sends the same instruction to each of them."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
-        # Of training settings that are assigned to the clients, the server has the first.
+        # If several training settings are assigned to clients, the server uses the first.
         config = config.replacing(training=config.run.training.first())
         self.run, self.settings, self.log = config.run, config.own, log
         self.data = data or RunData.of(config.run)
@@ -87,80 +107,135 @@ class HetStrategy(Strategy):
         )
         self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies, self._codec.bases_of)
         self._used_spool = self._spool if spec.large_messages or spec.replies.weights else None
-        # Large instructions are made just before they are sent, a few at a time.
+        # Limit the number of large instructions that exist at the same time.
         self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
         self._late = LateReplies(log.directory, log.run_name)
         self.collector = Collector(self.run, self._codec, self._late, self._used_spool)
         self._sampler = ClientSampler(self.run)
 
-    # The hooks: what a method implements.
+    # Hooks: implemented by methods.
 
     def init(self) -> None:
-        """Initialize the server's state; `self.members` is already set."""
+        """Initialize the method's state. `self.members` is already set."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Select the round's clients: by default a share `fraction`, at least one.
+        """Select the clients of a round.
 
-        `members` leaves out those that are still at work. `[pace]` says how clients are chosen.
+        The default selects the setting `fraction` of the clients, but at least one, with the
+        strategy in the `[pace]` settings.
+
+        Args:
+            round: Round number, starting at 1.
+            members: Clients that are available. Excludes clients that are still busy or backing
+                off.
+
+        Returns:
+            The clients that train, and the clients that are called without training.
         """
         return Selection(tuple(self._sampler.choose(round, members)))
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return the instruction for `client`: by default the one that all clients share.
+        """Return the instruction for a client.
 
-        An object that several clients share is encoded once. With `spec.large_messages`, another
-        thread calls this just before the client is sent it.
+        The default returns `self.instruction`. An object that is returned for several clients is
+        encoded only once. With `spec.large_messages`, this hook runs in another thread, just before
+        the instruction is sent.
+
+        Args:
+            round: Round number.
+            client: The client's name, model, task and number of samples.
+
+        Returns:
+            Tensors and scalars that satisfy `spec.instructions`.
         """
         return self.instruction
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the part of a reply that `aggregate` needs; store large parts elsewhere.
+        """Return the part of a reply that `aggregate` needs, or reject the reply.
 
-        Weights lie on disk until `aggregate` returns, and are read each time they are used: a
-        method that keeps some copies them, by `numpy.array`. Raises KnowledgeError to refuse a
-        reply although it satisfies the contract.
+        Weights stay on disk until `aggregate` returns, and are read each time they are used. A
+        method must copy the arrays that it keeps, e.g. with `numpy.array`.
+
+        Args:
+            round: Round number.
+            reply: A reply that satisfies `spec.replies`.
+
+        Returns:
+            The reply, or a copy without the tensors that have already been used.
+
+        Raises:
+            KnowledgeError: If the method rejects the reply.
         """
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Aggregate the replies, sorted by client; return the method's own metrics of the round.
+        """Aggregate the accepted replies of a round.
 
-        Raises DivergedError if the server's own training diverged, with its models as they were.
+        Args:
+            round: Round number.
+            replies: At least one reply, sorted by client name.
+
+        Returns:
+            The method's metrics of the round, by the names declared in `spec.metrics`.
+
+        Raises:
+            DivergedError: If training of the server's model diverged. The model must be unchanged.
+
+        Example:
+            Average the field `weights`, weighted by the numbers of samples::
+
+                models = [(reply.knowledge.group("weights"), reply.weight) for reply in replies]
+                self.weights = average_weights(models)
+                return {}
         """
         raise NotImplementedError
 
     def forget(self, client: str) -> None:
-        """Drop what a client has contributed: it left, fails again and again, or is excluded."""
+        """Discard the contributions of a client that left, failed repeatedly, or was excluded.
+
+        Args:
+            client: Name of the client.
+        """
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the instruction that `client` needs to evaluate its models after `round`.
+        """Return the instruction for the client's evaluation after a round.
 
-        So every client evaluates the server's models as they are then. With `spec.learns_last` it
-        first trains on the instruction of the last round.
+        A method implements this hook if clients evaluate models of the server. With
+        `spec.learns_last`, a client first trains on the instruction of the last round.
 
-        None: the client is asked only if its models have changed, with an empty instruction.
+        Args:
+            round: Round number.
+            client: The client that evaluates.
+
+        Returns:
+            The instruction, or None if the client needs none. In that case the client evaluates
+            only if its models have changed, and gets an empty instruction.
         """
         return None
 
     def eval_models(self) -> Mapping[str, nn.Module]:
-        """Return the server's own models to evaluate, by kind."""
+        """Return the server's models that are evaluated on the common test set, by kind."""
         return {}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the state that the method keeps across rounds, by name, for the checkpoint."""
+        """Return the state for the checkpoint, as arrays by name."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned at the end of a round; `init` has been called."""
+        """Restore the state returned by `state_dict`; `init` has already been called."""
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the sizes that the fields of the client's replies must have."""
+        """Return the axis sizes and weight shapes against which a client's replies are checked.
+
+        The default calls `spec.sizes`. Override it if a size changes during a run, such as the
+        number of requested public samples.
+        """
         return self.spec.sizes(self.settings, client)
 
     def evaluates_after(self, round: int) -> bool:
-        """Return whether clients that train evaluate after `aggregate`, not when they have trained.
+        """Return whether clients evaluate after `aggregate` rather than directly after training.
 
-        By default they do if the method sends them something to evaluate.
+        The default is True if the method implements `eval_instruction`.
         """
         return type(self).eval_instruction is not HetStrategy.eval_instruction
 
@@ -168,11 +243,16 @@ class HetStrategy(Strategy):
 
     @property
     def task(self) -> ClientInfo:
-        """Return the client that defines the task (shape and classes)."""
+        """The client whose sample shape and classes define the task."""
         return first_of_pool(self.members.values(), self.run.models.pool)
 
     def build_model(self, name: str = "", feature_dim: int | None = None) -> HetModel:
-        """Return a new network for the task: of `name`, by default of the task's architecture."""
+        """Build a new network for the task.
+
+        Args:
+            name: Name of the model, or "" for the task's architecture.
+            feature_dim: Width of the features before the head, or None for the model's default.
+        """
         task, seed = self.task, self.run.seed
         return build(
             name or task.model,
@@ -184,26 +264,34 @@ class HetStrategy(Strategy):
         )
 
     def public_set(self, *, labeled: bool) -> Split:
-        """Return the public set, scaled; set `labeled` if the method uses its labels."""
+        """Return the public set, scaled like the clients' samples.
+
+        Args:
+            labeled: Whether the method uses the labels.
+
+        Raises:
+            DataError: If the public set does not match the task.
+            SettingsError: If `labeled` is set and the public set has no labels.
+        """
         classes = self.task.classes if labeled else None
         return self.data.public_set(self.task.kind, self.task.shape, classes)
 
     def common_test(self) -> Split | None:
-        """Return the common test set, scaled, or None if there is none for the clients' task."""
+        """Return the scaled common test set, or None if none exists for the clients' task."""
         return self.data.common_test_of(self.task.kind, self.task.shape)
 
     # Flower's interface, in the order of a round.
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Wait for the clients, collect their descriptions, and initialize the method."""
+        """Wait for the clients, read their descriptions, and initialize the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
-        self._spool.clear()  # of what an earlier process has left
+        self._spool.clear()  # an earlier process may have left replies
         if not self.log.resumed:
             self._late.restore({})
         every = self._members.first(client_manager, self.run.clients, self.run.engine)
         self.members = self._held_out.without(every)
         infos = [member.info for member in every.values()]
-        class_names: Sequence[str] = ()  # for metrics by class, unless the server cannot read them
+        class_names: Sequence[str] = ()  # for metrics per class, if the server can read the names
         if "recall" in self.run.metrics and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
                 class_names = self.data.dataset.classes
@@ -222,7 +310,7 @@ class HetStrategy(Strategy):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
-        """Select clients and return an instruction for each."""
+        """Select the clients of a round, and return an instruction for each."""
         self.state.start(server_round)
         self.run = self.log.ending(self.run)
         present = self._held_out.without(self._members.present(client_manager))
@@ -260,11 +348,11 @@ class HetStrategy(Strategy):
         return instructions
 
     def _encoded(self, round: int, client: ClientInfo) -> Parameters:
-        """Return the payload of a large instruction, just before it is sent."""
+        """Create and encode a large instruction, just before it is sent."""
         return self._codec.encode(round, client.name, self.instruct(round, client))
 
     def _proxy_of(self, member: Member, **large: Any) -> NamedProxy:
-        """Return the recipient of a message to a member."""
+        """Return the proxy through which a message to a member is sent."""
         name = member.info.name
         return NamedProxy(
             name,
@@ -276,7 +364,7 @@ class HetStrategy(Strategy):
         )
 
     def close_round(self, found: RoundResults) -> None:
-        """Take over which clients a round has got when it closed, and tell who is late."""
+        """Record which clients replied before the round closed, and which clients are late."""
         simulated = self.run.pace.is_simulated
         self.state.closed(found.late, found.arrived, found.withdrawn, found.clock, quiet=simulated)
         self._sampler.seconds = found.seconds
@@ -284,10 +372,10 @@ class HetStrategy(Strategy):
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
-        """Let the replies pass their steps, and the method aggregate those that are accepted."""
+        """Check the replies, and aggregate those that the method accepts."""
         self.state.clock.replied()
         self._code_faults.enter(failures)
-        torch.set_num_threads(self.run.engine.threads)  # whoever has changed it meanwhile
+        torch.set_num_threads(self.run.engine.threads)  # another thread may have changed it
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.arrived}
             self.state.scores.outdate(trained & {*self.state.expected})
@@ -310,7 +398,7 @@ class HetStrategy(Strategy):
         return NOTHING, dict(self.state.record.method)
 
     def _accepted(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield what the method accepts of the replies: their last step."""
+        """Yield the replies that the method accepts."""
         for reply in replies:
             with self.state.dropping(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
@@ -319,15 +407,15 @@ class HetStrategy(Strategy):
                 yield accepted
 
     def evaluate(self, server_round: int, parameters: Parameters) -> None:
-        """Do nothing: the server's own models are evaluated when the round closes."""
+        """Do nothing, because the server's models are evaluated when the round closes."""
         return
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        """Ask clients to evaluate if their models have changed since their last evaluation."""
+        """Return evaluation instructions for the clients whose models have changed."""
         instructions: dict[str, Knowledge] = {}
-        if self._evaluates(server_round):  # of clients that are due and have not failed
+        if self._evaluates(server_round):  # only clients that have not failed in this round
             for name in self.state.present(self.members.keys() - self.collector.busy):
                 knowledge = self.eval_instruction(server_round, self.members[name].info)
                 if knowledge is not None or self.state.scores.is_outdated(name):
@@ -353,7 +441,7 @@ class HetStrategy(Strategy):
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
     ) -> tuple[float | None, dict[str, Scalar]]:
-        """Record the accuracies and close the round."""
+        """Record the clients' evaluations and close the round."""
         self.state.clock.replied()
         self._code_faults.enter(failures)
         for name, reason in sorted(reasons(failures).items()):
@@ -368,10 +456,10 @@ class HetStrategy(Strategy):
         self._finish_round()
         return None, {}
 
-    # What these methods call.
+    # Helpers of the methods above.
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        """Resume after the last complete round. Raises StateError."""
+        """Restore the state after the last complete round. Raises StateError if it does not fit."""
         try:
             self.state.load_json(str(checkpoint.metadata["state"]))
             pace = json.loads(str(checkpoint.metadata[PACE]))
@@ -382,8 +470,8 @@ class HetStrategy(Strategy):
             self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
-                f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not fit "
-                f"the method {self.run.method}: {error!r}"
+                f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not "
+                f"match the method {self.run.method}: {error!r}"
             ) from error
 
     def _evaluates(self, round: int) -> bool:
