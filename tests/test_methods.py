@@ -129,6 +129,7 @@ def test_every_preset_resolves_for_each_method(name):
 
 MAX_FLAT_FILES = 2
 MAX_LINES_OF_A_CLASS = 400
+"""Docstrings do not count."""
 
 
 def _name_of(path: Path) -> str:
@@ -268,6 +269,16 @@ def test_no_class_is_long():
         for module, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
-        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_LINES_OF_A_CLASS
+        and (lines := _lines(node) - _lines_of_docstrings(node)) > MAX_LINES_OF_A_CLASS
     }
     assert not long, long
+
+
+def _lines(node: ast.stmt) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def _lines_of_docstrings(node: ast.ClassDef) -> int:
+    documented = (ast.ClassDef, ast.FunctionDef)
+    with_docstring = [each for each in ast.walk(node) if isinstance(each, documented)]
+    return sum(_lines(each.body[0]) for each in with_docstring if ast.get_docstring(each))
