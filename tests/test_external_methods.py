@@ -1,8 +1,9 @@
-"""A method in a package of its own: the one in docs/own-method.md, as it stands there."""
+"""Custom methods: those of docs/own-method.md and examples/mymethods, in a package elsewhere."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,10 @@ def elsewhere(tmp_path_factory):
     page = (ROOT / "docs" / "own-method.md").read_text()
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "mymethods").mkdir()
-    for name in ("prototypes.py", "heads.py"):
-        code = re.search(rf"```python\n(# mymethods/{re.escape(name)}\n.*?)```", page, re.DOTALL)
-        assert code, f"docs/own-method.md shows no mymethods/{name}"
-        (folder / "mymethods" / name).write_text(code[1])
+    code = re.search(r"```python\n(# mymethods/heads\.py\n.*?)```", page, re.DOTALL)
+    assert code, "docs/own-method.md shows no mymethods/heads.py"
+    (folder / "mymethods" / "heads.py").write_text(code[1])
+    shutil.copy(ROOT / "examples" / "mymethods" / "prototypes.py", folder / "mymethods")
     return folder
 
 
@@ -115,9 +116,9 @@ def test_the_example_that_sends_weights_averages_classifiers_and_keeps_extractor
 def test_its_settings_are_checked_and_shown(elsewhere):
     status, said = fedhet(elsewhere, "methods", "mymethods.prototypes")
     assert status == 0
-    assert "class prototypes, to which features are drawn" in said
+    assert "class prototypes that attract features" in said
     assert "prototypes.pull 1.0" in said
-    assert "mean features of each" in said
+    assert "mean features of each class" in said
     status, said = fedhet(elsewhere, "run", "mymethods.prototypes", "--set", "prototypes.pull=-1")
     assert status == 2
     assert "'prototypes.pull' = -1 is not allowed: it takes a number >= 0" in said
@@ -137,7 +138,7 @@ def test_an_installed_one_has_a_name_of_its_own(elsewhere):
     install(elsewhere, "mymethods", "prototypes = mymethods.prototypes")
     status, said = fedhet(elsewhere, "methods")
     assert status == 0
-    assert "prototypes class prototypes, to which features are drawn" in said
+    assert "prototypes class prototypes that attract features" in said
     words = ("run", "prototypes", "--backend", "inline")
     assert summary_of(elsewhere, "installed", *words)["method"] == "prototypes"
 
