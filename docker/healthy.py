@@ -1,4 +1,4 @@
-"""Check whether a Flower process is up: `python healthy.py ADDRESS` of its health service."""
+"""Check the health of a Flower process: `python healthy.py ADDRESS` of its health service."""
 
 import sys
 
@@ -7,5 +7,5 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 with grpc.insecure_channel(sys.argv[1]) as channel:
-    answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=5)
-sys.exit(answer.status != HealthCheckResponse.SERVING)
+    response = HealthStub(channel).Check(HealthCheckRequest(), timeout=5)
+sys.exit(response.status != HealthCheckResponse.SERVING)

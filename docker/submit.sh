@@ -1,5 +1,5 @@
 #!/bin/sh
-# submit.sh NAME RUN…: submits a run as runs/NAME, unless there is one of that name already (below $RUNS, read-only).
+# submit.sh NAME RUN…: submits a run as runs/NAME, unless that run already exists in $RUNS (read-only).
 set -eu
 name=$1
 shift
@@ -7,10 +7,10 @@ case " $* " in
 *resume=true*) ;;
 *)
     if [ -e "$RUNS/$name/summary.json" ]; then
-        echo "error: there is a finished run '$name'; give another name: FEDHET_NAME=…" >&2
+        echo "error: FEDHET_NAME: the finished run '$name' exists. Choose another name." >&2
         exit 1
     elif [ -e "$RUNS/$name" ]; then
-        echo "error: there is a run '$name' already; give another name, FEDHET_NAME=…, or continue this one:" \
+        echo "error: FEDHET_NAME: the run '$name' exists. Choose another name, or resume the run with" \
             "FEDHET_RUN=\"… --set resume=true\"" >&2
         exit 1
     fi

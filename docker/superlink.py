@@ -1,4 +1,4 @@
-"""flower-superlink without the log lines of successful HTTP requests: nearly all of its log."""
+"""Run flower-superlink without log lines for successful HTTP requests, nearly all of its log."""
 
 import logging
 
@@ -6,7 +6,7 @@ from flwr.superlink.cli import flower_superlink
 
 
 def failed(record: logging.LogRecord) -> bool:
-    """Tell whether an access line of uvicorn is for a request that was refused or failed."""
+    """Return whether a line of uvicorn's access log is about a rejected or failed request."""
     return not isinstance(record.args, tuple) or int(str(record.args[-1])) >= 400
 
 

@@ -1,4 +1,4 @@
-"""Print what pyproject.toml requires: `wanted.py image` for the package, `build` for its build."""
+"""Print requirements from pyproject.toml: of the package (`image`) or its build (`build`)."""
 
 import sys
 import tomllib

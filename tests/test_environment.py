@@ -89,7 +89,7 @@ def test_the_compose_file_and_the_docs_say_the_same():
     found = {name: s.get("environment", {}).get("GLIBC_TUNABLES") for name, s in services.items()}
     assert {name for name, value in found.items() if value} == {"site-0", "site-1", "site-2"}
     assert set(filter(None, found.values())) == {KEEPING_PAGES}
-    assert f"GLIBC_TUNABLES={KEEPING_PAGES}\n" in (ROOT / "docs" / "deploy.md").read_text()
+    assert f"GLIBC_TUNABLES={KEEPING_PAGES}\n" in (ROOT / "docs" / "operation.md").read_text()
 
 
 def test_what_is_inherited_is_as_before_afterwards(monkeypatch):

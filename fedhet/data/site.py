@@ -50,7 +50,7 @@ _UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
 """Values by which a run leaves a setting to the data."""
 _DECLARE = (
     f"A private site declares its data in {DECLARATION}: see docs/privacy.md, "
-    "'What a private site declares'."
+    "'Declaration of a private site'."
 )
 
 

@@ -84,7 +84,7 @@ class EngineSettings(ComputeSettings):
     ray_address: RayAddress = machine(
         "",
         "a Ray cluster to join: auto (this machine's) or HOST:PORT; empty = a cluster of its own "
-        "on this machine (docs/cluster.md)",
+        "on this machine (docs/operation.md)",
     )
     join_timeout: Positive = machine(
         120.0, "seconds to wait at the start for all clients, and for the machines of a cluster"
