@@ -36,7 +36,7 @@ PAGES = [
     START,
     section("guide.md", "Settings"),
     section("data.md", "Data"),
-    section("models.md", "Your own model"),
+    section("models.md", "Custom models"),
 ]
 
 
