@@ -47,17 +47,12 @@ BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
 SETTING_COLUMNS = ("setting", "default", "values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
 METHOD_COLUMNS = ("method", "description", "requires")
-HEADLINES = {
-    "personal": "accuracy on the clients' own test splits (`personal`)",
-    "common": "accuracy on the common test set (`common`)",
-}
 LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("method", "with privacy")
 LATE: Mapping[Late, str] = {
     "averaged": "averaged, with a weight that depends on its age",
     "kept": "used unchanged: it is the client's own model, or its own class means",
     "refused": "discarded, without a penalty: it belongs to the public samples of an earlier round",
 }
-PAPER_COLUMNS = ("setting", "default", "paper", "reason for the default")
 PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
 
 
@@ -128,11 +123,11 @@ def _method(method: Method) -> str:
     spec, file = method.spec, f"{method.name.replace('-', '_')}.py"
     places = {"declaration": "methods", "server": "strategies", "client": "clients"}
     code = [f"[{side}](../../fedhet/{place}/{file})" for side, place in places.items()]
-    needed = _needs(spec)
+    needed, pool = _needs(spec), spec.pool(IMAGE)
     lines = [
         f"Requires: {needed}." if needed else "",
-        f"Headline metric: {HEADLINES[spec.headline]}.",
-        f"Default models: {', '.join(f'`{name}`' for name in spec.pool(IMAGE))} for images.",
+        f"Headline metric: `{spec.headline}` accuracy.",
+        f"Default model: `{pool[0]}` for images." if len(pool) == 1 else "",
         f"Messages: {_messages(spec)}.",
         defenses(method),
         privacy(method),
@@ -141,16 +136,19 @@ def _method(method: Method) -> str:
     ]
     parts = ["## Properties\n", *(f"- {line}" for line in lines if line)]
     if method.settings():
-        parts += ["\n## Settings\n", _own_settings(method.settings()).rstrip()]
+        parts += ["\n## Settings\n", _own_settings(method).rstrip()]
     if paper := paper_settings().get(method.name):
-        parts += ["\n## Experiment of the paper\n", _experiment(method.name, paper)]
+        how = f"no preset, because {paper.get('without')}"
+        if "preset" in paper:
+            how = f"`fedhet run {method.name} --preset {paper['preset']}`"
+        parts += [f"\nExperiment of the paper: {paper['what']}; {how}."]
     return "\n".join(parts) + "\n"
 
 
 def _messages(spec: MethodSpec) -> str:
     """Return the names of the fields that the server and the clients send."""
     sent = []
-    for sender, contract in (("the server sends", spec.instructions), ("clients", spec.replies)):
+    for sender, contract in (("server", spec.instructions), ("clients", spec.replies)):
         names = ", ".join(f"`{field.name}`" for field in contract.fields)
         sent.append(f"{sender} {names or 'nothing'}")
     return "; ".join(sent)
@@ -159,15 +157,6 @@ def _messages(spec: MethodSpec) -> str:
 def _metrics(spec: MethodSpec) -> str:
     """Return the metrics that the method defines, each with its title."""
     return "; ".join(f"`{name}` ({title})" for name, title in spec.metrics.items())
-
-
-def _experiment(name: str, paper: Mapping[str, Any]) -> str:
-    """Return the paper's experiment, its preset, and the differing defaults of the method."""
-    preset = f"`fedhet run {name} --preset {paper.get('preset')}`"
-    how = preset if "preset" in paper else f"no preset, because {paper.get('without')}"
-    own = [row for row in differences(name) if row[0].startswith(f"`{name}.")]
-    text = f"{paper['what']}: {how}."
-    return f"{text}\n\n{in_markdown(PAPER_COLUMNS, own).rstrip()}" if own else text
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
@@ -179,18 +168,24 @@ def _settings(settings: Mapping[str, FieldInfo]) -> str:
     return in_markdown(SETTING_COLUMNS, rows)
 
 
-def _own_settings(settings: Mapping[str, FieldInfo]) -> str:
-    """Return the table of a method's settings; of the allowed values, only lists of choices."""
-    rows = [
-        (
-            f"`{name}`",
-            f"`{default}`",
-            values.removeprefix("one of ") if "," in values else "",
-            help_,
+def _own_settings(method: Method) -> str:
+    """Return the table of a method's settings, with the paper's values where they differ."""
+    name = method.name
+    printed = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
+    rows = []
+    for setting, default, values, help_ in setting_rows(method.settings(), brief=True):
+        choices = [f"`{each}`" for each in values.removeprefix("one of ").split(", ")]
+        if values.startswith("one of ") and " or " not in values:
+            choices = [each for each in choices if each != f"`{json.loads(default)}`"]
+            default = f"`{json.loads(default)}` ({'/'.join(choices)})"
+        else:
+            default = f"`{default}`"
+        rows.append((f"`{setting}`", default, printed.get(f"`{setting}`", ""), help_))
+    if not any(paper for _, _, paper, _ in rows):
+        return in_markdown(
+            ("setting", "default", "description"), [(s, d, h) for s, d, _, h in rows]
         )
-        for name, default, values, help_ in setting_rows(settings, brief=True)
-    ]
-    return in_markdown(SETTING_COLUMNS, rows)
+    return in_markdown(("setting", "default", "paper", "description"), rows)
 
 
 def setting_rows(
