@@ -321,7 +321,7 @@ def test_what_is_to_do_is_shown_without_training(tmp_path):
 def test_methods_are_chosen_for_this_table_alone(tmp_path):
     with pytest.raises(SettingsError, match="--methods"):
         CliRunner().invoke(app, ["table", "felo-2", "--methods", "felo"], catch_exceptions=False)
-    with pytest.raises(SettingsError, match="table 'field' has tiny, small, paper"):
+    with pytest.raises(SettingsError, match="'--size': expected one of tiny, small, paper"):
         call("--size", "huge")
 
 

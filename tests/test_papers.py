@@ -327,16 +327,24 @@ def test_presets_and_settings_of_other_methods(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ('metric = "common/private"', 'metric = "commn/private"', "it takes PROTOCOL/KIND"),
-        ('metric = "common/private"', 'metric = "common/private/median"', "it takes PROTOCOL"),
+        ('metric = "common/private"', 'metric = "commn/private"', "expected PROTOCOL/KIND"),
+        ('metric = "common/private"', 'metric = "common/private/median"', "expected PROTOCOL"),
         ('metric = "common/private"', 'metric = "bytes/sideways"', "bytes/up.down"),
         ('metric = "common/private"', 'metric = "bytes/up/worst"', "bytes/up.down"),
-        ("printed = { all = 70.0 }", "printed = { al = 70.0 }", "'al' is none of own, all"),
-        ('above = ["together"]', 'above = ["felo"]', "'felo' is none of alone, together"),
-        ('name = "own"', 'name = "all"', "a name occurs twice"),
+        (
+            "printed = { all = 70.0 }",
+            "printed = { al = 70.0 }",
+            "expected one of own, all, all, longer",
+        ),
+        ('above = ["together"]', 'above = ["felo"]', "expected one of alone, together, got 'felo'"),
+        ('name = "own"', 'name = "all"', "names must be unique"),
         ('title = "Two methods"', 'titel = "Two methods"', "title: Field required"),
-        ('columns = ["all", "all, longer"]', 'columns = ["al"]', "'al' is none of own, all"),
-        ('name = "together"\ncolumns', 'name = "apart"\ncolumns', "'apart' is none of alone"),
+        (
+            'columns = ["all", "all, longer"]',
+            'columns = ["al"]',
+            "expected one of own, all, all, longer",
+        ),
+        ('name = "together"\ncolumns', 'name = "apart"\ncolumns', "expected one of alone"),
     ],
 )
 def test_a_faulty_table_says_what_and_where(old, new, fault, tmp_path, monkeypatch):
@@ -715,11 +723,11 @@ def test_all_tables_are_listed():
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["felo-2", "--size", "huge"], "'--size huge': table 'felo-2' has tiny, small, paper"),
+        (["felo-2", "--size", "huge"], "'--size': table 'felo-2': expected tiny, small, paper"),
         (["felo-2", "--seeds", "0,0"], "'--seeds 0,0' is not allowed"),
         (["felo-2", "--set", "lr=-1"], "'training.lr' = -1"),
-        (["felo-2", "--rows", "Felo,alone"], "'--rows alone': felo-2 has the rows FedAvg"),
-        (["field", "--rows", "felo"], "'--rows' is of a paper's tables"),
+        (["felo-2", "--rows", "Felo,alone"], "'--rows': expected rows of felo-2 .FedAvg"),
+        (["field", "--rows", "felo"], "'--rows': must be used with a paper's table"),
         (["felo-2", "--set", "seed=7"], "give its seeds by --seeds"),
         (["felo-2", "--set", "out=here"], "give its directory by --out"),
     ],

@@ -1,4 +1,4 @@
-"""The command `fedhet table`, which the command line finds if this package is there."""
+"""The command `fedhet table`, which is available if this package is installed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from fedhet.cli.run import refuse_of_each_run
 from fedhet.config.sources import parse_pairs
 
 LIST = resources.files("fedhet.experiments") / "list.json"
-"""The rows of the list of tables. `make reference` counts their runs, which takes seconds."""
+"""Precomputed list of tables, because counting their runs takes seconds; see `make reference`."""
 TableName = Annotated[
     str | None,
     typer.Argument(
-        help="A table, a paper (felo) for all its tables, or all of papers; by default, they are "
-        "listed. Or claims: which claims hold in the finished ones."
+        help="A table, a paper (such as felo) for all of its tables, all, or field; lists the "
+        "tables if omitted. claims counts the claims that hold in finished tables."
     ),
 ]
 Size = Annotated[
     str,
     typer.Option(
         metavar="tiny|small|paper",
-        help="Digits, in minutes; the paper's federation, small networks; or as in the paper.",
+        help="Digits in minutes, the paper's data with small networks, or the paper's settings.",
     ),
 ]
-Seeds = Annotated[str, typer.Option(metavar="INT,INT…", help="Seeds of each cell's runs.")]
+Seeds = Annotated[str, typer.Option(metavar="INT,INT…", help="Seeds of each cell.")]
 TABLES = Path("runs/tables")
 TablesOut = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
         show_default=str(TABLES),
-        help="The directory of the runs and of the table. For claims: that of finished tables; by "
-        "default, if that has none, those that come with fedhet.",
+        help="Directory of the runs and tables. For claims and --show: directory of finished "
+        "tables; defaults to those that come with fedhet if there are none.",
     ),
 ]
-Jobs = Annotated[int, typer.Option(min=1, help="Number of runs at once, each in a process.")]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="Number of runs to train in parallel, each in its own process.")
+]
 Pairs = Annotated[
     list[str] | None,
     typer.Option(
@@ -49,22 +51,24 @@ Pairs = Annotated[
         "-s",
         metavar="KEY=VALUE",
         show_default=NONE,
-        help="A setting of all runs, such as data.data-dir or engine.backend. Repeatable.",
+        help="Setting of all runs, such as data.data-dir or engine.backend. Repeatable.",
     ),
 ]
 KeepModels = Annotated[
     bool,
-    typer.Option("--keep-models", help="Keep the models of finished runs, not only their numbers."),
+    typer.Option(
+        "--keep-models", help="Keep the models of finished runs in addition to their metrics."
+    ),
 ]
 Show = Annotated[
     bool,
     typer.Option(
         "--show",
-        help="Print the finished tables of NAME in full, in every size; train nothing.",
+        help="Print finished tables with every comparison and note, without training.",
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show the runs and their commands; train nothing.")
+    bool, typer.Option("--dry-run", help="Print the runs and their commands without training.")
 ]
 TableMethods = Annotated[
     str,
@@ -72,7 +76,7 @@ TableMethods = Annotated[
         "--methods",
         metavar="NAME[,NAME]",
         show_default="all",
-        help="Of the table field: its methods, also your own.",
+        help="Methods of the table field, including custom ones.",
     ),
 ]
 TableRows = Annotated[
@@ -81,15 +85,17 @@ TableRows = Annotated[
         "--rows",
         metavar="WORDS[,WORDS]",
         show_default="all",
-        help="Of a paper's tables: make only the rows whose names begin so, such as FedAvg.",
+        help="Train only the rows whose names start with one of these words.",
     ),
 ]
 Latex = Annotated[
-    bool, typer.Option("--latex", help="Write each table in LaTeX too, with booktabs' rules.")
+    bool, typer.Option("--latex", help="Write LaTeX tables in addition, with booktabs rules.")
 ]
 TableJson = Annotated[
     bool,
-    typer.Option("--json", help="Of claims: print a list of {paper, table, size, claim, verdict}."),
+    typer.Option(
+        "--json", help="Print the claims as a JSON list of {paper, table, size, claim, verdict}."
+    ),
 ]
 
 
@@ -108,25 +114,24 @@ def table_command(
     rows: TableRows = "",
     as_json: TableJson = False,
 ) -> None:
-    """Make tables: those of papers next to their printed numbers, or "field", of all methods.
+    """Make the tables of the papers next to their printed numbers, or the table of all methods.
 
-    A finished run is kept, and an interrupted one continues. "claims" counts which of the papers'
-    claims hold in the finished tables.
+    Finished runs are kept, and interrupted runs continue.
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
     refuse_of_each_run(over)
     if as_json and name != "claims":
-        raise SettingsError("'--json' is of the claims: `fedhet table claims --json`")
+        raise SettingsError(f"'--json': must be used with claims, got {name!r}")
     if methods and name != "field":
-        raise SettingsError("'--methods' is of the table field: `fedhet table field`")
+        raise SettingsError(f"'--methods': must be used with field, got {name!r}")
     if rows and name in (None, "claims", "field"):
-        raise SettingsError("'--rows' is of a paper's tables: `fedhet table NAME --rows FedAvg`")
+        raise SettingsError(f"'--rows': must be used with a paper's table, got {name!r}")
     if name is None:
         rows_listed = json.loads(LIST.read_text(encoding="utf-8"))
         console.print(listing("table", "what it is", "source", "runs a seed", rows=rows_listed))
         return
     if show and name in ("claims", "field"):
-        raise SettingsError(f"'--show': must be used with a paper's table, got '{name}'")
+        raise SettingsError(f"'--show': must be used with a paper's table, got {name!r}")
     with loading():
         from fedhet.experiments import making
 

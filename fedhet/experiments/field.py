@@ -1,8 +1,8 @@
-"""The table of all methods: what its runs have measured, the methods' ranks, and how it is written.
+"""The table of all methods: its results, the methods' mean ranks, and the output formats.
 
-Ranks are over cells, with Friedman's test and Nemenyi's critical difference: Demšar, Statistical
-Comparisons of Classifiers over Multiple Data Sets, JMLR 2006. SciPy is imported when ranks are
-made.
+Ranks are averaged over cells and compared by Friedman's test and Nemenyi's critical difference
+(Demšar, Statistical Comparisons of Classifiers over Multiple Data Sets, JMLR 2006). SciPy is
+imported only when ranks are computed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fedhet.runs.records import NAN, PROTOCOLS
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
 
 KINDS = {"personal": ("private", "global", "server"), "common": ("global", "server", "private")}
-"""Whose accuracy is a method's under a protocol: the first kind of model that it has."""
+"""Kinds of model by protocol; the first kind that a method has is its accuracy."""
 CEILING = "central"
 SHARE = 0.9
-"""The share of the ceiling's accuracy whose cost is told."""
+"""Fraction of the accuracy of `CEILING` up to which costs are reported."""
 ACCURACIES = ("personal", "worst client", "common", "common, own models")
 EVERYWHERE = "all"
-"""The scope of the ranks over all architectures."""
+"""Scope of the ranks over all architectures."""
 ALPHA = 0.05
-"""The level of the critical difference."""
+"""Significance level of the critical difference."""
 Value = float | int | str
 TITLES = {
     "personal": "Accuracy on each client's own test split",
@@ -49,20 +49,19 @@ COSTS: Mapping[str, Callable[[float], str]] = {
     "seconds": human_seconds,
     "memory": human_bytes,
 }
-"""The costs of a run, and how each is shown."""
-LEGEND = "In percent: the last round's mean over clients; mean ± standard deviation over the seeds."
+"""Costs of a run, with the function that formats each."""
+LEGEND = "Percent, mean over clients in the last round; mean ± standard deviation over seeds."
 RANKS = (
-    "Mean rank over the cells, the best 1, of the methods that run in all of them; in brackets the "
-    f"number of cells. {MARK}: behind the best by more than Nemenyi's critical difference, which "
-    f'holds for all pairs at once at {ALPHA:g}. "Seeds apart": the critical difference if each '
-    "seed counts as a data set of its own, which it is not quite. p: of Friedman's test that the "
-    "methods do not differ."
+    "Mean rank over cells (1 = best) of the methods that run in all of them, with the number of "
+    f"cells in parentheses. {MARK}: worse than the best method by more than Nemenyi's critical "
+    f'difference at the level {ALPHA:g}. "Seeds apart": the critical difference if seeds counted '
+    "as independent data sets. p: p-value of Friedman's test of equal methods."
 )
 COST = (
     "Means over the cells and seeds in which the method runs. To 90 %: until the accuracy first "
-    "reaches 90 % of central's in that cell and seed; in brackets the runs that reach it, where "
-    "not all do. Time is simulated where the runs have a simulated clock; seconds are those of a "
-    "run on this machine, and memory is the peak of its process."
+    "reaches 90 % of that of central in the same cell and seed, with the number of runs that reach "
+    "it in parentheses if not all do. Time is simulated if the runs have a simulated clock. "
+    "Seconds and peak memory are those of a run on this machine."
 )
 
 
@@ -71,27 +70,32 @@ COST = (
 
 @dataclass(frozen=True)
 class Ranking:
-    """The mean ranks of k methods over N cells; the best method has the lowest."""
+    """Mean ranks of k methods over N cells; lower is better."""
 
     ranks: pd.Series
-    """By method, ascending; methods that are equal in a cell share the mean of their places."""
+    """Mean rank by method, ascending; ties share their mean rank."""
     cells: int
     p: float
-    """Of Friedman's test, that the methods do not differ."""
+    """p-value of Friedman's test of equal methods."""
     critical: float
-    """Two methods differ if their mean ranks do by more than this (Demšar, section 3.2.2)."""
+    """Critical difference between two mean ranks (Demšar, Section 3.2.2)."""
     critical_by_seed: float
-    """The same with each seed of a cell as a data set of its own, which the seeds are not quite."""
+    """Critical difference if each seed of a cell counted as an independent data set."""
 
     def behind(self, method: str) -> bool:
-        """Return whether a method is clearly behind the best."""
+        """Return whether a method is significantly worse than the best one."""
         return bool(self.ranks[method] - self.ranks.iloc[0] > self.critical)
 
 
 def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
-    """Rank methods by scores [N cells, methods], the highest first; None for less than 3 of them.
+    """Rank methods by their scores; higher scores are better.
 
-    A method that lacks a score is left out. `seeds` are the runs whose mean each score is.
+    Args:
+        scores: Scores of shape [N cells, methods]; methods with a missing score are excluded.
+        seeds: Number of runs averaged in each score.
+
+    Returns:
+        The ranking, or None for fewer than three methods or two cells.
     """
     from scipy import stats
 
@@ -107,7 +111,7 @@ def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
 def critical(methods: int, cells: int) -> float:
     """Return Nemenyi's critical difference: q sqrt(k (k + 1) / (6 N)).
 
-    q is the studentized range of k groups and infinite degrees of freedom, divided by sqrt 2.
+    q is the studentized range for k groups and infinite degrees of freedom, divided by sqrt(2).
     """
     from scipy import stats
 
@@ -120,11 +124,11 @@ def critical(methods: int, cells: int) -> float:
 
 @dataclass(frozen=True)
 class FieldResults:
-    """The table of all methods, as far as its runs have finished."""
+    """Results of the finished runs of the table of all methods."""
 
     plan: FieldPlan
     runs: pd.DataFrame
-    """A row for each finished run: method, architectures, split, seed, and what it measured."""
+    """One row per finished run: method, architectures, split, seed, and measurements."""
 
     @property
     def finished(self) -> int:
@@ -132,7 +136,7 @@ class FieldResults:
         return len(self.runs)
 
     def by_seed(self, method: str, cell: Place, measure: str) -> pd.Series:
-        """Return a measure of a method in a cell, by seed."""
+        """Return a measurement of a method in a cell, by seed."""
         found = self.runs
         if found.empty:
             return pd.Series(dtype=float)
@@ -142,15 +146,14 @@ class FieldResults:
 
     @property
     def ranked_methods(self) -> list[str]:
-        """The methods that compete: all but those that need all data in one place."""
+        """Methods that are ranked: all except those that need all data in one place."""
         return [name for name in self.plan.methods if not find_method(name).spec.simulation_only]
 
     @cached_property
     def rankings(self) -> Mapping[tuple[str, str], Ranking]:
-        """The ranks by protocol and scope, of the methods that have run in all its cells.
+        """Rankings by protocol and scope: all cells, or the cells of one set of architectures.
 
-        The scopes are all cells, and those of each of the architectures. A method that lacks a seed
-        in a cell has not run there.
+        A ranking contains the methods that have finished all seeds in all cells of its scope.
         """
         plan, count = self.plan, len(self.plan.seeds)
         scopes = {EVERYWHERE: plan.cells}
@@ -190,13 +193,13 @@ def collect(plan: FieldPlan) -> FieldResults:
 
 
 def kind_of(run: Run, protocol: str) -> str:
-    """Return the kind of model whose accuracy is the method's under a protocol; "" without any."""
+    """Return the kind of model that represents a method under a protocol, or "" if none does."""
     kinds = sorted(run.kinds(protocol), key=lambda kind: position(kind, KINDS[protocol]))
     return next(iter(kinds), "")
 
 
 def _measured(run: Run, ceiling: Mapping[str, Value]) -> dict[str, Value]:
-    """Return all that is told of a run: accuracies, costs, costs up to a share of the ceiling."""
+    """Return a run's accuracies, costs, and costs up to a fraction of the ceiling's accuracy."""
     federated = not find_method(run.method).spec.simulation_only
     sent, until = run.totals["bytes_up"] + run.totals["bytes_down"], dict[str, Value]()
     elapsed = run.costs["clock"] if run.has_clock else run.costs["seconds"].cumsum()
@@ -230,11 +233,11 @@ def _accuracies(run: Run) -> dict[str, Value]:
     }
 
 
-# --- the table as it is written --------------------------------------------------------------
+# --- output formats --------------------------------------------------------------
 
 
 def write_field(results: FieldResults, out: Path) -> Path:
-    """Write field-SIZE.md, .html and .csv into a folder; return the path of the page."""
+    """Write field-SIZE.md, .html, and .csv to a directory; return the path of the HTML."""
     plan = results.plan
     stem = f"{FIELD}-{plan.size}"
     write_text(out / f"{stem}.md", as_markdown(results))
@@ -262,7 +265,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
 
 
 def write_latex(results: FieldResults, out: Path) -> Path:
-    """Write field-SIZE.tex into a folder: accuracies by cell, ranks, and costs; return its path."""
+    """Write accuracies, ranks, and costs to field-SIZE.tex in a directory; return its path."""
     parts = [LATEX_HEAD]
     for measure in PROTOCOLS:
         found = matrix(results, measure)
@@ -289,7 +292,7 @@ def as_markdown(results: FieldResults) -> str:
 
 
 def matrix(results: FieldResults, measure: str) -> Cells:
-    """Return an accuracy in percent: a row for each method, a column for each cell."""
+    """Return accuracies in percent, with one row per method and one column per cell."""
     methods = results.plan.methods
     columns = {
         ", ".join(place): [_accuracy(results.by_seed(name, place, measure)) for name in methods]
@@ -299,7 +302,7 @@ def matrix(results: FieldResults, measure: str) -> Cells:
 
 
 def every(results: FieldResults) -> Cells:
-    """Return a row for each method in each cell with all that is told of it, or why it has none."""
+    """Return one row per method and cell: all measurements, or the reason why there are none."""
     cells = results.plan.every
     columns: dict[str, Sequence[Cell]] = {
         "method": [Cell(each.method) for each in cells],
@@ -317,7 +320,7 @@ def every(results: FieldResults) -> Cells:
 
 
 def ranks(results: FieldResults) -> Cells:
-    """Return the methods' mean ranks by protocol and scope, the best over all cells first."""
+    """Return mean ranks by protocol and scope, sorted by the rank over all cells."""
     found = results.rankings
     leading = next(iter(found.values())).ranks.index if found else []
     methods = sorted(results.ranked_methods, key=[*leading, *results.ranked_methods].index)
@@ -338,7 +341,7 @@ def ranks(results: FieldResults) -> Cells:
 
 
 def costs(results: FieldResults) -> Cells:
-    """Return what a run of each method costs, over the cells in which it runs."""
+    """Return the mean costs of a run by method, over the cells that the method supports."""
     methods, places = results.plan.methods, results.plan.cells
     columns = {
         measure: [
@@ -351,7 +354,7 @@ def costs(results: FieldResults) -> Cells:
 
 
 def refusals(results: FieldResults) -> Cells | None:
-    """Return the methods that cannot run in some cells, where, and why; None if all can."""
+    """Return unsupported cells by method with the reason, or None if there are none."""
     found: dict[tuple[str, str], list[Place]] = {}
     for each in results.plan.every:
         if each.refused:

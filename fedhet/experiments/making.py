@@ -1,4 +1,4 @@
-"""Makes tables: the runs that are missing, in this process or in several, then what they show."""
+"""Make tables: train their missing runs, in one process or in parallel, and write the results."""
 
 from __future__ import annotations
 
@@ -46,46 +46,48 @@ from fedhet.runs.units import plural
 
 GOES_ON = "the same command continues the table"
 MEANING = (
-    "A claim holds if it does in every place of its table, and does not hold if it fails in one, "
-    "each beyond two standard errors."
+    "A claim holds if it holds in all comparisons of its table, and does not hold if it fails in "
+    "one, each beyond two standard errors."
 )
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to make of a table, and how."""
+    """Options of `fedhet table`."""
 
     size: str
     seeds: Sequence[int]
     out: Path
-    """The directory of the table; its runs are in `runs`."""
+    """Directory of the table; its runs are in the subdirectory `runs`."""
     over: Values
-    """The settings that all runs have instead of the table's."""
+    """Settings of all runs that override the table's."""
     jobs: int = 1
-    """The runs at once."""
+    """Number of runs in parallel."""
     keep_models: bool = False
-    """Whether finished runs keep their models; else, only their measurements."""
+    """Whether finished runs keep their models."""
     dry_run: bool = False
-    """Whether the runs are only listed."""
+    """Whether to list the runs without training."""
     latex: bool = False
-    """Whether the table is written in LaTeX too."""
+    """Whether to write LaTeX in addition."""
 
 
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
-    """Make the missing runs of tables, and show the tables.
+    """Train the missing runs of the tables that `word` selects, and print and write the tables.
 
-    `rows`: only those whose names begin with one of these are made; none means all.
+    If `rows` is not empty, only rows whose names start with one of its words are trained.
     """
     plans = []
     for name in tables_of(word):
         table, size = read_table(name), wanted.size
         if size not in SIZES or size not in table.sizes:
-            raise SettingsError(f"'--size {size}': table '{name}' has {', '.join(table.sizes)}")
+            sizes = ", ".join(table.sizes)
+            raise SettingsError(f"'--size': table '{name}': expected {sizes}, got {size!r}")
         plans.append(plan(name, table, size, wanted.seeds, wanted.out / "runs", wanted.over))
     names = list(dict.fromkeys(cell.row.name for found in plans for cell in found.cells))
     for start in rows:
         if not any(name.startswith(start) for name in names):
-            raise SettingsError(f"'--rows {start}': {word} has the rows {'; '.join(names)}")
+            rows_known = "; ".join(names)
+            raise SettingsError(f"'--rows': expected rows of {word} ({rows_known}), got {start!r}")
     for found in plans:
         for notice in found.replaced:
             say(f"{found.name}: {notice}, by --set")
@@ -112,13 +114,13 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
 
 
 def make_field(methods: Sequence[str], wanted: Wanted) -> None:
-    """Make the missing runs of the table of all methods, one seed after the other.
+    """Train the missing runs of the table of all methods, and write the table after each seed.
 
-    Writes the table after each. `methods`: none means all.
+    An empty list of methods means all.
     """
     size = wanted.size
     if size not in SIZES:
-        raise SettingsError(f"'--size {size}': table '{FIELD}' has {', '.join(SIZES)}")
+        raise SettingsError(f"'--size': expected one of {', '.join(SIZES)}, got {size!r}")
     methods = methods or [*all_methods()[0]]
     for name in methods:
         find_method(name)
@@ -179,14 +181,16 @@ def show_tables(word: str, directory: Path | None, default: Path) -> None:
 
 
 def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
-    """Print which claims hold in the finished tables of a folder.
+    """Count the claims of finished tables by verdict.
 
-    `folder` None: the `usual` one or, if that has none, the tables that come with fedhet. Raises
-    StateError if a folder that is named has none.
+    The tables are read from `folder`. If it is None, they are read from `usual`, or if that has
+    none, from the tables that come with fedhet. Raises StateError if `folder` has no table.
     """
     found, where = claims.read_finished(folder or usual), f"the tables in {folder or usual}"
     if folder and not found:
-        raise StateError(f"{folder} has no finished table: `fedhet table NAME --out {folder}`")
+        raise StateError(
+            f"{folder}: no finished table found. Run `fedhet table NAME --out {folder}`."
+        )
     if not found:
         found, where = claims.read_finished(claims.MEASURED), "the tables that come with fedhet"
     tested = claims.claims_in(found)
@@ -204,28 +208,29 @@ def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
 
 
 def printed(found: Cells) -> Table:
-    """Return a table for the terminal."""
+    """Format a table for the terminal."""
     rows = [[cell.text for cell in row] for row in found.rows]
     return listing(*found.headers, rows=rows, words=found.words)
 
 
 def show_plan(runs: Sequence[PlannedRun]) -> None:
-    """Print which runs are finished, and the command of each."""
+    """Print the state and the command of each run."""
     for run in runs:
         say(f"{'finished' if run.finished else 'to do'}  {run.label}: {run.command}")
 
 
 def raise_faults(faults: Mapping[str, str]) -> None:
-    """Raise FedhetError that names the runs that failed, with their reasons; none: do nothing."""
+    """Raise FedhetError that lists the failed runs with their reasons, if there are any."""
     if faults:
         reasons = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
         raise FedhetError(f"{plural(len(faults), 'run')} failed: {reasons}")
 
 
 def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[str, str]:
-    """Make the unfinished runs, `wanted.jobs` at once; return the errors of those that failed.
+    """Train the unfinished runs, `wanted.jobs` in parallel; return errors by run.
 
-    They have no page of their own: it takes longer than a small run, and `fedhet report` writes it.
+    Reports are not written, since writing one can take longer than a small run; `fedhet report`
+    writes them later.
     """
     make, jobs = partial(_made, keep_models=wanted.keep_models), wanted.jobs
 
@@ -264,8 +269,8 @@ def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[st
 
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
-    """Make or resume a run; return why it failed, or ""."""
-    if run.finished:  # for another table that is made at the same time
+    """Train or resume a run; return an error message, or "" if it succeeded."""
+    if run.finished:  # by another process that makes a table with the same run
         return ""
     fault = fault_of(run.config, run.directory.resolve(), watchers, report=False)
     if not (fault or keep_models):
@@ -274,7 +279,7 @@ def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = (
 
 
 class _Rounds(Watcher):
-    """Shows the rounds of a run as a bar."""
+    """Progress bar over the rounds of a run."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
@@ -282,11 +287,11 @@ class _Rounds(Watcher):
     def run_started(
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
     ) -> None:
-        """Start the bar."""
+        """Set the length and the label of the bar."""
         seed = f", seed {config.run.seed}"
         label = self._progress.tasks[-1].description
         self._progress.update(self._task, total=config.run.rounds, description=label + seed)
 
     def round_finished(self, record: RoundRecord) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         self._progress.update(self._task, completed=record.round)

@@ -1,13 +1,12 @@
-"""Tables: their declarations in TOML files, and the plans of the runs that their cells need.
+"""Declarations of tables in TOML files, and the runs that their cells need.
 
-A paper's table, `tables/NAME.toml`, has rows, columns, sizes, printed numbers and claims. A cell is
-one run per seed. Its settings are those of the size, then of the column, of the row, and
-of the place where they meet, if there is one; of each, its presets come first. Cells with equal
-settings share their runs, so that several kinds of model of one run can be rows or columns of their
-own. The table of all methods, `field.toml`, crosses architectures with splits of the data.
+The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, printed numbers, and
+claims. A cell is one run per seed. Its settings are those of the size, overridden by the column,
+the row, and the entry in `places` for both, in this order; each applies its presets first. Cells
+with equal settings share their runs, so rows or columns can show different models of one run. The
+table of all methods, `field.toml`, combines model architectures with splits of the data.
 
-A run's directory is named after all of its settings, so that tables share the runs that they have
-in common.
+The directory of a run is named after a hash of its settings, so different tables share runs.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from fedhet.settings.text import as_text
 FILES = resources.files("fedhet.experiments") / "tables"
 Values = dict[str, object]
 Place = tuple[str, str]
-"""A cell's place: the names of its row and column, or of its architectures and split."""
+"""Position of a cell: its row and column, or its architectures and split."""
 FIELD = "field"
-"""The name of the table of all methods."""
+"""Name of the table of all methods."""
 Size = Literal["tiny", "small", "paper"]
 SIZES: tuple[Size, ...] = get_args(Size)
-"""Digits, in minutes; the paper's federation with small networks; as in the paper."""
+"""Digits in minutes; the paper's federation with small networks; the paper's settings."""
 STATISTICS = ("mean", "std", "tail", "worst")
 DIRECTIONS = ("up", "down")
 RATIOS = ("mean", "best", "worst")
@@ -60,19 +59,19 @@ def _is_metric(text: str) -> str:
     figure = first == "figure" and second
     if len(rest) > 2 or not (accuracy or relative or bytes_sent or figure):
         raise ValueError(
-            "it takes PROTOCOL/KIND[/mean|std|tail|worst], relative/PROTOCOL[/mean|best|worst], "
-            "bytes/up|down, or figure/NAME"
+            "expected PROTOCOL/KIND[/mean|std|tail|worst], relative/PROTOCOL[/mean|best|worst], "
+            f"bytes/up|down, or figure/NAME, got {text!r}"
         )
     return text
 
 
 Metric = Annotated[str, AfterValidator(_is_metric)]
-"""The metric that a cell shows, such as `common/global`, `relative/common/best`, `figure/tau`.
+"""Metric of a cell, such as `common/global`, `relative/common/best`, or `figure/tau`.
 
-`bytes/up` is the mean per round of what all clients send together, in KiB.
+`bytes/up` is the mean number of KiB that all clients together send per round.
 """
 Printed = float | Annotated[list[float], Field(min_length=1, max_length=2)]
-"""A number of the paper, or a number and its spread."""
+"""A number printed in the paper, or a number and its spread."""
 
 
 class _Part(BaseModel):
@@ -80,17 +79,17 @@ class _Part(BaseModel):
 
 
 class Change(_Part):
-    """Settings that override earlier ones: those of presets, then individual ones."""
+    """Settings that override earlier ones: first those of presets, then individual settings."""
 
     preset: str = ""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Scale(Change):
-    """A size of the table: the settings that all its runs share."""
+    """A size of the table: the settings shared by all of its runs."""
 
     says: str
-    """A description, and what was cut from the paper's experiment."""
+    """Description of the experiment and of its differences from the paper's."""
 
 
 class Line(_Part):
@@ -98,16 +97,16 @@ class Line(_Part):
 
     name: str
     every: Change = Change()
-    """Its settings in every size."""
+    """Settings in every size."""
     tiny: Change | None = None
     small: Change | None = None
     paper: Change | None = None
     sizes: list[Size] = Field(default_factory=lambda: list(SIZES), min_length=1)
-    """The sizes that have it."""
+    """Sizes that contain this row or column."""
     metric: Metric = ""
 
     def changes(self, size: Size) -> list[Change]:
-        """Return its settings in a size, the later ones over the earlier."""
+        """Return the settings in a size; later ones override earlier ones."""
         own: Change | None = getattr(self, size)
         return [self.every, *([own] if own else [])]
 
@@ -117,7 +116,7 @@ class Row(Line):
 
     method: str
     printed: dict[str, Printed] = Field(default_factory=dict)
-    """The paper's numbers by column."""
+    """Printed numbers by column."""
 
     def printed_in(self, column: str) -> tuple[float | None, float | None]:
         """Return the number that the paper prints in a column, and its spread, or None."""
@@ -128,7 +127,7 @@ class Row(Line):
 
 
 class PlaceSettings(Line):
-    """Settings of a row, which is named, in some of the columns."""
+    """Settings of the row `name` in some columns."""
 
     columns: list[str] = Field(min_length=1)
 
@@ -140,9 +139,9 @@ class Claim(_Part):
     above: list[str] = Field(min_length=1)
     below: list[str] = Field(min_length=1)
     of: Literal["rows", "columns"] = "rows"
-    """Whether the names are of rows, compared in each column, or of columns, in each row."""
+    """Whether rows are compared within each column, or columns within each row."""
     where: list[str] = Field(default_factory=list)
-    """The columns (or rows) in which the paper claims it; none: in all."""
+    """Columns (or rows) for which the paper makes the claim; empty = all."""
 
 
 class PaperTable(_Part):
@@ -152,11 +151,11 @@ class PaperTable(_Part):
     source: str
     """The paper, and the table or figure."""
     metric: Metric
-    """What a cell shows, unless its row or column overrides it."""
+    """Metric of the cells whose row and column do not set one."""
     unit: Literal["percent", "ratio"] = "percent"
-    """The unit of the printed numbers; accuracies are measured as shares."""
+    """Unit of the printed numbers; accuracies are measured as fractions."""
     notes: list[str] = Field(default_factory=list)
-    """Notes on the table, such as rows of the paper that are left out, and why."""
+    """Notes on the table, such as omitted rows and the reasons."""
     sizes: dict[Size, Scale]
     rows: list[Row] = Field(min_length=1)
     columns: list[Line] = Field(min_length=1)
@@ -164,15 +163,15 @@ class PaperTable(_Part):
     claims: list[Claim] = Field(default_factory=list)
 
     def rows_in(self, size: Size) -> list[Row]:
-        """Return the rows of a size."""
+        """Return the rows in a size."""
         return [row for row in self.rows if size in row.sizes]
 
     def columns_in(self, size: Size) -> list[Line]:
-        """Return the columns of a size."""
+        """Return the columns in a size."""
         return [column for column in self.columns if size in column.sizes]
 
     def changes(self, row: Row, column: Line, size: Size) -> list[Change]:
-        """Return the settings of a cell in a size, the later ones over the earlier."""
+        """Return the settings of a cell in a size; later ones override earlier ones."""
         found = [self.sizes[size], *column.changes(size), *row.changes(size)]
         for place in self.places:
             if place.name == row.name and column.name in place.columns:
@@ -186,11 +185,11 @@ class PaperTable(_Part):
         def all_in(names: Iterable[str], known: list[str], where: str) -> None:
             for name in names:
                 if name not in known:
-                    raise ValueError(f"{where}: {name!r} is none of {', '.join(known)}")
+                    raise ValueError(f"{where}: expected one of {', '.join(known)}, got {name!r}")
 
         for names in (rows, columns):
             if len(set(names)) < len(names):
-                raise ValueError(f"a name occurs twice in {names}")
+                raise ValueError(f"names must be unique, got {names}")
         for row in self.rows:
             all_in(row.printed, columns, f"row {row.name!r}, printed")
         for place in self.places:
@@ -204,19 +203,19 @@ class PaperTable(_Part):
 
 
 class Architectures(Line):
-    """A pool of models."""
+    """A model pool."""
 
     instead: list[Line] = Field(default_factory=list)
-    """What a method that cannot train the pool has instead of it; the name is the method's."""
+    """Pools for methods that cannot train this one; `name` is the method."""
 
     def of(self, method: str, size: Size) -> list[Change]:
-        """Return a method's settings in a size, the later ones over the earlier."""
+        """Return the settings of a method in a size; later ones override earlier ones."""
         own = (line for line in self.instead if line.name == method)
         return [*self.changes(size), *(change for line in own for change in line.changes(size))]
 
 
 class FieldTable(_Part):
-    """A table whose rows are all methods, and whose cells are architectures by splits."""
+    """The table of all methods: rows are methods; cells pair architectures with a split."""
 
     title: str
     notes: list[str] = Field(default_factory=list)
@@ -239,9 +238,9 @@ def table_names() -> list[str]:
 
 
 def tables_of(word: str) -> list[str]:
-    """Return the names of the tables that a word means: "all", one, or those of a paper ("felo").
+    """Return the tables selected by a word: "all", a table's name, or a paper such as "felo".
 
-    Raises SettingsError that suggests the nearest name.
+    Raises SettingsError, with the closest known name, if no table matches.
     """
     known = table_names()
     found = [name for name in known if word == "all" or f"{name}-".startswith(f"{word}-")]
@@ -251,12 +250,12 @@ def tables_of(word: str) -> list[str]:
 
 
 def paper_of(name: str) -> str:
-    """Return the word for a table's paper: the method that the paper is about."""
+    """Return the short name of a table's paper: its method."""
     return next(method for method in shipped_names() if name.startswith(f"{method}-"))
 
 
 def read_table(name: str) -> PaperTable:
-    """Return one of `table_names`. Raises SettingsError that says what is wrong with its file."""
+    """Read the declaration of a table. Raises SettingsError if its file is invalid."""
     text = (FILES / f"{name}.toml").read_text(encoding="utf-8")
     try:
         return PaperTable.model_validate(tomllib.loads(text))
@@ -271,7 +270,7 @@ def read_table(name: str) -> PaperTable:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: its settings, and its directory."""
+    """A run: its settings and its directory."""
 
     label: str
     values: Values
@@ -279,16 +278,16 @@ class PlannedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is complete."""
+        """Whether the run has finished."""
         return (self.directory / "summary.json").exists()
 
     @property
     def config(self) -> Config:
-        """Return its settings, which resume what is in its directory. Raises SettingsError.
+        """The resolved settings, with `resume` enabled. Raises SettingsError.
 
-        Only the last fifth of the rounds, which a table shows, is evaluated, unless the settings
-        say from when, or an earlier round's accuracy ends the run, is kept, or is what later ones
-        are divided by.
+        To save time, only the last fifth of the rounds is evaluated. All rounds are evaluated if
+        earlier accuracies matter (early stopping, the best round, relative accuracy), unless
+        `evaluate-from` is set.
         """
         found = resolve({**self.values, "out": str(self.directory.resolve()), "resume": True})
         run = found.run
@@ -299,14 +298,14 @@ class PlannedRun:
 
     @property
     def command(self) -> str:
-        """Return the command that makes only this run."""
+        """The command that makes this run alone."""
         chosen = {k: v for k, v in self.values.items() if k not in (*PLACE, "method")}
         return " ".join(["fedhet run", str(self.values["method"]), *as_options(chosen)])
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell: the runs over seeds whose `metric` it shows, and what the paper prints."""
+    """A cell: its metric, its runs by seed, and the number printed in the paper."""
 
     row: Row
     column: Line
@@ -318,7 +317,7 @@ class PlannedCell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A table in one of its sizes."""
+    """The runs of a paper's table in one size."""
 
     name: str
     table: PaperTable
@@ -326,16 +325,16 @@ class Plan:
     seeds: tuple[int, ...]
     cells: tuple[PlannedCell, ...]
     over: Mapping[str, object] = field(default_factory=dict)
-    """The settings that all runs have instead of the table's."""
+    """Settings of all runs that override the table's."""
 
     @property
     def runs(self) -> list[PlannedRun]:
-        """The runs of all cells, each once, in the order of rows, columns and seeds."""
+        """The runs of all cells without duplicates, ordered by row, column, and seed."""
         return self.runs_of(())
 
     @property
     def replaced(self) -> list[str]:
-        """What `over` changes of the settings of rows, columns and places, one of each in words."""
+        """Messages about settings of rows, columns, and places that `over` overrides."""
         lines: list[Line] = [*self.table.rows_in(self.size), *self.table.columns_in(self.size)]
         lines += self.table.places
         return [
@@ -347,18 +346,18 @@ class Plan:
         ]
 
     def runs_of(self, rows: Sequence[str]) -> list[PlannedRun]:
-        """Return the `runs` of the rows whose names begin with one of these; of all, if none."""
+        """Return the runs of rows whose names start with one of `rows`, or of all rows if empty."""
         wanted = [cell for cell in self.cells if not rows or cell.row.name.startswith((*rows,))]
         return each_once(run for cell in wanted for run in cell.runs.values())
 
 
 def as_options(settings: Mapping[str, object]) -> list[str]:
-    """Return the words of a command that give it these settings."""
+    """Return the `--set` options for these settings."""
     return [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in settings.items()]
 
 
 def each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs in their order, those of one directory once, as the first of them."""
+    """Return the runs in order, keeping the first run of each directory."""
     found: dict[Path, PlannedRun] = {}
     for run in runs:
         found.setdefault(run.directory, run)
@@ -373,10 +372,18 @@ def plan(
     out: Path,
     over: Mapping[str, object] | None = None,
 ) -> Plan:
-    """Return the plan of a paper's table in a size, with its runs in the folder `out`.
+    """Plan a paper's table in a size.
 
-    `over` are settings that all runs have instead of the table's. Raises SettingsError for presets
-    and methods that do not exist.
+    Args:
+        name: Name of the table.
+        table: Declaration of the table.
+        size: Size, one of `SIZES`.
+        seeds: Seeds of each cell.
+        out: Directory of the runs.
+        over: Settings of all runs that override the table's.
+
+    Raises:
+        SettingsError: If a preset or method does not exist.
     """
     cells = []
     for row, column in product(table.rows_in(size), table.columns_in(size)):
@@ -388,9 +395,9 @@ def plan(
 
 
 def layered(changes: Iterable[Change], over: Mapping[str, object], method: str) -> Values:
-    """Return a method's settings: those of the changes, later ones over earlier, then `over`.
+    """Apply changes in order, then `over`, and return the settings of a method.
 
-    Raises SettingsError for presets and methods that do not exist.
+    Raises SettingsError if a preset or method does not exist.
     """
     values: Values = {}
     for change in changes:
@@ -400,11 +407,10 @@ def layered(changes: Iterable[Change], over: Mapping[str, object], method: str) 
 
 
 def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[int, PlannedRun]:
-    """Return a run of these settings for each seed, in the folder `out`.
+    """Return one run per seed with these settings, in the directory `out`.
 
-    The name of their directory is a digest of what the settings compute, wherever and on whatever
-    it runs. Settings at their defaults have no part in it, so that a new one leaves the names as
-    they are.
+    Runs are stored under a hash of the settings that affect results. Settings at their defaults are
+    not hashed, so existing directories keep their names when fedhet gains a setting.
     """
     known = RunSettings.fields()
     every = known | find_method(str(values["method"])).settings()
@@ -423,32 +429,32 @@ def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[
 
 @dataclass(frozen=True)
 class FieldCell:
-    """A method on some architectures and a split: its runs by seed, or why it has none."""
+    """A cell of the table of all methods: its runs by seed, or the reason why it has none."""
 
     method: str
     cell: Place
     runs: Mapping[int, PlannedRun]
     refused: str = ""
-    """Why the method cannot run here, as its settings say; empty: it can."""
+    """Reason why the method does not support this cell; empty if it does."""
 
 
 @dataclass(frozen=True)
 class FieldPlan:
-    """The table of all methods in one of its sizes."""
+    """The runs of the table of all methods in one size."""
 
     table: FieldTable
     size: Size
     seeds: tuple[int, ...]
     methods: tuple[str, ...]
     every: tuple[FieldCell, ...]
-    """A method's cells, one method after the other."""
+    """All cells, ordered by method."""
     over: Mapping[str, object] = field(default_factory=dict)
-    """The settings that all runs have instead of the table's."""
+    """Settings of all runs that override the table's."""
     name: str = FIELD
 
     @property
     def cells(self) -> list[Place]:
-        """The architectures and splits, in the table's order."""
+        """Pairs of architectures and split, in the table's order."""
         return [
             (architectures.name, split.name)
             for architectures, split in product(self.table.architectures, self.table.splits)
@@ -456,7 +462,7 @@ class FieldPlan:
 
     @property
     def runs(self) -> list[PlannedRun]:
-        """All runs: those of the first seed, then those of the second, and so on."""
+        """All runs, ordered by seed."""
         return [each.runs[s] for s in self.seeds for each in self.every if not each.refused]
 
 
@@ -468,10 +474,10 @@ def plan_field(
     out: Path,
     over: Mapping[str, object] | None = None,
 ) -> FieldPlan:
-    """Return the plan of the table of all methods in a size, with its runs in the folder `out`.
+    """Plan the table of all methods in a size, with its runs in the directory `out`.
 
-    `over` are settings that all runs have instead of the table's. Raises SettingsError for a method
-    that does not exist, and if no method can run in any cell.
+    The settings `over` override the table's. Raises SettingsError if a method does not exist, or if
+    no method supports any cell.
     """
     every = []
     for method, architectures, split in product(methods, table.architectures, table.splits):
@@ -486,9 +492,9 @@ def plan_field(
 
 
 def _fitted(values: Values) -> tuple[Values, str]:
-    """Return settings with the rounds that the method takes, and why it cannot run, or "".
+    """Return the settings adapted to the method, and an error message or "".
 
-    Where it fixes their number, the local epochs are as many in all as they would have been.
+    If the method fixes the number of rounds, the total number of local epochs is kept.
     """
     try:
         free = resolve({name: value for name, value in values.items() if name != "rounds"})
@@ -520,5 +526,5 @@ def command_of(plan: FieldPlan) -> str:
 
 @lru_cache(maxsize=4096)
 def finished_run(directory: Path) -> Run:
-    """Return a finished run, which does not change any more."""
+    """Load a finished run; cached, because finished runs do not change."""
     return load_run(directory)
