@@ -55,8 +55,8 @@ def plain(client: HetClient, name: str) -> Callable[[], None]:
     model = client.compute.place(build(name, SHAPE, CLASSES, seed=0))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     test = client.tests["personal"]
-    x, y = client.compute.images(client.x), client.y
-    test_x, test_y = client.compute.images(test.x), test.y
+    x, y = client.compute.to_inputs(client.x), client.y
+    test_x, test_y = client.compute.to_inputs(test.x), test.y
 
     def work() -> None:
         model.train()

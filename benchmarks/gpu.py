@@ -205,7 +205,7 @@ def trained_steps(name: str, batch: int, where: Where) -> Iterator[int]:
     model = build(name, SHAPE, CLASSES, seed=0).train()
     compute.place(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    x = compute.images(torch.randn(batch, *SHAPE))
+    x = compute.to_inputs(torch.randn(batch, *SHAPE))
     y = torch.zeros(batch, dtype=torch.int64, device=compute.device)
     while True:
         with compute.autocast():

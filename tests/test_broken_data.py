@@ -158,7 +158,7 @@ def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
     takes = rows * 64 + rows * 8  # bytes stay bytes, labels become int64
     tracemalloc.start()
     try:
-        message = fault(lambda: site(tmp_path, SITE.but(max_bytes=takes - 1)))
+        message = fault(lambda: site(tmp_path, SITE.replace(max_bytes=takes - 1)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -167,14 +167,14 @@ def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
         == f"{path}: takes {takes} bytes once it is read, 'data.max-bytes' allows {takes - 1}"
     )
     assert peak < 1_000_000
-    assert len(site(tmp_path, SITE.but(max_bytes=takes)).train) == 75_000
+    assert len(site(tmp_path, SITE.replace(max_bytes=takes)).train) == 75_000
 
 
 def test_values_that_become_float32_are_counted_as_such(tmp_path):
     np.savez(tmp_path / "train.npz", x=np.zeros((1000, 50), np.int8), y=np.arange(1000) % 2)
     takes = 1000 * 50 * 4 + 1000 * 8
-    assert "takes" in fault(lambda: site(tmp_path, SITE.but(max_bytes=takes - 1)))
-    assert len(site(tmp_path, SITE.but(max_bytes=takes)).train) == 750
+    assert "takes" in fault(lambda: site(tmp_path, SITE.replace(max_bytes=takes - 1)))
+    assert len(site(tmp_path, SITE.replace(max_bytes=takes)).train) == 750
 
 
 def test_the_files_of_all_clients_are_counted_together(tmp_path):
@@ -185,7 +185,7 @@ def test_the_files_of_all_clients_are_counted_together(tmp_path):
     each = 8 * 3 * 4 + 8 * 8
     spec = DataSpec(dataset=f"npz:{tmp_path}", clients=2, max_bytes=4 * each)
     assert len(load(spec).train) == 32
-    message = fault(lambda: load(spec.but(max_bytes=4 * each - 1)))
+    message = fault(lambda: load(spec.replace(max_bytes=4 * each - 1)))
     assert message == (
         f"{tmp_path}: takes {4 * each} bytes once it is read, "
         f"'data.max-bytes' allows {4 * each - 1}"
@@ -343,13 +343,13 @@ def test_images_larger_than_allowed_are_not_decoded(tmp_path, monkeypatch):
     root = tree(tmp_path / "tree")
     takes = 6 * 3 * 40 * 40
     spec = folder(root, image_size=40)
-    message = fault(lambda: load(spec.but(max_bytes=takes - 1)))
+    message = fault(lambda: load(spec.replace(max_bytes=takes - 1)))
     assert (
         message
         == f"{root}: takes {takes} bytes once it is read, 'data.max-bytes' allows {takes - 1}"
     )
     assert not list((tmp_path / "cache").glob("*.npy"))
-    assert load(spec.but(max_bytes=takes)).train.x.nbytes == takes
+    assert load(spec.replace(max_bytes=takes)).train.x.nbytes == takes
     assert "bytes once it is read" in fault(lambda: load(folder(root, image_size=65_535)))
 
 
@@ -361,12 +361,12 @@ def test_an_image_of_many_pixels_is_not_decoded(tmp_path):
     spec = folder(root, image_size=4)
     tracemalloc.start()
     try:
-        message = fault(lambda: load(spec.but(max_bytes=10_000_000)))
+        message = fault(lambda: load(spec.replace(max_bytes=10_000_000)))
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()
     assert "9.png: is 2000 x 1500 pixels, which take 96000000 bytes while 8 are decoded" in message
-    assert len(load(spec.but(max_bytes=100_000_000)).train) == 7
+    assert len(load(spec.replace(max_bytes=100_000_000)).train) == 7
 
 
 def test_a_side_has_a_limit():

@@ -69,7 +69,7 @@ def digest(parts: tuple[np.ndarray, ...]) -> str:
 @pytest.mark.parametrize("kind", PARTITIONS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_partition_is_disjoint_and_covers_the_training_set(kind: str, seed: int) -> None:
-    spec = DIGITS.but(partition=kind, seed=seed)
+    spec = DIGITS.replace(partition=kind, seed=seed)
     parts, rows = RunData(spec).partition(), len(load(spec).train)
     every = np.concatenate(parts)
     left_over = rows % (spec.clients * spec.shards) if kind == "shards" else 0
@@ -82,7 +82,7 @@ def test_partition_is_disjoint_and_covers_the_training_set(kind: str, seed: int)
 
 def test_partitions_have_the_skew_that_their_names_say() -> None:
     counts = {
-        kind: np.array(list(RunData(DIGITS.but(partition=kind)).label_counts().values()))
+        kind: np.array(list(RunData(DIGITS.replace(partition=kind)).label_counts().values()))
         for kind in PARTITIONS
     }
     assert (counts["iid"] > 0).all()
@@ -94,8 +94,8 @@ def test_partitions_have_the_skew_that_their_names_say() -> None:
 
 @pytest.mark.parametrize("kind", PARTITIONS)
 def test_partition_depends_on_the_seed_alone(kind: str) -> None:
-    spec = DIGITS.but(partition=kind)
-    again, other = spec.but(test_fraction=0.3), spec.but(seed=1)
+    spec = DIGITS.replace(partition=kind)
+    again, other = spec.replace(test_fraction=0.3), spec.replace(seed=1)
     np.random.seed(7)
     assert digest(RunData(spec).partition()) == digest(RunData(again).partition())
     assert digest(RunData(spec).partition()) != digest(RunData(other).partition())
@@ -129,7 +129,7 @@ def test_partitions_are_those_of_flwr_datasets(changes, made_by) -> None:
 
     labels = load(DIGITS).train.y.numpy()
     for seed in range(3):
-        spec = DIGITS.but(seed=seed, **changes)
+        spec = DIGITS.replace(seed=seed, **changes)
         theirs: list[np.ndarray] = []
         for attempt in range(20):
             order = numpy_rng(seed, "partition", attempt, "order").permutation(len(labels))
@@ -165,7 +165,7 @@ socket.socket.connect = socket.getaddrinfo = refuse
 random.seed(5); np.random.seed(5); torch.manual_seed(5)
 before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
 for kind in PARTITIONS:
-    print(digest(RunData(DIGITS.but(partition=kind)).partition()))
+    print(digest(RunData(DIGITS.replace(partition=kind)).partition()))
 RunData(DIGITS).client(0)
 after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
 assert before[0] == after[0], "random"
@@ -179,7 +179,7 @@ def test_a_fresh_process_draws_the_same_without_network_or_global_random_state()
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    here = [digest(RunData(DIGITS.but(partition=kind)).partition()) for kind in PARTITIONS]
+    here = [digest(RunData(DIGITS.replace(partition=kind)).partition()) for kind in PARTITIONS]
     assert done.stdout.split() == here
 
 
@@ -187,34 +187,34 @@ def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
     before = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        RunData(DIGITS.but(alpha=0.06, clients=12, seed=11)).partition()
+        RunData(DIGITS.replace(alpha=0.06, clients=12, seed=11)).partition()
     after = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
 
 
 def test_impossible_partitions_say_what_to_change() -> None:
-    message = fault(DIGITS.but(clients=40, alpha=0.01, min_samples=30))
+    message = fault(DIGITS.replace(clients=40, alpha=0.01, min_samples=30))
     assert "data.alpha = 0.01, data.min-samples = 30, clients = 40" in message
     assert "raise data.alpha, or lower data.min-samples or clients" in message
-    message = fault(DIGITS.but(clients=200))
+    message = fault(DIGITS.replace(clients=200))
     assert message == (
         "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438 samples; "
         "lower either"
     )
-    message = fault(DIGITS.but(partition="shards", shards=500))
+    message = fault(DIGITS.replace(partition="shards", shards=500))
     assert "need 4000 shards, digits has 1438 samples" in message
-    message = fault(DIGITS.but(partition="classes", classes_per_client=11))
+    message = fault(DIGITS.replace(partition="classes", classes_per_client=11))
     assert message == (
         "data.classes-per-client = 11: must be at most 10, the number of classes of digits"
     )
-    message = fault(DIGITS.but(partition="iid", clients=500, min_samples=1))
+    message = fault(DIGITS.replace(partition="iid", clients=500, min_samples=1))
     assert message.startswith("client-438: has 2 samples; with data.test-fraction = 0.2")
     assert "at least 2 to train and 1 to test on are needed" in message
 
 
 def test_classes_that_no_client_can_hold_stay_out() -> None:
-    spec = DIGITS.but(partition="classes", clients=2)
+    spec = DIGITS.replace(partition="classes", clients=2)
     held = np.array(list(RunData(spec).label_counts().values())).sum(axis=0)
     assert (held > 0).sum() == 4
 
@@ -222,7 +222,10 @@ def test_classes_that_no_client_can_hold_stay_out() -> None:
 def test_client_names_are_padded() -> None:
     assert client_name(7, 100) == "client-07"
     assert client_name(0, 10) == "client-0"
-    assert list(RunData(DIGITS.but(clients=11)).label_counts())[::10] == ["client-00", "client-10"]
+    assert list(RunData(DIGITS.replace(clients=11)).label_counts())[::10] == [
+        "client-00",
+        "client-10",
+    ]
 
 
 # --- datasets and clients --------------------------------------------------------------------
@@ -233,7 +236,7 @@ def as_set(x: torch.Tensor) -> set[bytes]:
 
 
 def test_digits_have_one_common_test_set_whatever_the_seed() -> None:
-    first, other = load(DIGITS), load(DIGITS.but(seed=9, clients=3))
+    first, other = load(DIGITS), load(DIGITS.replace(seed=9, clients=3))
     assert first.test is not None
     assert other.test is not None
     assert torch.equal(first.test.x, other.test.x)
@@ -259,7 +262,7 @@ def test_client_data_is_the_clients_rows_split_once() -> None:
     assert as_set(data.train.x) | as_set(data.test.x) == as_set(whole.x)
     assert not as_set(data.train.x) & as_set(data.test.x)
     assert data.common is store.common_test is store.client(4).common
-    other = RunData(DIGITS.but(test_fraction=0.5)).client(3)
+    other = RunData(DIGITS.replace(test_fraction=0.5)).client(3)
     assert len(other.test) == round(0.5 * len(rows))
     counts = RunData(DIGITS).label_counts()["client-3"]
     assert counts == torch.cat([data.train.y, data.test.y]).bincount(minlength=10).tolist()
@@ -271,15 +274,15 @@ def test_client_index_is_checked() -> None:
 
 
 def test_max_samples_takes_a_stratified_subset() -> None:
-    small = load(DIGITS.but(max_samples=200, max_test_samples=50))
+    small = load(DIGITS.replace(max_samples=200, max_test_samples=50))
     assert small.test is not None
     assert (len(small.train), len(small.test)) == (200, 50)
     assert small.train.y.bincount().tolist() == pytest.approx([20] * 10, abs=1)
-    other = load(DIGITS.but(max_samples=200, max_test_samples=50, seed=1))
+    other = load(DIGITS.replace(max_samples=200, max_test_samples=50, seed=1))
     assert other.test is not None
     assert not torch.equal(small.train.x, other.train.x)
     assert torch.equal(small.test.x, other.test.x)
-    assert len(load(DIGITS.but(max_samples=10**6)).train) == 1438
+    assert len(load(DIGITS.replace(max_samples=10**6)).train) == 1438
 
 
 def test_stratified_keeps_shares_of_unequal_classes() -> None:
@@ -298,9 +301,9 @@ def test_scaling() -> None:
 
 
 def test_unknown_names_and_values_are_refused() -> None:
-    assert "did you mean 'cifar10'?" in fault(DIGITS.but(dataset="cifar-10"))
-    assert "it is one of breast-cancer, cifar10," in fault(DIGITS.but(dataset="svhn"))
-    assert fault(DIGITS.but(dataset="npz")) == (
+    assert "did you mean 'cifar10'?" in fault(DIGITS.replace(dataset="cifar-10"))
+    assert "it is one of breast-cancer, cifar10," in fault(DIGITS.replace(dataset="svhn"))
+    assert fault(DIGITS.replace(dataset="npz")) == (
         "setting 'data.dataset' = 'npz' is not allowed: it takes npz:DIR"
     )
     assert dataset_names()[:2] == ["breast-cancer", "cifar10"]
@@ -339,7 +342,7 @@ def test_a_value_out_of_range_makes_no_spec(name: str, value: object, rule: str)
 
 
 def test_a_spec_is_its_values() -> None:
-    other = DIGITS.but(seed=3)
+    other = DIGITS.replace(seed=3)
     assert (other.seed, DIGITS.seed) == (3, 0)
     assert (other, hash(other)) == (DataSpec(clients=8, seed=3), hash(DataSpec(clients=8, seed=3)))
     assert DataSpec.of(resolve({"clients": 8, "seed": 3}).run) == other != DIGITS
@@ -359,7 +362,7 @@ def test_valid_data_validates() -> None:
 
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10", "cifar100"])
 def test_absent_torchvision_data_says_what_to_do(name: str, tmp_path: Path) -> None:
-    message = fault(DIGITS.but(dataset=name, data_dir=str(tmp_path / "none")))
+    message = fault(DIGITS.replace(dataset=name, data_dir=str(tmp_path / "none")))
     assert f"dataset = '{name}'" in message
     assert str(tmp_path / "none") in message
     assert "--set download=true" in message
@@ -442,10 +445,10 @@ def test_npz_images(tmp_path: Path) -> None:
 
 def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
-    message = fault(spec.but(clients=10))
+    message = fault(spec.replace(clients=10))
     assert message.startswith("clients = 10: must be 3, as npz:")
     assert "holds 3 clients" in message
-    assert "max-samples = 5: must be 0" in fault(spec.but(max_samples=5))
+    assert "max-samples = 5: must be 0" in fault(spec.replace(max_samples=5))
 
 
 @pytest.mark.parametrize(
@@ -494,7 +497,7 @@ def test_npz_files_must_be_numbered(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
     (tmp_path / "test" / "1.npz").rename(tmp_path / "test" / "b.npz")
     assert f"{tmp_path / 'test' / '1.npz'}: is missing" in fault(spec)
-    assert "no .npz files in" in fault(spec.but(dataset=f"npz:{tmp_path / 'nowhere'}"))
+    assert "no .npz files in" in fault(spec.replace(dataset=f"npz:{tmp_path / 'nowhere'}"))
 
 
 # --- image folders ---------------------------------------------------------------------------
@@ -618,7 +621,7 @@ def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
     message = fault(spec)
     assert message.startswith(f"{odd}: is 7 x 9 pixels, the first image 6 x 5")
     assert "set data.image-size" in message
-    assert load(spec.but(image_size=4)).shape == (3, 4, 4)
+    assert load(spec.replace(image_size=4)).shape == (3, 4, 4)
     noise = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     PIL.Image.fromarray(noise).save(odd)
     odd.write_bytes(odd.read_bytes()[:80])
@@ -632,20 +635,20 @@ def test_tree_faults(tmp_path: Path) -> None:
     absent = DataSpec(dataset=f"imagefolder:{tmp_path / 'absent'}")
     assert fault(absent) == f"{tmp_path / 'absent'}: no such directory"
     (tmp_path / "empty").mkdir()
-    assert "has no folders" in fault(absent.but(dataset=f"imagefolder:{tmp_path / 'empty'}"))
+    assert "has no folders" in fault(absent.replace(dataset=f"imagefolder:{tmp_path / 'empty'}"))
     root = tmp_path / "tree"
     write_images(root / "train")
     write_images(root / "test", classes=("ant", "dogs"))
-    message = fault(absent.but(dataset=f"imagefolder:{root}"))
+    message = fault(absent.replace(dataset=f"imagefolder:{root}"))
     assert message == (
         f"{root / 'test' / 'dogs'}: not a class of the training set; did you mean 'dog'?"
     )
     (root / "train" / "elk").mkdir()
-    message = fault(absent.but(dataset=f"imagefolder:{root}"))
+    message = fault(absent.replace(dataset=f"imagefolder:{root}"))
     assert message.startswith(f"{root / 'train' / 'elk'}: no valid file for the class")
     single = write_images(tmp_path / "single", classes=("ant",))
     assert "has 1 class, at least 2 are needed" in fault(
-        absent.but(dataset=f"imagefolder:{single}")
+        absent.replace(dataset=f"imagefolder:{single}")
     )
 
 
@@ -706,9 +709,9 @@ def test_site_with_images_that_have_no_class(tmp_path: Path) -> None:
         (0, 0), (0, 0), (0, 1), (0, 2), (10, 0),
     ]  # fmt: skip
     assert read.unlabeled.y.tolist() == [-1] * 5
-    assert read.left_aside == 0
+    assert read.num_unused_unlabeled == 0
     aside = site_data(str(tmp_path), **site)
-    assert (aside.left_aside, len(aside.unlabeled or ())) == (5, 0)
+    assert (aside.num_unused_unlabeled, len(aside.unlabeled or ())) == (5, 0)
     for found in (read, aside):  # the labeled part is that of a folder without
         assert torch.equal(found.train.x, before.train.x)
         assert torch.equal(found.test.y, before.test.y)
@@ -726,7 +729,7 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     folder = tmp_path / "train" / "unlabeled"
     folder.mkdir()
     assert "training images without a class has no images. Remove it" in site_fault()
-    assert site_data(str(tmp_path), spec=SITE, classes=2, name="north").left_aside == 0
+    assert site_data(str(tmp_path), spec=SITE, classes=2, name="north").num_unused_unlabeled == 0
     odd = folder / "odd.png"
     PIL.Image.new("RGB", (3, 3)).save(odd)
     assert site_fault().startswith(f"{odd}: is 3 x 3 pixels, the first image 6 x 5")

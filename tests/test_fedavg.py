@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedhet.base.errors import FedhetError
 from fedhet.data.store import RunData
-from fedhet.models import arrays_of, build, names_of, shapes
+from fedhet.models import build, part_arrays, part_names, shapes
 
 METHODS = ("fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "pfedbayes")
 WHOLE = ("fedavg", "fedprox", "pfedme", "pfedbayes")
@@ -48,9 +48,9 @@ def test_the_part_of_a_model(name, part):
     model = build(name, (3, 32, 32), 7, seed=0)
     state = model.state_dict()
     wanted = expected(state, part)
-    assert names_of(model, part) == wanted
+    assert part_names(model, part) == wanted
     assert len(wanted) > 0
-    assert list(arrays_of(model, part)) == [n for n in state if n in wanted]
+    assert list(part_arrays(model, part)) == [n for n in state if n in wanted]
     found = shapes(name, (3, 32, 32), 7, part=part)
     assert {n: tuple(shape) for n, (shape, _) in found.items()} == {
         n: tuple(state[n].shape) for n in wanted

@@ -229,7 +229,7 @@ def test_ds_fls_server_trains_on_the_consensus(tmp_path, loss):
         learn(server, number)
         instruction = instruction_of(server.ask(number + 1)[0]).tensors
         x = server.strategy.public.x[instruction["rows"].astype(int)]
-        x = clients(server)["client-0"].compute.images(x).double()
+        x = clients(server)["client-0"].compute.to_inputs(x).double()
         agreed = instruction["probabilities"]
         toward = lambda m: distance(loss, m, x, agreed, "probabilities")  # noqa: B023, E731
         assert_close(learner.model, descend(start, toward, 4), rtol=5e-4, atol=2e-6)

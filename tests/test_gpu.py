@@ -197,7 +197,7 @@ def test_no_batch_waits(tmp_path, gpu, method):
 def settled(x, sample_mb, memory, y=None):
     with pretended(memory=memory):
         compute = compute_for(ComputeSettings(device="cuda", sample_mb=sample_mb))
-        parts = compute.kept(*([x] if y is None else [x, y]))
+        parts = compute.fit_on_device(*([x] if y is None else [x, y]))
         return [part.is_cuda for part in parts]
 
 
@@ -209,10 +209,10 @@ def test_samples_stay_on_the_gpu_while_there_is_room():
     assert settled(x, 4, 2**30, y) == [False, False]  # both, or none
     with pretended():
         compute = compute_for(ComputeSettings(device="cuda", sample_mb=4))
-        (first,) = compute.kept(x)
-        assert compute.kept(y)[0].is_cuda is False  # the first one takes 3 of the 4 MB
+        (first,) = compute.fit_on_device(x)
+        assert compute.fit_on_device(y)[0].is_cuda is False  # the first one takes 3 of the 4 MB
         del first
-        assert compute.kept(y)[0].is_cuda
+        assert compute.fit_on_device(y)[0].is_cuda
 
 
 @pytest.mark.parametrize("method", slow_but_for_some(method_names()))

@@ -77,7 +77,7 @@ def manifest(**changes):
     return wire.Manifest(**(base | changes))
 
 
-def arrays_of(message, *tensors):
+def part_arrays(message, *tensors):
     return [np.frombuffer(message.SerializeToString(), np.uint8), *tensors]
 
 
@@ -402,7 +402,7 @@ def test_a_manifest_may_grow_with_its_tensors_alone():
 
 @pytest.mark.parametrize("case", ["no bytes", "2**50 elements", "dtype: structure"])
 def test_a_bad_array_is_named_by_its_position(case):
-    head = arrays_of(manifest())[0]
+    head = part_arrays(manifest())[0]
     refusal(lambda: receive([saved(head), HEADERS[case]]), "array 1")
 
 
@@ -484,7 +484,7 @@ def test_an_empty_manifest_is_of_no_version():
 
 @pytest.mark.parametrize("version", [0, 3, 2**32 - 1])
 def test_another_schema_version(version):
-    head = arrays_of(manifest(schema_version=version))
+    head = part_arrays(manifest(schema_version=version))
     assert str(version) in refusal(lambda: decoded(*head), "schema_version")
 
 
@@ -492,7 +492,7 @@ def test_a_manifest_too_large():
     start = manifest(run="r" * 1000).ByteSize() - 1000
     for spare in (-1, 0, 1):
         # The length of `run` takes three bytes rather than two.
-        head = arrays_of(manifest(run="r" * (MAX_MANIFEST_BYTES - start - 1 - spare)))
+        head = part_arrays(manifest(run="r" * (MAX_MANIFEST_BYTES - start - 1 - spare)))
         assert head[0].size == MAX_MANIFEST_BYTES - spare
         if spare < 0:
             refusal(lambda head=head: decoded(*head), "manifest")
@@ -505,7 +505,7 @@ def spec(name, dtype, *shape):
 
 
 def test_a_name_twice():
-    head = arrays_of(manifest(tensors=[spec("t", "int64", 1), spec("t", "int64", 1)]))
+    head = part_arrays(manifest(tensors=[spec("t", "int64", 1), spec("t", "int64", 1)]))
     refusal(lambda: decoded(*head, np.zeros(1, np.int64), np.zeros(1, np.int64)), "t")
 
 
@@ -519,25 +519,25 @@ def test_a_name_twice():
     ids=lambda s: f"{s.dtype}{list(s.shape)}",
 )  # fmt: skip
 def test_a_tensor_that_is_not_as_listed(listed):
-    head = arrays_of(manifest(tensors=[listed]))
+    head = part_arrays(manifest(tensors=[listed]))
     fault = refusal(lambda: decoded(*head, np.zeros((2, 3), np.float32)), "t")
     assert "float32 [2, 3]" in fault
 
 
 def test_a_dtype_that_both_sides_name_but_the_contract_does_not():
-    head = arrays_of(manifest(tensors=[spec("t", "complex64", 1)]))
+    head = part_arrays(manifest(tensors=[spec("t", "complex64", 1)]))
     refusal(lambda: decoded(*head, np.zeros(1, np.complex64)), "t")
 
 
 def test_a_scalar_without_value():
-    head = arrays_of(manifest(scalars={"x": wire.Scalar()}))
+    head = part_arrays(manifest(scalars={"x": wire.Scalar()}))
     refusal(lambda: decoded(*head), "x")
 
 
 @pytest.mark.parametrize("name", ["n" * 100_000, "two\nlines", "\x1b[31mred", "a\r\u2028b"])
 def test_a_name_from_outside_does_not_spoil_the_message(name):
     """Messages go to logs and to a terminal: one short line, whatever a peer calls its tensors."""
-    head = arrays_of(manifest(tensors=[spec(name, "int8", 1)]))
+    head = part_arrays(manifest(tensors=[spec(name, "int8", 1)]))
     with pytest.raises(KnowledgeError) as caught:
         decoded(*head, np.zeros(1))
     message = str(caught.value)

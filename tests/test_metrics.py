@@ -30,7 +30,7 @@ from fedhet.data.store import RunData
 from fedhet.inference import api
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import evaluate
-from fedhet.models import build_any, judge
+from fedhet.models import build_any, evaluate_model
 from fedhet.report import figures
 from fedhet.runs.measures import Measured, read_measures, write_measures
 from fedhet.server.round import RoundState, Selection
@@ -150,10 +150,13 @@ def test_a_networks_metrics_leave_its_score_as_it_was():
     logits = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
     y = torch.arange(300) % 4
     plain = evaluate(Fixed(), logits, y, CPU)
-    score = judge(Fixed(), Split(logits, y), CPU, NAMES)
+    score = evaluate_model(Fixed(), Split(logits, y), CPU, NAMES)
     assert (score.accuracy, score.loss) == (plain.accuracy, plain.loss)
-    assert judge(Fixed(), Split(logits, y), CPU) == plain
-    assert judge(Fixed(), Split(logits, y), CPU, METRICS).metrics["accuracy"] == plain.accuracy
+    assert evaluate_model(Fixed(), Split(logits, y), CPU) == plain
+    assert (
+        evaluate_model(Fixed(), Split(logits, y), CPU, METRICS).metrics["accuracy"]
+        == plain.accuracy
+    )
     own = nn.functional.cross_entropy(logits.double(), y)
     assert score.metrics["test-loss"] == pytest.approx(own.item())
 
@@ -161,7 +164,7 @@ def test_a_networks_metrics_leave_its_score_as_it_was():
 def test_classes_outside_a_label_space_are_never_predicted_and_cost_a_bounded_loss():
     logits = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
     logits[:, 2] = -math.inf
-    score = judge(Fixed(), Split(logits, torch.arange(50) % 3), CPU, NAMES)
+    score = evaluate_model(Fixed(), Split(logits, torch.arange(50) % 3), CPU, NAMES)
     assert score.metrics["recall.2"] == 0
     assert score.metrics["test-loss"] < 37
     assert 0 < score.metrics["auc"] < 1
@@ -170,7 +173,7 @@ def test_classes_outside_a_label_space_are_never_predicted_and_cost_a_bounded_lo
 def test_outputs_that_are_no_numbers_have_an_accuracy_alone():
     logits = torch.randn(10, 3)
     logits[4] = math.nan
-    score = judge(Fixed(), Split(logits, torch.zeros(10, dtype=torch.int64)), CPU, NAMES)
+    score = evaluate_model(Fixed(), Split(logits, torch.zeros(10, dtype=torch.int64)), CPU, NAMES)
     assert score.metrics == {}
     assert score.accuracy <= 0.9
 
@@ -182,7 +185,7 @@ def test_a_model_without_gradients_is_judged_by_its_probabilities(name):
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
     model = build_any(name, (4,), 4, seed=0)  # no sample is of the last class
     model.fit(x[:30], y[:30])
-    score = judge(model, Split(x[30:], y[30:]), CPU, NAMES)
+    score = evaluate_model(model, Split(x[30:], y[30:]), CPU, NAMES)
     likely = model.probabilities(x[30:]).double().numpy()
     assert score.metrics["auc"] == pytest.approx(auc(y[30:].numpy(), likely))
     assert "recall.3" not in score.metrics

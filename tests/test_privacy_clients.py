@@ -308,7 +308,7 @@ def test_the_planned_noise_lasts_for_all_rounds(method, tmp_path):
 def test_the_gradients_of_a_private_client_are_those_of_its_samples(tmp_path):
     """In the memory format in which it trains: channels_last is the default without privacy."""
     client = opened(private("fedavg", models=["cnn2-gn"]), tmp_path)
-    model, x = client.network.train(), client.compute.images(client.samples.own.x[:5])
+    model, x = client.network.train(), client.compute.to_inputs(client.samples.own.x[:5])
     y = client.samples.own.y[:5]
     hooks = GradSampleHooks(model, strict=False)
     nn.functional.cross_entropy(model(x), y).backward()

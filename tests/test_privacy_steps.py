@@ -180,8 +180,8 @@ def test_an_epoch_whose_batches_may_be_empty_trains():
 @pytest.mark.parametrize("name", ["cnn3", "cnn4", "cofed-cnn2", "resnet10", "signal-cnn2"])
 def test_a_model_with_group_norms_has_no_batch_norm_and_depends_on_no_other_sample(name):
     shape = (3, 64) if name.startswith("signal") else (3, 16, 16)
-    fit = models.without_batch_norms(name)
-    assert fit == f"{name}-gn" == models.without_batch_norms(fit)
+    fit = models.group_norm_name(name)
+    assert fit == f"{name}-gn" == models.group_norm_name(fit)
     model = models.build(fit, shape, 4, seed=0).train()
     assert not any("BatchNorm" in type(part).__name__ for part in model.modules())
     x = torch.randn(6, *shape)
@@ -337,8 +337,8 @@ def test_the_usual_models_are_accepted(kind, shape, names):
 
 
 def test_narrow_models_have_group_norms_too():
-    assert models.without_batch_norms("cnn2-x0.5") == "cnn2-gn-x0.5"
-    assert models.without_batch_norms("shufflenet-v2-x0.5") == "shufflenet-v2-x0.5-gn"
+    assert models.group_norm_name("cnn2-x0.5") == "cnn2-gn-x0.5"
+    assert models.group_norm_name("shufflenet-v2-x0.5") == "shufflenet-v2-x0.5-gn"
     assert models.is_registered("cnn2-gn-x0.5")
     assert not models.is_registered("mlp-gn")
 

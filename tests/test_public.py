@@ -12,7 +12,7 @@ from PIL import Image
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.config.resolve import check, resolve
 from fedhet.data.spec import DataSpec
-from fedhet.data.store import RunData, load, refuse_overlap
+from fedhet.data.store import RunData, check_no_overlap, load
 from fedhet.settings.schema import build
 
 DIGITS = DataSpec(dataset="digits", clients=5, public_fraction=0.2)
@@ -34,8 +34,8 @@ def folder(path, x, y):
 @given(seed=st.integers(0, 100), share=st.floats(0.05, 0.6))
 @hypothesis_settings(max_examples=10)
 def test_a_share_of_the_training_set_is_nobodys(seed, share):
-    whole = load(DIGITS.but(public_fraction=0.0))
-    spec = DIGITS.but(seed=seed, public_fraction=share, partition="iid")
+    whole = load(DIGITS.replace(public_fraction=0.0))
+    spec = DIGITS.replace(seed=seed, public_fraction=share, partition="iid")
     store = RunData(spec)
     public = store.public_set(*IMAGES, 10)
     owned = np.concatenate(store.partition())
@@ -51,13 +51,13 @@ def test_a_share_of_the_training_set_is_nobodys(seed, share):
 
 
 def test_each_class_gives_its_share():
-    whole = np.bincount(load(DIGITS.but(public_fraction=0.0)).train.y, minlength=10)
+    whole = np.bincount(load(DIGITS.replace(public_fraction=0.0)).train.y, minlength=10)
     public = np.bincount(RunData(DIGITS).public_set(*IMAGES, 10).y, minlength=10)
     assert np.all(np.abs(public - 0.2 * whole) <= 1)
 
 
 def test_the_share_hangs_on_the_seed_alone():
-    one, same, other = (RunData(DIGITS.but(seed=s)).public_set(*IMAGES, 10) for s in (1, 1, 2))
+    one, same, other = (RunData(DIGITS.replace(seed=s)).public_set(*IMAGES, 10) for s in (1, 1, 2))
     assert rows(one.x) == rows(same.x) != rows(other.x)
 
 
@@ -65,7 +65,7 @@ def test_another_dataset_stays_as_it_is_stored_and_is_cut(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.arange(40) % 10)
-    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(
+    public = RunData(DIGITS.replace(public_fraction=0, public_dataset=name)).public_set(
         "image", SHAPE, 10
     )
     np.testing.assert_array_equal(public.x[:40].numpy(), x)
@@ -76,15 +76,16 @@ def test_data_without_labels_is_one_class(tmp_path):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.zeros(40, np.int64))
-    spec = DIGITS.but(public_fraction=0, public_dataset=name)
+    spec = DIGITS.replace(public_fraction=0, public_dataset=name)
     assert len(RunData(spec).public_set(*IMAGES, None)) == 80
     one, same, other = (
-        RunData(spec.but(public_samples=30, seed=s)).public_set(*IMAGES, None).x for s in (0, 0, 1)
+        RunData(spec.replace(public_samples=30, seed=s)).public_set(*IMAGES, None).x
+        for s in (0, 0, 1)
     )
     assert len(one) == 30
     assert rows(one) == rows(same) != rows(other)
     with pytest.raises(DataError, match="has 1 class, at least 2 are needed"):
-        load(DIGITS.but(dataset=name, public_fraction=0))
+        load(DIGITS.replace(dataset=name, public_fraction=0))
 
 
 def test_unlabeled_images_lie_in_one_folder(tmp_path, monkeypatch):
@@ -94,7 +95,7 @@ def test_unlabeled_images_lie_in_one_folder(tmp_path, monkeypatch):
         pixels = np.full((8, 8), 40 * number, np.uint8)
         Image.fromarray(pixels).save(tmp_path / "images" / "any" / f"{number}.png")
     name = f"imagefolder:{tmp_path / 'images'}"
-    public = RunData(DIGITS.but(public_fraction=0, public_dataset=name)).public_set(
+    public = RunData(DIGITS.replace(public_fraction=0, public_dataset=name)).public_set(
         "image", SHAPE, None
     )
     np.testing.assert_array_equal(public.x[:, 0, 0, 0], np.arange(6) * 40)
@@ -102,7 +103,7 @@ def test_unlabeled_images_lie_in_one_folder(tmp_path, monkeypatch):
 
 def test_the_wrong_shape_or_classes_are_named(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
-    spec = DIGITS.but(public_fraction=0, public_dataset=name)
+    spec = DIGITS.replace(public_fraction=0, public_dataset=name)
     with pytest.raises(DataError, match=r"shape \[3\], the clients' shape \[1, 8, 8\]"):
         RunData(spec).public_set(*IMAGES, None)
     with pytest.raises(DataError, match="has 3 classes, the clients' data 10"):
@@ -113,8 +114,8 @@ def test_the_wrong_shape_or_classes_are_named(tmp_path):
 def test_a_sample_of_a_clients_is_refused():
     own = RunData(DIGITS).client(0).train
     with pytest.raises(DataError, match=r"3 of \d+ samples of client-0 are in it too"):
-        refuse_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
-    refuse_overlap(RunData(DIGITS).public_set(*IMAGES, 10), own, "client-0")
+        check_no_overlap(own.take(np.array([0, 1, 2])), own, "client-0")
+    check_no_overlap(RunData(DIGITS).public_set(*IMAGES, 10), own, "client-0")
 
 
 def test_the_runs_own_dataset_cannot_be_public_too():
@@ -125,7 +126,7 @@ def test_the_runs_own_dataset_cannot_be_public_too():
 
 def test_none_is_named_where_none_is():
     with pytest.raises(SettingsError, match="the run has no public data"):
-        RunData(DIGITS.but(public_fraction=0)).public_set(*IMAGES, 10)
+        RunData(DIGITS.replace(public_fraction=0)).public_set(*IMAGES, 10)
 
 
 def test_generated_rows_have_no_labels_to_learn_from():

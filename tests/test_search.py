@@ -108,7 +108,7 @@ def same_weights(ours, expected):
 def test_the_rate_falls_after_each_epoch_from_where_it_was():
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     sgd = torch.optim.SGD([{"params": weights[:1], "lr": 0.8}, {"params": weights[1:], "lr": 0.4}])
-    lower = Optimization(sgd, torch.amp.GradScaler("cpu", enabled=False)).decaying(0.5)
+    lower = Optimization(sgd, torch.amp.GradScaler("cpu", enabled=False)).decay_schedule(0.5)
     seen = []
     for epoch in range(3):
         lower(epoch)

@@ -13,7 +13,7 @@ from torch import nn
 from fedhet.base.errors import DataError, StateError
 from fedhet.data import store
 from fedhet.data.spec import DataSpec, Split, concatenated
-from fedhet.data.store import RunData, read_dataset, refuse_overlap
+from fedhet.data.store import RunData, check_no_overlap, read_dataset
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
     CrossEntropy,
@@ -52,7 +52,7 @@ def test_bytes_are_learned_and_judged_as_the_numbers_that_they_become(channels_l
             return images + 0.25
 
         train_epochs(
-            compute.held(x),
+            compute.to_device(x),
             LABELS,
             CrossEntropy(model),
             optimization_for(model.parameters(), TrainingSettings(), compute),
@@ -101,8 +101,8 @@ def test_samples_that_are_stored_differently_are_scaled_before_they_are_joined()
 def test_an_overlap_is_found_however_the_samples_are_stored():
     own = Split(FLOATS[:10], LABELS[:10])
     with pytest.raises(DataError, match="4 of 10 samples of north"):
-        refuse_overlap(Split(BYTES[6:20], LABELS[6:20]), own, "north")
-    refuse_overlap(Split(BYTES[10:20], LABELS[10:20]), own, "north")
+        check_no_overlap(Split(BYTES[6:20], LABELS[6:20]), own, "north")
+    check_no_overlap(Split(BYTES[10:20], LABELS[10:20]), own, "north")
 
 
 # --- shared ---------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(store, "partition", drawn)
     assert [rows.tolist() for rows in data.partition()] == wanted
     with pytest.raises(AssertionError, match="drawn again"):
-        RunData(data.spec.but(seed=5)).partition()
+        RunData(data.spec.replace(seed=5)).partition()
     (tmp_path / "partition.safetensors").write_bytes(b"x")
     with pytest.raises(StateError, match="cannot read the clients' rows"):
         RunData(data.spec, tmp_path).partition()

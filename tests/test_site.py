@@ -100,10 +100,10 @@ def test_an_error_for_the_server_holds_no_path_of_the_site(tmp_path):
 
 
 def test_a_model_over_the_limit_is_refused_before_it_is_allocated():
-    from fedhet.models import Allocation, build
+    from fedhet.models import AllocationLimit, build
 
     started = time.perf_counter()
-    with pytest.raises(FedhetError, match="more than 1,000,000 bytes"), Allocation(10**6):
+    with pytest.raises(FedhetError, match="more than 1,000,000 bytes"), AllocationLimit(10**6):
         build("mlp", (1, 8, 8), 10, seed=0, feature_dim=10**9)
     assert time.perf_counter() - started < 5
 

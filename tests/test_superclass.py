@@ -90,7 +90,7 @@ def test_cifar100s_superclasses_are_those_of_its_files():
 )
 def test_a_grouping_must_fit(grouping, fault):
     with pytest.raises(SettingsError, match=fault):
-        load(DIGITS.but(superclasses=grouping))
+        load(DIGITS.replace(superclasses=grouping))
 
 
 @settings(max_examples=25)
@@ -100,7 +100,7 @@ def test_a_grouping_must_fit(grouping, fault):
     clients=st.integers(1, 5),
 )
 def test_every_client_has_its_classes_and_no_row_two_owners(seed, subclasses, clients):
-    spec = DIGITS.but(seed=seed, subclasses=subclasses, clients=clients, samples_per_class=11)
+    spec = DIGITS.replace(seed=seed, subclasses=subclasses, clients=clients, samples_per_class=11)
     found = assign(load(spec), spec)
     everyone = np.concatenate(found.rows)
     assert len(np.unique(everyone)) == len(everyone)
@@ -120,13 +120,13 @@ def test_every_client_has_its_classes_and_no_row_two_owners(seed, subclasses, cl
 
 
 def test_label_spaces_vary_in_size_and_hang_on_the_seed():
-    spec = DIGITS.but(clients=60)
+    spec = DIGITS.replace(clients=60)
     spaces = label_spaces(spec, 5)
     assert {len(space) for space in spaces} == {2, 3}
     assert len(set(spaces)) > 5
-    assert spaces == label_spaces(spec, 5) != label_spaces(spec.but(seed=1), 5)
+    assert spaces == label_spaces(spec, 5) != label_spaces(spec.replace(seed=1), 5)
     # Another number of clients leaves those who were there as they were.
-    assert label_spaces(spec.but(clients=10), 5) == spaces[:10]
+    assert label_spaces(spec.replace(clients=10), 5) == spaces[:10]
 
 
 def test_subclasses_that_run_out_are_drawn_again():
@@ -139,7 +139,7 @@ def test_subclasses_that_run_out_are_drawn_again():
         samples_per_class=30, superclasses=[["0", "1"], ["2", "3"]],
     )  # fmt: skip
     for seed in range(10):
-        found = assign(dataset, spec.but(seed=seed))
+        found = assign(dataset, spec.replace(seed=seed))
         kinds = [set(dataset.subclasses[rows].tolist()) for rows in found.rows]
         assert kinds[0].isdisjoint(kinds[1])
 
@@ -151,7 +151,7 @@ FINE = torch.arange(50_000) % 100
 @pytest.mark.parametrize("seed", [0, 4, 27, 30, 40])
 def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
     """With these seeds up to 50 clients hold one superclass of 2,500 samples."""
-    spec = DataSpec.of(resolve(read_preset(preset)).run).but(seed=seed)
+    spec = DataSpec.of(resolve(read_preset(preset)).run).replace(seed=seed)
     names = tuple(map(str, range(20)))
     split = Split(torch.zeros(50_000, 1), FINE // 5)
     found = assign(Dataset("d", split, None, names, subclasses=FINE.numpy()), spec)
@@ -171,14 +171,14 @@ def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
 
 def test_too_little_data_and_too_few_classes_are_said():
     with pytest.raises(DataError, match=r"do not find enough of .* samples of a class; lower"):
-        RunData(DIGITS.but(samples_per_class=200)).partition()
+        RunData(DIGITS.replace(samples_per_class=200)).partition()
     with pytest.raises(DataError, match=r"label-space = \[6, 8\]: must be at most the 5 classes"):
-        RunData(DIGITS.but(label_space=(6, 8))).partition()
+        RunData(DIGITS.replace(label_space=(6, 8))).partition()
 
 
 @pytest.mark.parametrize("subclasses", ["all", (1, 1)])
 def test_a_client_is_judged_on_all_subclasses_of_its_label_space(subclasses):
-    spec = DIGITS.but(subclasses=subclasses)
+    spec = DIGITS.replace(subclasses=subclasses)
     store = RunData(spec)
     whole = store.common_test
     for index in range(spec.clients):
@@ -191,7 +191,7 @@ def test_a_client_is_judged_on_all_subclasses_of_its_label_space(subclasses):
 
 
 def test_public_rows_of_the_training_set_are_nobodys():
-    spec = DIGITS.but(public_fraction=0.3)
+    spec = DIGITS.replace(public_fraction=0.3)
     dataset = load(spec)
     assert len(dataset.subclasses) == len(dataset.train)
     pixels = {row.numpy().tobytes(): int(y) for row, y in zip(*vars(WHOLE.train).values())}  # noqa: B905
@@ -223,7 +223,7 @@ def test_the_settings_spell_it():
     }  # fmt: skip
     spec = DataSpec.of(resolve(said).run)
     assert (spec.label_space, spec.subclasses, spec.samples_per_class) == ((2, 3), (1, 1), 9)
-    assert spec == DIGITS.but(subclasses=(1, 1), samples_per_class=9)
+    assert spec == DIGITS.replace(subclasses=(1, 1), samples_per_class=9)
     assert DataSpec.of(resolve({}).run).subclasses == "all"
     for text, ends in (("6-8", (6, 8)), ("7", (7,)), ("1,1", (1, 1)), ("all", "all")):
         assert parse_pairs([f"subclasses={text}"]) == {"data.subclasses": ends}

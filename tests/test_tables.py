@@ -23,7 +23,7 @@ from fedhet.data.cells import read_table
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.tables import TableSchema, encode, found_schema, labeled, read_schema
+from fedhet.data.tables import TableSchema, encode, infer_schema, labeled, read_schema
 from fedhet.inference.client import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]
@@ -228,7 +228,7 @@ def test_a_header_with_one_name_twice_is_refused(tmp_path, second):
 
 @pytest.mark.parametrize("value", ["abc", "inf", "1e300", "1_000"])
 def test_a_sites_number_that_is_none(tmp_path, value):
-    schema = found_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
+    schema = infer_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
     path = write(tmp_path / "b.csv", [*ROWS, [value, *ROWS[0][1:]]])
     with pytest.raises(DataError, match=r"b.csv: line 6, column 'age': '.*' (is not|must be)"):
         labeled(schema, read_table(path, spec()))
@@ -243,7 +243,7 @@ def site(folder, rows, schema, head=HEAD):
 
 def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_path):
     train = write(tmp_path / "all.csv", many(80))
-    schema = found_schema(read_table(train, spec()), spec())
+    schema = infer_schema(read_table(train, spec()), spec())
     text = schema.to_toml()
     (tmp_path / "s.toml").write_text(text)
     assert read_schema(tmp_path / "s.toml") == schema
@@ -268,7 +268,7 @@ def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
     from flwr.common import Code, GetPropertiesIns
 
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path / "state"))
-    schema = found_schema(read_table(write(tmp_path / "all.csv", many(80)), spec()), spec())
+    schema = infer_schema(read_table(write(tmp_path / "all.csv", many(80)), spec()), spec())
     moved = schema.model_copy(
         update={
             "columns": (schema.columns[0].model_copy(update={"mean": 1.0}), *schema.columns[1:])
@@ -669,7 +669,7 @@ def public_and_site(tmp_path, change, count=40):
         for k in range(count)
     ]
     head = ["age", "smoker", "diabetes", "died"]
-    schema = found_schema(read_table(write(tmp_path / "public.csv", rows, head), spec()), spec())
+    schema = infer_schema(read_table(write(tmp_path / "public.csv", rows, head), spec()), spec())
     site_rows = [change(k, list(row)) for k, row in enumerate(rows)]
     return site(tmp_path / "site", site_rows, schema.to_toml(), head), schema, rows
 

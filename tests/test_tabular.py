@@ -163,22 +163,22 @@ def test_unused_rows_are_real_and_nobodys(tmp_path):
         public_dataset="unused",
     )  # fmt: skip
     RunData(spec).validate()
-    whole = load(spec.but(max_samples=0, public_dataset="")).train
+    whole = load(spec.replace(max_samples=0, public_dataset="")).train
     used, left = load(spec).train, RunData(spec).public_set(*ROWS, 2)
     assert (len(used), len(left), len(whole)) == (40, 40, 80)
     rows = [Counter(map(tuple, split.x.tolist())) for split in (used, left, whole)]
     assert rows[0] + rows[1] == rows[2]
     labeled = {tuple(x): y for x, y in zip(whole.x.tolist(), whole.y.tolist(), strict=True)}
     assert [labeled[tuple(x)] for x in left.x.tolist()] == left.y.tolist()
-    few = RunData(spec.but(public_samples=12)).public_set(*ROWS, None)
+    few = RunData(spec.replace(public_samples=12)).public_set(*ROWS, None)
     assert len(few) == 12
     assert not Counter(map(tuple, few.x.tolist())) - rows[1]
     # What the clients hold is what they hold with generated rows.
-    generated = spec.but(public_dataset="generated", public_samples=5)
+    generated = spec.replace(public_dataset="generated", public_samples=5)
     for index in (0, 1):
         one, other = (RunData(s).client(index).train.x for s in (spec, generated))
         assert torch.equal(one, other)
-    assert not torch.equal(RunData(spec.but(seed=1)).public_set(*ROWS, None).x, left.x)
+    assert not torch.equal(RunData(spec.replace(seed=1)).public_set(*ROWS, None).x, left.x)
 
 
 def test_unused_rows_of_a_joined_dataset_are_those_left_out():
@@ -190,7 +190,7 @@ def test_unused_rows_of_a_joined_dataset_are_those_left_out():
         x.flatten(1).numpy()
         for x in (load(spec).train.x, RunData(spec).public_set("image", (1, 8, 8), 5).x)
     )
-    whole = load(spec.but(max_samples=0)).train.x.flatten(1).numpy()
+    whole = load(spec.replace(max_samples=0)).train.x.flatten(1).numpy()
     assert len(used) + len(left) == len(whole)
     rows = [Counter(map(bytes, part)) for part in (used, left, whole)]
     assert rows[0] + rows[1] == rows[2]

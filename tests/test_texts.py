@@ -262,7 +262,7 @@ def test_a_sites_texts_without_a_class(tmp_path):
     for wanted in (True, False):
         found = site_data(str(tmp_path), spec=spec("x"), classes=2, name="site-b", unlabeled=wanted)
         assert len(found.unlabeled) == wanted
-        assert found.left_aside == (not wanted)
+        assert found.num_unused_unlabeled == (not wanted)
     assert found.shape == (0, 128, 8192)
 
 
@@ -289,7 +289,7 @@ def test_generated_texts_are_words_of_the_training_set(tmp_path):
     assert set(lengths.tolist()) <= set((own != 0).sum(1).tolist())
     assert all((row[:length] != 0).all() for row, length in zip(x, lengths, strict=True))
     with pytest.raises(SettingsError, match=r"public-samples = 0: must be at least 1"):
-        RunData(whole.but(public_samples=0)).public_set(data.kind, data.shape, None)
+        RunData(whole.replace(public_samples=0)).public_set(data.kind, data.shape, None)
 
 
 def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
@@ -309,7 +309,7 @@ def test_example_data_can_be_learned_from_by_site(tmp_path, kind):
     with pytest.raises(DataError, match="is not empty"):
         write_example(kind, tmp_path / "a")
     write_example(kind, tmp_path / "b")
-    again = load(whole.but(dataset=f"{kind}:{tmp_path / 'b'}"))
+    again = load(whole.replace(dataset=f"{kind}:{tmp_path / 'b'}"))
     assert torch.equal(data.train.x, again.train.x)
 
 
@@ -392,18 +392,18 @@ def test_a_signal_file_reads_as_it_is(tmp_path):
     assert np.array_equal(data.train.x.numpy(), x.astype(np.float32))
     assert [len(rows) for rows in RunData(whole).partition()] == [10, 20]
     np.savez(tmp_path / "train.npz", x=x[:, 0], y=y)  # one channel
-    assert load(whole.but(by="", max_bytes=10**6)).shape == (1, 16)
+    assert load(whole.replace(by="", max_bytes=10**6)).shape == (1, 16)
     with pytest.raises(DataError, match="has no array 'who'"):
-        load(whole.but(max_bytes=10**6))
+        load(whole.replace(max_bytes=10**6))
     np.savez(tmp_path / "train.npz", x=x, y=y, who=np.zeros((30, 2)))
     with pytest.raises(DataError, match="who must be whole numbers or words"):
-        load(whole.but(max_bytes=10**7))
+        load(whole.replace(max_bytes=10**7))
     np.savez(tmp_path / "train.npz", x=x[..., None], y=y)
     with pytest.raises(DataError, match="of signals x must be"):
-        load(whole.but(by="", max_bytes=10**7))
+        load(whole.replace(by="", max_bytes=10**7))
     np.savez(tmp_path / "train.npz", x=np.where(x > 2, np.nan, x), y=y)
     with pytest.raises(DataError, match="NaN or infinite"):
-        load(whole.but(by="", max_bytes=10**8))
+        load(whole.replace(by="", max_bytes=10**8))
 
 
 def test_signals_of_clients_and_of_a_site(tmp_path):
@@ -416,7 +416,7 @@ def test_signals_of_clients_and_of_a_site(tmp_path):
     whole = DataSpec(dataset=f"signal:{tmp_path}", clients=2)
     assert RunData(whole).client(1).shape == (1, 16)
     with pytest.raises(SettingsError, match="holds a file for each client"):
-        load(whole.but(by="who"))
+        load(whole.replace(by="who"))
     site = tmp_path / "site"
     site.mkdir()
     for part in ("train", "test"):

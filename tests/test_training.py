@@ -178,7 +178,7 @@ def test_train_epochs_is_so_many_epochs(case):
         generator=generator(4),
         compute=CPU,
         before_epoch=lambda epoch: seen.append((epoch, len(steps))),
-        stepped=lambda: steps.append(0),
+        after_batch=lambda: steps.append(0),
     )
     expected = plain_loop(plain, *data(), run, epochs=3)
     assert loss == pytest.approx(expected[-1], rel=1e-5)
@@ -472,10 +472,10 @@ def test_bfloat16_on_a_processor_trains():
 def test_the_memory_format():
     last = Compute(torch.device("cpu"), channels_last=True)
     images = torch.randn(3, 5, 4, 6)
-    assert last.images(images).is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(last.images(images), images)
-    assert torch.equal(last.images(torch.ones(3, 7)), torch.ones(3, 7))
-    assert CPU.images(images).is_contiguous()
+    assert last.to_inputs(images).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(last.to_inputs(images), images)
+    assert torch.equal(last.to_inputs(torch.ones(3, 7)), torch.ones(3, 7))
+    assert CPU.to_inputs(images).is_contiguous()
     conv = nn.Conv2d(5, 2, 3)
     last.place(conv)
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)

@@ -14,7 +14,7 @@ import PIL.ImageOps
 import pytest
 
 from fedhet.base.errors import DataError
-from fedhet.data.class_folders import _warn_once, part_of, understand
+from fedhet.data.class_folders import _warn_once, find_tree, part_of
 from fedhet.data.images import IMAGES, decode
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
@@ -100,7 +100,7 @@ LAYOUTS = {  # files -> images of each training class, of each test class, what 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_a_layout_is_read_and_every_other_file_is_counted(tmp_path, case, caplog):
     names, train, test, said = LAYOUTS[case]
-    tree = understand(plant(tmp_path / "tree", *names), IMAGES)
+    tree = find_tree(plant(tmp_path / "tree", *names), IMAGES)
     tree.unused.report(tree.root, IMAGES)
     assert tree.classes == tuple(sorted(train))
     assert (counted(tree.train), counted(tree.test)) == (train, test)
@@ -150,7 +150,7 @@ REFUSED = {
 def test_a_layout_that_is_ambiguous_or_without_classes_is_one_line(tmp_path, case):
     names, fault = REFUSED[case]
     with pytest.raises(DataError) as caught:
-        understand(plant(tmp_path / "tree", *names), IMAGES)
+        find_tree(plant(tmp_path / "tree", *names), IMAGES)
     assert fault in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -158,7 +158,7 @@ def test_a_layout_that_is_ambiguous_or_without_classes_is_one_line(tmp_path, cas
 def test_a_setting_says_which_directories_are_the_classes(tmp_path):
     root = plant(tmp_path / "tree", "h1/a/*2.png", "h1/b/*2.png", "h2/a/*1.png", "h2/x.png")
     spec = DataSpec(dataset=f"imagefolder:{root}")
-    found = {level: load(spec.but(class_level=level)) for level in (1, 2)}
+    found = {level: load(spec.replace(class_level=level)) for level in (1, 2)}
     assert (found[1].classes, found[1].train.y.tolist()) == (("h1", "h2"), [0] * 4 + [1] * 2)
     assert (found[2].classes, found[2].train.y.tolist()) == (("a", "b"), [0] * 3 + [1] * 2)
 
@@ -172,7 +172,7 @@ def test_a_site_decides_by_its_list_of_classes(tmp_path):
     assert (found.classes, sorted(labels)) == (("b", "a", "c"), [0] * 4 + [1] * 4)
     (root / "classes.txt").unlink()
     with pytest.raises(DataError, match="list the classes in classes"):
-        site_data(str(root), spec=spec.but(class_level=1), classes=2, name="s")
+        site_data(str(root), spec=spec.replace(class_level=1), classes=2, name="s")
     plant(root, "Training/a/x.png", "Training/b/x.png", "Training/unlabeled/*3.png", "Training/c/")
     found = site_data(str(root), spec=spec, classes=3, name="s", unlabeled=True)
     assert (found.classes, found.space) == (("a", "b", "c"), (0, 1))
@@ -189,14 +189,14 @@ def test_names_of_parts():
 
 
 def test_a_name_with_a_part_in_it_may_be_a_class(tmp_path):
-    tree = understand(plant(tmp_path, "train_station/*1.png", "test_tube/*2.png"), IMAGES)
+    tree = find_tree(plant(tmp_path, "train_station/*1.png", "test_tube/*2.png"), IMAGES)
     assert counted(tree.train) == {"train_station": 1, "test_tube": 2}
 
 
 def test_a_symlink_to_nothing_and_a_pipe(tmp_path, caplog):
     root = plant(tmp_path / "tree", *FLAT)
     os.mkfifo(root / "a" / "pipe.png")
-    tree = understand(root, IMAGES)
+    tree = find_tree(root, IMAGES)
     assert str(tree.unused) == "1 pipe.png (not a regular file)"
     (root / "b" / "loop.png").symlink_to("loop.png")
     with pytest.raises(DataError, match=r"loop\.png: not a readable image"):
@@ -213,7 +213,7 @@ def test_a_directory_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(DataError, match=r"b: not a readable directory \(Permission denied\)"):
-        understand(root, IMAGES)
+        find_tree(root, IMAGES)
 
 
 def test_files_for_prediction_are_found_and_counted(tmp_path, caplog):
@@ -397,7 +397,7 @@ def test_a_tree_of_texts(tmp_path, case, caplog):
     names, train, test, said = TEXT_TREES[case]
     root = plant(tmp_path / "tree", *names, content=b"a few words")
     data = load(DataSpec(dataset=f"text:{root}", max_tokens=4))
-    tree = understand(root, TEXTS)
+    tree = find_tree(root, TEXTS)
     assert (counted(tree.train), counted(tree.test)) == (train, test)
     assert len(data.train) == sum(train.values())
     assert (said in caplog.text) if said else not caplog.records

@@ -36,7 +36,7 @@ from fedhet.algorithms import Margin
 from fedhet.base.arrays import Array
 from fedhet.base.transfer import to_device
 from fedhet.learning.devices import CPU
-from fedhet.learning.training import CrossEntropy, LossOfBatch, Optimization, train_epochs
+from fedhet.learning.training import BatchLoss, CrossEntropy, Optimization, train_epochs
 
 EXACT = "donot_use_mm_for_euclid_dist"
 """How distances are computed: from differences, which lose no digits to cancellation."""
@@ -55,7 +55,7 @@ def _train(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    loss_of: LossOfBatch,
+    loss_of: BatchLoss,
     optimizer: Callable[..., torch.optim.Optimizer],
     course: Course,
 ) -> float:

@@ -68,7 +68,7 @@ def predictive(
     with dropping(model), compute.autocast():
         means = []
         for part in torch.split(x, max(1, rows // passes)):
-            before = steady(compute.images(part))
+            before = steady(compute.to_inputs(part))
             logits = noisy(before.repeat(passes, *[1] * (before.ndim - 1)))
             likely = logits.float().softmax(1)
             means.append(likely.reshape(passes, len(before), logits.shape[1]).mean(0))

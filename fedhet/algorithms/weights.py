@@ -214,7 +214,7 @@ def query_statistics(
             norm.momentum = None  # the plain mean over batches
             norm.train()
         for rows in batches(len(x), STATISTICS_BATCH, generator, x.device):
-            model(compute.images(x[rows]))
+            model(compute.to_inputs(x[rows]))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
 

@@ -213,7 +213,7 @@ def schema_command(
     from fedhet.base.disk import write_text
     from fedhet.data.cells import read_table
     from fedhet.data.spec import DataSpec
-    from fedhet.data.tables import found_schema
+    from fedhet.data.tables import infer_schema
     from fedhet.settings.schema import build
 
     given = {"columns": columns, "categories": categories, "missing": missing}
@@ -223,7 +223,7 @@ def schema_command(
     }
     settings = {"target": target, "decimal": decimal, "date-order": date_order, **named}
     spec = build(DataSpec, settings, prefix="data.")
-    schema = found_schema(read_table(table, spec), spec, say)
+    schema = infer_schema(read_table(table, spec), spec, say)
     write_text(out, schema.to_toml())
     say(
         f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "

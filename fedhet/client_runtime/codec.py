@@ -19,7 +19,7 @@ from fedhet.base.errors import StateError
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.state import ClientState
 from fedhet.config.resolve import Config
-from fedhet.models import on_host
+from fedhet.models import to_host_arrays
 from fedhet.runs.storage import KEPT_STATES, ClientStore, ModelStore
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
@@ -73,7 +73,7 @@ class ClientCodec:
             return encode(own, reply)
         base = self._down.weights_of(instruction.tensors)
         place = (self._node.name, envelope.round)
-        before = on_host(group(self._state.tensors, UNSENT))
+        before = to_host_arrays(group(self._state.tensors, UNSENT))
         encoded, unsent = self._up.reply(place, reply.tensors, base, before)
         others = {n: t for n, t in self._state.tensors.items() if not n.startswith(f"{UNSENT}/")}
         left = {name: torch.from_numpy(value) for name, value in unsent.items()}

@@ -27,10 +27,10 @@ from fedhet.kinds import KINDS, Kind, Shape, augmentation, check_changeable
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
     Augment,
-    Epochs,
-    LossOfBatch,
+    BatchLoss,
     Optimization,
     Penalty,
+    TrainOptions,
     all_finite,
     batches,
     evaluating,
@@ -125,7 +125,11 @@ class LocalTrainer:
         return made
 
     def options(
-        self, settings: TrainingSettings, samples: int, augment: bool | Augment, chosen: Epochs
+        self,
+        settings: TrainingSettings,
+        samples: int,
+        augment: bool | Augment,
+        chosen: TrainOptions,
     ) -> dict[str, Any]:
         """Return the options of `train_epochs` for so many samples, and count these as used.
 
@@ -145,7 +149,7 @@ class LocalTrainer:
         change = self._change
         if change is None:
             return None
-        return lambda x: self._compute.images(change(x, self.draws))
+        return lambda x: self._compute.to_inputs(change(x, self.draws))
 
     @property
     def _plateau(self) -> Plateau:
@@ -215,11 +219,11 @@ class FixMatch:
 
     def augment(self, x: Tensor) -> Tensor:
         """Return weakly augmented samples [N, ...], as labeled ones are learned."""
-        return self._compute.images(self._weak(x, self._draws))
+        return self._compute.to_inputs(self._weak(x, self._draws))
 
     def joined_with(
-        self, loss_of: LossOfBatch, penalty: Penalty | None, predict: Predict
-    ) -> LossOfBatch:
+        self, loss_of: BatchLoss, penalty: Penalty | None, predict: Predict
+    ) -> BatchLoss:
         """Return the loss of a labeled batch, plus the weighted one of the next unlabeled batch.
 
         A client with only labeled or only unlabeled samples learns from those. `penalty` is a
@@ -236,17 +240,17 @@ class FixMatch:
     def loss(self, predict: Predict) -> Tensor:
         """Return the loss of the next batch of unlabeled samples (Eq. 4), a scalar."""
         rows = next(self._batches)
-        x = self._compute.images(self._unlabeled.x[rows])
+        x = self._compute.to_inputs(self._unlabeled.x[rows])
         with torch.no_grad(), evaluating(self._model):
             guessed, confident = confident_labels(
-                predict(self._compute.images(self._weak(x, self._draws))),
+                predict(self._compute.to_inputs(self._weak(x, self._draws))),
                 self._settings.semi_threshold,
             )
         truth = rows_of(self._unlabeled.y, rows)
         checked, seen = confident & (truth != UNKNOWN), torch.ones_like(confident)
         counted = torch.stack([seen, confident, checked, checked & (guessed != truth)])
         self._counts += counted.sum(1)
-        logits = predict(self._compute.images(self._strong(x, self._draws)))
+        logits = predict(self._compute.to_inputs(self._strong(x, self._draws)))
         return unlabeled_loss(logits, guessed, confident)
 
     def metrics(self) -> dict[str, float]:

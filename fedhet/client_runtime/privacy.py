@@ -246,7 +246,7 @@ class DifferentialPrivacy(NoPrivacy):
         with evaluating(model):
             size = evaluation_batch(model, own.x, self._compute)
             for x, y in zip(torch.split(own.x, size), torch.split(own.y, size), strict=True):
-                features, logits = model.features_and_logits(self._compute.images(x))
+                features, logits = model.features_and_logits(self._compute.to_inputs(x))
                 views = features, from_logits(logits) if from_logits else logits
                 features, logits = (clipped(view.float(), norm) for view in views)
                 sums.add(features, logits, y)

@@ -22,11 +22,11 @@ from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labeled_parts
 from fedhet.data.spec import Split, Stored
-from fedhet.data.store import GENERATED, UNUSED, RunData, refuse_overlap
+from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap
 from fedhet.data.tables import TableSchema
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
-from fedhet.models import Within
+from fedhet.models import LabelSpaceModel
 from fedhet.settings.run import PLACE
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, order_of
 
@@ -51,7 +51,7 @@ class ClientSamples:
     """The test splits by protocol: "personal" and "common", or the one of them that exists."""
     space: Tensor
     """The client's label space: its classes [P], ascending."""
-    left_aside: int
+    num_unused_unlabeled: int
     """Number of samples without a label that the method cannot use."""
     classes: tuple[str, ...] = ()
     """The names of all classes of the run, in order."""
@@ -66,7 +66,7 @@ class ClientSamples:
             return model
         outside = torch.ones(self.info.classes, dtype=torch.bool, device=self.space.device)
         outside[self.space] = False
-        return Within(model, outside)
+        return LabelSpaceModel(model, outside)
 
     def own_columns(self, logits: Tensor) -> Tensor:
         """Return the columns of logits [N, C] that belong to the client's label space."""
@@ -74,11 +74,11 @@ class ClientSamples:
 
     def warn_of_left_aside(self, method: str) -> None:
         """Log the number of unlabeled samples that the method does not use, if any."""
-        if self.left_aside:
+        if self.num_unused_unlabeled:
             LOG.warning(
                 "%s: %d samples without a class are left aside: %s learns from labeled ones alone",
                 self.info.name,
-                self.left_aside,
+                self.num_unused_unlabeled,
                 method,
             )
 
@@ -124,7 +124,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         rest,
         tests,
         torch.tensor(data.space, device=compute.device),
-        data.left_aside,
+        data.num_unused_unlabeled,
         data.classes,
         data.stored,
         data.schema,
@@ -146,7 +146,7 @@ def public_samples(
     if named != GENERATED and (node.folder or not cut_here):
         try:
             for split in samples.own_splits():
-                refuse_overlap(public, split, info.name)
+                check_no_overlap(public, split, info.name)
         except DataError as error:
             return public, error
     return public, None
@@ -155,13 +155,13 @@ def public_samples(
 def placed_public(public: Split, compute: Compute, data: RunData) -> Split:
     """Return the public set on the device; the clients of a process have one copy."""
     name = f"public set on {compute.device}"
-    return data.once(name, lambda: Split(compute.held(public.x), compute.held(public.y)))
+    return data.once(name, lambda: Split(compute.to_device(public.x), compute.to_device(public.y)))
 
 
 def _placed(compute: Compute, *splits: Split) -> list[Split]:
     """Return splits with their classes on the device, and their samples too if all have room."""
-    samples = compute.kept(*(split.x for split in splits))
-    return [Split(x, compute.held(split.y)) for x, split in zip(samples, splits, strict=True)]
+    samples = compute.fit_on_device(*(split.x for split in splits))
+    return [Split(x, compute.to_device(split.y)) for x, split in zip(samples, splits, strict=True)]
 
 
 class ClientRecord(BaseModel):

@@ -39,21 +39,21 @@ from fedhet.kinds import KINDS
 from fedhet.learning.devices import compute_for
 from fedhet.learning.training import (
     Augment,
+    BatchLoss,
     CrossEntropy,
-    Epochs,
-    LossOfBatch,
+    LabelSpace,
     Optimization,
-    OwnClasses,
+    TrainOptions,
     train_epochs,
 )
 from fedhet.models import (
-    Allocation,
+    AllocationLimit,
     Evaluations,
     HetModel,
     Refitted,
     build,
     build_any,
-    judge_all,
+    evaluate_models,
 )
 from fedhet.runs.measures import LACKS, Measured, peak_memory_mb, placed, timed, write_measures
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
@@ -95,7 +95,7 @@ class HetClient(NumPyClient):
         """Metrics of semi-supervised training in the current round."""
 
         def new_models() -> dict[str, nn.Module]:
-            with Allocation(node.max_model_bytes):
+            with AllocationLimit(node.max_model_bytes):
                 return self.setup()
 
         task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
@@ -172,7 +172,9 @@ class HetClient(NumPyClient):
 
     def evaluation(self, knowledge: Knowledge) -> Evaluations:
         """Evaluate the models from `eval_models` on all test splits of the client."""
-        return judge_all(self.eval_models(knowledge), self.tests, self.compute, self.run.metrics)
+        return evaluate_models(
+            self.eval_models(knowledge), self.tests, self.compute, self.run.metrics
+        )
 
     def sizes(self) -> Sizes:
         """Return the axis sizes and weight shapes against which instructions are checked."""
@@ -257,12 +259,12 @@ class HetClient(NumPyClient):
         self,
         x: Tensor,
         y: Tensor,
-        loss_of: LossOfBatch,
+        loss_of: BatchLoss,
         optimizing: Optimization,
         generator: torch.Generator,
         *,
         augment: bool | Augment = True,
-        **options: Unpack[Epochs],
+        **options: Unpack[TrainOptions],
     ) -> None:
         """Train on public data or other samples; use `train_own` for the client's own samples.
 
@@ -282,12 +284,12 @@ class HetClient(NumPyClient):
 
     def train_own(
         self,
-        loss_of: LossOfBatch,
+        loss_of: BatchLoss,
         predict: Predict,
         optimizing: Optimization,
         generator: torch.Generator,
         labeled: Split | None = None,
-        **options: Unpack[Epochs],
+        **options: Unpack[TrainOptions],
     ) -> None:
         """Train on the client's own samples.
 
@@ -327,12 +329,12 @@ class HetClient(NumPyClient):
             self.metrics = semi.metrics()
 
     @property
-    def own_classes(self) -> OwnClasses:
+    def own_classes(self) -> LabelSpace:
         """Restriction of logits [N, C] and labels [N] to the client's label space in a loss."""
-        return OwnClasses(self.space)
+        return LabelSpace(self.space)
 
     def fit_private(
-        self, generator: torch.Generator, *, decay: float = 1.0, **options: Unpack[Epochs]
+        self, generator: torch.Generator, *, decay: float = 1.0, **options: Unpack[TrainOptions]
     ) -> None:
         """Train the private model on `training_set` with cross-entropy.
 
@@ -348,7 +350,7 @@ class HetClient(NumPyClient):
             model.fit(*self.training_set())
             return
         loss_of, optimizing = CrossEntropy(model.train()), self.optimization(model.parameters())
-        options["before_epoch"] = optimizing.decaying(decay)
+        options["before_epoch"] = optimizing.decay_schedule(decay)
         self.train_own(loss_of, model, optimizing, generator, **options)
 
     def record(self, run: str) -> ClientRecord:
@@ -467,7 +469,7 @@ class HetClient(NumPyClient):
         with seeded(self.run.seed, *draw, device=self.compute.device):
             train_epochs(own.x, own.y, CrossEntropy(adapted), optimizing, **options)
         models = {HELD_OUT: model, HELD_OUT_EPOCH: adapted}
-        return judge_all(models, self.tests, self.compute, self.run.metrics)
+        return evaluate_models(models, self.tests, self.compute, self.run.metrics)
 
     def _fault(self, error: FedhetError) -> dict[str, Scalar]:
         """Return the metrics that report an error, and request full weights if they are missing."""

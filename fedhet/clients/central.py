@@ -31,10 +31,10 @@ class CentralClient(LocalClient):
         compute, data = self.compute, self.node.data
 
         def placed(split: Split) -> Split:
-            return Split(compute.held(split.x), split.y.to(compute.device))
+            return Split(compute.to_device(split.x), split.y.to(compute.device))
 
         own, unlabeled = map(placed, data.pooled_parts())
-        space = sorted({c for k in data.spec.seen for c in data.label_space(k)})
+        space = sorted({c for k in data.spec.training_clients for c in data.label_space(k)})
         self.samples = replace(self.samples, own=own, unlabeled=unlabeled)
         if self.settings.uses_public():  # refused if it holds any client's samples
             public = placed(self.public_set(labeled=True))

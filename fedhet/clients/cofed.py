@@ -18,7 +18,7 @@ from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split, concatenated, stratified
 from fedhet.learning.training import CrossEntropy, Evaluation, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
-from fedhet.models import Evaluations, Refitted, judge_all
+from fedhet.models import Evaluations, Refitted, evaluate_models
 from fedhet.runs.records import PROTOCOLS
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes, smallest_uint
@@ -43,7 +43,7 @@ class CofedClient(HetClient):
     @cached_property
     def public(self) -> Tensor:
         """The public samples [N, ...], on the device, without their labels."""
-        return self.compute.held(self.public_set(labeled=False).x)
+        return self.compute.to_device(self.public_set(labeled=False).x)
 
     def sizes(self) -> Sizes:
         """Return the axes C (classes), L = C + 1 (C stands for none) and N (public instances)."""
@@ -119,7 +119,9 @@ class CofedClient(HetClient):
             }
         self.fit_private(self.generator(round, "batches"), decay=self._decay)
         models, metrics = {"local": self.private}, self.run.metrics
-        for (protocol, _), score in judge_all(models, self.tests, self.compute, metrics).items():
+        for (protocol, _), score in evaluate_models(
+            models, self.tests, self.compute, metrics
+        ).items():
             self.state.metadata[f"local.{protocol}"] = score.accuracy
 
     def _update(self, round: int) -> None:
@@ -141,7 +143,7 @@ class CofedClient(HetClient):
         if margin:
             likely = logits.softmax(1)
             if isinstance(model, Refitted):
-                likely = model.probabilities(self.compute.images(self.public))
+                likely = model.probabilities(self.compute.to_inputs(self.public))
             predictions[undecided(likely.cpu().numpy(), margin)] = classes
         space = self.space.cpu().numpy().astype(smallest_uint(classes))
         answers = classes + (margin > 0)
@@ -225,7 +227,7 @@ class Trials:
                 batch_size=size,
                 generator=client.generator(self.round, use),
                 compute=replace(client.compute, compiles=False),
-                before_epoch=optimizing.decaying(candidate.decay),
+                before_epoch=optimizing.decay_schedule(candidate.decay),
                 augment=recipe.augment,
             )
         recipe.begin(self.round)

@@ -9,7 +9,7 @@ from fedhet.algorithms.local_models import LocalModel
 from fedhet.base.arrays import Array, Arrays, grouped
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedavg import FedAvgSettings
-from fedhet.models import HetModel, load_weights, names_of, on_host, to_arrays
+from fedhet.models import HetModel, load_weights, part_names, to_arrays, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 
@@ -51,9 +51,9 @@ class FedAvgClient(HetClient):
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
         """Return the tensors to send."""
-        names = names_of(self.network, self.settings.part)
+        names = part_names(self.network, self.settings.part)
         sent = {k: v for k, v in local.upload().items() if k in names}
-        return grouped("weights", on_host(sent))
+        return grouped("weights", to_host_arrays(sent))
 
     def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
         """Return `model` with `weights`, and the private model's own tensors for the rest."""
@@ -69,7 +69,7 @@ class FedAvgClient(HetClient):
             self.optimization(local.parameters()),
             self.generator(round, "batches"),
             steps=self.steps(),
-            stepped=local.stepped,
+            after_batch=local.stepped,
             penalty=local.regularizer,
         )
 

@@ -17,7 +17,7 @@ from fedhet.algorithms.classwise import (
 )
 from fedhet.base.arrays import Array
 from fedhet.clients.base import HetClient
-from fedhet.learning.training import OwnClasses
+from fedhet.learning.training import LabelSpace
 from fedhet.methods.fedhe import FedHeSettings
 from fedhet.models import HetModel
 from fedhet.wire.knowledge import Knowledge
@@ -29,7 +29,7 @@ class FedHeObjective(nn.Module):
     def __init__(
         self,
         model: HetModel,
-        own_classes: OwnClasses,
+        own_classes: LabelSpace,
         teacher: Teacher | None,
         sums: ClassSums,
         settings: FedHeSettings,

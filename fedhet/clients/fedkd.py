@@ -17,7 +17,7 @@ from fedhet.base.transfer import all_to_device
 from fedhet.client_runtime.local_training import EpochMeans
 from fedhet.clients.base import HetClient
 from fedhet.methods.fedkd import FedKdSettings
-from fedhet.models import HetModel, load_weights, on_host, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays, to_host_arrays
 from fedhet.wire.factors import packed, unpacked
 from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Knowledge
@@ -113,7 +113,7 @@ class FedKdClient(HetClient):
         """
         if weights := knowledge.group("weights"):
             return dict(weights)
-        last = on_host(group(self.state.tensors, MENTEE))
+        last = to_host_arrays(group(self.state.tensors, MENTEE))
         if self._begun is not None and self._begun() is knowledge:
             return last
         held, base = self.state.metadata.get(MENTEE), knowledge.scalars.get("base")

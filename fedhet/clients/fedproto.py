@@ -71,7 +71,7 @@ class FedProtoClient(HetClient):
             batch = evaluation_batch(model, self.x, self.compute)
             for start in range(0, len(self.y), batch):
                 part = slice(start, start + batch)
-                x = self.compute.images(self.x[part])
+                x = self.compute.to_inputs(self.x[part])
                 sums.add(*model.features_and_logits(x), self.y[part])
         return self.privacy.class_means(sums, model)
 

@@ -17,9 +17,9 @@ from fedhet.base.seeding import derive, numpy_rng
 from fedhet.base.transfer import all_to_device, rows_of
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split
-from fedhet.learning.training import Optimization, evaluating, statistics_kept
+from fedhet.learning.training import Optimization, evaluating, frozen_statistics
 from fedhet.methods.fedtype import FedTypeSettings
-from fedhet.models import HetModel, load_weights, on_host
+from fedhet.models import HetModel, load_weights, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 MIN_CALIBRATED = 32
@@ -72,9 +72,9 @@ class FedTypeClient(HetClient):
             learning.run_epoch(epoch)
         if (accuracy := learning.imitation.accuracy) is not None:
             self.state.metadata["proxy_accuracy"] = accuracy
-        sent = grouped("proxy", on_host(proxy.upload()))
+        sent = grouped("proxy", to_host_arrays(proxy.upload()))
         if isinstance(proxy, VariationalModel):
-            sent |= grouped("scale", on_host(proxy.scale()))
+            sent |= grouped("scale", to_host_arrays(proxy.scale()))
         return Knowledge(sent, learning.imitation.metrics())
 
     @property
@@ -151,7 +151,7 @@ class Reciprocity:
             self.client.train_own(
                 *(loss, self.private, self.optimizing, self.order, Split(x, y)),
                 epochs=1,
-                stepped=stepped,
+                after_batch=stepped,
             )
 
     @property
@@ -164,7 +164,7 @@ class Reciprocity:
         """Fit both conformal models (Eq. 5) on D', in the mode that also gives the sets."""
         held = self.client.held_out
         count = max(1, len(held) // self.client.training.batch_size)
-        with statistics_kept(self.private), statistics_kept(self.teacher.model):
+        with frozen_statistics(self.private), frozen_statistics(self.teacher.model):
             parts = [self.held_out_views(part) for part in torch.tensor_split(held.x, count)]
         private, teacher = (torch.cat(part).float() for part in zip(*parts, strict=True))
         self.imitation.calibrate(teacher, private, torch.searchsorted(self.client.space, held.y))
@@ -174,7 +174,7 @@ class Reciprocity:
         missing = max(min(self.client.training.batch_size, MIN_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing]
         with self.client.compute.autocast():
-            joined = self.client.compute.images(torch.cat([x, rows_of(self.client.x, rows)]))
+            joined = self.client.compute.to_inputs(torch.cat([x, rows_of(self.client.x, rows)]))
             private, proxy = self.views(joined)
         return private[: len(x)], proxy[: len(x)]
 
@@ -217,7 +217,7 @@ class Reciprocity:
 
     def proxy_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the proxy's part of Eq. 2 of a batch; the private model is frozen."""
-        with torch.no_grad(), statistics_kept(self.private):
+        with torch.no_grad(), frozen_statistics(self.private):
             private = self.within(self.private(x))
         self.step_proxy_before(private, x, y)
         return self.forward_loss(private, self.within(self.proxy.logits(x)), y)
@@ -225,7 +225,7 @@ class Reciprocity:
     @torch.no_grad()
     def taught(self, x: Tensor) -> Tensor:
         """Return the frozen teacher's logits [N, C] while training."""
-        with statistics_kept(self.teacher.model):
+        with frozen_statistics(self.teacher.model):
             return self.within(self.teacher.logits(x))
 
     def supervised(self, logits: Tensor, y: Tensor) -> Tensor:

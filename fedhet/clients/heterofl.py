@@ -17,7 +17,7 @@ from fedhet.algorithms.local_models import LocalModel
 from fedhet.algorithms.weights import query_statistics, scaling
 from fedhet.base.arrays import Array
 from fedhet.clients.fedavg import FedAvgClient
-from fedhet.learning.training import OwnClasses, statistics_kept
+from fedhet.learning.training import LabelSpace, frozen_statistics
 from fedhet.methods.heterofl import HeteroFlSettings
 from fedhet.models import base_and_width, is_registered, narrow_name
 from fedhet.wire.knowledge import Knowledge
@@ -42,7 +42,7 @@ class HeteroFlClient(FedAvgClient):
         rate = self._rate()
         narrow = self.settings.scaler and rate < 1
         scaler = scaling(self.network.extractor, rate) if narrow else contextlib.nullcontext()
-        with scaler, statistics_kept(self.network):
+        with scaler, frozen_statistics(self.network):
             answer = super().train(round, knowledge)
         self._query(self.network)
         return answer
@@ -67,7 +67,7 @@ class HeteroFlClient(FedAvgClient):
         return sent
 
     @property
-    def own_classes(self) -> OwnClasses:
+    def own_classes(self) -> LabelSpace:
         """What a loss sees of logits and classes: masked ones, or those of its label space."""
         return MaskedClasses(self.absent) if self.settings.masked else super().own_classes
 
@@ -79,7 +79,7 @@ class HeteroFlClient(FedAvgClient):
         query_statistics(model, self.x, self.compute, self.generator(0, "statistics"))
 
 
-class MaskedClasses(OwnClasses):
+class MaskedClasses(LabelSpace):
     """All classes, of which the logits of absent ones are masked in a loss."""
 
     def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

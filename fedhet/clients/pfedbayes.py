@@ -16,7 +16,7 @@ from fedhet.base.seeding import derive
 from fedhet.base.transfer import all_to_device
 from fedhet.clients.fedavg import FedAvgClient
 from fedhet.methods.pfedbayes import PFedBayesSettings
-from fedhet.models import HetModel, on_host
+from fedhet.models import HetModel, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 PERSONAL = "scale"
@@ -57,7 +57,7 @@ class PFedBayesClient(FedAvgClient):
         """Return the localized means and standard deviations; keep the personal ones."""
         assert isinstance(local, LocalizedModel)
         self.state.tensors |= grouped(PERSONAL, local.scale())
-        return super().reply(local) | grouped("scale", on_host(local.local_scale()))
+        return super().reply(local) | grouped("scale", to_host_arrays(local.local_scale()))
 
     def _placed(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         return all_to_device({k: torch.tensor(v) for k, v in arrays.items()}, self.compute.device)

@@ -21,7 +21,7 @@ from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.config.sources import Given, from_flower, validated
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
-from fedhet.data.store import GENERATED, MADE_HERE, RunData
+from fedhet.data.store import GENERATED, NO_DATASET, RunData
 from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
@@ -107,7 +107,7 @@ def completed(given: Given) -> Config:
     usual = {k: v for k, v in usual.items() if f"{method.table}.{kebab(k)}" not in given.chosen}
     if is_private:
         clients = spec.privacy.models
-        usual |= {k: models.without_batch_norms(v) for k, v in usual.items() if k in clients}
+        usual |= {k: models.group_norm_name(v) for k, v in usual.items() if k in clients}
     unset = {k: v for k, v in usual.items() if getattr(own, k) == getattr(default, k)}
     own = own.model_copy(update=unset)
 
@@ -153,7 +153,7 @@ def _check_models_and_data(config: Config) -> None:
         if A_MODEL in info.metadata and values[own] != info.default:
             _check_own_model(config, own, lambda model: models.check_name(str(model)))
     sources.find_source(run.data.dataset)
-    if run.data.public_dataset not in ("", *MADE_HERE):
+    if run.data.public_dataset not in ("", *NO_DATASET):
         sources.find_source(run.data.public_dataset, "data.public-dataset")
 
 
@@ -228,7 +228,7 @@ def _check_privacy(config: Config) -> None:
     for setting, needed in PRIVATE.items():
         check(setting, values[setting], needed)
     for setting, model in _models_of_clients(config):
-        fit = models.without_batch_norms(model)
+        fit = models.group_norm_name(model)
         if fit != model:
             rest = f"in place of {model}, whose batch norms mix the samples of a batch"
             check(setting, model, (fit,), f" {rest},")

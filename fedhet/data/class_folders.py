@@ -485,7 +485,7 @@ class Tree:
         return Split(self.files.read(paths, spec, like), torch.from_numpy(labels[rows]))
 
 
-def understand(
+def find_tree(
     root: Path, files: Files, *, level: int = 0, classes: Sequence[str] = (), whole: bool = True
 ) -> Tree:
     """Find the parts, the classes and the samples of a tree.

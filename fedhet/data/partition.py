@@ -22,7 +22,7 @@ from fedhet.data.spec import (
     Index,
     Split,
     concatenated,
-    global_random_kept,
+    preserve_global_rng,
 )
 from fedhet.settings.run import DataSettings
 
@@ -32,7 +32,7 @@ _DIRICHLET_DRAWS = 11
 _MIN_TRAIN = 2
 
 
-@global_random_kept()
+@preserve_global_rng()
 def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     """Return each client's row numbers in the training set, sorted and disjoint.
 

@@ -12,7 +12,7 @@ import torch
 from fedhet.base.disk import expanded, read_tables
 from fedhet.base.errors import DataError, StateError, reason_of
 from fedhet.data.cells import find_rows, read_table
-from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, holds, understand
+from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, find_tree, holds
 from fedhet.data.images import IMAGES
 from fedhet.data.partition import hold_out
 from fedhet.data.sources import sample_kind
@@ -24,8 +24,8 @@ from fedhet.data.spec import (
     Dataset,
     DataSpec,
     Split,
-    global_random_kept,
-    no_test,
+    no_test_error,
+    preserve_global_rng,
     reading,
 )
 from fedhet.data.tables import labeled, read_schema
@@ -147,7 +147,7 @@ class Declaration:
             raise DataError(f"{type(error).__name__}: {error}") from error
 
 
-@global_random_kept()
+@preserve_global_rng()
 def site_data(
     folder: str,
     *,
@@ -175,11 +175,11 @@ def site_data(
             f"{root}: the run must say how many classes there are, 2 or more: "
             f"'models.num-classes' is {classes}"
         )
-    own, rest, left_aside = _read(root, classes, spec, unlabeled, declared)
+    own, rest, num_unused_unlabeled = _read(root, classes, spec, unlabeled, declared)
     train, test = own.train, own.test
     if test is None:
         if not spec.test_fraction:
-            raise no_test(f"{root}", spec)
+            raise no_test_error(f"{root}", spec)
         train_rows, test_rows = hold_out(len(train), spec, f"{name} ({root})")
         train, test = train.take(train_rows), train.take(test_rows)
     if len(train) < 2 or len(test) < 1:
@@ -195,8 +195,8 @@ def site_data(
             raise DataError(f"{declared.path}: shape: {rule}. Correct it.")
         space, rest = tuple(range(classes)), rest or train.take(torch.arange(0))
     return ClientData(
-        name, train, test, None, own.classes, space, own.kind, own.shape, rest, left_aside,
-        own.stored, own.schema,
+        name, train, test, None, own.classes, space, own.kind, own.shape, rest,
+        num_unused_unlabeled, own.stored, own.schema,
     )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def _read(
             f"{root / CLASSES}: {named[0]!r} cannot name a class: "
             f"the folder of that name is for {files.noun} without one"
         )
-    tree = understand(root, files, classes=names, whole=False)
+    tree = find_tree(root, files, classes=names, whole=False)
     if len(tree.classes) != classes:
         raise DataError(
             f"{root}: has {len(tree.classes)} class folders, the run has {classes} classes; name "

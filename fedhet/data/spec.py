@@ -126,7 +126,7 @@ class Dataset:
             return "scaled"
         return "bytes" if self.train.x.dtype == torch.uint8 else "given"
 
-    def keeping(self, rows: Index) -> Dataset:
+    def with_train_rows(self, rows: Index) -> Dataset:
         """Return the dataset with these rows of its training set."""
         subclasses, groups = self.subclasses, self.groups
         return replace(
@@ -157,7 +157,7 @@ class ClientData:
     shape: Shape
     unlabeled: Split | None = None
     """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
-    left_aside: int = 0
+    num_unused_unlabeled: int = 0
     """Number of unlabeled samples that were not requested; `unlabeled` is then empty."""
     stored: Stored = "given"
     """How its samples are stored, which says how new ones are scaled."""
@@ -177,18 +177,18 @@ class DataSpec(DataSettings):
         return cls.model_construct(**dict(run.data), clients=run.clients, seed=run.seed)
 
     @property
-    def seen(self) -> list[int]:
+    def training_clients(self) -> list[int]:
         """The numbers of the clients that train: all but those of `unseen`."""
         unseen = drawn_unseen(self.held_out_clients, self.clients, self.seed)
         return [index for index in range(self.clients) if index not in unseen]
 
-    def but(self, **changes: object) -> DataSpec:
+    def replace(self, **changes: object) -> DataSpec:
         """Return a copy with other values."""
         return self.model_copy(update=changes)
 
 
 @contextmanager
-def global_random_kept() -> Iterator[None]:
+def preserve_global_rng() -> Iterator[None]:
     """Restore the global state of `random` and numpy afterwards: some imports draw from it."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
@@ -229,7 +229,7 @@ def check_max_bytes(size: int, spec: DataSettings, where: object) -> None:
         )
 
 
-def no_test(owner: str, spec: DataSpec) -> DataError:
+def no_test_error(owner: str, spec: DataSpec) -> DataError:
     """Return the error for a client without test samples, where there is no common test set."""
     return DataError(
         f"{owner}: has no test samples: data.test-fraction = {spec.test_fraction:g} must be more "
@@ -272,12 +272,12 @@ def encode_labels(names: Sequence[str] | npt.NDArray[Any]) -> Index:
     return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
 
 
-def nowhere(path: str, table: DataSettings) -> None:
+def no_path(path: str, table: DataSettings) -> None:
     """Return None: the data is not read from files of the user's."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """What a place names: a path of this machine, or a name of a hub; and what follows either."""
 
     path: str = ""
@@ -298,9 +298,9 @@ class Source:
     """What follows the name and a colon, such as DIR; empty: nothing does."""
     kind: Kind = IMAGE
     """The kind of its samples."""
-    found_kind: Callable[[str], Kind] | None = None
+    infer_kind: Callable[[str], Kind] | None = None
     """(place) -> the kind, where only the data says it. What cannot be read has any."""
-    parse: Callable[[str], Place] = Place
+    parse: Callable[[str], Location] = Location
     """(place) -> what it names: whoever permits, reads or moves the data asks this alone."""
     files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
     """(path of the place, settings) -> the file or folder that is read, if there is one."""
@@ -311,7 +311,7 @@ class Source:
     is_mapped: bool = False
     """Whether decoded samples lie in a cache of their own, from which all processes map them."""
     owners: str = ""
-    """Where 'data.by' says whose a sample is, in words; empty: nowhere."""
+    """Where 'data.by' says whose a sample is, in words; empty: no_path."""
 
     @property
     def form(self) -> str:

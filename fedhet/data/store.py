@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,8 +45,8 @@ from fedhet.data.spec import (
     DataSpec,
     Index,
     Split,
-    global_random_kept,
-    no_test,
+    no_test_error,
+    preserve_global_rng,
     stratified,
     subset_rows,
 )
@@ -143,7 +143,7 @@ class RunData:
             rows = torch.isin(common.y, torch.tensor(space)).nonzero().flatten()
             common = common.take(rows) if len(rows) else None
         if not len(test) and common is None:
-            raise no_test(name, self.spec)
+            raise no_test_error(name, self.spec)
         return ClientData(
             name, train, test, common, dataset.classes, space, dataset.kind, dataset.shape,
             stored=dataset.stored, schema=dataset.schema,
@@ -155,7 +155,7 @@ class RunData:
         They are those that `labeled_parts` gives each client, in the order of the clients.
         """
         spec, pairs = self.spec, []
-        for index in spec.seen:
+        for index in spec.training_clients:
             own = self.dataset.train.take(self.split_rows(index)[0])
             name = client_name(index, spec.clients)
             alpha, least = spec.labeled_alpha, spec.min_labeled
@@ -191,11 +191,11 @@ class RunData:
         spec, alone = self.spec, self.common_test is None
         for index in range(spec.clients):
             if not len(self.split_rows(index)[1]) and alone:
-                raise no_test(spec.dataset, spec)
+                raise no_test_error(spec.dataset, spec)
         if spec.public_dataset or spec.public_fraction:
             public = self.public_set(self.dataset.kind, self.dataset.shape, None)
-            if spec.public_dataset not in ("", *MADE_HERE):
-                refuse_overlap(public, self.dataset.train, spec.dataset)
+            if spec.public_dataset not in ("", *NO_DATASET):
+                check_no_overlap(public, self.dataset.train, spec.dataset)
 
     def share(self, folder: Path) -> None:
         """Write the data into a folder, for other processes to map. Raises StateError."""
@@ -317,7 +317,7 @@ def _is_copied(spec: DataSpec) -> bool:
     return not find_source(spec.dataset)[0].is_mapped
 
 
-@global_random_kept()
+@preserve_global_rng()
 def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
     """Read and decode the dataset that `spec` names.
 
@@ -332,7 +332,9 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
         )
     if spec.max_samples:
         rng = numpy_rng(spec.seed, "max-samples")
-        dataset = dataset.keeping(subset_rows(dataset.train.y.numpy(), spec.max_samples, rng))
+        dataset = dataset.with_train_rows(
+            subset_rows(dataset.train.y.numpy(), spec.max_samples, rng)
+        )
     if spec.superclasses:
         dataset = merged(dataset, spec.superclasses)
     if spec.public_fraction:
@@ -345,7 +347,7 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
         count = max(1, round(spec.public_fraction * len(labels)))
         public = stratified(labels, count, numpy_rng(spec.seed, "public"))
         owned = np.setdiff1d(np.arange(len(labels)), public)
-        dataset = replace(dataset.keeping(owned), public=dataset.train.take(public))
+        dataset = replace(dataset.with_train_rows(owned), public=dataset.train.take(public))
     if dataset.test is not None:
         rng = numpy_rng(FIXED_SEED, "max-test-samples")
         dataset = replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
@@ -358,11 +360,11 @@ GENERATED = "generated"
 """The `public-dataset` that is generated from the training set, as its kind of samples says."""
 UNUSED = "unused"
 """The `public-dataset` of the training rows that `data.max-samples` leaves out."""
-MADE_HERE = (GENERATED, UNUSED)
+NO_DATASET = (GENERATED, UNUSED)
 """Values of `public-dataset` that name no other dataset."""
 
 
-def refuse_overlap(public: Split, own: Split, owner: str) -> None:
+def check_no_overlap(public: Split, own: Split, owner: str) -> None:
     """Raise DataError if the public set contains any sample of `own`, however stored."""
     if public.x.dtype != own.x.dtype:
         public, own = public.scaled(), own.scaled()
@@ -404,12 +406,12 @@ def generated(spec: DataSpec, dataset: Dataset) -> Dataset:
 def public_source(spec: DataSpec) -> DataSpec | None:
     """Return the spec of the dataset that public samples are taken from, if it is another one."""
     if spec.public_dataset == UNUSED:
-        return spec.but(max_samples=0)
+        return spec.replace(max_samples=0)
     if spec.public_dataset in ("", GENERATED):
         return None
     # Files that may be whole clients are read whole, and a part of the samples is taken later.
     whole = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
-    return spec.but(
+    return spec.replace(
         dataset=spec.public_dataset,
         max_samples=0 if whole else spec.public_samples,
         by="",
@@ -421,12 +423,23 @@ def public_source(spec: DataSpec) -> DataSpec | None:
 
 _PARTITION, _SAMPLES = "partition.safetensors", "samples.npy"
 _PARTS = ("train", "test", "public")
-_METADATA = TypeAdapter(
-    tuple[
-        str, tuple[str, ...], tuple[tuple[int, int], ...] | None, tuple[int, ...], str,
-        tuple[int, ...], bool, TableSchema | None,
-    ]
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """Fields of a `Dataset` other than its arrays."""
+
+    name: str
+    classes: tuple[str, ...]
+    parts: tuple[tuple[int, int], ...] | None
+    columns: tuple[int, ...]
+    kind: str
+    shape: tuple[int, ...]
+    scaled_images: bool
+    schema: TableSchema | None
+
+
+_METADATA = TypeAdapter(_Metadata)
 
 
 @contextlib.contextmanager
@@ -439,7 +452,7 @@ def _mapping(what: str, path: Path) -> Iterator[None]:
 
 
 def write_dataset(dataset: Dataset, path: Path) -> None:
-    """Write a dataset's arrays and facts into one file."""
+    """Write a dataset's arrays and metadata to a safetensors file."""
     tensors: dict[str, Tensor] = {}
     for part in _PARTS:
         split: Split | None = getattr(dataset, part)
@@ -448,17 +461,14 @@ def write_dataset(dataset: Dataset, path: Path) -> None:
     for name in ("subclasses", "groups"):
         if (rows := getattr(dataset, name)) is not None:
             tensors[name] = torch.from_numpy(rows).contiguous()
-    facts = (
-        dataset.name, dataset.classes, dataset.parts, dataset.columns, dataset.kind, dataset.shape,
-        dataset.scaled_images, dataset.schema,
-    )  # fmt: skip
-    save_file(tensors, path, {"facts": _METADATA.dump_json(facts).decode()})
+    metadata = _Metadata(**{each.name: getattr(dataset, each.name) for each in fields(_Metadata)})
+    save_file(tensors, path, {"dataset": _METADATA.dump_json(metadata).decode()})
 
 
 def read_dataset(path: Path) -> Dataset:
-    """Return a dataset whose arrays are mapped from a file, not read. Raises StateError."""
+    """Map a dataset written by `write_dataset` into memory. Raises StateError."""
     with _mapping("decoded data", path), safe_open(path, framework="pt") as file:
-        facts = _METADATA.validate_json(file.metadata()["facts"])
+        metadata = _METADATA.validate_json(file.metadata()["dataset"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     train, test, public = (
         Split(tensors[f"{part}.x"], tensors[f"{part}.y"]) if f"{part}.x" in tensors else None
@@ -468,8 +478,11 @@ def read_dataset(path: Path) -> Dataset:
     subclasses, groups = (
         tensors[name].numpy() if name in tensors else None for name in ("subclasses", "groups")
     )
-    name, classes, parts, columns, kind, shape, scaled_images, schema = facts
     return Dataset(
-        name, train, test, classes, parts, public, columns, subclasses, kind, shape, groups,
-        scaled_images, schema,
-    )  # fmt: skip
+        **vars(metadata),
+        train=train,
+        test=test,
+        public=public,
+        subclasses=subclasses,
+        groups=groups,
+    )

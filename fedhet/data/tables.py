@@ -37,7 +37,7 @@ from fedhet.data.values import (
     date_order,
     decimal_sign,
     is_missing,
-    is_no_number,
+    is_missing_number,
     parse_dates,
     parse_numbers,
     recognize,
@@ -140,7 +140,7 @@ def read_schema(path: Path) -> TableSchema:
         raise DataError(f"{path}: {where}: {first['msg']}") from None
 
 
-def found_schema(
+def infer_schema(
     cells: Cells, spec: DataSpec, say: Callable[[str], object] = LOG.info
 ) -> TableSchema:
     """Find the schema of training rows. Raises DataError if they do not make one.
@@ -352,7 +352,7 @@ def _features(
             numbers = parse_numbers(found.texts, column.written or "1234.5", column.unit)
         for odd in np.flatnonzero(np.isnan(numbers) & ~absent).tolist():
             text = found.texts[odd]
-            if not is_no_number(text):
+            if not is_missing_number(text):
                 form = f" written as {column.written}" if column.written else ""
                 form += f" with {column.unit!r}" if column.unit else ""
                 noun = f"number up to {MAX_NUMBER:g} either way{form}"

@@ -118,7 +118,7 @@ def is_missing(text: str, marks: Sequence[str] = ()) -> bool:
     return text.lower() in MISSING or text in marks
 
 
-def is_no_number(text: str) -> bool:
+def is_missing_number(text: str) -> bool:
     """Return whether a value stands for a missing number."""
     return text.lower() in MISSING_NUMBER or _MISSING_FORM.fullmatch(text) is not None
 
@@ -570,7 +570,7 @@ def recognize(
     texts, counts = values.texts, values.counts()
     missing = np.array([is_missing(text, marks) for text in texts], bool)
     there = np.flatnonzero(~missing).tolist()
-    places = [place for place in there if not is_no_number(texts[place])]
+    places = [place for place in there if not is_missing_number(texts[place])]
     given, rows = [texts[place] for place in places], counts[places]
     attempts = ("number",) if typed else ("number", "date", CLOCK)
     doubt: UnclearError | None = None

@@ -319,8 +319,8 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
                 batch = dataset.train.take(torch.arange(int(size)).numpy())
                 begun = time.thread_time()
                 with compute.autocast():
-                    logits = model(compute.images(batch.x)).float()
-                    loss = torch.nn.functional.cross_entropy(logits, compute.held(batch.y))
+                    logits = model(compute.to_inputs(batch.x)).float()
+                    loss = torch.nn.functional.cross_entropy(logits, compute.to_device(batch.y))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seconds = time.thread_time() - begun
                 if step and seconds > 0.5:  # the first step warms up

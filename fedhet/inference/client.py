@@ -29,7 +29,7 @@ from fedhet.data.texts import TEXTS, tokenized
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
 from fedhet.learning.training import evaluate, logits_of
-from fedhet.models import Allocation, Refitted
+from fedhet.models import AllocationLimit, Refitted
 from fedhet.runs.directory import read_records, read_run_name
 from fedhet.runs.measures import best_round
 from fedhet.runs.records import MAX_ROUNDS
@@ -176,7 +176,7 @@ def open_client(
     largest = max(store.path(each).stat().st_size for each in store.rounds())
     try:
         # A record may name any shape; its models cannot be larger than what was saved of them.
-        with Allocation(TIMES_ITS_STATE * largest + 2**26):
+        with AllocationLimit(TIMES_ITS_STATE * largest + 2**26):
             half = config.method.client(config, node, samples=record.without_data(config))
             half.state.restore(store.run, before=round + 1)
     except (ModelError, RuntimeError) as error:
@@ -311,7 +311,7 @@ def read_inputs(
     `most` bytes. The settings of the run may be somebody else's, so their `data.max-bytes` does
     not count.
     """
-    bounds = DataSpec.of(record.config().run).but(max_bytes=most)
+    bounds = DataSpec.of(record.config().run).replace(max_bytes=most)
     if record.kind == TEXT.name:
         texts = _files_in(paths, TEXTS)
         return texts, TEXTS.read(texts, bounds, None)

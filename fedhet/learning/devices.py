@@ -103,12 +103,12 @@ class Compute:
             module.to(memory_format=torch.channels_last)
         return module
 
-    def images(self, x: Tensor) -> Tensor:
+    def to_inputs(self, x: Tensor) -> Tensor:
         """Return `x` [N, ...] on the device as models expect it: bytes are scaled there.
 
         Images [N, C, H, W] are in the memory format.
         """
-        there = scaled(self.held(x))
+        there = scaled(self.to_device(x))
         if self.channels_last and x.ndim == 4:
             return there.contiguous(memory_format=torch.channels_last)
         return there
@@ -123,11 +123,11 @@ class Compute:
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
         return cast(Loss, torch.compile(loss_of, mode=mode))
 
-    def held(self, x: Tensor) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         """Return `x` [N, ...] on the device as it is: on a processor no copy is made."""
         return to_device(x, self.device)
 
-    def kept(self, *parts: Tensor) -> list[Tensor]:
+    def fit_on_device(self, *parts: Tensor) -> list[Tensor]:
         """Return samples [N, ...] on the device if there is room for all, or else as they are.
 
         There is if they fit into what `sample_bytes` leaves beside the samples that are there, and
@@ -143,7 +143,7 @@ class Compute:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2**62
         if here + size > self.sample_bytes or size > free // 2:
             return list(parts)
-        there = [self.held(part) for part in parts]
+        there = [self.to_device(part) for part in parts]
         _kept.extend(map(weakref.ref, there))
         return there
 
@@ -185,7 +185,7 @@ def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
     hooks = [module.register_forward_hook(note) for module in model.modules()]
     try:
         with compute.autocast():
-            model(compute.images(x[:1]))
+            model(compute.to_inputs(x[:1]))
     finally:
         for hook in hooks:
             hook.remove()

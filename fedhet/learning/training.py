@@ -21,7 +21,7 @@ from fedhet.base.transfer import rows_of, to_device
 from fedhet.learning.devices import CPU, Compute, evaluation_batch
 from fedhet.settings.run import TrainingSettings
 
-LossOfBatch = Callable[[Tensor, Tensor], Tensor]
+BatchLoss = Callable[[Tensor, Tensor], Tensor]
 """(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
 Penalty = Callable[[], Tensor | float]
 """() -> a term of the loss that depends on the weights alone, a scalar; 0.0 without a gradient."""
@@ -44,7 +44,7 @@ class CrossEntropy(nn.Module):
         return nn.functional.cross_entropy(self.model(x).float(), y)
 
 
-class OwnClasses(nn.Module):
+class LabelSpace(nn.Module):
     """A client's label space: selects the columns of its classes, and numbers the labels by them.
 
     A loss of these leaves the outputs of other classes without a gradient.
@@ -103,7 +103,7 @@ class Optimization:
         """Return the parameters that the optimizer changes."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def decaying(self, factor: float) -> Callable[[int], None]:
+    def decay_schedule(self, factor: float) -> Callable[[int], None]:
         """Return a function to call before each epoch, from 0, that lowers the learning rate.
 
         The rate of an epoch is that of now, times `factor` to the power of the epoch's number.
@@ -181,13 +181,13 @@ def batches(
     return [order[start:end] for start, end in zip(cuts, [*cuts[1:], samples], strict=True)]
 
 
-class Epochs(TypedDict, total=False):
+class TrainOptions(TypedDict, total=False):
     """Options of `train_epochs` that a method may choose."""
 
     epochs: int
     batch_size: int
     steps: int
-    stepped: Callable[[], None]
+    after_batch: Callable[[], None]
     before_epoch: Callable[[int], object]
     penalty: Penalty
 
@@ -195,7 +195,7 @@ class Epochs(TypedDict, total=False):
 def train_epochs(
     x: Tensor,
     y: Tensor,
-    loss_of: LossOfBatch,
+    loss_of: BatchLoss,
     optimizing: Optimization,
     *,
     epochs: int,
@@ -203,19 +203,27 @@ def train_epochs(
     generator: torch.Generator,
     compute: Compute,
     steps: int = 1,
-    stepped: Callable[[], None] | None = None,
+    after_batch: Callable[[], None] | None = None,
     before_epoch: Callable[[int], object] | None = None,
     augment: Augment | None = None,
     penalty: Penalty | None = None,
 ) -> float:
-    """Train on x [N, ...] and y [N]; return the mean loss over the samples of the last epoch.
+    """Train with mini-batches, and return the mean loss of the last epoch.
 
-    Images may be bytes: they are scaled batch by batch. `y` is on the device, `x` there or on the
-    host, from where its batches are copied.
-
-    `before_epoch` is called with each epoch's number, from 0. `augment` changes the images of each
-    batch. A batch is learned in `steps` optimizer steps, after which `stepped` is called. `penalty`
-    is a term of the loss that depends on the weights alone.
+    Args:
+        x: Samples [N, ...] on the device, or on the host. Bytes are scaled batch by batch.
+        y: Labels [N] on the device.
+        loss_of: Mean loss of a batch.
+        optimizing: Optimizer of the trained parameters.
+        epochs: Number of passes over the samples.
+        batch_size: Samples in a batch; see `batches`.
+        generator: Source of the random order.
+        compute: Device and precision.
+        steps: Optimizer steps on each batch.
+        after_batch: Called after the steps on each batch.
+        before_epoch: Called with the number of each epoch, from 0.
+        augment: Changes the samples of each batch.
+        penalty: Term of the loss that depends only on the weights.
     """
     loss_of = compute.compiled(loss_of) if optimizing.compiles else loss_of
     mean = math.nan
@@ -225,15 +233,15 @@ def train_epochs(
         total = torch.zeros((), device=compute.device)
         for index in optimizing.batches(len(y), batch_size, generator, x.device):
             target = rows_of(y, index)
-            inputs = compute.images(x[index])
+            inputs = compute.to_inputs(x[index])
             inputs = inputs if augment is None or not len(index) else augment(inputs)
             for _ in range(steps):
                 with compute.autocast():
                     loss = loss_of(inputs, target) if len(index) else None
                     extra = 0.0 if penalty is None else penalty()
                 optimizing.step(loss, extra)
-            if stepped is not None:
-                stepped()
+            if after_batch is not None:
+                after_batch()
             if loss is not None:
                 total += (loss + extra).detach() * len(index)
         mean = total.item() / len(y)
@@ -247,7 +255,7 @@ class Evaluation:
     accuracy: float
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics by their names; see `fedhet.models.judge`."""
+    """Metrics by their names; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
     """The accuracy of always predicting the split's most frequent class."""
 
@@ -267,9 +275,9 @@ def evaluate(
         size = evaluation_batch(model, x, compute)
         for start in range(0, len(y), size):
             part = slice(start, start + size)
-            target = compute.held(y[part])
+            target = compute.to_device(y[part])
             with compute.autocast():
-                logits = model(compute.images(x[part])).float()
+                logits = model(compute.to_inputs(x[part])).float()
             top, guess = logits.max(1)  # NaN if any logit is; argmax alone would guess a class
             correct += ((guess == target) & top.isfinite()).sum()
             loss += nn.functional.cross_entropy(logits, target, reduction="sum")
@@ -284,7 +292,7 @@ def logits_of(model: nn.Module, x: Tensor, compute: Compute) -> Tensor:
     """Return the logits [N, C], float32, of `model` in evaluation mode on x [N, ...]."""
     with evaluating(model), compute.autocast():
         size = evaluation_batch(model, x, compute)
-        parts = [model(compute.images(part)) for part in torch.split(x, size)]
+        parts = [model(compute.to_inputs(part)) for part in torch.split(x, size)]
     return torch.cat(parts).float()
 
 
@@ -301,7 +309,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def statistics_kept(model: nn.Module) -> Iterator[None]:
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
     """Let batch norms in training mode use a batch's statistics without adding to their own."""
     norms: list[Any] = [m for m in model.modules() if getattr(m, "track_running_stats", False)]
     for norm in norms:

@@ -85,7 +85,7 @@ class DrawnInfo:
     models: Mapping[str, ModelInfo] = field(repr=False, compare=False)
 
 
-def share_of(channels: int, width: float) -> int:
+def scale_channels(channels: int, width: float) -> int:
     """Return the channels of a layer at a width: rounded up, as in HeteroFL's published code."""
     return math.ceil(channels * width)
 
@@ -133,7 +133,7 @@ def output_shape(
         return tuple(module((kind or IMAGE).blank(2, tuple(shape))).shape)
 
 
-class Within(nn.Module):
+class LabelSpaceModel(nn.Module):
     """A network with its logits [N, C] restricted to its own classes; others are never predicted.
 
     A network trained through this wrapper learns to distinguish its own classes only: the outputs
@@ -152,7 +152,7 @@ class Within(nn.Module):
         return logits.masked_fill(self.outside, float("-inf"))
 
 
-def names_of(model: HetModel, part: Part) -> frozenset[str]:
+def part_names(model: HetModel, part: Part) -> frozenset[str]:
     """Return the names in the state dict of `model` that belong to the part.
 
     A batch norm's are its weights and its running statistics (FedBN, Li et al. 2021).
@@ -169,9 +169,9 @@ def names_of(model: HetModel, part: Part) -> frozenset[str]:
     return frozenset(name for name in everything if name.startswith(start))
 
 
-def arrays_of(model: HetModel, part: Part) -> dict[str, Array]:
+def part_arrays(model: HetModel, part: Part) -> dict[str, Array]:
     """Return the part's tensors as arrays, in the order of the state dict."""
-    names = names_of(model, part)
+    names = part_names(model, part)
     return {name: array for name, array in to_arrays(model).items() if name in names}
 
 
@@ -180,10 +180,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def to_arrays(model: nn.Module) -> dict[str, Array]:
     """Return a model's state dict as numpy arrays by name."""
-    return on_host(model.state_dict())
+    return to_host_arrays(model.state_dict())
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+def to_host_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
     """Return tensors as numpy arrays by name: those of an accelerator are copied in one piece."""
     return {name: tensor.numpy() for name, tensor in all_to_device(tensors, HOST).items()}
 
@@ -203,7 +203,7 @@ Evaluations = dict[tuple[str, str], Evaluation]
 """Evaluations by protocol ("personal", "common") and kind of model ("private", "proxy", ...)."""
 
 
-def judge_all(
+def evaluate_models(
     models: Mapping[str, nn.Module],
     splits: Mapping[str, Split],
     compute: Compute,
@@ -211,13 +211,13 @@ def judge_all(
 ) -> Evaluations:
     """Evaluate models, by kind, on every test split, by protocol."""
     return {
-        (protocol, kind): judge(model, split, compute, metrics)
+        (protocol, kind): evaluate_model(model, split, compute, metrics)
         for protocol, split in splits.items()
         for kind, model in models.items()
     }
 
 
-def judge(
+def evaluate_model(
     model: nn.Module, split: Split, compute: Compute, metrics: Sequence[str] = (ACCURACY,)
 ) -> Evaluation:
     """Return a model's score on a split of at least one sample, with its `metrics`.
@@ -231,7 +231,9 @@ def judge(
         if logits.amax(1).isfinite().all() and not logits.isnan().any():
             truth, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
             if isinstance(model, Refitted):
-                likely = model.probabilities(compute.images(split.x)).double().cpu().clip(0.0, 1.0)
+                likely = (
+                    model.probabilities(compute.to_inputs(split.x)).double().cpu().clip(0.0, 1.0)
+                )
             else:
                 likely = logits.softmax(1)
             made = Predictions(truth, predicted, likely.numpy())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedhet.base.arrays import Array
 from fedhet.base.errors import ModelError, typed
 from fedhet.base.seeding import seeded
-from fedhet.data.spec import global_random_kept
+from fedhet.data.spec import preserve_global_rng
 from fedhet.learning.devices import scaled
 
 
@@ -181,7 +181,7 @@ def _calm(seed: int) -> Iterator[None]:
 
     with (
         threadpool_limits(1),
-        global_random_kept(),
+        preserve_global_rng(),
         seeded(seed, "classical"),
         warnings.catch_warnings(),
     ):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fedhet.kinds import PADDING, SIGNAL, TABLE, TEXT, Shape
-from fedhet.models.base import Dropout, ModelInfo, share_of
+from fedhet.models.base import Dropout, ModelInfo, scale_channels
 
 SIGNAL_DROPOUT = 0.25
 PIECES = 4
@@ -58,7 +58,7 @@ def signal_cnn(
 
     Dropout follows each. `width` is the share of all channels, rounded up.
     """
-    *widths, features = (share_of(channels, width) for channels in (*widths, HIDDEN))
+    *widths, features = (scale_channels(channels, width) for channels in (*widths, HIDDEN))
     drop: list[nn.Module] = [Dropout(dropout)] if dropout else []
     layers: list[nn.Module] = []
     for inputs, outputs in zip((shape[0], *widths[:-1]), widths, strict=True):
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 def signal_resnet(shape: Shape, width: float = 1.0) -> nn.Module:
     """Return a stem that halves time, three blocks, and the mean over time: -> [N, 64]."""
-    stem, *widths = (share_of(channels, width) for channels in (16, 32, HIDDEN, HIDDEN))
+    stem, *widths = (scale_channels(channels, width) for channels in (16, 32, HIDDEN, HIDDEN))
     blocks = [Block(i, o) for i, o in zip((stem, *widths[:-1]), widths, strict=True)]
     first = conv_bn(shape[0], stem, 7, 2)
     return nn.Sequential(first, nn.ReLU(), *blocks, PiecesPool(1), nn.Flatten())
@@ -167,7 +167,7 @@ class Bag(nn.Module):
 
     def __init__(self, shape: Shape, width: float = 1.0) -> None:
         super().__init__()
-        size = share_of(WIDTH, width)
+        size = scale_channels(WIDTH, width)
         self.tokens = Tokens(shape[2], size)
         self.hidden = nn.Linear(size, size)
 
@@ -181,7 +181,7 @@ class TextCnn(nn.Module):
 
     def __init__(self, shape: Shape, dropout: float = 0.0, width: float = 1.0) -> None:
         super().__init__()
-        inputs = share_of(WIDTH, width)
+        inputs = scale_channels(WIDTH, width)
         self.tokens = Tokens(shape[2], inputs)
         self.convs = nn.ModuleList(nn.Conv1d(inputs, inputs, size) for size in KERNELS)
         self.dropout = Dropout(dropout) if dropout else nn.Identity()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import Shape
-from fedhet.models.base import DrawnInfo, Dropout, ModelInfo, share_of
+from fedhet.models.base import DrawnInfo, Dropout, ModelInfo, scale_channels
 
 SMALL_SIDE = 64
 
@@ -48,7 +48,7 @@ def cnn(
     `shape` is [C, H, W]. Dropout follows the last two batch norms and the linear layer, as
     UM-pFSSL's ResNet-9 has it (section VI-A). `width` is the share of all channels, rounded up.
     """
-    *widths, features = (share_of(channels, width) for channels in (*widths, features))
+    *widths, features = (scale_channels(channels, width) for channels in (*widths, features))
     inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
     drops = [0.0] * (len(widths) - 2) + [dropout] * 2
     layers = [
@@ -65,7 +65,7 @@ def mlp(shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float 
 
     Dropout follows each hidden layer. `width` is the share of all units, rounded up.
     """
-    widths = [share_of(units, width) for units in widths]
+    widths = [scale_channels(units, width) for units in widths]
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in zip((prod(shape), *widths[:-1]), widths, strict=True):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -168,11 +168,11 @@ def vision_resnet(
     block_type: Any = resnet.BasicBlock if block == "basic" else resnet.Bottleneck
     net: Any = resnet.ResNet(block_type, list(layers), num_classes=1)
     if width != 1:
-        net.inplanes = share_of(64, width)
+        net.inplanes = scale_channels(64, width)
         net.conv1 = nn.Conv2d(3, net.inplanes, 7, 2, 3, bias=False)
         net.bn1 = nn.BatchNorm2d(net.inplanes)
         for number, blocks in enumerate(layers):
-            planes, stride = share_of(64 * 2**number, width), 1 if number == 0 else 2
+            planes, stride = scale_channels(64 * 2**number, width), 1 if number == 0 else 2
             # torchvision's own method; its constructor has no choice of all widths.
             stage = net._make_layer(block_type, planes, blocks, stride)
             setattr(net, f"layer{number + 1}", stage)

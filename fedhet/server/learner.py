@@ -17,13 +17,13 @@ from fedhet.base.seeding import seeded, torch_generator
 from fedhet.base.transfer import all_to_device
 from fedhet.learning.devices import compute_for
 from fedhet.learning.training import (
-    LossOfBatch,
+    BatchLoss,
     all_finite,
     logits_of,
     optimization_for,
     train_epochs,
 )
-from fedhet.models import HetModel, load_weights, on_host, to_arrays
+from fedhet.models import HetModel, load_weights, to_arrays, to_host_arrays
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import MAX_MAGNITUDE
 from fedhet.wire.identity import SERVER
@@ -52,7 +52,7 @@ class Learner:
         round: int,
         x: Tensor,
         y: Tensor,
-        loss_of: LossOfBatch,
+        loss_of: BatchLoss,
         *,
         epochs: int,
         before_epoch: Callable[[int], object] | None = None,
@@ -99,7 +99,7 @@ class Learner:
         plateau = {k: np.array(v) for k, v in vars(self.plateau).items() if math.isfinite(v)}
         return {
             **grouped("model", to_arrays(self.model)),
-            **grouped("optimizer", on_host(self._known)),
+            **grouped("optimizer", to_host_arrays(self._known)),
             **grouped("plateau", plateau),
         }
 

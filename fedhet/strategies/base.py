@@ -28,7 +28,7 @@ from fedhet.data.spec import Split
 from fedhet.data.store import RunData
 from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
-from fedhet.models import HetModel, build, judge
+from fedhet.models import HetModel, build, evaluate_model
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, mean_metrics, placed
 from fedhet.runs.storage import Checkpoint
@@ -484,7 +484,7 @@ class HetStrategy(Strategy):
         if models and (common := self.common_test()) is not None:
             compute = compute_for(self.run.engine)
             scores = {
-                ("common", kind): judge(model, common, compute, self.run.metrics)
+                ("common", kind): evaluate_model(model, common, compute, self.run.metrics)
                 for kind, model in models.items()
             }
             self.state.measured(SERVER, Measured(placed(scores)))

@@ -40,7 +40,7 @@ class DsFlStrategy(FedMdStrategy):
         metrics = super().aggregate(round, replies)
         device, own = self.learner.compute.device, self.settings
         targets = torch.tensor(self.agreed, device=device)
-        x = self.learner.compute.held(self.public.x[self.rows.astype("int64")])
+        x = self.learner.compute.to_device(self.public.x[self.rows.astype("int64")])
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             return digest_losses(

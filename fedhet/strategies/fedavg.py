@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedavg import SPEC, FedAvgSettings
-from fedhet.models import HetModel, arrays_of
+from fedhet.models import HetModel, part_arrays
 from fedhet.runs.measures import mean_metrics
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.identity import ClientInfo
@@ -27,7 +27,7 @@ class FedAvgStrategy(HetStrategy):
     def init(self) -> None:
         """Start from a new model: the clients', or one that a setting names."""
         model = self.build_model(self.settings.averaged, self.settings.width)
-        weights = arrays_of(model, self.settings.part)
+        weights = part_arrays(model, self.settings.part)
         self._instruct_all({"weights": weights, **self.extra_groups(model)})
 
     def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:

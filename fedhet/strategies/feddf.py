@@ -23,7 +23,7 @@ from fedhet.algorithms.weights import RunningAverage
 from fedhet.base.arrays import Array, Arrays, grouped, groups
 from fedhet.base.errors import DivergedError, KnowledgeError
 from fedhet.base.seeding import seeded, torch_generator
-from fedhet.data.store import refuse_overlap
+from fedhet.data.store import check_no_overlap
 from fedhet.learning.devices import Compute, compute_for
 from fedhet.learning.training import all_finite, batches, logits_of, optimization_for, train_epochs
 from fedhet.methods.feddf import SPEC, FedDfSettings
@@ -49,8 +49,8 @@ class FedDfStrategy(HetStrategy):
         self.compute = compute_for(self.run.engine)
         public = self.public_set(labeled=False)
         if self.run.data.public_dataset and (common := self.common_test()):
-            refuse_overlap(public, common, "the common test set")
-        self.x = self.compute.held(public.x)
+            check_no_overlap(public, common, "the common test set")
+        self.x = self.compute.to_device(public.x)
         self._keep({})
         self._networks: dict[str, HetModel] = {}
         """A network of each architecture, which runs and trains the models."""
@@ -153,7 +153,7 @@ class FedDfStrategy(HetStrategy):
             batch_size=own.batch_size,
             generator=torch_generator(self.run.seed, SERVER, round, name),
             compute=self.compute,
-            stepped=annealing.step,
+            after_batch=annealing.step,
             before_epoch=closest.compare,
         )
         if not (math.isfinite(loss) and all_finite(student)):

@@ -21,8 +21,8 @@ from fedhet.algorithms.distillation import (
     taught_loss,
 )
 from fedhet.base.arrays import Array, group, grouped
-from fedhet.data.store import refuse_overlap
-from fedhet.learning.training import LossOfBatch
+from fedhet.data.store import check_no_overlap
+from fedhet.learning.training import BatchLoss
 from fedhet.methods.fedgems import SPEC, FedGemsSettings
 from fedhet.server.learner import Learner
 from fedhet.strategies.base import HetStrategy, Reply
@@ -41,10 +41,10 @@ class FedGemsStrategy(HetStrategy):
         """Build the server's model; the pool of global logits starts empty."""
         public = self.public_set(labeled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
-            refuse_overlap(public, common, "the common test set")
+            check_no_overlap(public, common, "the common test set")
         self.learner = Learner(self.build_model(self.settings.server_model), self.run)
         compute = self.learner.compute
-        self.x, self.y = compute.held(public.x), public.y.to(compute.device)
+        self.x, self.y = compute.to_device(public.x), public.y.to(compute.device)
         self.pool = Targets.none(len(self.y), self.task.classes, compute.device)
         """L_Global: each sample's logits from when it was last predicted correctly."""
         self.logits = self.learner.predict(self.x)
@@ -165,7 +165,7 @@ class FedGemsStrategy(HetStrategy):
         self.pool = pool
         return counts.tolist(), logits
 
-    def _lesson_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
+    def _lesson_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
         """Return the loss by the split of the self-evaluation, whose right logits enter `pool`.
 
         `counts` becomes the sizes of S1, S2 and S3.
@@ -183,7 +183,7 @@ class FedGemsStrategy(HetStrategy):
 
         return loss_of
 
-    def _lesson_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> LossOfBatch:
+    def _lesson_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
         """Return the loss by a split of each minibatch, whose right logits enter `pool`.
 
         The split is by the predictions of the training step itself (lines 5 to 12). To `counts` are

@@ -19,7 +19,7 @@ import numpy as np
 from fedhet.algorithms.consensus import mean_scores
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng
-from fedhet.data.store import refuse_overlap
+from fedhet.data.store import check_no_overlap
 from fedhet.methods.fedmd import SPEC, ConsensusSettings
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes, smallest_uint
@@ -37,7 +37,7 @@ class FedMdStrategy(HetStrategy):
         """Start without a consensus."""
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
-            refuse_overlap(self.public, common, "the common test set")
+            check_no_overlap(self.public, common, "the common test set")
         self.asked = self.rows = self._numbers([])
         """The public samples to predict in this round, and those of the consensus."""
         self.answers: dict[str, Array] = {}

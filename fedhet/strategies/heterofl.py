@@ -16,7 +16,7 @@ from fedhet.algorithms.weights import SubModel, average_overlaps, cut, fits
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
-from fedhet.models import arrays_of, is_registered, narrow_name
+from fedhet.models import is_registered, narrow_name, part_arrays
 from fedhet.settings.schema import refused
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.identity import ClientInfo
@@ -37,7 +37,7 @@ class HeteroFlStrategy(HetStrategy):
         if not is_registered(narrow_name(name, WIDTHS["e"])):
             rule = "a model that comes in several widths, such as mlp, cnn2 or text-cnn"
             raise refused("models.pool", self.run.models.pool, rule)
-        self._keep(arrays_of(self.build_model(self.model), self.settings.part))
+        self._keep(part_arrays(self.build_model(self.model), self.settings.part))
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Select among those whose model is a part of the global one."""

@@ -58,7 +58,7 @@ def sample_kind(table: DataSettings) -> Kind:
     source = SOURCES.get(name)
     if source is None:  # another error reports it
         return IMAGE
-    return source.found_kind(place) if source.found_kind and place else source.kind
+    return source.infer_kind(place) if source.infer_kind and place else source.kind
 
 
 def paths_of(table: DataSettings) -> list[Path]:

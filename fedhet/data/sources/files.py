@@ -32,7 +32,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, SettingsError, nearest, typed
 from fedhet.data import tables
 from fedhet.data.cells import ENDINGS, TEXT_ENDINGS, Cells, find_rows, read_table
-from fedhet.data.class_folders import Files, understand
+from fedhet.data.class_folders import Files, find_tree
 from fedhet.data.images import IMAGES
 from fedhet.data.spec import (
     Dataset,
@@ -41,7 +41,7 @@ from fedhet.data.spec import (
     Split,
     check_max_bytes,
     encode_labels,
-    nowhere,
+    no_path,
     reading,
 )
 from fedhet.data.texts import TEXTS, read_texts
@@ -146,11 +146,11 @@ def read_pair(
     if not path.exists():
         return train, None
     test = read_npz(path, spec, kind, classes)
-    same_form(train, test, "train.npz", path)
+    check_same_form(train, test, "train.npz", path)
     return train, test
 
 
-def same_form(first: Split, other: Split, where: str, path: Path | str) -> None:
+def check_same_form(first: Split, other: Split, where: str, path: Path | str) -> None:
     """Raise DataError unless `path`'s samples have the same shape and type as those of `where`."""
     for what, left, right in (
         ("shape", tuple(first.x.shape[1:]), tuple(other.x.shape[1:])),
@@ -160,7 +160,7 @@ def same_form(first: Split, other: Split, where: str, path: Path | str) -> None:
             raise DataError(f"{path}: samples have {what} {right}, those of {where} {left}")
 
 
-def refuse_subset(spec: DataSpec) -> None:
+def check_no_subset(spec: DataSpec) -> None:
     """Raise SettingsError if a run takes a part of samples that come as whole clients."""
     if spec.max_samples:
         raise SettingsError(
@@ -174,7 +174,7 @@ def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
 
     Each client's rows are contiguous, training before test; `Dataset.parts` holds the counts.
     """
-    refuse_subset(spec)
+    check_no_subset(spec)
     root = expanded(folder)
     there = {part: {file.name for file in (root / part).glob("*.npz")} for part in _LEAST}
     for part, found in there.items():
@@ -198,7 +198,7 @@ def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     common = read_npz(path, spec, kind) if path.exists() else None
     every = [*zip(files, splits, strict=True), *([(path, common)] if common is not None else [])]
     for path, split in every:
-        same_form(splits[0], split, files[0].name, path)
+        check_same_form(splits[0], split, files[0].name, path)
         least = _LEAST.get(path.parent.name, 1)
         if len(split) < least:
             raise DataError(f"{path}: has {len(split)} samples, at least {least} are needed")
@@ -265,7 +265,7 @@ def number_names(splits: Iterable[Split | None]) -> tuple[str, ...]:
 
 def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
     """Read a tree as a dataset. Raises DataError for any fault of its directories and files."""
-    tree = understand(expanded(place), files, level=spec.class_level)
+    tree = find_tree(expanded(place), files, level=spec.class_level)
     apart = len(tree.unlabeled or ())
     tree.unused.add(f"{files.noun} without a class", "see data.labeled-alpha", apart)
     return tree.read(spec, most=spec.max_samples)
@@ -307,7 +307,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         groups = np.repeat(np.arange(len(sites)), [len(site) for site in sites])
         train = Cells.joined(path, sites, spec)
     notes: list[str] = []
-    schema = tables.found_schema(train, spec, notes.append)
+    schema = tables.infer_schema(train, spec, notes.append)
     return Dataset(
         spec.dataset,
         tables.labeled(schema, train),
@@ -413,7 +413,7 @@ SOURCES = (
         "images or rows, one file for each client",
         read_clients,
         "DIR",
-        found_kind=kind_of_clients,
+        infer_kind=kind_of_clients,
         whole_clients=True,
     ),
     Source(
@@ -446,8 +446,8 @@ SOURCES = (
         "a function of yours that returns arrays",
         lambda path, spec: read_user_dataset(path),
         "module:function",
-        found_kind=_kind_of_function,
-        files=nowhere,
+        infer_kind=_kind_of_function,
+        files=no_path,
         imports=True,
     ),
 )

@@ -25,7 +25,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
 from fedhet.data.cells import no_column
 from fedhet.data.images import GRAY_MODES, Form, open_image, pixels_of, upright
-from fedhet.data.spec import Dataset, DataSpec, Place, Source, Split, check_max_bytes, reading
+from fedhet.data.spec import Dataset, DataSpec, Location, Source, Split, check_max_bytes, reading
 from fedhet.data.texts import shape_of_texts, tokenized
 from fedhet.data.values import class_words, label_of
 from fedhet.kinds import IMAGE, TEXT
@@ -82,12 +82,12 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     return Dataset(spec.dataset, found[0], tests, classes, kind=kind.name, shape=shape)
 
 
-def parse(place: str) -> Place:
+def parse(place: str) -> Location:
     """Return the folder or the name of the Hub that a place begins with, and its `@SUBSET`."""
     name, sign, subset = place.partition("@")
     if name.startswith(("/", "~", ".")):
-        return Place(path=name, rest=sign + subset)
-    return Place(hub=name, rest=sign + subset)
+        return Location(path=name, rest=sign + subset)
+    return Location(hub=name, rest=sign + subset)
 
 
 def _splits(name: str, spec: DataSpec) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, reason_of
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.images import decode
-from fedhet.data.sources.files import checked_labels, refuse_subset
+from fedhet.data.sources.files import check_no_subset, checked_labels
 from fedhet.data.spec import (
     FIXED_SEED,
     Dataset,
@@ -199,7 +199,7 @@ class SitesForm:
 def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
     """Read DIR. Raises DataError for any fault of its files."""
     if form.own_tests:
-        refuse_subset(spec)
+        check_no_subset(spec)
     root = expanded(place)
     path = root / form.table
     wanted = [form.label, form.owner, *form.needs]

@@ -36,7 +36,7 @@ from fedhet.data.spec import (
     Split,
     check_max_bytes,
     encode_labels,
-    nowhere,
+    no_path,
     reading,
     stratified,
 )
@@ -267,13 +267,13 @@ def _in_data_dir(kept: str) -> Callable[[str, DataSettings], Path]:
 
 
 SOURCES = (
-    Source("digits", "scikit-learn's digits, included", read_digits, files=nowhere),
+    Source("digits", "scikit-learn's digits, included", read_digits, files=no_path),
     Source(
         "breast-cancer",
         "scikit-learn's rows on breast cancer, included",
         read_breast_cancer,
         kind=TABLE,
-        files=nowhere,
+        files=no_path,
     ),
     *(
         Source(
