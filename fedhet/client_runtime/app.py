@@ -35,7 +35,7 @@ from fedhet.client_runtime.privacy import redact_errors
 from fedhet.config.resolve import Config, resolve_items
 from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, code_named, is_named
 from fedhet.data.sources import SOURCES
-from fedhet.data.spec import DataSpec, Place
+from fedhet.data.spec import DataSpec, Location
 from fedhet.data.store import RunData
 from fedhet.runs.units import configure_logs
 from fedhet.settings import schema
@@ -118,17 +118,17 @@ def permitted(
     return taken
 
 
-def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Place]]:
+def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Location]]:
     """Yield every setting that names a path or a hub's dataset, with what it names."""
     for setting in DATASETS:
         source, colon, place = str(settings.get(setting, "")).partition(":")
         if source not in SOURCES and colon:
-            yield setting, Place(place)
+            yield setting, Location(place)
         elif colon and not SOURCES[source].imports:
             yield setting, SOURCES[source].parse(place)
     default = RunSettings().data.data_dir
     if (folder := str(settings.get(DATA_DIR, default))) != default:
-        yield DATA_DIR, Place(folder)
+        yield DATA_DIR, Location(folder)
 
 
 def _resolved(path: str) -> Path:
