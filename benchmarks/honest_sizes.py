@@ -61,7 +61,7 @@ def largest(method: str, settings: Mapping[str, object]) -> dict[str, float]:
         replies: Iterable[Reply], *, contract: Any, sizes: Any, **_: Any
     ) -> Iterator[Reply]:
         replies = list(replies)
-        for parts in steps.ratios(replies, contract, sizes).values():
+        for parts in steps.magnitude_ratios(replies, contract, sizes).values():
             for part, ratio in parts.items():
                 maxima[part] = max(maxima[part], ratio)
         yield from replies

@@ -158,8 +158,7 @@ class Server:
         answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
         for _, result in answers:
             if isinstance(stored := result.parameters, SpooledPayload):
-                whole = stored._mapped()
-                stored.tensors = [bytes(whole[start:end]) for start, end in stored._places]
+                stored.tensors = stored.read().tensors
         return answers
 
 

@@ -125,7 +125,7 @@ def assert_class_means(reply: Mapping[str, Array], features: Tensor, labels: Ten
 def instruction_of(asked) -> Knowledge:
     """Return the knowledge of a client's instruction; `asked`: its proxy and its `FitIns`."""
     proxy, ins = asked
-    make = getattr(proxy, "instruction", None)  # of a large message, which is made when sent
+    make = getattr(proxy, "make_payload", None)  # of a large message, which is made when sent
     return decode(parameters_to_ndarrays(make() if make else ins.parameters), "test")[1]
 
 

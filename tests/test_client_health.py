@@ -22,7 +22,7 @@ def play(found, outcomes, rounds=range(1, 40), members=NAMES):
     for round in rounds:
         asked[round] = found.eligible(round, members)
         told = {name: outcomes.get(name) for name in asked[round]}
-        forgotten += [(round, name) for name in found.enter(round, told, members)]
+        forgotten += [(round, name) for name in found.update(round, told, members)]
     return asked, forgotten
 
 
@@ -48,13 +48,13 @@ def test_one_good_reply_clears_a_client():
     found, _ = standing()
     for round, outcome in enumerate(["refused", "refused", None] * 5, start=1):
         assert found.eligible(round, NAMES) == NAMES
-        found.enter(round, {"b": outcome}, NAMES)
+        found.update(round, {"b": outcome}, NAMES)
 
 
 def test_silence_between_refusals_clears_nothing():
     found, _ = standing(max_silences=0)
     for round, outcome in enumerate(["refused", "silent", "refused", "error", "refused"], start=1):
-        found.enter(round, {"b": outcome}, NAMES)
+        found.update(round, {"b": outcome}, NAMES)
     assert found.eligible(6, NAMES) == ["a", "c"]
 
 
@@ -71,9 +71,9 @@ def test_a_client_that_does_not_answer_is_asked_now_and_then(outcome):
 def test_who_answers_again_is_asked_as_before():
     found, _ = standing()
     play(found, {"b": "silent"}, range(1, 5))
-    found.enter(5, {"b": None}, NAMES)
+    found.update(5, {"b": None}, NAMES)
     assert found.eligible(6, NAMES) == NAMES
-    found.enter(6, {"b": "silent"}, NAMES)
+    found.update(6, {"b": "silent"}, NAMES)
     assert found.eligible(7, NAMES) == NAMES
 
 
@@ -86,13 +86,13 @@ def test_zero_switches_either_off():
 
 def test_what_a_client_that_left_contributed_is_dropped_and_it_may_come_back():
     found, notices = standing()
-    found.enter(1, {"b": "silent"}, NAMES)
-    assert found.enter(2, {}, ["a", "c"]) == []
-    assert found.enter(3, {}, ["a", "c"]) == ["b"]
+    found.update(1, {"b": "silent"}, NAMES)
+    assert found.update(2, {}, ["a", "c"]) == []
+    assert found.update(3, {}, ["a", "c"]) == ["b"]
     assert notices == ["client b has left; what it contributed before is dropped"]
-    assert found.enter(4, {}, ["a", "c"]) == [], "once"
+    assert found.update(4, {}, ["a", "c"]) == [], "once"
     assert found.eligible(5, NAMES) == NAMES
-    found.enter(5, {"b": "silent"}, NAMES)
+    found.update(5, {"b": "silent"}, NAMES)
     assert found.eligible(6, NAMES) == NAMES, "its silence of before it left does not count"
 
 

@@ -545,4 +545,4 @@ def test_what_a_refused_client_measured_does_not_count(tmp_path):
     assert state.record.failed == {"client-1": "predictions: missing"}
     assert state.scores.is_outdated("client-1")
     assert not state.scores.is_outdated("client-0")
-    assert "client-1" not in state.close(evaluated=True).loss.per_client
+    assert "client-1" not in state.finish(evaluated=True).loss.per_client

@@ -281,7 +281,7 @@ def test_one_that_flips_signs_is_left_out_by_name_but_not_excluded(method, tmp_p
     (name,) = hostile_clients(config.run.seed, [f"client-{k}" for k in range(5)], 1)
     notices = Notices()
     run(config, tmp_path / "run", [notices])
-    left = [text for text in notices.texts if "is left out of round" in text]
+    left = [text for text in notices.texts if "is not aggregated in round" in text]
     assert len(left) == 5
     assert all(name in text for text in left)
     assert not any("is excluded" in text for text in notices.texts)
@@ -370,8 +370,8 @@ def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
         reply.with_knowledge = lambda knowledge: SimpleNamespace(knowledge=knowledge)
     state = SimpleNamespace(
         record=SimpleNamespace(round=1, asked=list("abcdefghij"), late=[]),
-        measured=lambda *_: None,
-        left_out=lambda *_: None,
+        record_measured=lambda *_: None,
+        exclude_outlier=lambda *_: None,
     )
     step = Defense(DefenseSettings(average=average, malicious_fraction=0.2), MODELS, state)
     found = [each.knowledge.tensors["weights/w"] for each in step(replies)]

@@ -57,7 +57,7 @@ def test_a_client_opened_again_ends_its_last_round_as_before(tmp_path, method):
     server.play(1)
     asked = server.ask(2)
     ((proxy, ins), (_, result)) = asked[1 % len(asked)], server.answers(asked)[1 % len(asked)]
-    make = proxy.instruction
+    make = proxy.make_payload
     fresh = config.method.client(config, proxy._proxy._node)
     fresh.state.restore(server.log.run_name, before=2)
     message = make() if make else ins.parameters

@@ -10,7 +10,7 @@ from rounds import altered, reply_of
 from fedhet.algorithms.weights import energy_kept, factors, min_rank
 from fedhet.base.errors import KnowledgeError
 from fedhet.server.reply import magnitudes_of
-from fedhet.server.steps import with_whole_changes
+from fedhet.server.steps import with_expanded_factors
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.factors import FactorsField, max_rank, packed, unpacked
 from fedhet.wire.knowledge import Knowledge
@@ -164,7 +164,7 @@ def test_the_most_rank_is_the_last_that_saves():
 
 def test_products_are_made_when_they_are_used():
     tensors = sound()
-    whole = with_whole_changes(Knowledge(tensors), CONTRACT, Sizes({}, {"update": SHAPES}))
+    whole = with_expanded_factors(Knowledge(tensors), CONTRACT, Sizes({}, {"update": SHAPES}))
     assert list(whole.group("update")) == list(SHAPES)
     product = tensors[f"{CONV}/left"] @ tensors[f"{CONV}/right"]
     np.testing.assert_array_equal(whole.tensors[CONV], product.reshape(6, 2, 2, 2))

@@ -353,7 +353,7 @@ def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deploym
     assert any("client-2" in record.get("ages", {}) for record in found)
     assert all(len(record["answered"]) >= 2 for record in found)
     said = " ".join(going.said)
-    assert "has closed without client-2: late, still at work" in said
+    assert "closed without client-2 (late: still training)" in said
     assert "client client-2's answer to round" in said
 
 

@@ -230,7 +230,10 @@ def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch
     first, second, third, fourth = records(tmp_path / "run")
     assert first["failed"] == {}
     assert len(second["failed"]) > 2, "the instruction makes training diverge"
-    assert any("of round 2: it goes back to its state before the first" in t for t in notices.texts)
+    assert any(
+        "of round 2: the server rolls back to its state before the first" in t
+        for t in notices.texts
+    )
     assert len(third["answered"]) == len(fourth["answered"]) == 5
     assert third["failed"] == fourth["failed"] == {}
     last = fourth["accuracy"]["common"]["private"]["per_client"]
@@ -262,7 +265,7 @@ def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_pat
     notices = Notices()
     config = five("felo", rounds=6, outlier_factor=0.0, clip_factor=0.0)
     cut_and_resumed(config, tmp_path, stop + 1, watchers=[notices])
-    assert any("it goes back to its state of round 2" in text for text in notices.texts)
+    assert any("the server rolls back to its state after round 2" in text for text in notices.texts)
 
 
 def test_a_resumed_run_asks_the_same_clients(tmp_path, monkeypatch):
@@ -337,10 +340,10 @@ def test_a_run_in_whose_last_rounds_nobody_answers_fails(rounds, since, tmp_path
 def test_a_run_in_which_nobody_answers_fails_on_ray_too(tmp_path, monkeypatch):
     config = five("local", rounds=1, clients=2, min_clients=0, backend="ray")
 
-    def deaf(self, is_on_time):
+    def deaf(*_):
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr("fedhet.server.calls.Call.run", deaf)
+    monkeypatch.setattr("fedhet.server.calls.NamedProxy.send", deaf)
     with pytest.raises(FedhetError, match="no client has answered in any round"):
         run(config, tmp_path / "run")
 

@@ -319,10 +319,10 @@ def test_what_was_not_sent_is_not_remembered(tmp_path):
     config = small("fedavg", clients=4, models=["mlp"], min_replies=1.0)
     server = Server(config, tmp_path / "run")
     exchange = server.strategy._codec
-    exchange._remember = True
+    exchange._remember_all = True
     server.ask(1)
-    exchange.withdraw(1, {"client-1", "client-3"})
-    there = [name for name in sorted(server.strategy.members) if exchange.sent(name, 1)[0]]
+    exchange.cancel(1, {"client-1", "client-3"})
+    there = [name for name in sorted(server.strategy.members) if exchange.remembered(name, 1)[0]]
     assert there == ["client-0", "client-2"]
 
 
@@ -334,7 +334,7 @@ def test_evaluations_that_were_not_sent_are_not_counted(tmp_path):
     exchange.encode_all(1, dict.fromkeys(server.strategy.members, sent), training=False)
     record = server.strategy.state.record
     whole, down = record.bytes_evaluation, record.bytes_down
-    exchange.withdraw(1, {"client-3"}, training=False)
+    exchange.cancel(1, {"client-3"}, training=False)
     assert record.bytes_evaluation == pytest.approx(whole * 3 / 4)
     assert record.bytes_down == down
 

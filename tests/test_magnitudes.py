@@ -11,9 +11,10 @@ from flwr.common import ndarrays_to_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedhet.base.errors import KnowledgeError
 from fedhet.runs.measures import Measured
 from fedhet.server.reply import Reply, ReplySpool, magnitudes_of, medians
-from fedhet.server.steps import clip, out_of_proportion, ratios
+from fedhet.server.steps import clip, magnitude_errors, magnitude_ratios
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge, encode
@@ -61,9 +62,10 @@ def test_a_payload_is_measured_as_it_will_be_read(tmp_path):
     said = reply(np.random.default_rng(1))
     payload = ndarrays_to_parameters(encode(ENVELOPE, said))
     spool = ReplySpool(tmp_path, 10**6, Contract((WeightsField("weights", "w"),)))
-    assert spool.put("a", payload).magnitudes == magnitudes_of(said)
+    assert spool.put("a", payload).open()[2] == magnitudes_of(said)
     payload.tensors[1] = b"garbage"
-    assert spool.put("a", payload).magnitudes == {}
+    with pytest.raises(KnowledgeError):
+        spool.put("a", payload).open()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_a_payload_is_measured_as_it_will_be_read(tmp_path):
 )
 def test_who_is_out_of_proportion(sizes, usual, refused):
     by_client = {name: {"features": size} for name, size in zip("abcde", sizes, strict=False)}
-    found = out_of_proportion(by_client, {"features": float(usual)} if usual else {}, 1000.0)
+    found = magnitude_errors(by_client, {"features": float(usual)} if usual else {}, 1000.0)
     assert "".join(sorted(found)) == refused
     for name, error in found.items():
         assert (error.sender, error.field) == (name, "features")
@@ -128,8 +130,8 @@ def test_each_is_compared_with_the_median_of_the_others(sizes, limit):
             wanted[str(k)] = {"features": pytest.approx(size / max(np.median(others), 0.01))}
             odd |= {str(k)} if size > limit * max(np.median(others), 0.01) else set()
     replies, sizes_of = replies_of(by_client)
-    assert ratios(replies, KINDS, sizes_of) == wanted
-    assert out_of_proportion(by_client, {}, limit).keys() == odd
+    assert magnitude_ratios(replies, KINDS, sizes_of) == wanted
+    assert magnitude_errors(by_client, {}, limit).keys() == odd
 
 
 SMALL, LARGE = {"a": (2, 2)}, {"a": (2, 2), "b": (9,)}
@@ -141,11 +143,11 @@ def test_weights_are_compared_within_an_architecture():
     }
     parts["d"]["statistics of weights"], parts["e"]["statistics of weights"] = 2.0, 1000.0
     models = {name: {"weights": SMALL if name in "abc" else LARGE} for name in "abcde"}
-    found = ratios(*order(replies_of(parts, models)))
+    found = magnitude_ratios(*order(replies_of(parts, models)))
     assert found["c"] == {"weights": 8.0}
     assert found["e"] == {"weights": 2.0, "statistics of weights": 500.0}, "not 100: of d alone"
     models["e"] = {"weights": {"a": (2, 3)}}
-    found = ratios(*order(replies_of(parts, models)))
+    found = magnitude_ratios(*order(replies_of(parts, models)))
     assert not {"d", "e"} & found.keys(), "nobody else has their architectures"
 
 
@@ -157,12 +159,12 @@ def order(replies_and_sizes):
 def test_parts_of_one_large_model_are_compared_whatever_their_shapes():
     parts = {"a": {"nested": 1.0}, "b": {"nested": 3.0}}
     models = {"a": {"nested": {"a": (2, 2)}}, "b": {"nested": {"a": (4, 4)}}}
-    assert ratios(*order(replies_of(parts, models)))["b"] == {"nested": 3.0}
+    assert magnitude_ratios(*order(replies_of(parts, models)))["b"] == {"nested": 3.0}
 
 
 def test_what_has_a_range_of_its_own_is_never_too_large():
     parts = {"a": {"shares": 0.1, "counts": 1.0}, "b": {"shares": 0.9, "counts": 1e6}}
-    assert ratios(*order(replies_of(parts))) == {}
+    assert magnitude_ratios(*order(replies_of(parts))) == {}
 
 
 def test_features_may_differ_more_than_weights(tmp_path):
@@ -207,7 +209,7 @@ def test_ten_thousand_replies_are_compared_in_a_moment():
 
     sys.setprofile(counted)
     try:
-        assert not out_of_proportion(by_client, {}, 1000.0)
+        assert not magnitude_errors(by_client, {}, 1000.0)
     finally:
         sys.setprofile(None)
     assert calls < 300_000  # some ten a field; the square would be 10^8
@@ -219,9 +221,9 @@ def test_each_field_is_compared_with_its_like():
         "b": {"logits": 1900.0, "weights": 0.1},
         "c": {"weights": 2.0},
     }
-    assert out_of_proportion(sizes, {}, 1000.0) == {}
+    assert magnitude_errors(sizes, {}, 1000.0) == {}
     sizes["c"]["logits"] = 1e9
-    assert out_of_proportion(sizes, {}, 1000.0).keys() == {"c"}
+    assert magnitude_errors(sizes, {}, 1000.0).keys() == {"c"}
 
 
 def test_the_usual_size_is_the_median_of_those_that_have_the_field():

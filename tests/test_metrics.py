@@ -277,11 +277,11 @@ def test_a_metric_that_is_none_is_refused_whatever_its_name(name):
     """Its name must not pass for what a client says of an error of its own."""
     state = RoundState(1, print)
     state.start(1)
-    state.ask(Selection(("a",)))
-    with state.dropping("a"):
+    state.record_selection(Selection(("a",)))
+    with state.drop_on_error("a"):
         read_measures("a", {name: 1.0}, ["private"], ["accuracy"])
     assert state._outcomes == {"a": "refused"}
-    with state.dropping("a"):
+    with state.drop_on_error("a"):
         raise ReportedError("a", "nothing is left", spent=True)
     assert state.record.failed["a"].endswith("nothing is left")
 
@@ -289,20 +289,20 @@ def test_a_metric_that_is_none_is_refused_whatever_its_name(name):
 def test_the_worst_of_a_loss_is_the_highest_and_what_is_outdated_is_void():
     state = RoundState(1, print)
     state.start(1)
-    state.ask(Selection(("a", "b")))
-    state.measured("a", beside(test_loss=1.0, auc=0.25))
-    state.measured("b", beside(test_loss=3.0, auc=0.75))
-    found = state.close(evaluated=True).metrics
+    state.record_selection(Selection(("a", "b")))
+    state.record_measured("a", beside(test_loss=1.0, auc=0.25))
+    state.record_measured("b", beside(test_loss=3.0, auc=0.75))
+    found = state.finish(evaluated=True).metrics
     assert list(found) == ["auc", "test-loss"]
     assert found["auc"]["common"]["private"].worst == 0.25
     assert found["test-loss"]["common"]["private"].worst == 3.0
     again = RoundState(1, print)
     again.load_json(state.to_json())
     again.start(2)
-    again.ask(Selection(("a", "b")))
-    again.measured("b", beside(test_loss=2.0))  # no AUC any more
-    again.scores.outdate(["a"])
-    metrics = again.close(evaluated=True).metrics
+    again.record_selection(Selection(("a", "b")))
+    again.record_measured("b", beside(test_loss=2.0))  # no AUC any more
+    again.scores.mark_outdated(["a"])
+    metrics = again.finish(evaluated=True).metrics
     assert metrics["test-loss"]["common"]["private"].per_client == {"b": 2.0}
     assert "auc" not in metrics
 

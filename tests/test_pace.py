@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
+from dataclasses import replace
 from time import monotonic, sleep
 from types import SimpleNamespace
 
@@ -14,13 +16,20 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhet.algorithms.rounds import Closing, asked, closing, usual, wanted
-from fedhet.base.errors import SettingsError
+from fedhet.algorithms.rounds import (
+    Closing,
+    asked,
+    closing,
+    fedbuff_rate,
+    rebase,
+    staleness_weight,
+    usual,
+    wanted,
+)
+from fedhet.base.errors import SettingsError, StateError
 from fedhet.config.resolve import resolve
 from fedhet.server.calls import Call, CallPool, NamedProxy
 from fedhet.server.pace import SimulatedClock, read_devices
-from fedhet.server.reply import staleness_weight
-from fedhet.server.steps import buffered_rate, carried_over
 from fedhet.settings.engine import PaceSettings
 
 TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
@@ -122,18 +131,18 @@ def test_an_average_of_carried_over_weights_is_a_step_of_fedbuff(seed, clients, 
     step = np.zeros(5)
     for k in range(clients):
         step += samples[k] / samples.sum() / math.sqrt(1 + ages[k]) * (trained[k] - starts[k])
-    rate = buffered_rate(samples.tolist(), ages.tolist(), server_lr)
-    moved = [carried_over(now, trained[k], starts[k], rate, None) for k in range(clients)]
+    rate = fedbuff_rate(samples.tolist(), ages.tolist(), server_lr)
+    moved = [rebase(now, trained[k], starts[k], rate, None) for k in range(clients)]
     weights = [samples[k] * (1 + ages[k]) ** -0.5 for k in range(clients)]
     average = np.average(moved, axis=0, weights=weights)
     np.testing.assert_allclose(average, now + server_lr * step, rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_carried_over_keeps_its_type_and_its_range():
-    counter = carried_over(np.array(3), np.array(9), np.array(5), 0.5, None)
+    counter = rebase(np.array(3), np.array(9), np.array(5), 0.5, None)
     assert counter == 9
     one = np.float32([1.0])
-    variance = carried_over(one, np.float32([0.5]), np.float32([9.0]), 1.0, 0.0)
+    variance = rebase(one, np.float32([0.5]), np.float32([9.0]), 1.0, 0.0)
     assert variance == 0
     assert variance.dtype == np.float32
 
@@ -194,24 +203,74 @@ def test_a_file_of_devices_that_is_not_there(tmp_path):
 # Calls.
 
 
+def message():
+    return FitIns(Parameters([], ""), {})
+
+
+def reply():
+    return FitRes(Status(Code.OK, ""), Parameters([b"payload"], ""), 1, {})
+
+
 def test_whichever_comes_first_decides_whether_a_reply_is_late():
-    early, late = (Call(NamedProxy("a"), 1) for _ in range(2))
-    assert [early.decide(late=each) for each in (False, True, False)] == [False] * 3
-    assert [late.decide(late=each) for each in (True, False, True)] == [True] * 3
+    """Of two calls, one is answered before its round closes, and one afterwards."""
+    gate, stored = threading.Event(), []
+
+    def store(call, result):
+        stored.append((call.name, result.parameters.tensors))
+        return replace(result, parameters=Parameters([], ""))
+
+    def slowly(*_):
+        gate.wait(60)
+        return reply()
+
+    pool = CallPool(2, store)
+    early = Call(NamedProxy("a", SimpleNamespace(cid="1", fit=lambda *_: reply())), 1, message())
+    late = Call(NamedProxy("b", SimpleNamespace(cid="2", fit=slowly)), 1, message())
+    pool.submit([early, late])
+    ends = monotonic() + 60
+    while pool._outcomes.empty():
+        assert monotonic() < ends
+        sleep(0.01)
+    assert pool.close_round([early, late]) == [early]
+    gate.set()
+    outcomes = [pool.next_outcome(60.0) for _ in range(2)]
+    assert [(o.call, o.is_late, o.is_on_disk, o.is_usable) for o in outcomes] == [
+        (early, False, False, True),
+        (late, True, True, True),
+    ]
+    assert stored == [("b", [b"payload"])]
+    assert outcomes[1].result.parameters.tensors == []
+    pool.shutdown()
+
+
+def test_a_late_reply_that_cannot_be_stored_is_a_failure():
+    def full(call, result):
+        raise StateError("disk full")
+
+    gate = threading.Event()
+    client = SimpleNamespace(cid="1", fit=lambda *_: gate.wait(60) and reply())
+    pool, call = CallPool(2, full), Call(NamedProxy("a", client), 1, message())
+    pool.submit([call])
+    assert pool.close_round([call]) == []
+    gate.set()
+    outcome = pool.next_outcome(60.0)
+    assert isinstance(outcome.error, StateError)
+    assert not outcome.is_usable
+    pool.shutdown()
 
 
 def test_an_idle_thread_keeps_no_reply_in_memory():
-    result = FitRes(Status(Code.OK, ""), Parameters([], ""), 1, {})
+    result = reply()
     client = SimpleNamespace(cid="1", fit=lambda *_: result)
-    pool = CallPool(1, lambda call: None)
-    pool.submit([Call(NamedProxy("a", client), 1, FitIns(Parameters([], ""), {}))])
-    call = pool.next_finished(60.0)
-    assert call.result is result
-    assert call.is_usable
-    assert not call.is_late
-    gone, ends = weakref.ref(call), monotonic() + 60
-    del call
-    while gone() is not None:
+    pool = CallPool(1, lambda call, result: result)
+    pool.submit([Call(NamedProxy("a", client), 1, message())])
+    outcome = pool.next_outcome(60.0)
+    assert outcome.result is result
+    assert outcome.is_usable
+    assert not outcome.is_late
+    released, ends = [weakref.ref(outcome), weakref.ref(outcome.call)], monotonic() + 60
+    del outcome
+    while any(each() is not None for each in released):
         assert monotonic() < ends
         sleep(0.01)
     pool.shutdown()

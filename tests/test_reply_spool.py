@@ -57,7 +57,7 @@ def literal_mean(parts, total):
 
 def on_disk(spool, weights, name):
     message = payload({f"weights/{k}": v for k, v in weights.items()}, name)
-    return spool.put(name, message).message()[1].group("weights")
+    return spool.put(name, message).open()[1].group("weights")
 
 
 @pytest.mark.parametrize("part", [1, 7, 185, 10**6])
@@ -95,7 +95,7 @@ def test_only_weights_stay_on_disk(tmp_path):
     spool = ReplySpool(tmp_path, LIMIT, SENT)
     with spool.read():
         message = payload({"weights/w": np.arange(6.0), "counts": np.array([1, 2])})
-        envelope, knowledge = spool.put("a", message).message()
+        envelope, knowledge, _ = spool.put("a", message).open()
         assert envelope.sender == "a"
         assert list(knowledge.tensors) == ["weights/w", "counts"]
         kept = knowledge.tensors["weights/w"]
@@ -114,7 +114,7 @@ def test_a_reply_that_is_too_large_is_not_written(tmp_path):
     reply = ReplySpool(tmp_path, 2000, SENT).put("a", message)
     assert not list(tmp_path.iterdir())
     with pytest.raises(KnowledgeError, match=r"a: payload: is 0\.0 MB, the most allowed"):
-        reply.message()
+        reply.open()
 
 
 def test_a_file_that_was_cut_is_refused(tmp_path):
@@ -122,7 +122,7 @@ def test_a_file_that_was_cut_is_refused(tmp_path):
     with (tmp_path / "a").open("r+b") as file:
         file.truncate(5000)
     with pytest.raises(KnowledgeError, match=r"a: payload: its file has changed"):
-        reply.message()
+        reply.open()
 
 
 def test_a_full_disk_leaves_no_file(tmp_path):

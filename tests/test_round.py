@@ -23,6 +23,7 @@ from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.methods.registry import find_method
 from fedhet.runs.measures import Measured
 from fedhet.server import codec as exchanges
+from fedhet.server import reply as replies
 from fedhet.server import round as rounds
 from fedhet.server.calls import ClientFailureError, NamedProxy, reasons
 from fedhet.server.codec import Codec
@@ -42,7 +43,7 @@ def notices():
 def state(notices):
     state = RoundState(2, notices.append)
     state.start(1)
-    state.ask(Selection(("b", "a"), ("c",)))
+    state.record_selection(Selection(("b", "a"), ("c",)))
     return state
 
 
@@ -62,13 +63,13 @@ def test_many_threads_are_all_counted(state):
     def send(name):
         gate.wait()
         for _ in range(1000):
-            state.sent(1)
-            state.received(2)
-        state.measured(name, measured(train=0.5, private=0.25))
+            state.count_sent(1)
+            state.count_received(2)
+        state.record_measured(name, measured(train=0.5, private=0.25))
 
     with ThreadPoolExecutor(64) as pool:
         list(pool.map(send, [f"client-{k}" for k in range(64)]))
-    record = state.close(evaluated=True)
+    record = state.finish(evaluated=True)
     assert (record.bytes_down, record.bytes_up) == (64_000, 128_000)
     assert record.seconds.train == 32
     assert len(record.accuracy["common"]["private"].per_client) == 64
@@ -76,44 +77,44 @@ def test_many_threads_are_all_counted(state):
 
 def test_only_present_models_count(state):
     """A client that has trained since, and was not evaluated, is in no mean; its value is kept."""
-    state.measured("a", measured(private=0.5, local=0.25))
-    state.measured("b", measured(private=1.0, local=0.5))
-    state.scores.outdate(["b"])
-    record = state.close(evaluated=True)
+    state.record_measured("a", measured(private=0.5, local=0.25))
+    state.record_measured("b", measured(private=1.0, local=0.5))
+    state.scores.mark_outdated(["b"])
+    record = state.finish(evaluated=True)
     assert record.accuracy["common"]["private"].per_client == {"a": 0.5}
     assert record.relative["common"].per_client == {"a": 2.0}
     assert [state.scores.is_outdated(name) for name in "ab"] == [False, True]
     state.start(2)
-    state.measured("b", measured(private=0.75))
-    again = state.close(evaluated=True).accuracy["common"]["private"]
+    state.record_measured("b", measured(private=0.75))
+    again = state.finish(evaluated=True).accuracy["common"]["private"]
     assert again.per_client == {"a": 0.5, "b": 0.75}
 
 
 def test_a_round_that_is_not_evaluated_has_no_accuracy(state):
-    state.measured("a", measured(private=0.5, loss=2.0))
-    record = state.close(evaluated=False)
+    state.record_measured("a", measured(private=0.5, loss=2.0))
+    record = state.finish(evaluated=False)
     assert record.accuracy == {}
     assert record.loss.per_client == {"a": 2.0}
     state.start(2)
-    assert state.close(evaluated=False).loss is None
+    assert state.finish(evaluated=False).loss is None
 
 
 def test_a_fault_of_ours_drops_one_client_and_others_are_raised(state, notices):
-    with state.dropping("a"):
+    with state.drop_on_error("a"):
         raise KnowledgeError("a", "logits", "missing")
-    with state.dropping("b"):
+    with state.drop_on_error("b"):
         raise StateError("disk full")
     assert state.record.failed == {"a": "logits: missing", "b": "disk full"}
     assert notices[0] == "client a is dropped from round 1: logits: missing"
-    with pytest.raises(ZeroDivisionError), state.dropping("c"):
+    with pytest.raises(ZeroDivisionError), state.drop_on_error("c"):
         1 / 0  # noqa: B018
-    state.drop("c", "did not answer in time", "silent")
-    assert state.present(["a", "b", "c"]) == ["a", "b"], "who answered badly is still there"
+    state.drop_client("c", "did not answer in time", "silent")
+    assert state.reachable(["a", "b", "c"]) == ["a", "b"], "who answered badly is still there"
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OverflowError("too far"), RecursionError("deep")])
 def test_what_a_replys_content_exhausts_drops_it_alone(state, notices, error):
-    with state.dropping("a"):
+    with state.drop_on_error("a"):
         raise error
     assert state.record.failed == {"a": f"cannot be used ({type(error).__name__}: {error})"}
 
@@ -122,12 +123,17 @@ def test_what_a_replys_content_exhausts_drops_it_alone(state, notices, error):
     "error",
     [MemoryError(), OverflowError("too far"), RecursionError("deep"), OSError("gone"), KeyError(1)],
 )
-@pytest.mark.parametrize("step", ["decode", "read_arrays", "read_measures"])
-def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, error, step):
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [(replies, "decode"), (replies, "read_arrays"), (exchanges, "read_measures")],
+)
+def test_whatever_goes_wrong_in_reading_names_the_sender(
+    exchange, monkeypatch, error, module, step
+):
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(exchanges, step, fails)
+    monkeypatch.setattr(module, step, fails)
     with pytest.raises(KnowledgeError) as caught:
         decoded(exchange, answer(means()))
     assert (caught.value.sender, caught.value.field) == ("a", "answer")
@@ -144,11 +150,11 @@ FORGED = "\x1b[2J\x1b]0;owned\x07\rround   9  accuracy (common) 1.0000\nnote: al
 def test_what_a_client_says_of_its_failure_is_one_printable_line(exchange, state, notices):
     for metrics, status in (({"error": FORGED}, Code.OK), ({}, Code.FIT_NOT_IMPLEMENTED)):
         result = FitRes(Status(status, FORGED), answer(means()).parameters, 1, metrics)
-        with state.dropping("a"):
+        with state.drop_on_error("a"):
             decoded(exchange, result)
         assert "owned" in state.record.failed["a"]
         assert state.record.failed["a"].isprintable()
-    state.drop("b", FORGED, "silent")
+    state.drop_client("b", FORGED, "silent")
     assert all(text.isprintable() for text in [*state.record.failed.values(), *notices])
 
 
@@ -184,24 +190,24 @@ def test_where_the_time_went(monkeypatch, notices):
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now))
     state = RoundState(2, notices.append)
     state.start(1)
-    state.ask(Selection(("a", "b", "c")))
-    state.clock.wait()
-    state.measured("a", measured(train=4.0, evaluate=2.0, memory=7.0))
-    state.clock.replied()
-    seconds = state.close(evaluated=False).seconds
+    state.record_selection(Selection(("a", "b", "c")))
+    state.clock.start_waiting()
+    state.record_measured("a", measured(train=4.0, evaluate=2.0, memory=7.0))
+    state.clock.stop_waiting()
+    seconds = state.finish(evaluated=False).seconds
     assert (seconds.total, seconds.server, seconds.overhead) == (8.0, 3.0, 2.0)
     assert state.record.peak_memory_mb == 7.0
 
 
 def test_what_is_known_of_clients_outlives_the_process(state, notices):
-    state.measured("a", measured(private=0.5))
-    state.scores.outdate(["b"])
+    state.record_measured("a", measured(private=0.5))
+    state.scores.mark_outdated(["b"])
     other = RoundState(1, notices.append)
     other.load_json(state.to_json())
     other.start(2)
     assert other.scores.is_outdated("b")
     assert not other.scores.is_outdated("a")
-    assert other.close(evaluated=True).accuracy["common"]["private"].per_client == {"a": 0.5}
+    assert other.finish(evaluated=True).accuracy["common"]["private"].per_client == {"a": 0.5}
     odd = [{"common": {"private": {"a": value}}} for value in (math.nan, math.inf, 1e308, -1, "x")]
     texts = [json.dumps({"scores": {"accuracy": each}, "changed": []}) for each in (3, [], *odd)]
     texts.append(json.dumps({"scores": {}, "changed": 3}))
@@ -260,32 +266,33 @@ def test_what_was_sent_to_train_is_remembered_until_it_is_forgotten(state):
     exchange.encode_all(1, {"a": same, "b": same})
     exchange.encode_all(1, {"a": other}, training=False)
     exchange.encode(2, "a", other)
-    assert exchange.sent("a", 1)[0] is exchange.sent("b", 1)[0] is same
-    assert exchange.sent("a", 2)[0] is other
-    exchange.forget_sent("a", 1)
-    exchange.forget_sent("a", 1)
-    exchange.forget_sent("c", 1)
-    assert exchange.sent("a", 1)[0] is exchange.sent("b", 2)[0] is exchange.sent("c", 1)[0] is None
-    assert exchange.sent("b", 1)[0] is same
+    assert exchange.remembered("a", 1)[0] is exchange.remembered("b", 1)[0] is same
+    assert exchange.remembered("a", 2)[0] is other
+    exchange.forget("a", 1)
+    exchange.forget("a", 1)
+    exchange.forget("c", 1)
+    for client, number in (("a", 1), ("b", 2), ("c", 1)):
+        assert exchange.remembered(client, number) == (None, 0)
+    assert exchange.remembered("b", 1)[0] is same
 
 
 def test_nothing_is_remembered_unless_it_is_asked_for(exchange):
     exchange.encode_all(1, {"a": means()})
     exchange.encode(2, "a", means())
-    exchange.forget_sent("a", 1)
-    assert exchange.sent("a", 1)[0] is exchange.sent("a", 2)[0] is None
+    exchange.forget("a", 1)
+    assert exchange.remembered("a", 1)[0] is exchange.remembered("a", 2)[0] is None
 
 
 def test_the_instruction_of_a_late_reply_leaves_those_of_the_round(exchange):
     for number, client in ((1, "a"), (2, "a"), (2, "b")):
-        exchange.keep_sent(client, number, means(), digest=number)
-    assert exchange.sent("a", 1) == (None, 0), "a new round forgets the one before"
+        exchange.remember(client, number, means(), digest=number)
+    assert exchange.remembered("a", 1) == (None, 0), "a new round forgets the one before"
     late = means()
-    exchange.keep_sent("c", 1, late, digest=1)
-    assert exchange.sent("c", 1)[0] is late
-    assert [exchange.sent(name, 2)[1] for name in "ab"] == [2, 2]
-    exchange.keep_sent("d", 2, means(), digest=2)
-    assert [exchange.sent(name, 2)[1] for name in "abd"] == [2, 2, 2]
+    exchange.remember("c", 1, late, digest=1)
+    assert exchange.remembered("c", 1)[0] is late
+    assert [exchange.remembered(name, 2)[1] for name in "ab"] == [2, 2]
+    exchange.remember("d", 2, means(), digest=2)
+    assert [exchange.remembered(name, 2)[1] for name in "abd"] == [2, 2, 2]
 
 
 def test_a_reply_is_read_and_counted(exchange, state):
@@ -328,13 +335,13 @@ def test_who_rests_is_not_evaluated_and_nobody_left_ends_nothing(notices):
     state = RoundState(2, notices.append, ClientHealth(1, 1, notices.append))
     for number, outcomes in enumerate([{"a": "refused", "b": "silent"}, {"c": None}], start=1):
         state.start(number)
-        state.ask(Selection(tuple(outcomes)))
-        state.health.enter(number, outcomes, ["a", "b", "c"])
-    assert state.present(["a", "b", "c"]) == ["c"]
-    state.drop("c", "no answer", "silent")
-    assert state.present(["a", "b", "c"]) == []
-    state.ask(Selection(("b",)))
-    assert state.present(["a", "b", "c"]) == ["b"], "it was asked, and has not been silent"
+        state.record_selection(Selection(tuple(outcomes)))
+        state.health.update(number, outcomes, ["a", "b", "c"])
+    assert state.reachable(["a", "b", "c"]) == ["c"]
+    state.drop_client("c", "no answer", "silent")
+    assert state.reachable(["a", "b", "c"]) == []
+    state.record_selection(Selection(("b",)))
+    assert state.reachable(["a", "b", "c"]) == ["b"], "it was asked, and has not been silent"
 
 
 @pytest.mark.parametrize(
@@ -350,19 +357,19 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
     assert (state.rollback.good, state.rollback.formed) == (0, 1)
     state.start(2)
     for number in range(unable):
-        with state.dropping(f"unable-{number}"):
+        with state.drop_on_error(f"unable-{number}"):
             raise KnowledgeError("x", "answer", "training diverged")
-    state.drop("silent-1", "no answer", "silent")
-    state.drop("silent-2", "no answer", "silent")
+    state.drop_client("silent-1", "no answer", "silent")
+    state.drop_client("silent-2", "no answer", "silent")
     assert state.finalize([f"well-{n}" for n in range(answered)]) is back
     if answered and not back:
         assert (state.rollback.good, state.rollback.formed) == (1, 2)
     if back:
-        state.rolled_back()
+        state.record_rollback()
         assert (state.rollback.good, state.rollback.formed) == (2, 2)
-        assert state.enter_health(["unable-0"]) == []
+        assert state.update_health(["unable-0"]) == []
         state.start(3)
-        with state.dropping("a"):
+        with state.drop_on_error("a"):
             raise KnowledgeError("x", "answer", "training diverged")
         assert state.finalize([]) is False, "there is nothing further back"
 
@@ -370,6 +377,6 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
 def test_before_anything_has_worked_there_is_nothing_to_go_back_to(notices):
     state = RoundState(2, notices.append)
     state.start(1)
-    with state.dropping("a"):
+    with state.drop_on_error("a"):
         raise KnowledgeError("x", "answer", "training diverged")
     assert state.finalize([]) is False

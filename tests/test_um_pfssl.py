@@ -294,7 +294,7 @@ class Wire:
     def ask(self, round):
         asked = self.server.ask(round)
         for proxy, _ in asked:
-            proxy.instruction = self.noting(round, proxy.instruction)
+            proxy.make_payload = self.noting(round, proxy.make_payload)
         return asked
 
     def noting(self, round, make):

@@ -79,9 +79,9 @@ def test_a_killed_run_is_said_to_have_stopped(tmp_path):
 
 
 def test_clients_that_rest_or_are_excluded_are_told_apart():
-    health = ClientHealth(1, 1, notice=lambda text: None)
-    health.enter(1, {"a": "refused", "b": "silent", "c": None}, ["a", "b", "c"])
-    found = [health.left_out(2, name) for name in "abc"]
+    health = ClientHealth(max_refusals=1, max_silences=1, notice=lambda text: None)
+    health.update(1, {"a": "refused", "b": "silent", "c": None}, ["a", "b", "c"])
+    found = [health.exclusion_reason(2, name) for name in "abc"]
     assert found == ["excluded", "resting", ""]
 
 

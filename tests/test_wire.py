@@ -11,7 +11,7 @@ from interruption import cut_and_resumed
 
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, SettingsError
-from fedhet.server.codec import MAX_VERSIONS, InstructionEncoder
+from fedhet.server.instructions import MAX_VERSIONS, InstructionEncoder
 from fedhet.server.reply import ReplySpool
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import Contract, WeightsField
@@ -120,7 +120,7 @@ def test_the_server_knows_what_each_client_decodes(encoding, tmp_path):
     for number in (1, 2, 3):
         asked = server.ask(number)
         for proxy, ins in asked:
-            kept = server.strategy._codec.sent(proxy.name, number)[0]
+            kept = server.strategy._codec.remembered(proxy.name, number)[0]
             came = received(proxy, ins).tensors
             if kept is None:  # without weights, nothing builds on it
                 assert number == 1
@@ -173,7 +173,7 @@ def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp
 def test_a_server_without_a_clients_weights_refuses_its_reply(tmp_path):
     server = Server(encoded(), tmp_path)
     asked = server.ask(1)
-    server.strategy._codec.forget_sent(asked[0][0].name, 1)
+    server.strategy._codec.forget(asked[0][0].name, 1)
     answers = server.answers(asked)
     server.strategy.aggregate_fit(1, answers, [])
     failed = server.strategy.state.record.failed
@@ -290,7 +290,7 @@ def test_weights_that_are_sent_again_are_the_same_version():
     made = encoder()
     one = made.instruction(place(1), "evaluate", weights(1), ["a"])
     made.payload("a", one)
-    made.tidy()
+    made.drop_unused()
     other = made.instruction(place(2), "train", weights(1), ["a", "b"])
     assert other.version.digest == one.version.digest
     assert decoded(made.payload("b", other)).keys() == {"weights/w"}
@@ -300,11 +300,11 @@ def test_versions_that_nobody_has_are_forgotten():
     made = encoder()
     for number in range(20):
         made.payload(f"c{number}", made.instruction(place(1), "train", weights(number), ()))
-        made.tidy()
+        made.drop_unused()
     assert len(made.state_dict()) == MAX_VERSIONS
     for number in range(20):
         made.payload(f"c{number}", made.instruction(place(2), "train", weights(77), ()))
-    made.tidy()
+    made.drop_unused()
     assert len(made.state_dict()) == 1
 
 
@@ -341,12 +341,12 @@ def test_an_encoded_reply_lies_on_disk_as_it_is_decoded(tmp_path):
     )
     reply = spool.put("a", payload)
     assert reply.size == size  # bytes as sent
-    tensors = reply.message()[1].tensors
+    tensors = reply.open()[1].tensors
     assert isinstance(tensors, OnDemand)
     assert tensors["weights/w"].dtype == np.float32
     assert np.abs(tensors["weights/w"] - own["weights/w"]).max() < 8 / 127
     with pytest.raises(KnowledgeError, match="b: base: "):
-        spool.put("b", payload).message()
+        spool.put("b", payload).open()
 
 
 # --- settings ---------------------------------------------------------------------------------

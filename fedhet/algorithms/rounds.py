@@ -1,5 +1,7 @@
 """The rounds of a run: how many clients each needs, when it closes, and its learning rate.
 
+Updates of late clients are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022).
+
 A round closes when enough of the clients that it waits for have answered, and either all of them
 have or a grace time has passed since; or at its timeout. NVFlare has the same rule (min_responses,
 wait_time_after_min_received).
@@ -17,7 +19,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import numpy as np
+
 from fedhet.algorithms.robust import min_replies, withstood
+from fedhet.base.arrays import Array
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings, TrainingSettings
 
@@ -120,6 +125,47 @@ def usual(durations: Iterable[float]) -> float:
     """Return the median of the last rounds' seconds; infinity before the first has ended."""
     last = list(durations)[-RECENT:]
     return median(last) if last else math.inf
+
+
+def staleness_weight(age: int) -> float:
+    """Return s(tau) = (1 + tau)^(-1/2), the weight of a reply that is `age` rounds old.
+
+    FedBuff (Nguyen et al., AISTATS 2022), Section 5.1: polynomial weights with a = 1/2.
+    """
+    return float((1 + age) ** -0.5)
+
+
+def fedbuff_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float) -> float:
+    """Return the factor on each update that turns a weighted average into FedBuff's step.
+
+    An average with weights n_k s(tau_k) divides by the sum of the weights. FedBuff divides by the
+    size of the buffer (Algorithm 1, lines 8 to 12: w <- w + eta / K sum_k s(tau_k) Delta_k; unlike
+    the paper, each client counts by its samples n_k). A buffer of old updates thus moves the
+    weights less.
+    """
+    weights = [n * staleness_weight(age) for n, age in zip(samples, ages, strict=True)]
+    return server_lr * sum(weights) / sum(samples) if sum(samples) > 0 else server_lr
+
+
+def rebase(current: Array, trained: Array, start: Array, rate: float, low: float | None) -> Array:
+    """Apply a client's update of an older tensor to the server's current tensor.
+
+    Args:
+        current: The server's current tensor.
+        trained: The client's tensor after training.
+        start: The tensor from which the client started training.
+        rate: Factor on the update.
+        low: Lower bound of the result, or None.
+
+    Returns:
+        current + rate (trained - start) in the type of `trained`. Integer tensors (counters) are
+        returned as the client trained them.
+    """
+    if not np.issubdtype(trained.dtype, np.floating):
+        return trained
+    update = trained.astype(np.float64) - start
+    moved = current + rate * update
+    return np.asarray(moved if low is None else moved.clip(min=low), dtype=trained.dtype)
 
 
 MILESTONES = (0.5, 0.75)

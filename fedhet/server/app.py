@@ -82,12 +82,12 @@ class FederationServer(Server):
         if number > self._log.last_round:
             raise _StoppedEarly
         asked = method.configure_fit(number, self.parameters, self.client_manager())
-        if not asked and not method.collector.busy:
+        if not asked and not method.collector.clients_at_work:
             return None
-        found = method.collector.fit(number, asked, method.state.needed, timeout)
-        method.close_round(found)
-        parameters, metrics = method.aggregate_fit(number, found.results, found.failures)
-        return parameters, metrics, (found.results, found.failures)
+        closed = method.collector.fit(number, asked, method.state.needed, timeout)
+        method.close_round(closed)
+        parameters, metrics = method.aggregate_fit(number, closed.results, closed.failures)
+        return parameters, metrics, (closed.results, closed.failures)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
         """Evaluate round `server_round` of the remaining rounds."""
@@ -95,9 +95,9 @@ class FederationServer(Server):
         asked = method.configure_evaluate(number, self.parameters, self.client_manager())
         if not asked:
             return None
-        found = method.collector.evaluate(number, asked, timeout)
-        loss, metrics = method.aggregate_evaluate(number, found.results, found.failures)
-        return loss, metrics, (found.results, found.failures)
+        closed = method.collector.evaluate(number, asked, timeout)
+        loss, metrics = method.aggregate_evaluate(number, closed.results, closed.failures)
+        return loss, metrics, (closed.results, closed.failures)
 
 
 def components(

@@ -1,10 +1,10 @@
-"""Calls to clients, and the pool that makes them: a call is a future, which holds its outcome.
+"""Calls to clients, and the bounded pool of daemon threads that makes them.
 
-`Call.run` sends a message: all messages to clients pass through it, except the question for their
-descriptions (`members`). Flower's own server waits until every call of a round has finished. Here,
-a round can close earlier: calls that have not started are canceled, and calls in progress run to
-completion, so that a late reply can still be used. The threads are daemons, so a client that hangs
-does not keep the process alive.
+`NamedProxy.send` sends every message to a client, except the request for the client's description
+(`members`). Flower's own server waits until every call of a round has finished. Here, a round can
+close earlier: calls that have not started are canceled, and calls in progress run to completion,
+so that a late reply can still be used. The threads are daemons, so a client that hangs does not
+keep the process alive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,25 +43,26 @@ from fedhet.wire.knowledge import payload_bytes
 Result = FitRes | EvaluateRes
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnReply = Callable[[str, str], None]
-"""Called with the name of a client that replied, and the error message or an empty string."""
+"""Called with the name of a client that has replied or failed, and the error message or ""."""
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
+"""An empty payload."""
 LOG = logging.getLogger("flwr")
-NOT_OF_CODE = (FedhetError, DropOutError, MemoryError, OSError, torch.OutOfMemoryError)
-"""Errors that the machine or the settings cause: the client is dropped, and the run continues."""
+EXPECTED_ERRORS = (FedhetError, DropOutError, MemoryError, OSError, torch.OutOfMemoryError)
+"""Errors caused by the machine or the settings: the client is dropped, and the run continues."""
 _LIBRARIES = [
     Path(__file__).parents[1],
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
 ]
-LAST = 3
-"""Frames that are shown of a traceback without any file of one's own."""
+MAX_LIBRARY_FRAMES = 3
+"""Number of frames shown of a traceback that has no frames in user code."""
 
 
 class DirectProxy(ClientProxy):
-    """A client that is called, not sent messages: each of Flower's methods calls `call`."""
+    """Base class of proxies that call a client directly: Flower's methods all call `call`."""
 
     @abstractmethod
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`, with a timeout in seconds, or without one if None."""
+        """Call the client's method `name`, within `timeout` seconds if it is not None."""
 
     def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
         """Call the client."""
@@ -82,14 +83,14 @@ class DirectProxy(ClientProxy):
         return cast(EvaluateRes, self.call("evaluate", ins, timeout))
 
     def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> DisconnectRes:
-        """Do nothing: there is no connection."""
+        """Do nothing, since there is no connection."""
         return DisconnectRes(reason="")
 
 
 class NamedProxy(DirectProxy):
-    """The recipient of one message: the client by its name, and how it is reached.
+    """The recipient of one message: a client's name, and the connection to the client.
 
-    Flower's strategies return pairs of such a proxy and a message; `Call` sends the message.
+    Flower's strategies return pairs of such a proxy and a message.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class NamedProxy(DirectProxy):
         proxy: ClientProxy | None = None,
         *,
         on_reply: OnReply = lambda name, error: None,
-        whole: Callable[[], Parameters | None] = lambda: None,
+        message_without_base: Callable[[], Parameters | None] = lambda: None,
         spool: ReplySpool | None = None,
-        instruction: Callable[[], Parameters] | None = None,
+        make_payload: Callable[[], Parameters] | None = None,
         turn: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
         """Create the proxy of a client; all arguments but its name are needed to call it.
@@ -109,58 +110,117 @@ class NamedProxy(DirectProxy):
             name: The client's name.
             proxy: Flower's proxy, or None if the client was called by an earlier process.
             on_reply: Called when the client has replied to an instruction to train.
-            whole: Returns the message without base weights, or None if it has none.
-            spool: Where replies are written, or None if they stay in memory.
-            instruction: Makes the payload of a large message once `turn` is acquired.
+            message_without_base: Returns the message without base weights, or None if the message
+                has no base weights.
+            spool: Stores the payloads of replies on disk; None keeps them in memory.
+            make_payload: Builds the payload of a large message once `turn` is acquired.
             turn: Semaphore that limits how many large messages exist at the same time.
         """
         super().__init__(proxy.cid if proxy else name)
-        self.name, self.on_reply, self.whole, self.spool = name, on_reply, whole, spool
-        self.instruction, self.turn = instruction, turn or contextlib.nullcontext()
-        self._proxy = proxy
+        self.name, self._proxy = name, proxy
+        self._on_reply, self._message_without_base = on_reply, message_without_base
+        self._spool, self.make_payload = spool, make_payload
+        self._turn = turn or contextlib.nullcontext()
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`. Raises ClientFailureError if it does not reply."""
+        """Call the client's method `name`. Raises ClientFailureError if the client fails."""
         if isinstance(instruction, FitIns | EvaluateIns):
-            return Call(self, 0, instruction, timeout).run()
+            return self.send(instruction, timeout)[0]
         return getattr(self._proxy, name)(instruction, timeout, 0)
 
+    def send(
+        self,
+        message: FitIns | EvaluateIns,
+        timeout: float | None,
+        round: int = 0,
+        is_on_time: Callable[[], bool] = lambda: True,
+    ) -> tuple[Result, int]:
+        """Send a message, and return the client's result and the size of the message in bytes.
 
-@dataclass(eq=False)
+        A client that lacks the base weights of the message receives the message without base
+        weights. Raises ClientFailureError if the client does not reply.
+
+        Args:
+            message: The instruction to train or to evaluate.
+            timeout: Time limit in seconds, or None.
+            round: The round of the message.
+            is_on_time: Called when a training reply has arrived. If it returns True, the payload
+                of the reply is moved to the spool.
+        """
+        is_training = isinstance(message, FitIns)
+        try:
+            with self._turn:
+                if self.make_payload is not None:
+                    message = replace(message, parameters=self.make_payload())
+                bytes_sent = payload_bytes(message.parameters)
+                result = self._forward(message, timeout, round)
+                if result.metrics.get(LACKS) is True and (full := self._message_without_base()):
+                    result = self._forward(replace(message, parameters=full), timeout, round)
+                if isinstance(result, FitRes) and is_on_time() and self._spool:
+                    stored = self._spool.put(self.name, result.parameters)
+                    result = replace(result, parameters=stored)
+        except Exception as error:
+            if is_training:
+                self._on_reply(self.name, words_of(error))
+            raise ClientFailureError(self.name, words_of(error)) from error
+        if is_training:
+            self._on_reply(self.name, one_line(str(result.metrics.get("error", ""))))
+        return result, bytes_sent
+
+    def _forward(
+        self, message: FitIns | EvaluateIns, timeout: float | None, round: int
+    ) -> FitRes | EvaluateRes:
+        assert self._proxy is not None
+        if isinstance(message, FitIns):
+            return self._proxy.fit(message, timeout, round)
+        return self._proxy.evaluate(message, timeout, round)
+
+
+@dataclass(frozen=True, eq=False)
 class Call:
-    """A call to one client: a message and, once the client has replied or failed, the outcome."""
+    """A call to one client: the message, and its recipient."""
 
-    proxy: NamedProxy
+    recipient: NamedProxy
     round: int
     """The round that the client replies to."""
-    message: FitIns | EvaluateIns | None = None
-    """None if the call was made before the server was started again."""
+    message: FitIns | EvaluateIns | None
+    """None if an earlier server process made the call."""
     timeout: float | None = None
     began: float = 0.0
-    """When the call began, by the run's clock."""
-    due: float = math.inf
-    """When the reply arrives, by the run's clock; infinity if it is not known yet."""
-    result: Result | None = None
-    """The client's result; None before it has arrived, and if the reply is late and on disk."""
-    error: BaseException | None = None
-    is_usable: bool = False
-    """Whether the client has replied successfully and reported no error."""
-    is_late: bool | None = None
-    """None until the reply arrives or the round closes."""
-    received_at: float = math.inf
-    """Time of arrival, as returned by `time.monotonic`."""
-    bytes_sent: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Start of the round, by the run's clock."""
 
     @property
     def name(self) -> str:
         """The client's name."""
-        return self.proxy.name
+        return self.recipient.name
+
+
+@dataclass(frozen=True, eq=False)
+class CallOutcome:
+    """The outcome of a finished call: the client's result, or the exception raised."""
+
+    call: Call
+    result: Result | None = None
+    """The client's result, without its payload if the outcome `is_on_disk`."""
+    error: BaseException | None = None
+    received_at: float = math.inf
+    """Time of arrival, as returned by `time.monotonic`."""
+    is_late: bool = False
+    """Whether the round of the call had closed when the reply arrived."""
+    bytes_sent: int = 0
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether the outcome is known to the round."""
-        return math.isfinite(self.due)
+    def is_usable(self) -> bool:
+        """Whether the client replied successfully and reported no error."""
+        result = self.result
+        return (
+            result is not None and result.status.code is Code.OK and "error" not in result.metrics
+        )
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the reply was late, so that its payload has been moved to `LateReplies`."""
+        return self.is_late and isinstance(self.result, FitRes)
 
     @property
     def samples_processed(self) -> float:
@@ -168,66 +228,27 @@ class Call:
         reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
         return min(max(float(reported), 0.0), MOST) if isinstance(reported, int | float) else 0.0
 
-    def decide(self, *, late: bool) -> bool:
-        """Decide whether the reply is late unless that is decided; return whether it is late.
-
-        Whichever comes first decides: the reply arrives, or the round closes.
-        """
-        with self._lock:
-            if self.is_late is None:
-                self.is_late = late
-            return self.is_late
-
-    def run(self) -> Result:
-        """Send the message; return the client's result, which the call keeps as well.
-
-        A client that lacks the base weights of the message is sent the message without them. A
-        reply that arrives on time is written to the proxy's spool. Raises ClientFailureError.
-        """
-        to, message = self.proxy, self.message
-        assert message is not None
-        training = isinstance(message, FitIns)
-        try:
-            with to.turn:
-                if to.instruction is not None:
-                    message = replace(message, parameters=to.instruction())
-                self.bytes_sent, result = payload_bytes(message.parameters), self._send(message)
-                if result.metrics.get(LACKS) is True and (whole := to.whole()):
-                    result = self._send(replace(message, parameters=whole))
-                if isinstance(result, FitRes) and not self.decide(late=False) and to.spool:
-                    result.parameters = to.spool.put(self.name, result.parameters)
-        except Exception as error:
-            if training:
-                to.on_reply(self.name, words_of(error))
-            raise ClientFailureError(self.name, words_of(error)) from error
-        if training:
-            to.on_reply(self.name, one_line(str(result.metrics.get("error", ""))))
-        self.is_usable = result.status.code is Code.OK and "error" not in result.metrics
-        self.result = result
-        return result
-
-    def _send(self, message: FitIns | EvaluateIns) -> Result:
-        proxy = self.proxy._proxy
-        assert proxy is not None
-        if isinstance(message, FitIns):
-            return proxy.fit(message, self.timeout, self.round)
-        return proxy.evaluate(message, self.timeout, self.round)
-
 
 class CallPool:
     """Thread pool for the client calls of one run."""
 
-    def __init__(self, max_concurrent: int, store_late_reply: Callable[[Call], None]) -> None:
+    def __init__(
+        self, max_concurrent: int, store_late_reply: Callable[[Call, FitRes], FitRes]
+    ) -> None:
         """Create the pool; its threads start on demand.
 
         Args:
             max_concurrent: Maximum number of clients called at the same time.
-            store_late_reply: Moves each training reply that arrives after its round closed to disk.
+            store_late_reply: Moves the payload of a training reply that arrived after its round
+                closed to disk, and returns the reply without its payload.
         """
         self.max_concurrent, self._store_late_reply = max_concurrent, store_late_reply
         self._pending: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
         self._num_threads = 0
+        self._lock = threading.Lock()
+        self._is_late: dict[Call, bool] = {}
+        """Calls whose reply has arrived, or whose round has closed, and which came first."""
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue calls in order, and start as many threads as needed and allowed."""
@@ -237,12 +258,20 @@ class CallPool:
             self._num_threads += 1
             threading.Thread(target=self._run_calls, daemon=True).start()
 
-    def next_finished(self, timeout: float = math.inf) -> Call | None:
-        """Return the next finished call, or None if none finishes within `timeout` seconds."""
+    def next_outcome(self, timeout: float = math.inf) -> CallOutcome | None:
+        """Return the next outcome, or None if no call finishes within `timeout` seconds."""
         try:
-            return self._finished.get(timeout=None if math.isinf(timeout) else timeout)
+            outcome = self._outcomes.get(timeout=None if math.isinf(timeout) else timeout)
         except queue.Empty:
             return None
+        with self._lock:
+            self._is_late.pop(outcome.call, None)
+        return outcome
+
+    def close_round(self, calls: Iterable[Call]) -> list[Call]:
+        """Mark calls as late if their replies have not arrived, and return the other calls."""
+        with self._lock:
+            return [call for call in calls if not self._is_late.setdefault(call, True)]
 
     def cancel_pending(self) -> set[str]:
         """Cancel the calls that have not started, and return the names of their clients."""
@@ -262,19 +291,31 @@ class CallPool:
 
     def _run_calls(self) -> None:
         while (call := self._pending.get()) is not None:
-            try:
-                if isinstance(call.run(), FitRes) and call.is_late:
-                    self._store_late_reply(call)
-            except BaseException as raised:  # report every failure to the round
-                call.error = raised
-            call.received_at = time.monotonic()
-            call.decide(late=False)
-            self._finished.put(call)
-            del call  # an idle thread must not keep its reply in memory
+            self._outcomes.put(self._run(call))
+            del call  # an idle thread must not keep a message in memory
+
+    def _run(self, call: Call) -> CallOutcome:
+        def is_on_time() -> bool:
+            """Decide whether the reply is late, unless that has been decided."""
+            with self._lock:
+                return not self._is_late.setdefault(call, False)
+
+        result, error, bytes_sent = None, None, 0
+        assert call.message is not None
+        try:
+            result, bytes_sent = call.recipient.send(
+                call.message, call.timeout, call.round, is_on_time
+            )
+            if isinstance(result, FitRes) and not is_on_time():
+                result = self._store_late_reply(call, result)
+        except BaseException as raised:  # report every failure to the round
+            result, error = None, raised
+        late = not is_on_time()
+        return CallOutcome(call, result, error, time.monotonic(), late, bytes_sent)
 
 
 class ClientFailureError(Exception):
-    """Raised if a client did not reply, or Flower reported an error."""
+    """Raised if a client did not reply, or if Flower reported an error."""
 
     def __init__(self, client: str, reason: str) -> None:
         super().__init__(f"{client}: {reason}")
@@ -282,66 +323,71 @@ class ClientFailureError(Exception):
 
 
 def name_of(proxy: ClientProxy) -> str:
-    """Return the name of the client behind one of our proxies."""
+    """Return the name of the client behind a `NamedProxy`."""
     assert isinstance(proxy, NamedProxy)
     return proxy.name
 
 
 def reasons(failures: Failures) -> dict[str, str]:
-    """Return the reason of each client's failure, as far as it is known."""
-    found: dict[str, str] = {}
+    """Return the reason of each client's failure, for failures whose client is known."""
+    by_client: dict[str, str] = {}
     for failure in failures:
         if isinstance(failure, ClientFailureError):
-            found[failure.client] = one_line(" ".join(failure.reason.split()))[:300] or "failed"
+            reason = one_line(" ".join(failure.reason.split()))[:300]
+            by_client[failure.client] = reason or "failed"
         elif isinstance(failure, tuple):
             proxy, result = failure
-            found[name_of(proxy)] = one_line(result.status.message)[:300] or "failed"
-    return found
+            by_client[name_of(proxy)] = one_line(result.status.message)[:300] or "failed"
+    return by_client
 
 
 def is_user_code_error(error: BaseException) -> bool:
-    """Return whether an error is one of a client's code, a user's own model included."""
+    """Return whether an error is a fault of a client's code, which includes user models."""
     if isinstance(error, UserModelError):
         return not isinstance(error.__cause__, MemoryError)
-    return not isinstance(error, NOT_OF_CODE)
+    return not isinstance(error, EXPECTED_ERRORS)
 
 
 @dataclass(frozen=True)
 class UserCodeFault:
-    """An error of a client's code in words, since not every exception travels to a process.
+    """A description of an error in a client's code that can be sent between processes.
 
-    A method or a model of one's own may have a mistake that shows only in training. Its traceback
-    is shown once, shortened to the frames of one's own files; the whole of it is in flower.log.
+    Not every exception can be pickled. A bug in a user's method or model may first appear during
+    training. Its traceback is shown once, shortened to the frames in user code; flower.log holds
+    the full traceback.
     """
 
     reason: str
-    """Type, message, file and line."""
-    short: str
-    """The traceback's frames in one's own files."""
-    whole: str
+    """Type, message, file and line of the error."""
+    user_frames: str
+    """Traceback, shortened to the frames in user code."""
+    traceback: str
+    """Full traceback."""
 
     @classmethod
     def of(cls, error: BaseException) -> UserCodeFault:
-        """Return the fault of an error that has been raised."""
-        of_model = isinstance(error, UserModelError)
-        raised = error.__cause__ if of_model else error
+        """Describe an error that has been raised."""
+        is_of_model = isinstance(error, UserModelError)
+        raised = error.__cause__ if is_of_model else error
         frames = traceback.extract_tb(raised.__traceback__) if raised else []
         paths = [Path(frame.filename).resolve() for frame in frames]
-        own = [
+        user_frames = [
             frame
             for frame, path in zip(frames, paths, strict=True)
-            if path.is_file() and not any(path.is_relative_to(each) for each in _LIBRARIES)
-        ] or frames[-LAST:]
-        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+            if path.is_file() and not any(path.is_relative_to(library) for library in _LIBRARIES)
+        ] or frames[-MAX_LIBRARY_FRAMES:]
+        place = ""
+        if user_frames:
+            place = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})"
         return cls(
-            f"{words_of(error) if of_model else typed(error)}{place}",
-            "".join(traceback.format_list(own)).rstrip(),
+            f"{words_of(error) if is_of_model else typed(error)}{place}",
+            "".join(traceback.format_list(user_frames)).rstrip(),
             "".join(traceback.format_exception(error)),
         )
 
 
 class UserCodeError(Exception):
-    """A client of a simulation failed by an error of its code."""
+    """Raised if a client of a simulation failed because of an error in its code."""
 
     def __init__(self, fault: UserCodeFault) -> None:
         super().__init__(fault.reason)
@@ -349,28 +395,36 @@ class UserCodeError(Exception):
 
 
 class UserCodeFaults:
-    """What follows from errors of the clients' code: the first of each kind is shown."""
+    """Reports errors in the clients' code, each distinct error once."""
 
     def __init__(self, notice: Callable[[str], None], *, strict: bool) -> None:
-        """`strict`: the first one ends the run."""
-        self._notice, self._strict = notice, strict
-        self._shown: set[str] = set()
+        """Create the reporter.
 
-    def enter(self, errors: Iterable[object]) -> None:
-        """Show what is new among the errors of a round. Raises StateError if it ends the run."""
+        Args:
+            notice: Shows a message to the user.
+            strict: Whether the first error ends the run.
+        """
+        self._notice, self._strict = notice, strict
+        self._reported: set[str] = set()
+
+    def report(self, errors: Iterable[object]) -> None:
+        """Show new errors in user code among the errors of a round.
+
+        Raises StateError if such an error ends the run.
+        """
         causes = (getattr(error, "__cause__", None) or error for error in errors)
         for fault in [cause.fault for cause in causes if isinstance(cause, UserCodeError)]:
-            if fault.reason in self._shown:
+            if fault.reason in self._reported:
                 continue
-            self._shown.add(fault.reason)
-            LOG.error("%s", fault.whole)
+            self._reported.add(fault.reason)
+            LOG.error("%s", fault.traceback)
             if self._strict:
                 error = StateError(
-                    f"a client's code failed: {fault.reason}; the whole traceback is in the run's "
-                    "flower.log, and --no-strict lets a run go on without such clients"
+                    f"a client's code failed: {fault.reason}. The run's flower.log holds the full "
+                    "traceback. Use --no-strict to continue without such clients."
                 )
-                if fault.short:
-                    error.add_note(fault.short)
+                if fault.user_frames:
+                    error.add_note(fault.user_frames)
                 raise error
-            for line in [*fault.short.splitlines(), fault.reason]:
+            for line in [*fault.user_frames.splitlines(), fault.reason]:
                 self._notice(line)

@@ -83,8 +83,8 @@ class Defense:
                 if kept:
                     yield reply
                 else:
-                    self._state.measured(reply.client.name, reply.measured)
-                    self._state.left_out(reply.client.name, self.settings.average)
+                    self._state.record_measured(reply.client.name, reply.measured)
+                    self._state.exclude_outlier(reply.client.name, self.settings.average)
         else:
             values = self.combined([reply.knowledge for reply in found])
             for reply, tensors in zip(found, values, strict=True):

@@ -190,7 +190,7 @@ class Members:
         pool = models.pool if spec.instructions.weights or spec.replies.weights else None
         max_bytes = engine.max_payload_mb * 1e6
         rules = Admission(models.num_classes, spec.one_model, max_bytes, task)
-        return cls(engine.join_timeout, pool, notice, rules, engine.samples_cap, faults.enter)
+        return cls(engine.join_timeout, pool, notice, rules, engine.samples_cap, faults.report)
 
     def first(
         self, manager: ClientManager, wanted: int, engine: EngineSettings
@@ -404,12 +404,13 @@ class ClientHealth:
     the same clients.
     """
 
-    def __init__(self, refusals: int, silences: int, notice: Callable[[str], None]) -> None:
+    def __init__(self, max_refusals: int, max_silences: int, notice: Callable[[str], None]) -> None:
         """`refusals`, `silences`: consecutive rounds until a client is excluded, or pauses.
 
         0: never.
         """
-        self._max_refused, self._max_silent, self._notice = refusals, silences, notice
+        self._max_refusals, self._max_silences = max_refusals, max_silences
+        self._notice = notice
         self._refused: dict[str, int] = {}
         self._silent: dict[str, tuple[int, int]] = {}
         """The consecutive rounds without a reply, and the last of them."""
@@ -426,21 +427,21 @@ class ClientHealth:
         if not left:
             raise FedhetError(
                 f"no client is left to be asked in round {round}: the replies of all "
-                f"{len(names)} clients were refused in {self._max_refused} consecutive rounds "
+                f"{len(names)} clients were refused in {self._max_refusals} consecutive rounds "
                 "('engine.max-refusals')"
             )
-        return [name for name in left if not self.left_out(round, name)] or left
+        return [name for name in left if not self.exclusion_reason(round, name)] or left
 
-    def left_out(self, round: int, name: str) -> str:
+    def exclusion_reason(self, round: int, name: str) -> str:
         """Return why a client is not asked in a round: "excluded", "resting", or ""."""
         if self._is_aside(name):
             return "excluded"
         if not self._is_silent(name):
             return ""
         count, last = self._silent[name]
-        return "resting" if round < last + pause_after(count - self._max_silent + 1) else ""
+        return "resting" if round < last + pause_after(count - self._max_silences + 1) else ""
 
-    def enter(
+    def update(
         self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]
     ) -> list[str]:
         """Record the asked clients' outcomes (None: usable); return whom the method must forget."""
@@ -487,13 +488,13 @@ class ClientHealth:
         self._silent = {name: (n, known["last"][name]) for name, n in known["silent"].items()}
 
     def _is_aside(self, name: str) -> bool:
-        return 0 < self._max_refused <= self._refused.get(name, 0)
+        return 0 < self._max_refusals <= self._refused.get(name, 0)
 
     def _is_silent(self, name: str) -> bool:
-        return 0 < self._max_silent <= self._silent.get(name, (0, 0))[0]
+        return 0 < self._max_silences <= self._silent.get(name, (0, 0))[0]
 
     def _forgettable(self) -> set[str]:
         """Return the clients whose earlier contributions must not count any longer."""
         known = {*self._refused, *self._silent}
-        gone = {name for name, count in self._gone.items() if 0 < self._max_silent <= count}
+        gone = {name for name, count in self._gone.items() if 0 < self._max_silences <= count}
         return gone | {name for name in known if self._is_aside(name) or self._is_silent(name)}

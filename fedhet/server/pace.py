@@ -15,12 +15,12 @@ import csv
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flwr.common import EvaluateIns, FitIns, FitRes
+from flwr.common import Code, EvaluateIns, FitIns, FitRes, Status
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.algorithms.rounds import (
@@ -32,9 +32,17 @@ from fedhet.algorithms.rounds import (
 )
 from fedhet.base.errors import SettingsError, StateError, nearest, one_line
 from fedhet.base.seeding import numpy_rng
-from fedhet.server.calls import Call, CallPool, ClientFailureError, NamedProxy
+from fedhet.server.calls import (
+    NOTHING,
+    Call,
+    CallOutcome,
+    CallPool,
+    ClientFailureError,
+    NamedProxy,
+)
 from fedhet.server.codec import Codec
-from fedhet.server.reply import LateReplies, ReplySpool, SpooledPayload, bytes_of
+from fedhet.server.reply import LateReplies, ReplySpool, bytes_of
+from fedhet.server.round import RoundResults
 from fedhet.settings.engine import DRAWN_CLOCK, PaceSettings
 from fedhet.settings.run import RunSettings
 
@@ -136,236 +144,264 @@ Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
 """Flower's pairs of a client and a message."""
 
 
-@dataclass
-class RoundResults:
-    """The outcome of a round when it closes."""
+@dataclass(frozen=True)
+class _AtWork:
+    """A client that is training, or whose reply no round has used yet."""
 
-    results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
-    failures: list[Any] = field(default_factory=list)
-    arrived: dict[str, int] = field(default_factory=dict)
-    """The clients that reply to an earlier round, and which."""
-    late: set[str] = field(default_factory=set)
-    """The clients that are still at work."""
-    withdrawn: set[str] = field(default_factory=set)
-    """The clients that need not begin any more."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """How long each client took, by the run's clock."""
-    clock: float = math.nan
-    """Simulated seconds since the run began."""
+    call: Call
+    outcome: CallOutcome | None = None
+    """None until the client has replied or failed."""
+    due: float = math.inf
+    """Time at which the reply arrives, by the run's clock; infinity if unknown."""
 
-    def add(self, call: Call) -> None:
-        """Add a finished call whose outcome is in memory."""
-        if call.error is not None:
-            self.failures.append(call.error)
-        else:
-            self.results.append((call.proxy, call.result))
+    @property
+    def is_usable(self) -> bool:
+        return self.outcome is not None and self.outcome.is_usable
 
 
 class Collector:
-    """The calls of one run, of which some outlast the rounds in which they are made."""
+    """Makes the client calls of a run and collects the replies of each round.
+
+    Calls to train may outlast the round in which they are made.
+    """
 
     def __init__(
         self, run: RunSettings, codec: Codec, late: LateReplies, spool: ReplySpool | None
     ) -> None:
-        """`spool`: where replies are written, None: they stay in memory."""
+        """Create the collector.
+
+        Args:
+            run: Settings of the run.
+            codec: Remembers the instructions to which late replies respond.
+            late: Stores late replies.
+            spool: Stores the replies of the current round on disk; None keeps them in memory.
+        """
         self._pace, self._codec, self._late, self._spool = run.pace, codec, late, spool
-        self._least = honest_majority(run)[2]
+        self._min_replies = honest_majority(run)[2]
         self._clock = SimulatedClock(run.pace, run.seed) if run.pace.is_simulated else None
-        # A function of its own: the pool must not refer to the collector, or a run that has ended
-        # would keep the lock of its directory until the next garbage collection.
+        # Not a method: if the pool referred to the collector, a run that has ended would keep the
+        # lock of its directory until the next garbage collection.
         self._store_late = partial(_store_late, codec, late)
         self._pool = CallPool(1, self._store_late)
-        self._calls: dict[str, Call] = {}
-        """By client: the call to train whose outcome no round has got yet."""
-        self._evaluating: dict[str, Call] = {}
-        self._evaluated: list[Call] = []
+        self._at_work: dict[str, _AtWork] = {}
+        """Clients called to train whose reply no round has used yet, by name."""
+        self._evaluating: set[str] = set()
+        """Clients called to evaluate that have not replied."""
+        self._evaluated: list[CallOutcome] = []
         self._durations: list[float] = []
+        """Durations of the last rounds, in seconds by the run's clock."""
         self._simulated = 0.0
-        """Simulated seconds since the run began."""
+        """Simulated seconds since the start of the run."""
 
-    def open(self, most: int) -> None:
-        """Prepare to call `most` clients at once."""
-        self._pool = CallPool(most, self._store_late)
+    def open(self, max_concurrent: int) -> None:
+        """Prepare to call at most `max_concurrent` clients at the same time."""
+        self._pool = CallPool(max_concurrent, self._store_late)
 
     def close(self) -> None:
-        """End the threads that call clients, as they become free; forget the calls."""
+        """Let each thread exit after its current call, and discard all calls."""
         self._pool.shutdown()
-        self._calls.clear()
+        self._at_work.clear()
 
     @property
-    def busy(self) -> set[str]:
-        """The clients that are not called: they are at work, or their reply awaits a round."""
-        return self._calls.keys() | self._evaluating.keys()
+    def clients_at_work(self) -> set[str]:
+        """Clients that cannot be called: they are busy, or their reply has not been used yet."""
+        return self._at_work.keys() | self._evaluating
 
     # A round.
 
     def fit(
         self, round: int, instructions: Instructions, needed: int, timeout: float | None
     ) -> RoundResults:
-        """Call clients to train, and return what the round has got when it closes.
+        """Call clients to train, and return the replies that arrived before the round closed.
 
-        It needs `needed` replies, or 'pace.min-replies' of them.
+        Args:
+            round: The current round.
+            instructions: The clients to call, and their instructions.
+            needed: Number of replies that the round needs; 'pace.min-replies' may change it.
+            timeout: Time limit of each call in seconds, or None.
         """
         began = self._now()
         calls = _calls(instructions, round, timeout, began)
-        called = {call.name: call for call in calls}
-        self._calls |= called
-        awaited = set(called)
-        if self._pace.is_asynchronous or not calls:
-            awaited = set(self._calls)
+        called = {call.name for call in calls}
+        self._at_work |= {call.name: _AtWork(call) for call in calls}
+        awaits_earlier_calls = self._pace.is_asynchronous or not calls
+        awaited = set(self._at_work) if awaits_earlier_calls else called
         rule = closing(
-            self._pace, needed if calls else 1, len(awaited), self._durations, self._least
+            self._pace, needed if calls else 1, len(awaited), self._durations, self._min_replies
         )
-        found = RoundResults()
+        results = RoundResults()
         if self._clock is None:
-            found.withdrawn = self._wait(calls, awaited, rule)
-            self._codec.withdraw(round, found.withdrawn)
+            results.canceled = self._wait(calls, awaited, rule)
+            self._codec.cancel(round, results.canceled)
             ends = self._now()
         else:
-            self._wait(calls, set(called), Closing(len(calls)))
-            dues = [self._calls[name].due for name in awaited if self._calls[name].is_usable]
-            ends = self._simulated = found.clock = rule.closes_at(dues, began)
+            self._wait(calls, called, Closing(len(calls)))
+            dues = [self._at_work[name].due for name in awaited if self._at_work[name].is_usable]
+            ends = self._simulated = results.clock = rule.closes_at(dues, began)
         if ends > began:  # a simulated round without a reply takes no time
             self._durations = [*self._durations, ends - began][-RECENT:]
-        for name in sorted(self._calls):
-            self._take(self._calls[name], round, ends, found)
-        found.late = set(self._calls)
-        return found
+        for name in sorted(self._at_work):
+            self._collect(name, round, ends, results)
+        results.at_work = set(self._at_work)
+        return results
 
     def evaluate(
         self, round: int, instructions: Instructions, timeout: float | None
     ) -> RoundResults:
-        """Call clients to evaluate, and return the replies that come before the round closes.
+        """Call clients to evaluate, and return the replies that arrived before the round closed.
 
-        By a simulated clock evaluation takes no time, and all are awaited.
+        By a simulated clock, evaluation takes no time, and the round waits for all replies.
         """
         calls = _calls(instructions, round, timeout)
-        called, rule = {call.name: call for call in calls}, Closing(len(calls))
+        called, rule = {call.name for call in calls}, Closing(len(calls))
         if self._clock is None:
             rule = closing_of_evaluation(self._pace, len(calls), self._durations)
         self._evaluating |= called
-        found = RoundResults(withdrawn=self._wait(calls, set(called), rule))
-        self._codec.withdraw(round, found.withdrawn, training=False)
-        for call in self._evaluated:
-            found.add(call)
+        results = RoundResults(canceled=self._wait(calls, called, rule))
+        self._codec.cancel(round, results.canceled, training=False)
+        for outcome in self._evaluated:
+            results.add(outcome)
         self._evaluated = []
-        found.late = set(self._evaluating)
-        return found
+        results.at_work = set(self._evaluating)
+        return results
 
-    def settled(self, arrived: Iterable[str]) -> None:
-        """Remove the late replies that the last round has used: its checkpoint is written."""
-        self._late.remove(set(arrived) - self._calls.keys())
+    def remove_used(self, clients: Iterable[str]) -> None:
+        """Remove late replies from disk that the last round has used.
 
-    # What a checkpoint holds.
+        Call this after the checkpoint of the round is written.
+        """
+        self._late.remove(set(clients) - self._at_work.keys())
+
+    # Checkpoints.
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is known of the clients at work, as JSON has it."""
+        """Return the JSON-serializable state for a checkpoint."""
         jobs = {
-            name: [call.round, call.began, call.due if call.has_arrived else None]
-            for name, call in self._calls.items()
+            name: [work.call.round, work.call.began, work.due if work.outcome else None]
+            for name, work in self._at_work.items()
         }
         return {"clock": self._simulated, "durations": self._durations, "jobs": jobs}
 
-    def load_dict(self, known: Mapping[str, Any]) -> None:
-        """Restore what `to_dict` returned, of clients whose late replies are on disk.
+    def load_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the result of `to_dict`. Raises ValueError, KeyError or TypeError.
 
-        The others were at work when the server ended, and are called again. Raises ValueError,
-        KeyError or TypeError.
+        Only clients whose late replies are on disk are still at work. The others were training
+        when the server ended, and are called again.
         """
-        self._simulated = float(known["clock"])
-        self._durations = [float(each) for each in known["durations"]]
-        saved = {str(name): job for name, job in known["jobs"].items()}
-        rounds = {name: int(job[0]) for name, job in saved.items()}
+        self._simulated = float(saved["clock"])
+        self._durations = [float(seconds) for seconds in saved["durations"]]
+        jobs = {str(name): job for name, job in saved["jobs"].items()}
+        rounds = {name: int(job[0]) for name, job in jobs.items()}
         for name, round in self._late.restore(rounds).items():
-            began, due = map(float, saved[name][1:] if self._clock else (0.0, 0.0))
-            call = Call(NamedProxy(name), round, began=began, due=due, is_usable=True)
-            self._calls[name] = call
+            began, due = map(float, jobs[name][1:] if self._clock else (0.0, 0.0))
+            call = Call(NamedProxy(name), round, None, began=began)
+            result = FitRes(Status(Code.OK, ""), NOTHING, 0, {})
+            self._at_work[name] = _AtWork(call, CallOutcome(call, result, is_late=True), due)
 
-    # What these methods call.
+    # Helpers of these methods.
 
     def _now(self) -> float:
         return time.monotonic() if self._clock is None else self._simulated
 
     def _wait(self, calls: Sequence[Call], awaited: set[str], rule: Closing) -> set[str]:
-        """Make the calls, and wait until the rule closes the round; return who need not begin.
+        """Make the calls, wait until the rule closes the round, and return canceled clients.
 
-        A call is waited for all the same if only one can be made at a time: the server has nothing
-        else to do then.
+        If only one call can be made at a time, the call in progress is always awaited, because the
+        server has nothing else to do.
         """
         began = time.monotonic()
-        known = [self._calls[name] for name in awaited & self._calls.keys()]
-        arrived = [call for call in known if call.has_arrived]
-        missing = awaited - {call.name for call in arrived}
-        times = sorted(call.due - began for call in arrived if call.is_usable)
+        arrived = [self._at_work[name] for name in awaited & self._at_work.keys()]
+        arrived = [work for work in arrived if work.outcome is not None]
+        missing = awaited - {work.call.name for work in arrived}
+        times = sorted(work.due - began for work in arrived if work.is_usable)
         self._pool.submit(calls)
-        while (left := rule.waits(time.monotonic() - began, times, len(missing))) > 0:
-            call = self._pool.next_finished(left)
-            if call is not None and self._receive(call) in missing:
-                missing.remove(call.name)
-                times += [call.received_at - began] if call.is_usable else []
-        withdrawn = self._pool.cancel_pending()
-        for name in withdrawn:
-            self._calls.pop(name, None)
-            self._evaluating.pop(name, None)
-        begun, alone = missing - withdrawn, self._pool.max_concurrent == 1
-        coming = {c.name for c in calls if c.name in begun and (alone or not c.decide(late=True))}
-        while coming:
-            coming.discard(self._receive(self._pool.next_finished()))
-        return withdrawn
+        while (seconds := rule.waits(time.monotonic() - began, times, len(missing))) > 0:
+            outcome = self._pool.next_outcome(seconds)
+            if outcome is not None and self._receive(outcome) in missing:
+                missing.remove(outcome.call.name)
+                times += [outcome.received_at - began] if outcome.is_usable else []
+        canceled = self._pool.cancel_pending()
+        for name in canceled:
+            self._at_work.pop(name, None)
+        self._evaluating -= canceled
+        in_progress = [call for call in calls if call.name in missing - canceled]
+        if self._pool.max_concurrent > 1:
+            in_progress = self._pool.close_round(in_progress)
+        arriving = {call.name for call in in_progress}
+        while arriving and (outcome := self._pool.next_outcome()):
+            arriving.discard(self._receive(outcome))
+        return canceled
 
-    def _receive(self, call: Call | None) -> str:
-        """Take note of a finished call, and return whose it is; a late evaluation is of no use."""
-        assert call is not None
+    def _receive(self, outcome: CallOutcome) -> str:
+        """Record the outcome of a call, and return the client's name; ignore a late evaluation."""
+        call = outcome.call
         if isinstance(call.message, EvaluateIns):
-            del self._evaluating[call.name]
-            self._evaluated += [] if call.is_late else [call]
+            self._evaluating.remove(call.name)
+            self._evaluated += [] if outcome.is_late else [outcome]
             return call.name
-        call.due = call.received_at
+        due = outcome.received_at
         if self._clock is not None:
-            call.due = call.began  # a failure is known at once
-            if isinstance(call.result, FitRes) and call.is_usable:
-                size = call.bytes_sent + bytes_of(call.result.parameters)
-                work = call.samples_processed
-                call.due += self._clock.seconds(call.name, call.round, work, size)
+            due = call.began  # a failure takes no simulated time
+            if outcome.is_usable and isinstance(outcome.result, FitRes):
+                size = outcome.bytes_sent + bytes_of(outcome.result.parameters)
+                work = outcome.samples_processed
+                due += self._clock.seconds(call.name, call.round, work, size)
+        self._at_work[call.name] = _AtWork(call, outcome, due)
         return call.name
 
-    def _take(self, call: Call, round: int, ends: float, found: RoundResults) -> None:
-        """Hand a client's reply to the round if it has arrived in time, or else keep it."""
-        name = call.name
-        if call.due > ends:
-            if call.result is not None:
-                self._store_late(call)
+    def _collect(self, name: str, round: int, ends: float, results: RoundResults) -> None:
+        """Add a client's reply to the round's results if it arrived before the round closed.
+
+        By a simulated clock, a reply that is due later is moved to disk.
+        """
+        work = self._at_work[name]
+        call, outcome = work.call, work.outcome
+        if outcome is None:
             return
-        del self._calls[name]
+        if work.due > ends:
+            if isinstance(outcome.result, FitRes) and not outcome.is_on_disk:
+                stored = self._store_late(call, outcome.result)
+                outcome = replace(outcome, result=stored, is_late=True)
+                self._at_work[name] = replace(work, outcome=outcome)
+            return
+        del self._at_work[name]
         if call.round != round:
-            found.arrived[name] = call.round
+            results.reply_rounds[name] = call.round
         if call.message is not None or self._clock is not None:
-            found.seconds[name] = call.due - call.began
-        if call.result is None and call.error is None:  # it is on disk
-            try:
-                call.result, of, sent, digest = self._late.get(name)
-                if sent is not None:
-                    self._codec.keep_sent(name, of, sent, digest)
-                if self._spool is not None:
-                    call.result.parameters = self._spool.put(name, call.result.parameters)
-            except (StateError, OSError) as error:
-                call.error = ClientFailureError(name, str(error))
-        found.add(call)
+            results.seconds[name] = work.due - call.began
+        results.add(self._read_late(outcome) if outcome.is_on_disk else outcome)
+
+    def _read_late(self, outcome: CallOutcome) -> CallOutcome:
+        """Read a late reply from disk, and remember the instruction that it responds to."""
+        name = outcome.call.name
+        try:
+            result, round, sent, digest = self._late.get(name)
+            if sent is not None:
+                self._codec.remember(name, round, sent, digest)
+            if self._spool is not None:
+                stored = self._spool.put(name, result.parameters)
+                result = replace(result, parameters=stored)
+        except (StateError, OSError) as error:
+            failure = ClientFailureError(name, str(error))
+            return replace(outcome, result=None, error=failure)
+        return replace(outcome, result=result)
 
 
 def _calls(
     instructions: Instructions, round: int, timeout: float | None, began: float = 0.0
 ) -> list[Call]:
-    named = [(to, each) for to, each in instructions if isinstance(to, NamedProxy)]
-    return [Call(to, round, each, timeout, began) for to, each in named]
+    return [
+        Call(proxy, round, message, timeout, began)
+        for proxy, message in instructions
+        if isinstance(proxy, NamedProxy)
+    ]
 
 
-def _store_late(codec: Codec, late: LateReplies, call: Call) -> None:
-    """Move a late reply to disk, with the client's instruction. Raises StateError."""
-    result, name, round = call.result, call.name, call.round
-    assert isinstance(result, FitRes)
-    if isinstance(payload := result.parameters, SpooledPayload):
-        result = replace(result, parameters=payload.payload())
-    late.put(name, result, round, *codec.sent(name, round))
-    codec.forget_sent(name, round)
-    call.result = None
+def _store_late(codec: Codec, late: LateReplies, call: Call, result: FitRes) -> FitRes:
+    """Move a late reply and its instruction to disk, and return the reply without its payload.
+
+    Raises StateError.
+    """
+    late.put(call.name, result, call.round, *codec.remembered(call.name, call.round))
+    codec.forget(call.name, call.round)
+    return replace(result, parameters=NOTHING)

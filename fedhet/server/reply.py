@@ -1,10 +1,12 @@
-"""A client's reply, as it passes from the wire to the method, in memory or on disk.
+"""Replies of clients on their way from the wire to the method, in memory or on disk.
 
-Large replies are decoded and written to a file each as they arrive. Their weights are mapped from
-there, one tensor at a time, when they are used: the server's memory does not grow with the clients.
-A reply that comes when its round has closed is a file of the run's directory until a later round
-uses it, with what the client was sent: the change that it made is the difference. So a server that
-is killed loses none of them.
+A reply that holds weights is decoded and written to a file when it arrives. Its weights are mapped
+from the file, one tensor at a time, when they are used, so the server's memory does not grow with
+the number of clients. No other module needs to know whether a payload is in memory or on disk.
+
+A late reply is stored in the run's directory until a later round uses it, together with the
+instruction that the client received: the client's update is the difference between the two.
+A server that is killed loses no late reply.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
 
+from fedhet.algorithms.rounds import staleness_weight
 from fedhet.base.arrays import Array, OnDemand, group, grouped
 from fedhet.base.disk import Folder
 from fedhet.base.errors import FedhetError, KnowledgeError, StateError, reason_of, words_of
@@ -45,22 +48,24 @@ from fedhet.wire.knowledge import (
 )
 
 Magnitudes = Mapping[str, float]
-"""The root mean square of each part of a reply (`part_of`) that holds floating-point numbers."""
+"""Root mean square of each part (`part_of`) of a reply that holds floating-point numbers."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A client's reply."""
+    """A decoded reply of a client to an instruction to train."""
 
     client: ClientInfo
     knowledge: Knowledge
+    """Content of the reply."""
     measured: Measured
-    known: Magnitudes | None = field(default=None, repr=False)
-    """The magnitudes of `knowledge`, if they were measured when the reply arrived."""
+    """Metrics and durations that the client reported."""
+    cached_magnitudes: Magnitudes | None = field(default=None, repr=False)
+    """Magnitudes of `knowledge`, if they were measured when the reply arrived."""
     age: int = 0
-    """The rounds since the client was asked; 0: it was asked in this round."""
+    """Rounds since the client received its instruction; 0 if the reply is not late."""
     sent: Knowledge | None = field(default=None, repr=False)
-    """What the client was sent to train on, if replies may be late."""
+    """Content of the client's instruction, if it is needed to use a late reply."""
 
     @property
     def samples(self) -> int:
@@ -69,69 +74,64 @@ class Reply:
 
     @property
     def freshness(self) -> float:
-        """The factor by which the reply counts for its age: 1 if it is not late."""
+        """Weight of the reply for its age: 1 if the reply is not late."""
         return staleness_weight(self.age)
 
     @property
     def weight(self) -> float:
-        """The reply's weight in an average by samples; one that is late counts less."""
+        """Weight of the reply in an average by samples, lower if the reply is late."""
         return self.samples * self.freshness
 
     def magnitudes(self) -> Magnitudes:
         """Return the root mean square of each floating-point part."""
-        return magnitudes_of(self.knowledge) if self.known is None else self.known
+        if self.cached_magnitudes is not None:
+            return self.cached_magnitudes
+        return magnitudes_of(self.knowledge)
 
     def with_knowledge(self, knowledge: Knowledge) -> Reply:
-        """Return this reply with its knowledge replaced."""
-        return replace(self, knowledge=knowledge, known=None)
+        """Return a copy of this reply with other content."""
+        return replace(self, knowledge=knowledge, cached_magnitudes=None)
 
 
 def medians(replies: Iterable[Magnitudes]) -> dict[str, float]:
-    """Return the median of each field's magnitude over replies."""
-    fields: dict[str, list[float]] = {}
-    for each in replies:
-        for name, size in each.items():
-            fields.setdefault(name, []).append(size)
-    return {name: float(median(sizes)) for name, sizes in sorted(fields.items())}
+    """Return the median of each part's magnitude over several replies."""
+    parts: dict[str, list[float]] = {}
+    for magnitudes in replies:
+        for part, size in magnitudes.items():
+            parts.setdefault(part, []).append(size)
+    return {part: float(median(sizes)) for part, sizes in sorted(parts.items())}
 
 
-def staleness_weight(age: int) -> float:
-    """Return s(tau) = (1 + tau)^(-1/2), the weight of a reply that is `age` rounds old.
-
-    FedBuff, Section 5.1 (polynomial, a = 1/2).
-    """
-    return float((1 + age) ** -0.5)
-
-
-OF_STATISTICS = "statistics of "
+STATISTICS_OF = "statistics of "
+"""Prefix of the part that holds the batch normalization statistics of a field."""
 
 
 def part_of(tensor: str) -> str:
-    """Return the part of a reply whose magnitude a tensor counts toward: the tensor's field.
+    """Return the part of a reply that a tensor belongs to: by default, the tensor's field.
 
-    What batch normalization records (`running_mean`, `running_var`) is a part of its own: variances
-    are squares of activations, and often much larger than all weights.
+    Statistics of batch normalization (`running_mean`, `running_var`) are a separate part, because
+    variances are squares of activations and are often much larger than all weights.
     """
     field, _, name = tensor.partition("/")
-    return f"{OF_STATISTICS}{field}" if name.endswith(STATISTICS) else field
+    return f"{STATISTICS_OF}{field}" if name.endswith(STATISTICS) else field
 
 
 def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
     """Return the root mean square of each part of a reply that holds floating-point numbers.
 
-    It is infinity if the squares of a part overflow.
+    The result is infinity if the squares of a part overflow.
     """
     parts: dict[str, list[Array]] = {}
     for name, value in knowledge.tensors.items():
         if np.issubdtype(value.dtype, np.floating) and value.size:
             parts.setdefault(part_of(name), []).append(value)
 
-    def square(value: Array) -> float:
+    def sum_of_squares(value: Array) -> float:
         flat = value.ravel() if value.dtype.itemsize > 2 else value.ravel().astype(np.float32)
         return float(np.vdot(flat, flat))
 
     with np.errstate(over="ignore"):
-        totals = {part: sum(map(square, values)) for part, values in parts.items()}
+        totals = {part: sum(map(sum_of_squares, values)) for part, values in parts.items()}
     return {
         part: float(np.sqrt(total / sum(value.size for value in parts[part])))
         for part, total in totals.items()
@@ -140,10 +140,10 @@ def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
 
 @contextlib.contextmanager
 def from_outside(sender: str) -> Iterator[None]:
-    """Raise KnowledgeError for any error of the block, which reads what `sender` has sent.
+    """Raise KnowledgeError if the block, which reads data sent by `sender`, raises any error.
 
-    No list of exceptions is complete: memory, recursion, a library's own. One reply must not cost
-    the others, and the reason is in the notice.
+    No list of exceptions would be complete: a reply may exhaust the memory or the recursion limit,
+    or raise an exception of a library. One such reply must not end the round.
     """
     try:
         yield
@@ -154,115 +154,159 @@ def from_outside(sender: str) -> Iterator[None]:
         raise KnowledgeError(sender, "answer", fault) from error
 
 
+def open_payload(
+    payload: Parameters, sender: str, bases: Bases, max_bytes: int
+) -> tuple[Envelope, Knowledge, Magnitudes | None]:
+    """Return the content of a reply's payload, in memory or on disk.
+
+    Args:
+        payload: Flower's parameters, or a payload that was written to the spool.
+        sender: Name of the client, for errors.
+        bases: Finds the weights on which the reply builds.
+        max_bytes: Maximum size of a payload in memory.
+
+    Returns:
+        The envelope, the content, and the magnitudes of the content (None if the payload is in
+        memory).
+
+    Raises:
+        KnowledgeError: The payload is invalid or too large.
+    """
+    if isinstance(payload, SpooledPayload):
+        return payload.open()
+    envelope, knowledge, _ = _decode(payload, sender, bases, max_bytes)
+    return envelope, knowledge, None
+
+
+def _decode(
+    payload: Parameters, sender: str, bases: Bases, max_bytes: int
+) -> tuple[Envelope, Knowledge, bool]:
+    """Decode a payload; also return whether its tensors are sent without an encoding."""
+    arrays = read_arrays(payload, sender, max_bytes)
+    envelope, knowledge = decode(arrays, sender, bases, max_bytes)
+    is_plain = [*map(id, knowledge.tensors.values())] == [*map(id, arrays[1:])]
+    return envelope, knowledge, is_plain
+
+
+def bytes_of(payload: Parameters) -> int:
+    """Return the size of a payload as it was received, in bytes."""
+    return payload.size if isinstance(payload, SpooledPayload) else payload_bytes(payload)
+
+
 class ReplySpool:
-    """A folder for the replies of one round: at most one file a client, and none between rounds."""
+    """A directory that holds the replies of one round: at most one file per client."""
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         max_bytes: int,
         contract: Contract,
         bases_of: Callable[[str], Bases] = lambda client: no_bases,
     ) -> None:
-        """`max_bytes`: a larger reply is not written; `contract` says which tensors are weights.
+        """Create the spool.
 
-        `bases_of` returns what has the weights on which a client's reply builds.
+        Args:
+            directory: Path of the directory, which is created with the first reply.
+            max_bytes: Maximum size of a reply; a larger reply is not written.
+            contract: Contract of the replies, which declares the tensors that are weights.
+            bases_of: Returns the function that finds the weights on which a client's reply builds.
         """
-        self._folder = Folder(folder, folder.parent, private=True)
+        self._directory = Folder(directory, directory.parent, private=True)
         self._max_bytes, self._bases_of = max_bytes, bases_of
         self._weights = tuple(f"{name}/" for name in contract.weights)
 
     def put(self, client: str, payload: Parameters) -> SpooledPayload:
-        """Decode a client's reply and write it. Raises OSError."""
+        """Decode a client's reply and write it to disk. Raises OSError."""
         bases = self._bases_of(client)
-        return SpooledPayload(client, payload, self._folder, self._max_bytes, self._weights, bases)
+        return SpooledPayload(
+            client, payload, self._directory, self._max_bytes, self._weights, bases
+        )
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Remove all replies at the end of the block, in which they are read."""
+        """Provide a block in which the replies can be read, and remove all replies at its end."""
         try:
             yield
         finally:
             self.clear()
 
     def clear(self) -> None:
-        """Remove all replies, also those that a killed server has left."""
-        self._folder.clear()
+        """Remove all replies, including replies left by a server process that was killed."""
+        self._directory.clear()
 
 
 class SpooledPayload(Parameters):
-    """A reply's payload that lies on disk instead of in memory.
+    """The payload of a reply, written to disk instead of held in memory.
 
-    It is decoded once, as it arrives. Of its tensors, only those that are not weights stay in
-    memory. Weights are mapped each time they are used, until the spool is cleared.
+    The payload is decoded once, when the reply arrives. Tensors other than weights stay in memory.
+    Weights are mapped from the file each time they are used, until the spool is cleared.
     """
 
     def __init__(
         self,
         client: str,
         payload: Parameters,
-        folder: Folder,
+        directory: Folder,
         max_bytes: int,
         weights: tuple[str, ...],
         bases: Bases,
     ) -> None:
         super().__init__(tensors=[], tensor_type=payload.tensor_type)
         self.size = payload_bytes(payload)
-        """Bytes of the payload."""
-        self.magnitudes: Magnitudes = {}
-        """The root mean square of each field."""
-        self._path = folder.path / client
-        self._fault: tuple[str, str] | None = None
-        """The field and the fault for which it is refused: an error would keep its frames alive."""
-        self._places: list[tuple[int, int]] = []
-        """Where each array is in the file."""
+        """Size of the payload as it was received, in bytes."""
+        self._path = directory.path / client
+        self._content: tuple[Envelope, Knowledge, Magnitudes] | None = None
+        """None if the payload cannot be decoded."""
+        self._fault = "", ""
+        """Field and text of the decoding error, which itself would keep its frames in memory."""
+        self._offsets: list[tuple[int, int]] = []
+        """Start and end of each array in the file."""
         try:
             with from_outside(client):
-                arrays = read_arrays(payload, client, max_bytes)
-                envelope, knowledge = decode(arrays, client, bases, max_bytes)
-                self.magnitudes = magnitudes_of(knowledge)
-                values = knowledge.tensors.values()
-                if not all(one is other for one, other in zip(values, arrays[1:], strict=False)):
+                envelope, knowledge, is_plain = _decode(payload, client, bases, max_bytes)
+                magnitudes = magnitudes_of(knowledge)
+                if not is_plain:
                     payload = ndarrays_to_parameters(encode(envelope, knowledge))
                 ends = list(accumulate(map(len, payload.tensors)))
-                self._places = list(zip([0, *ends], ends, strict=False))
+                self._offsets = list(zip([0, *ends], ends, strict=False))
                 sources: dict[str, Array | Callable[[], Array]] = {}
                 for number, (name, value) in enumerate(knowledge.tensors.items(), 1):
                     mapped = name.startswith(weights) and value.size
                     sources[name] = partial(self._array, number) if mapped else value.copy()
-                self._message = envelope, Knowledge(OnDemand(sources), knowledge.scalars)
-        except KnowledgeError as error:  # raised when the round's replies are read
+                knowledge = Knowledge(OnDemand(sources), knowledge.scalars)
+                self._content = envelope, knowledge, magnitudes
+        except KnowledgeError as error:  # raised again when the round's replies are opened
             self._fault = error.field, error.fault
             return
         try:
-            written = folder.open(client, os.O_WRONLY | os.O_TRUNC, 0o600)
+            written = directory.open(client, os.O_WRONLY | os.O_TRUNC, 0o600)
             with os.fdopen(written, "wb") as file:
                 file.writelines(payload.tensors)
         except OSError:
-            folder.remove([client])
+            directory.remove([client])
             raise
 
-    def payload(self) -> Parameters:
-        """Return the payload, read from the disk."""
-        content = self._mapped()
-        return Parameters([bytes(content[a:b]) for a, b in self._places], self.tensor_type)
-
-    def message(self) -> tuple[Envelope, Knowledge]:
-        """Return the decoded reply. Raises KnowledgeError."""
-        if self._fault is not None:
+    def open(self) -> tuple[Envelope, Knowledge, Magnitudes]:
+        """Return the content, as `open_payload` does. Raises KnowledgeError."""
+        if self._content is None:
             raise KnowledgeError(self._path.name, *self._fault)
-        size = self._places[-1][1] if self._places else 0
+        size = self._offsets[-1][1] if self._offsets else 0
         if len(self._mapped()) != size:
             fault = f"its file has changed: it had {size} bytes"
             raise KnowledgeError(self._path.name, "payload", fault)
-        return self._message
+        return self._content
+
+    def read(self) -> Parameters:
+        """Return the payload, read from the disk into memory."""
+        content = self._mapped()
+        return Parameters([bytes(content[a:b]) for a, b in self._offsets], self.tensor_type)
 
     def _array(self, number: int) -> Array:
-        start, end = self._places[number]
+        start, end = self._offsets[number]
         return read_npy(self._mapped()[start:end], self._path.name, f"array {number}")
 
     def _mapped(self) -> memoryview:
-        if not self._places:
+        if not self._offsets:
             return memoryview(b"")
         try:
             with self._path.open("rb") as file:
@@ -274,36 +318,39 @@ class SpooledPayload(Parameters):
             ) from error
 
 
-def bytes_of(payload: Parameters) -> int:
-    """Return the bytes of a payload, wherever it lies."""
-    return payload.size if isinstance(payload, SpooledPayload) else payload_bytes(payload)
-
-
-FOLDER, SUFFIX = "late", ".safetensors"
+LATE_DIRECTORY, SUFFIX = "late", ".safetensors"
 
 
 class LateReplies:
-    """The late replies of one run: at most one of each client."""
+    """The late replies of one run on disk: at most one per client."""
 
     def __init__(self, directory: Path, run: str) -> None:
-        self._directory, self._path, self._run = directory, directory / FOLDER, run
+        self._directory, self._path, self._run = directory, directory / LATE_DIRECTORY, run
 
     def put(
         self, client: str, result: FitRes, round: int, sent: Knowledge | None, digest: int
     ) -> None:
-        """Write a client's reply to a round atomically. Raises StateError.
+        """Write a client's reply to disk atomically. Raises StateError.
 
-        `sent` is what the client was sent to train on, None if that is not known or not needed;
-        `digest` that of its weights, if the reply is encoded as the difference to them.
+        Args:
+            client: Name of the client.
+            result: The client's reply.
+            round: The round of the instruction that the client replied to.
+            sent: Content of that instruction, or None if it is not needed.
+            digest: Digest of the weights in `sent`, if the reply is encoded as a difference to
+                these weights.
         """
-        payload = {
+        payload = result.parameters
+        if isinstance(payload, SpooledPayload):
+            payload = payload.read()
+        arrays = {
             str(number): torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-            for number, data in enumerate(result.parameters.tensors)
+            for number, data in enumerate(payload.tensors)
         }
-        known = sent or Knowledge()
+        instruction = sent or Knowledge()
         base = {
             name: torch.from_numpy(np.array(value, order="C"))
-            for name, value in known.tensors.items()
+            for name, value in instruction.tensors.items()
         }
         metadata: dict[str, int | float | str] = {
             "run": self._run,
@@ -313,16 +360,16 @@ class LateReplies:
             "message": result.status.message,
             "samples": result.num_examples,
             "metrics": json.dumps(dict(result.metrics), default=repr),
-            "arrays": len(payload),
+            "arrays": len(arrays),
             "sent": sent is not None,
             "digest": digest,
-            "scalars": json.dumps(dict(known.scalars)),
+            "scalars": json.dumps(dict(instruction.scalars)),
         }
-        tensors = grouped("payload", payload) | grouped("sent", base)
+        tensors = grouped("payload", arrays) | grouped("sent", base)
         save(self._file(client), tensors, metadata, self._directory)
 
     def get(self, client: str) -> tuple[FitRes, int, Knowledge | None, int]:
-        """Return a client's late reply, and the rest of what `put` was given. Raises StateError."""
+        """Return the arguments that `put` received for a client. Raises StateError."""
         path = self._file(client)
         tensors, metadata = load(path)
         payload, base = group(tensors, "payload"), group(tensors, "sent")
@@ -334,32 +381,39 @@ class LateReplies:
                 int(metadata["samples"]),
                 json.loads(str(metadata["metrics"])),
             )
-            sent = Knowledge(
+            instruction = Knowledge(
                 {name: value.numpy() for name, value in base.items()},
                 json.loads(str(metadata["scalars"])),
             )
-            known = sent if metadata["sent"] else None
-            return result, int(metadata["round"]), known, int(metadata["digest"])
+            sent = instruction if metadata["sent"] else None
+            return result, int(metadata["round"]), sent, int(metadata["digest"])
         except (LookupError, ValueError, TypeError, RecursionError) as error:
-            raise StateError(f"{path} is not a late reply that fedhet saved: {error!r}") from error
+            raise StateError(f"{path} is not a late reply saved by fedhet: {error!r}") from error
 
     def remove(self, clients: Collection[str]) -> None:
-        """Remove the replies of these clients."""
+        """Remove the replies of some clients."""
         if clients:
             folder = Folder(self._path, self._directory)
             folder.remove(self._file(client).name for client in clients)
 
     def restore(self, rounds: Mapping[str, int]) -> dict[str, int]:
-        """Return which of these clients' replies to these rounds are there; remove all others."""
+        """Find the replies of this run to the given rounds, and remove all other replies.
+
+        Args:
+            rounds: The round of each client's late reply.
+
+        Returns:
+            The entries of `rounds` whose reply is on disk.
+        """
         names = {path.stem for path in self._path.glob(f"*{SUFFIX}") if is_name(path.stem)}
-        found: dict[str, int] = {}
+        restored: dict[str, int] = {}
         for name in names & rounds.keys():
             with contextlib.suppress(StateError):
                 metadata = load_metadata(self._file(name))
                 if (metadata.get("run"), metadata.get("round")) == (self._run, rounds[name]):
-                    found[name] = rounds[name]
-        self.remove(names - found.keys())
-        return found
+                    restored[name] = rounds[name]
+        self.remove(names - restored.keys())
+        return restored
 
     def _file(self, client: str) -> Path:
         return self._path / f"{client}{SUFFIX}"

@@ -1,8 +1,4 @@
-"""The current round, as the server records it.
-
-Which clients were asked and replied, their measurements, bytes and seconds: all of it is recorded
-here, from any thread, and nowhere else.
-"""
+"""The state of the current round on the server."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
+from flwr.server.client_proxy import ClientProxy
 from pydantic import TypeAdapter
 
 from fedhet.base.errors import (
@@ -29,6 +26,7 @@ from fedhet.base.errors import (
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured, ScoreKey, relative, spread, summarize
 from fedhet.runs.records import ByMetric, RoundRecord, Seconds
+from fedhet.server.calls import CallOutcome
 from fedhet.server.members import ClientHealth, Outcome
 from fedhet.server.reply import Magnitudes, medians
 from fedhet.settings.run import RunSettings
@@ -36,140 +34,190 @@ from fedhet.settings.run import RunSettings
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round: those that train, and those that are asked without training."""
+    """The clients of a round: clients that train, and clients that assist without training."""
 
     training: tuple[str, ...]
     assisting: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all selected clients, sorted."""
+        """The names of all selected clients, sorted."""
         return sorted((*self.training, *self.assisting))
 
 
 @dataclass
+class RoundResults:
+    """The replies of a round, or of its evaluation, when it closes."""
+
+    results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    reply_rounds: dict[str, int] = field(default_factory=dict)
+    """The round that each late reply among `results` responds to, by client."""
+    at_work: set[str] = field(default_factory=set)
+    """Clients that are still working on an instruction, so that their replies are late."""
+    canceled: set[str] = field(default_factory=set)
+    """Clients that were not called because the round closed first."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time that each client took, by the run's clock."""
+    clock: float = math.nan
+    """Simulated seconds since the start of the run."""
+
+    def add(self, outcome: CallOutcome) -> None:
+        """Add the outcome of a call."""
+        if outcome.error is not None:
+            self.failures.append(outcome.error)
+        else:
+            self.results.append((outcome.call.recipient, outcome.result))
+
+
+@dataclass
 class Rollback:
-    """The server's last state that clients could use, to which it can roll back."""
+    """The server's last state that clients could use, to which the server can roll back."""
 
     usual: dict[str, float] = field(default_factory=dict)
-    """The median size of each field of a reply, in the last round that worked."""
+    """Median magnitude of each part of a reply, in the last successful round."""
     good: int = 0
-    """The round of the last state that clients could use; 0 before the first round."""
+    """Round after which the last usable state was formed; 0 before the first round."""
     formed: int = 0
-    """The round of the last state; 0 before the first round."""
+    """Round after which the last state was formed; 0 before the first round."""
     divergences: int = 0
-    """The consecutive rounds in which the training of the server's own model diverged."""
+    """Number of consecutive rounds in which the server's own training has diverged."""
     learned_once: bool = False
-    """Whether a round's training or averaging on the server has succeeded."""
+    """Whether the server's training or averaging has succeeded in any round."""
 
 
 class RoundState:
-    """The record of the current round, and what is known of the clients across rounds."""
+    """The record of the current round, and the history of the clients across rounds.
+
+    All events of a round are recorded here: selected clients, replies, measurements, bytes and
+    durations. Methods that other threads call are synchronized.
+    """
 
     def __init__(
         self, workers: int, notice: Callable[[str], None], health: ClientHealth | None = None
     ) -> None:
-        """`workers`: number of clients that train at once; `notice` shows a message to the user."""
+        """Create the state.
+
+        Args:
+            workers: Number of clients that train at the same time.
+            notice: Shows a message to the user.
+            health: Counts of the clients' failures, or None to exclude no client.
+        """
         self.record = RoundRecord(0)
         self.selection = Selection(())
         self.needed = 0
-        """The replies that the round needs before 'pace.min-replies' is applied."""
-        self.arrived: dict[str, int] = {}
-        """The late clients whose replies this round has got, and the rounds of the replies."""
+        """Number of replies that the round needs, before 'pace.min-replies' is applied."""
+        self.reply_rounds: dict[str, int] = {}
+        """The round that each late reply received in this round responds to, by client."""
         self.health = health or ClientHealth(0, 0, notice)
         self.scores, self.clock = Scoreboard(), RoundClock()
         self.rollback = Rollback()
-        self.magnitudes: Mapping[str, Magnitudes] = {}
-        """The magnitudes of this round's replies, by client, if they are compared."""
         self.notice = notice
         self._workers = workers
         self._lock = threading.Lock()
+        self._magnitudes: Mapping[str, Magnitudes] = {}
         self._losses: dict[str, float] = {}
         self._epsilon: dict[str, float] = {}
-        """What the run has cost each client's samples, of those that are protected."""
+        """Privacy budget that the run has consumed, by client with private training."""
         self._outcomes: dict[str, Outcome] = {}
+        """Failures of the round, by client."""
         self._peak_memory_mb = 0.0
 
     def start(self, number: int) -> None:
         """Start a round."""
         with self._lock:
             self.record, self._losses = RoundRecord(number), {}
-            self._outcomes, self.magnitudes, self.arrived = {}, {}, {}
+            self._outcomes, self._magnitudes, self.reply_rounds = {}, {}, {}
             self.clock.start()
 
-    def ask(self, selection: Selection, needed: int = 0, at_work: Collection[str] = ()) -> None:
-        """Record the selected clients, of which the round needs some, and those still at work."""
-        self.selection, self.record.asked = selection, selection.names
-        self.needed, self.record.late = needed, sorted(at_work)
-
-    def closed(
+    def record_selection(
         self,
-        late: Iterable[str],
-        arrived: Mapping[str, int],
-        unasked: Iterable[str],
-        clock: float,
-        *,
-        quiet: bool,
+        selection: Selection,
+        needed: int = 0,
+        at_work: Collection[str] = (),
+        absent: Collection[str] = (),
     ) -> None:
-        """Record which clients are late, which late ones have replied, and who was not needed.
+        """Record the clients of the round.
 
-        Unless `quiet`, notices name the clients that are late since this round, or have replied.
+        Args:
+            selection: The selected clients.
+            needed: Number of replies that the round needs.
+            at_work: Clients that are still working on an earlier instruction.
+            absent: Former members that are not connected.
+        """
+        self.selection, self.record.asked, self.needed = selection, selection.names, needed
+        self.record.late, self.record.absent = sorted(at_work), sorted(absent)
+
+    def record_results(self, results: RoundResults, *, quiet: bool) -> None:
+        """Record which clients have replied, are late, or were not called after all.
+
+        Unless `quiet`, notices name clients that have become late, and late replies.
         """
         record = self.record
-        record.asked = sorted({*record.asked} - {*unasked})
-        record.late, self.arrived, record.clock = sorted(late), dict(arrived), clock
+        record.asked = sorted({*record.asked} - results.canceled)
+        record.late, record.clock = sorted(results.at_work), results.clock
+        self.reply_rounds = dict(results.reply_rounds)
         if quiet:
             return
-        if new := [name for name in record.late if name in {*record.asked}]:
+        if late := [name for name in record.late if name in {*record.asked}]:
             self.notice(
-                f"round {record.round} has closed without {', '.join(new)}: late, still at work"
+                f"round {record.round} closed without {', '.join(late)} (late: still training)"
             )
-        for name, of in sorted(self.arrived.items()):
-            self.notice(f"client {name}'s answer to round {of} has come, in round {record.round}")
+        for name, number in sorted(self.reply_rounds.items()):
+            self.notice(f"client {name}'s reply to round {number} arrived in round {record.round}")
 
     @property
     def expected(self) -> list[str]:
-        """The clients whose replies the round has, or would have: those that are not late."""
+        """Clients that should have replied in this round, sorted.
+
+        These are the clients called in the round, except late clients, and the clients whose late
+        replies have arrived.
+        """
         late = {*self.record.late}
-        return sorted({name for name in self.record.asked if name not in late} | {*self.arrived})
+        on_time = {name for name in self.record.asked if name not in late}
+        return sorted(on_time | {*self.reply_rounds})
 
     def age_of(self, name: str) -> int:
-        """Return the rounds since a client of this round was asked; 0: it was asked in this one."""
-        return self.record.round - self.arrived.get(name, self.record.round)
+        """Return the age of a client's reply in rounds; 0 if the reply is not late."""
+        return self.record.round - self.reply_rounds.get(name, self.record.round)
 
-    def sent(self, size: int, *, training: bool = True) -> None:
+    def count_sent(self, size: int, *, training: bool = True) -> None:
         """Count the bytes of a message to a client, to train or to evaluate."""
         with self._lock:
             self.record.bytes_down += size if training else 0
             self.record.bytes_evaluation += 0 if training else size
 
-    def exclusion_reasons(self, names: Collection[str]) -> dict[str, str]:
-        """Return why each client that is not asked, of `names` and of the absent, is left out."""
-        number, asked = self.record.round, {*self.record.asked}
-        found = {name: self.health.left_out(number, name) for name in names if name not in asked}
-        away = dict.fromkeys(self.record.absent, "away")
-        late = dict.fromkeys(self.record.late, "late")
-        return {name: why for name, why in (found | away | late).items() if why}
-
-    def received(self, size: int) -> None:
+    def count_received(self, size: int) -> None:
         """Count the bytes of a message from a client."""
         with self._lock:
             self.record.bytes_up += size
 
-    def present(self, names: Collection[str]) -> list[str]:
-        """Return, sorted, the clients in `names` that may be sent a message in this round.
+    def exclusion_reasons(self, members: Collection[str]) -> dict[str, str]:
+        """Map each client that is excluded from the round to a reason.
 
-        A client that was silent in the round is left out, and so is one that pauses, unless it was
-        asked in the round.
+        The reason is "late", "away", or one of `ClientHealth.exclusion_reason`. Members that were
+        simply not selected have no reason.
+        """
+        number, asked = self.record.round, {*self.record.asked}
+        health = {n: self.health.exclusion_reason(number, n) for n in members if n not in asked}
+        away = dict.fromkeys(self.record.absent, "away")
+        late = dict.fromkeys(self.record.late, "late")
+        return {name: reason for name, reason in (health | away | late).items() if reason}
+
+    def reachable(self, names: Collection[str]) -> list[str]:
+        """Return the clients in `names` that may be sent another message in this round, sorted.
+
+        Excludes clients that were silent in the round, and clients that are backing off or
+        excluded, unless they were called in the round.
         """
         silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
-        resting = {n for n in names if self.health.left_out(self.record.round, n)}
-        return sorted(set(names) - silent - (resting - set(self.record.asked)))
+        excluded = {n for n in names if self.health.exclusion_reason(self.record.round, n)}
+        return sorted(set(names) - silent - (excluded - set(self.record.asked)))
 
-    def measured(self, name: str, measured: Measured) -> None:
+    def record_measured(self, name: str, measured: Measured) -> None:
         """Record a client's measurements."""
         with self._lock:
-            self.scores.enter(name, measured.scores, measured.majority)
+            self.scores.record(name, measured.scores, measured.majority)
             if measured.loss is not None:
                 self._losses[name] = measured.loss
             if measured.epsilon is not None:
@@ -178,20 +226,41 @@ class RoundState:
             self.record.seconds.evaluate += measured.evaluate_seconds
             self._peak_memory_mb = max(self._peak_memory_mb, measured.memory_mb)
 
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Record metrics of the method, or of an attack."""
-        found = ((name, float(value)) for name, value in metrics.items())
-        self.record.method |= {name: value for name, value in found if math.isfinite(value)}
+    def record_magnitudes(self, magnitudes: Mapping[str, Magnitudes]) -> None:
+        """Record the magnitudes of the round's replies, by client."""
+        self._magnitudes = magnitudes
 
-    def drop(self, name: str, reason: str, outcome: Outcome | None) -> None:
-        """Drop a client from the round; without an outcome that is no fault of the client."""
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Record metrics of the method or of an attack, except infinities and NaN."""
+        values = ((name, float(value)) for name, value in metrics.items())
+        self.record.method |= {name: value for name, value in values if math.isfinite(value)}
+
+    def drop_client(self, name: str, reason: str, outcome: Outcome | None) -> None:
+        """Drop a client from the round; if `outcome` is None, the client is not at fault."""
         reason = one_line(reason)
         if outcome is not None:
             self._outcomes[name] = outcome
         self.record.failed[name] = reason
         self.notice(f"client {name} is dropped from round {self.record.round}: {reason}")
 
-    def not_evaluated(self, name: str, reason: str, outcome: Outcome | None) -> None:
+    @contextlib.contextmanager
+    def drop_on_error(self, name: str) -> Iterator[None]:
+        """Drop a client from the round if the block, which uses its reply, raises an error.
+
+        Errors include running out of memory and exceeding Python's limits, which the content of
+        the reply may cause.
+        """
+        try:
+            yield
+        except KnowledgeError as error:
+            self.drop_client(name, error.reason, _outcome_of(error))
+        except FedhetError as error:
+            self.drop_client(name, str(error), "refused")
+        except (MemoryError, OverflowError, RecursionError) as error:
+            fault = f"cannot be used ({type(error).__name__}: {words_of(error)})"
+            self.drop_client(name, fault, "refused")
+
+    def skip_evaluation(self, name: str, reason: str, outcome: Outcome | None) -> None:
         """Record that a client could not be evaluated."""
         if outcome is not None:
             self._outcomes.setdefault(name, outcome)
@@ -199,78 +268,69 @@ class RoundState:
         self.notice(f"client {name} was not evaluated: {reason}")
 
     @contextlib.contextmanager
-    def not_evaluating(self, name: str) -> Iterator[None]:
-        """Record that a client could not be evaluated if the block raises an error about it."""
+    def skip_evaluation_on_error(self, name: str) -> Iterator[None]:
+        """Record that a client could not be evaluated if the block raises KnowledgeError."""
         try:
             yield
         except KnowledgeError as error:
-            self.not_evaluated(name, str(error), _outcome_of(error))
+            self.skip_evaluation(name, str(error), _outcome_of(error))
 
-    @contextlib.contextmanager
-    def dropping(self, name: str) -> Iterator[None]:
-        """Drop a client from the round if the block raises an error about its reply.
+    def exclude_outlier(self, name: str, rule: str) -> None:
+        """Record that a robust aggregation rule excludes a client's reply from the round.
 
-        Its content may also be the cause if memory or Python's limits do not suffice.
+        The client may be honest. Unlike a refused reply, an outlier has no consequences for it.
         """
-        try:
-            yield
-        except KnowledgeError as error:
-            self.drop(name, error.reason, _outcome_of(error))
-        except FedhetError as error:
-            self.drop(name, str(error), "refused")
-        except (MemoryError, OverflowError, RecursionError) as error:
-            fault = f"cannot be used ({type(error).__name__}: {words_of(error)})"
-            self.drop(name, fault, "refused")
-
-    def left_out(self, name: str, average: str) -> None:
-        """Record that a reply stands out so that it is left out of a robust average.
-
-        It may be honest all the same: unlike a refused one, it does not count against the client.
-        """
-        reason = f"its reply stands out from the others ('defense.average' = {average!r})"
+        reason = f"its reply is an outlier ('defense.average' = {rule!r})"
         self.record.failed[name] = reason
-        self.notice(f"client {name} is left out of round {self.record.round}: {reason}")
+        self.notice(f"client {name} is not aggregated in round {self.record.round}: {reason}")
 
-    def finalize(self, answered: Sequence[str]) -> bool:
-        """Record the clients whose replies were accepted; return whether to roll back.
+    def finalize(self, accepted: Sequence[str]) -> bool:
+        """Record the clients whose replies were accepted, and return whether to roll back.
 
-        The server must if more clients than have replied could not use its instructions, or sent
-        an unusable reply, and earlier instructions have worked.
+        The server must roll back if more clients could not use its instructions, or sent an
+        unusable reply, than have replied, and if earlier instructions were usable.
         """
-        self.record.answered = list(answered)
-        self.record.ages = {name: age for name in answered if (age := self.age_of(name))}
+        self.record.answered = list(accepted)
+        self.record.ages = {name: age for name in accepted if (age := self.age_of(name))}
         unable = sum(outcome != "silent" for outcome in self._outcomes.values())
-        if unable > len(answered):
+        if unable > len(accepted):
             return self.rollback.formed > self.rollback.good
-        if answered:
-            number, known = self.record.round, self.magnitudes
+        if accepted:
+            number, magnitudes = self.record.round, self._magnitudes
             self.rollback.good, self.rollback.formed = number - 1, number
-            self.rollback.usual |= medians([known[name] for name in answered if name in known])
+            self.rollback.usual |= medians([magnitudes[n] for n in accepted if n in magnitudes])
         return False
 
-    def rolled_back(self) -> None:
-        """Record that the server's state is again the last one that worked.
+    def record_rollback(self) -> None:
+        """Record that the server has rolled back to the last usable state.
 
-        No client is blamed for this round: the instructions may have been at fault.
+        No client is blamed for this round, since the instructions may have been at fault.
         """
         good = self.rollback.good
-        state = f"of round {good}" if good else "before the first round"
+        state = f"after round {good}" if good else "before the first round"
         self.notice(
             f"most clients could not use the server's instructions of round {self.record.round}: "
-            f"it goes back to its state {state}"
+            f"the server rolls back to its state {state}"
         )
         self.rollback.good = self.rollback.formed = self.record.round
-        self._outcomes = {n: how for n, how in self._outcomes.items() if how == "silent"}
+        self._outcomes = {
+            n: outcome for n, outcome in self._outcomes.items() if outcome == "silent"
+        }
 
-    def enter_health(self, members: Collection[str]) -> list[str]:
-        """Record the clients' outcomes of the round; return whom the method must forget."""
-        fared = {name: self._outcomes.get(name) for name in (*self.expected, *self._outcomes)}
-        return self.health.enter(self.record.round, fared, members)
+    def update_health(self, members: Collection[str]) -> list[str]:
+        """Record the clients' outcomes of the round.
 
-    def close(self, *, evaluated: bool) -> RoundRecord:
-        """End the round and return its record, with accuracies if it was evaluated.
+        Returns:
+            The clients whose earlier contributions the method must forget.
+        """
+        names = (*self.expected, *self._outcomes)
+        outcomes = {name: self._outcomes.get(name) for name in names}
+        return self.health.update(self.record.round, outcomes, members)
 
-        Statistics leave out clients whose accuracy is outdated: their models have changed since.
+    def finish(self, *, evaluated: bool) -> RoundRecord:
+        """End the round and return its record, with accuracies if the round was evaluated.
+
+        Statistics exclude clients whose models have changed since their last evaluation.
         """
         record = self.record
         if evaluated:
@@ -282,59 +342,60 @@ class RoundState:
         return record
 
     def to_json(self) -> str:
-        """Return what is known of the clients after the round, for its checkpoint."""
-        known = {"health": self.health.to_dict(), "epsilon": self._epsilon}
-        return json.dumps({**self.scores.to_dict(), **known, **vars(self.rollback)})
+        """Return the history of the clients as JSON, for a checkpoint."""
+        history = {"health": self.health.to_dict(), "epsilon": self._epsilon}
+        return json.dumps({**self.scores.to_dict(), **history, **vars(self.rollback)})
 
     def load_json(self, text: str) -> None:
-        """Restore what `to_json` returned. Raises ValueError, KeyError or TypeError."""
-        known = json.loads(text)
-        self.scores.load_dict(known)
-        self.health.load_dict(known["health"])
-        self._epsilon = {name: float(each) for name, each in known.get("epsilon", {}).items()}
+        """Restore the result of `to_json`. Raises ValueError, KeyError or TypeError."""
+        saved = json.loads(text)
+        self.scores.load_dict(saved)
+        self.health.load_dict(saved["health"])
+        self._epsilon = {name: float(value) for name, value in saved.get("epsilon", {}).items()}
         self.rollback = Rollback(
-            {field: float(size) for field, size in known["usual"].items()},
-            int(known["good"]),
-            int(known["formed"]),
-            int(known["divergences"]),
-            bool(known["learned_once"]),
+            {part: float(size) for part, size in saved["usual"].items()},
+            int(saved["good"]),
+            int(saved["formed"]),
+            int(saved["divergences"]),
+            bool(saved["learned_once"]),
         )
 
 
 @contextlib.contextmanager
-def learning(state: RoundState, run: RunSettings) -> Iterator[None]:
-    """Record whether the server learns from the round's replies, or its training diverges.
+def track_divergence(state: RoundState, run: RunSettings) -> Iterator[None]:
+    """Record whether the server's own training, which is the block, diverges.
 
-    The block does so if it raises DivergedError. Raises StateError if the training has diverged in
-    'engine.max-divergences' consecutive rounds, or in all rounds up to the last.
+    A block that raises DivergedError has diverged; the error is suppressed. Raises StateError if
+    training has diverged in 'engine.max-divergences' consecutive rounds, or in all rounds up to
+    the last.
     """
-    record, known = state.record, state.rollback
+    record, rollback = state.record, state.rollback
     try:
         yield
     except DivergedError as error:
-        # No client is blamed: the reply that caused it, if one did, is not known.
-        known.divergences += 1
+        # Blame no client: it is unknown which reply caused the divergence, if any.
+        rollback.divergences += 1
         state.add_metrics({"diverged": 1.0})
         state.notice(
-            f"the training of the server's model diverged in round {record.round} ({error}): it "
-            f"keeps its earlier weights, and what it learned from {', '.join(record.answered)} in "
-            "this round is dropped"
+            f"the training of the server's model diverged in round {record.round} ({error}): the "
+            f"model keeps its earlier weights, and the replies of {', '.join(record.answered)} in "
+            "this round are discarded"
         )
-        never = record.round == run.rounds and not known.learned_once
-        if never or 0 < run.engine.max_divergences <= known.divergences:
+        always = record.round == run.rounds and not rollback.learned_once
+        if always or 0 < run.engine.max_divergences <= rollback.divergences:
             raise StateError(
-                f"the training of the server's model has diverged in {known.divergences} "
-                f"consecutive rounds, up to round {record.round} ('engine.max-divergences'); a "
-                "smaller 'training.lr', or 'training.clip', may help"
+                f"the training of the server's model has diverged in {rollback.divergences} "
+                f"consecutive rounds, up to round {record.round} ('engine.max-divergences'). "
+                "Reduce 'training.lr', or set 'training.clip'."
             ) from error
     else:
-        known.divergences, known.learned_once = 0, True
+        rollback.divergences, rollback.learned_once = 0, True
 
 
 def _outcome_of(error: KnowledgeError) -> Outcome | None:
-    """Return a client's outcome: it replied with an error of its own, or its reply is refused.
+    """Return the outcome of a client whose reply raised an error.
 
-    None: it has no privacy left to spend, which is no fault.
+    Returns None if the client has no privacy budget left, for which it is not at fault.
     """
     if not isinstance(error, ReportedError):
         return "refused"
@@ -342,7 +403,7 @@ def _outcome_of(error: KnowledgeError) -> Outcome | None:
 
 
 class RoundClock:
-    """The time since a round started, and the part of it in which the server waited."""
+    """Measures the duration of a round, and the part in which the server waits for clients."""
 
     def __init__(self) -> None:
         self._started = self._waiting_since = self._waited = 0.0
@@ -351,48 +412,52 @@ class RoundClock:
         """Start a round."""
         self._started, self._waited = time.perf_counter(), 0.0
 
-    def wait(self) -> None:
-        """Record that the server is now waiting for the clients."""
+    def start_waiting(self) -> None:
+        """Record that the server starts to wait for clients."""
         self._waiting_since = time.perf_counter()
 
-    def replied(self) -> None:
-        """Record that the replies have arrived."""
+    def stop_waiting(self) -> None:
+        """Record that the server no longer waits for clients."""
         self._waited += time.perf_counter() - self._waiting_since
 
-    def write(self, seconds: Seconds, at_once: int) -> None:
-        """Complete a round's seconds, of which `at_once` clients have spent theirs in parallel."""
+    def write(self, seconds: Seconds, concurrency: int) -> None:
+        """Complete a round's durations, given how many clients worked at the same time."""
         seconds.total = time.perf_counter() - self._started
         seconds.server = seconds.total - self._waited
-        seconds.overhead = max(self._waited - (seconds.train + seconds.evaluate) / at_once, 0.0)
+        client_seconds = (seconds.train + seconds.evaluate) / concurrency
+        seconds.overhead = max(self._waited - client_seconds, 0.0)
 
 
 class Scoreboard:
-    """The latest scores of all clients, also of those that were not asked since."""
+    """The latest scores of all clients, including clients that were not called since."""
 
     def __init__(self) -> None:
         self._scores: ByMetric = {}
         self._outdated: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
         self._majority: dict[str, dict[str, float]] = {}
-        """The accuracy of the majority class by protocol and client."""
+        """Accuracy of predicting the majority class, by protocol and client."""
 
-    def outdate(self, names: Iterable[str]) -> None:
-        """Record that these clients' models have changed since their last evaluation."""
+    def mark_outdated(self, names: Iterable[str]) -> None:
+        """Record that the models of some clients have changed since their last evaluation."""
         self._outdated |= set(names)
 
     def is_outdated(self, name: str) -> bool:
         """Return whether a client's models have changed since their last evaluation."""
         return name in self._outdated
 
-    def enter(
+    def record(
         self, name: str, scores: Mapping[ScoreKey, float], majority: Mapping[str, float]
     ) -> None:
-        """Record a client's scores, and the majority class's; earlier ones of a model are void."""
-        for protocol, share in majority.items():
-            self._majority.setdefault(protocol, {})[name] = share
-        for known in self._scores.values():
+        """Record a client's scores and its majority-class accuracies.
+
+        Earlier scores of the same models are removed, whatever the metric.
+        """
+        for protocol, accuracy in majority.items():
+            self._majority.setdefault(protocol, {})[name] = accuracy
+        for by_protocol in self._scores.values():
             for _, protocol, kind in scores:
-                known.get(protocol, {}).get(kind, {}).pop(name, None)
+                by_protocol.get(protocol, {}).get(kind, {}).pop(name, None)
         for (metric, protocol, kind), value in scores.items():
             kinds = self._scores.setdefault(metric, {}).setdefault(protocol, {})
             kinds.setdefault(kind, {})[name] = value
@@ -400,7 +465,7 @@ class Scoreboard:
             self._outdated.discard(name)
 
     def write(self, record: RoundRecord) -> None:
-        """Write the scores of all metrics into a record; statistics leave out outdated ones."""
+        """Write the scores of all metrics to a record; statistics exclude outdated scores."""
         record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
         for metric in sorted(self._scores, key=in_order):
@@ -409,14 +474,14 @@ class Scoreboard:
             record.set_scores(metric, summarize(values, old, lower_is_better=lower))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scores for a checkpoint, as JSON has them."""
+        """Return the JSON-serializable scores for a checkpoint."""
         outdated = sorted(self._outdated)
         return {"scores": self._scores, "changed": outdated, "majority": self._majority}
 
-    def load_dict(self, known: Mapping[str, Any]) -> None:
-        """Restore what `to_dict` returned. Raises ValueError, KeyError or TypeError."""
-        self._scores = TypeAdapter(ByMetric).validate_python(known["scores"])
-        self._outdated = set(TypeAdapter(list[str]).validate_python(known["changed"]))
+    def load_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the result of `to_dict`. Raises ValueError, KeyError or TypeError."""
+        self._scores = TypeAdapter(ByMetric).validate_python(saved["scores"])
+        self._outdated = set(TypeAdapter(list[str]).validate_python(saved["changed"]))
         self._majority = TypeAdapter(dict[str, dict[str, float]]).validate_python(
-            known.get("majority", {})  # earlier versions did not record it
+            saved.get("majority", {})  # earlier versions did not record it
         )

@@ -175,8 +175,8 @@ class ClientSampler:
         self._worth = 0.0
         """The worth of the replies of the current round."""
         self._wanted: int | None = None
-        self.seconds: Mapping[str, float] = {}
-        """How long the clients of this round took, by the run's clock."""
+        self._seconds: Mapping[str, float] = {}
+        """Time that each client of the round took, by the run's clock."""
         self.at_work = 0
         """Clients of the federation that are not asked, since they are still at work."""
 
@@ -205,12 +205,16 @@ class ClientSampler:
             training = self._wanted if self._pace.is_asynchronous else min(training, self._wanted)
         return training + len(selection.assisting)
 
+    def record_durations(self, seconds: Mapping[str, float]) -> None:
+        """Record the time that each client of the round took, by the run's clock."""
+        self._seconds = seconds
+
     def record_reply(self, reply: Reply, round: int) -> None:
         """Remember a client's reply: its loss, and how long it took."""
         if self._pace.select != "random":
             measured, name = reply.measured, reply.client.name
             loss = math.nan if measured.loss is None else measured.loss
-            seconds = self.seconds.get(name, measured.train_seconds)
+            seconds = self._seconds.get(name, measured.train_seconds)
             past = Past(round, loss, seconds, reply.samples)
             self._history.clients[name] = past
             self._worth += worth_of(past)

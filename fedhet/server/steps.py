@@ -1,8 +1,8 @@
-"""The steps that a round's replies pass, one after the other, before the method gets them.
+"""Steps that the replies of a round pass before the method receives them.
 
-A step takes the replies that the step before it lets through, and yields those that pass, changed
-or not. It drops a reply by raising KnowledgeError inside `state.dropping`. A step that compares
-replies holds all of them; the others take one at a time.
+A step is a function from replies to replies. It may change replies, and drops a reply by raising
+KnowledgeError inside `state.drop_on_error`. Steps that compare replies hold all of them in memory;
+other steps process one reply at a time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import TypeVar
 
 import numpy as np
 
+from fedhet.algorithms.rounds import fedbuff_rate, rebase
 from fedhet.base.arrays import Array, Arrays, OnDemand
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.spec import MethodSpec
 from fedhet.server.attacks import IN_THE_PAPER, Attack, Hostile
 from fedhet.server.defense import Defense
 from fedhet.server.reply import (
-    OF_STATISTICS,
+    STATISTICS_OF,
     Magnitudes,
     Reply,
     from_outside,
     part_of,
-    staleness_weight,
 )
 from fedhet.server.round import RoundState
 from fedhet.settings.engine import PaceSettings
@@ -38,33 +38,47 @@ from fedhet.wire.knowledge import Knowledge
 
 Step = Callable[[Iterable[Reply]], Iterable[Reply]]
 SizesOf = Callable[[ClientInfo], Sizes]
-"""Returns the sizes that the fields of a client's reply must have."""
-Now = Callable[[ClientInfo], Knowledge]
-"""Returns what a client would be sent now."""
+"""Returns the required sizes of the fields of a client's reply."""
+MakeInstruction = Callable[[ClientInfo], Knowledge]
+"""Returns the instruction that a client would receive in the current round."""
+Part = TypeVar("Part", bound=Hashable)
+
+MIN_REFERENCE = 0.01
+"""Lower bound of a reference magnitude, so that replies of zeros make no other reply an outlier."""
+CROSS_ARCHITECTURE_FACTOR = 2.5
+"""Factor on 'defense.clip-factor' for features and logits, which `clip` compares between different
+architectures."""
 
 
-def checks(
+def steps_of(
     run: RunSettings,
     spec: MethodSpec,
     sizes: SizesOf,
     state: RoundState,
     members: Collection[str],
-    now: Now,
+    instruct: MakeInstruction,
 ) -> list[Step]:
-    """Return the steps between decoding a reply and the method's `accept`, in their order.
+    """Return the steps between decoding a reply and the method's `accept`, in order.
 
-    `members`: the names of the run's clients.
+    The contract is checked again after an attack, since the server would also refuse a malicious
+    reply that violates the contract. Updates sent as factors are expanded before replies are
+    compared, attacked, or averaged.
 
-    The contract is checked again after an attack, whose replies the server would refuse as well.
-    Changes that came as factors are compared, poisoned and averaged as whole tensors.
+    Args:
+        run: Settings of the run.
+        spec: Declaration of the method.
+        sizes: Returns the required sizes of a client's reply.
+        state: State of the round.
+        members: Names of the clients of the run.
+        instruct: Returns the current instruction of a client.
     """
     replies = spec.replies
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
     steps: list[Step] = [contract]
     if any(isinstance(field, FactorsField) for field in replies.fields):
-        steps.append(partial(multiply, contract=replies, sizes=sizes))
+        steps.append(partial(expand_factors, contract=replies, sizes=sizes))
     if run.pace.may_be_late and spec.late == "averaged":
-        steps.append(StaleUpdateRebase(run.pace, replies, now))
+        steps.append(StaleUpdateRebase(run.pace, replies, instruct))
     if run.attack.kind in IN_THE_PAPER:
         steps += [Attack(run.attack, replies, run.seed, state, sizes), contract]
     elif run.attack.kind != "none":
@@ -79,111 +93,188 @@ def checks(
     return steps
 
 
-def through(steps: Iterable[Step], replies: Iterable[Reply]) -> Iterable[Reply]:
-    """Return the replies that pass all steps."""
+def apply_steps(steps: Iterable[Step], replies: Iterable[Reply]) -> Iterable[Reply]:
+    """Pass replies through steps, one step after another."""
     return reduce(lambda passed, step: step(passed), steps, replies)
 
 
 def check_contract(
     replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf, state: RoundState
 ) -> Iterator[Reply]:
-    """Yield the replies that satisfy the contract; drop the others."""
+    """Drop replies that violate the contract."""
     for reply in replies:
         name, knowledge = reply.client.name, reply.knowledge
-        with state.dropping(name):
-            wanted = sizes(reply.client)
+        with state.drop_on_error(name):
+            required = sizes(reply.client)
             with from_outside(name):
-                contract.check(name, knowledge.tensors, knowledge.scalars, wanted)
+                contract.check(name, knowledge.tensors, knowledge.scalars, required)
             yield reply
 
 
-def multiply(replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf) -> Iterator[Reply]:
-    """Yield the replies with the changes of which they hold factors."""
+def expand_factors(
+    replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf
+) -> Iterator[Reply]:
+    """Replace low-rank factors in replies by the updates that they represent."""
     for reply in replies:
-        whole = with_whole_changes(reply.knowledge, contract, sizes(reply.client))
-        yield reply.with_knowledge(whole)
+        expanded = with_expanded_factors(reply.knowledge, contract, sizes(reply.client))
+        yield reply.with_knowledge(expanded)
 
 
-def with_whole_changes(knowledge: Knowledge, fields: Contract, sizes: Sizes) -> Knowledge:
-    """Return a checked message with all changes as whole tensors, made when they are used."""
-    own = knowledge.tensors
-    factored = [field.name for field in fields.fields if isinstance(field, FactorsField)]
+def with_expanded_factors(knowledge: Knowledge, contract: Contract, sizes: Sizes) -> Knowledge:
+    """Return a checked message with full updates instead of factors, computed on access."""
+    tensors = knowledge.tensors
+    factored = [field.name for field in contract.fields if isinstance(field, FactorsField)]
     sources: dict[str, Array | Callable[[], Array]] = {
-        name: partial(own.__getitem__, name)
-        for name in own
+        name: partial(tensors.__getitem__, name)
+        for name in tensors
         if name.partition("/")[0] not in factored
     }
     for field in factored:
-        changes = unpacked(knowledge.group(field), sizes.models[field])
-        sources |= {f"{field}/{name}": partial(changes.__getitem__, name) for name in changes}
+        updates = unpacked(knowledge.group(field), sizes.models[field])
+        sources |= {f"{field}/{name}": partial(updates.__getitem__, name) for name in updates}
     return Knowledge(OnDemand(sources), knowledge.scalars)
+
+
+class StaleUpdateRebase:
+    """Step that rebases late updates: current weights plus the update of the older weights.
+
+    An average then moves the weights by the mean update (FedBuff) instead of pulling them back
+    toward an older version. A client's weights are unchanged if its instruction had no weights, or
+    weights of other shapes.
+    """
+
+    def __init__(self, pace: PaceSettings, contract: Contract, instruct: MakeInstruction) -> None:
+        self._pace, self._instruct = pace, instruct
+        # Factors, whose field has another type, already are updates.
+        self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
+
+    def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+        """Yield the rebased replies; the rate of asynchronous rounds depends on all replies."""
+        if not self._pace.is_asynchronous:
+            yield from (self._rebase(reply, 1.0) if reply.age else reply for reply in replies)
+            return
+        replies = list(replies)
+        samples, ages = [reply.samples for reply in replies], [reply.age for reply in replies]
+        rate = fedbuff_rate(samples, ages, self._pace.server_lr)
+        yield from (self._rebase(reply, rate) for reply in replies)
+
+    def _rebase(self, reply: Reply, rate: float) -> Reply:
+        if not self._fields or reply.sent is None or (rate == 1 and not reply.age):
+            return reply
+        instruction = self._instruct(reply.client)
+        sources = dict[str, Array | Callable[[], Array]]()
+        for field in self._fields:
+            trained = reply.knowledge.group(field.name)
+            current, start = instruction.group(field.name), reply.sent.group(field.name)
+            if trained and all(
+                trained.keys() == other.keys()
+                and all(trained[name].shape == other[name].shape for name in trained)
+                for other in (current, start)
+            ):
+                for name in trained:
+                    low = 0.0 if name.endswith(VARIANCES) else field.low
+                    make = partial(_rebased, current, trained, start, name, rate, low)
+                    sources[f"{field.name}/{name}"] = make
+        if not sources:
+            return reply
+        tensors = reply.knowledge.tensors
+        unchanged = tensors.sources if isinstance(tensors, OnDemand) else tensors
+        rebased = Knowledge(OnDemand({**unchanged, **sources}), reply.knowledge.scalars)
+        return reply.with_knowledge(rebased)
+
+
+def _rebased(
+    current: Arrays, trained: Arrays, start: Arrays, name: str, rate: float, low: float | None
+) -> Array:
+    return rebase(current[name], trained[name], start[name], rate, low)
 
 
 def check_magnitude(
     replies: Iterable[Reply], *, factor: float, state: RoundState
 ) -> Iterator[Reply]:
-    """Yield the replies in proportion to the others of the round; drop the others.
-
-    `factor` is 'engine.outlier-factor'.
-    """
+    """Drop replies that are more than `factor` ('engine.outlier-factor') times too large."""
     replies = list(replies)
     magnitudes = {reply.client.name: reply.magnitudes() for reply in replies}
-    state.magnitudes = magnitudes
-    odd = out_of_proportion(magnitudes, state.rollback.usual, factor)
+    state.record_magnitudes(magnitudes)
+    errors = magnitude_errors(magnitudes, state.rollback.usual, factor)
     for reply in replies:
-        with state.dropping(reply.client.name):
-            if reply.client.name in odd:
-                raise odd[reply.client.name]
+        with state.drop_on_error(reply.client.name):
+            if reply.client.name in errors:
+                raise errors[reply.client.name]
             yield reply
 
 
-SPREAD = 2.5
-"""How many times as far as weights of one architecture others may lie apart: see `clip`."""
+def magnitude_errors(
+    magnitudes: Mapping[str, Magnitudes], usual: Magnitudes, factor: float
+) -> dict[str, KnowledgeError]:
+    """Return an error for each client whose reply is too large.
+
+    Each part of a reply is compared with the larger of two references: the median of the other
+    clients, and the usual magnitude. Of two clients, the larger reply is thus refused, because it
+    is the harmful one. A reply is never compared with itself, so a part without references is
+    accepted.
+
+    Args:
+        magnitudes: Magnitudes of the round's replies, by client.
+        usual: Median magnitude of each part in the last successful round.
+        factor: Maximum ratio of a part's magnitude to its reference.
+    """
+    errors: dict[str, KnowledgeError] = {}
+    for name, part, size, others in _with_medians_of_others(magnitudes):
+        references = [*others, *([usual[part]] if part in usual else [])]
+        if references and size > factor * max(*references, MIN_REFERENCE):
+            fault = (
+                f"its root mean square is {size:.3g}, the other clients' {max(references):.3g}: "
+                f"more than 'engine.outlier-factor' = {factor:g} times as large"
+            )
+            errors.setdefault(name, KnowledgeError(name, part, fault))
+    return errors
 
 
 def clip(
     replies: Iterable[Reply], *, limit: float, contract: Contract, sizes: SizesOf, state: RoundState
 ) -> Iterator[Reply]:
-    """Yield the replies, each part scaled down if it is too large beside the other clients'.
+    """Scale down each part of a reply that is too large compared with the other clients' replies.
 
-    Weights may be `limit` times the median, features and logits `SPREAD` times that: they come from
-    different architectures.
+    Weights may be `limit` times as large as the median. Features and logits come from different
+    architectures, and may be larger by CROSS_ARCHITECTURE_FACTOR.
     """
-    found, weights = {reply.client.name: reply for reply in replies}, contract.weights
-    all_ratios = ratios(list(found.values()), contract, sizes)
-    for name, reply in found.items():
-        excess = {
-            part: ratio / most
-            for part, ratio in all_ratios.get(name, {}).items()
-            if ratio
-            > (most := limit * (1 if part.removeprefix(OF_STATISTICS) in weights else SPREAD))
-        }
+    by_name = {reply.client.name: reply for reply in replies}
+    ratios = magnitude_ratios(list(by_name.values()), contract, sizes)
+    for name, reply in by_name.items():
+        excess: dict[str, float] = {}
+        for part, ratio in ratios.get(name, {}).items():
+            is_weights = part.removeprefix(STATISTICS_OF) in contract.weights
+            max_ratio = limit * (1 if is_weights else CROSS_ARCHITECTURE_FACTOR)
+            if ratio > max_ratio:
+                excess[part] = ratio / max_ratio
         if excess:
-            which = ", ".join(f"{part} by {by:.3g}" for part, by in sorted(excess.items()))
+            factors = ", ".join(f"{part} by {by:.3g}" for part, by in sorted(excess.items()))
             state.notice(
                 f"client {name}'s reply in round {state.record.round} is scaled down, as it is "
-                f"larger than 'defense.clip-factor' allows: {which}"
+                f"larger than 'defense.clip-factor' allows: {factors}"
             )
             yield reply.with_knowledge(scaled_down(reply.knowledge, excess))
         else:
             yield reply
 
 
-def ratios(
+def magnitude_ratios(
     replies: Sequence[Reply], contract: Contract, sizes: SizesOf
 ) -> dict[str, dict[str, float]]:
-    """Return how large the parts of each client's reply are, in times of the others' median.
+    """Return the ratio of each reply's magnitudes to the medians of the other clients, by part.
 
-    Weights are compared between models of one architecture, as a perceptron's are no measure of a
-    residual network's; a client whose architecture nobody else has is compared with nobody.
-    Probabilities and other tensors with a range of their own are never too large.
+    Weights are compared between models of the same architecture, since the weights of a perceptron
+    say nothing about a residual network. A client has no ratio for weights if no other client has
+    its architecture. Probabilities and other tensors with a bounded range have no ratio.
     """
     fields = {field.name: field for field in contract.fields}
     magnitudes: dict[str, dict[tuple[str, object], float]] = {}
     for reply in replies:
-        models, own = sizes(reply.client).models, magnitudes.setdefault(reply.client.name, {})
+        models = sizes(reply.client).models
+        parts = magnitudes.setdefault(reply.client.name, {})
         for part, size in reply.magnitudes().items():
-            field = fields[part.removeprefix(OF_STATISTICS)]
+            field = fields[part.removeprefix(STATISTICS_OF)]
             architecture: object = None
             if isinstance(field, TensorField):
                 if field.distribution or field.low is not None:
@@ -191,141 +282,35 @@ def ratios(
             elif isinstance(field, WeightsField):
                 shapes = models.get(field.name, {})
                 architecture = tuple(shapes) if field.nested else tuple(shapes.items())
-            own[part, architecture] = size
-    found: dict[str, dict[str, float]] = {}
-    for name, (part, _), size, others in _beside_the_others(magnitudes):
+            parts[part, architecture] = size
+    ratios: dict[str, dict[str, float]] = {}
+    for name, (part, _), size, others in _with_medians_of_others(magnitudes):
         if others:
-            found.setdefault(name, {})[part] = size / max(*others, MIN_REFERENCE)
-    return found
-
-
-def buffered_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float) -> float:
-    """Return the factor of the mean change that makes an average FedBuff's step.
-
-    An average with weights n_k s(tau_k) divides by their sum. FedBuff divides by the buffer's size
-    (Algorithm 1, lines 8 to 12: w <- w + eta / K sum_k s(tau_k) Delta_k; here each client counts by
-    its samples n_k), so that a buffer of old changes moves the weights less.
-    """
-    aged = [n * staleness_weight(age) for n, age in zip(samples, ages, strict=True)]
-    return server_lr * sum(aged) / sum(samples) if sum(samples) > 0 else server_lr
-
-
-def carried_over(now: Array, trained: Array, start: Array, rate: float, low: float | None) -> Array:
-    """Return the server's tensor of now plus `rate` times a client's change of an older one.
-
-    That is now + rate (trained - start), not below `low`; counters stay as the client has them.
-    """
-    if not np.issubdtype(trained.dtype, np.floating):
-        return trained
-    change = trained.astype(np.float64) - start
-    moved = now + rate * change
-    return np.asarray(moved if low is None else moved.clip(min=low), dtype=trained.dtype)
-
-
-class StaleUpdateRebase:
-    """A step that replies pass: a late client's weights become those of now plus its change.
-
-    So an average moves the weights by the mean change (FedBuff), and does not draw them back to an
-    older version. A client that was sent no weights, or of other shapes, keeps its own.
-    """
-
-    def __init__(self, pace: PaceSettings, contract: Contract, now: Now) -> None:
-        """`contract` is that of the replies."""
-        self._pace, self._now = pace, now
-        # Of factors, whose kind is another, changes are sent already.
-        self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
-
-    def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the replies; asynchronously, the rate of FedBuff needs all of them."""
-        if not self._pace.is_asynchronous:
-            yield from (self._carried(reply, 1.0) if reply.age else reply for reply in replies)
-            return
-        found = list(replies)
-        samples, ages = [reply.samples for reply in found], [reply.age for reply in found]
-        rate = buffered_rate(samples, ages, self._pace.server_lr)
-        yield from (self._carried(reply, rate) for reply in found)
-
-    def _carried(self, reply: Reply, rate: float) -> Reply:
-        if not self._fields or reply.sent is None or (rate == 1 and not reply.age):
-            return reply
-        now, sources = self._now(reply.client), dict[str, Array | Callable[[], Array]]()
-        for field in self._fields:
-            own = reply.knowledge.group(field.name)
-            there, sent = now.group(field.name), reply.sent.group(field.name)
-            if own and all(
-                own.keys() == each.keys() and all(own[k].shape == each[k].shape for k in own)
-                for each in (there, sent)
-            ):
-                for name in own:
-                    low = 0.0 if name.endswith(VARIANCES) else field.low
-                    make = partial(_moved, there, own, sent, name, rate, low)
-                    sources[f"{field.name}/{name}"] = make
-        if not sources:
-            return reply
-        tensors = reply.knowledge.tensors
-        kept = tensors.sources if isinstance(tensors, OnDemand) else tensors
-        changed = Knowledge(OnDemand({**kept, **sources}), reply.knowledge.scalars)
-        return reply.with_knowledge(changed)
-
-
-def _moved(
-    now: Arrays, own: Arrays, sent: Arrays, name: str, rate: float, low: float | None
-) -> Array:
-    return carried_over(now[name], own[name], sent[name], rate, low)
-
-
-MIN_REFERENCE = 0.01
-"""A root mean square to which others may always be compared: a reply of zeros makes nobody odd."""
-
-
-def out_of_proportion(
-    magnitudes: Mapping[str, Magnitudes], usual: Magnitudes, factor: float
-) -> dict[str, KnowledgeError]:
-    """Return the clients whose replies are out of proportion, with the error that says so.
-
-    `magnitudes`: by client, those of a round's replies; `usual`: the last round's medians. A field
-    is compared with the larger of the other clients' median and the usual one. With two clients
-    the larger is thus refused: it is the one that does harm. No client is judged by its own reply,
-    so nothing is refused where there is nothing to compare with.
-    """
-    found: dict[str, KnowledgeError] = {}
-    for name, field, size, others in _beside_the_others(magnitudes):
-        known = [*others, *([usual[field]] if field in usual else [])]
-        if known and size > factor * max(*known, MIN_REFERENCE):
-            fault = (
-                f"its root mean square is {size:.3g}, the other clients' {max(known):.3g}: more "
-                f"than 'engine.outlier-factor' = {factor:g} times as large"
-            )
-            found.setdefault(name, KnowledgeError(name, field, fault))
-    return found
+            ratios.setdefault(name, {})[part] = size / max(*others, MIN_REFERENCE)
+    return ratios
 
 
 def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
-    """Return a reply with the floating-point tensors of each part in `excess` divided by it.
-
-    Those of a reply on disk are divided when they are used.
-    """
-    own = knowledge.tensors
+    """Divide the floating-point tensors of each part in `excess` by its value, on access."""
+    tensors = knowledge.tensors
 
     def divided(name: str) -> Array:
-        value, by = own[name], excess.get(part_of(name))
+        value, by = tensors[name], excess.get(part_of(name))
         if by is None or not np.issubdtype(value.dtype, np.floating):
             return value
         return (value / by).astype(value.dtype)
 
-    return Knowledge(OnDemand({name: partial(divided, name) for name in own}), knowledge.scalars)
+    sources = {name: partial(divided, name) for name in tensors}
+    return Knowledge(OnDemand(sources), knowledge.scalars)
 
 
-Part = TypeVar("Part", bound=Hashable)
-
-
-def _beside_the_others(
+def _with_medians_of_others(
     magnitudes: Mapping[str, Mapping[Part, float]],
 ) -> Iterator[tuple[str, Part, float, tuple[float, ...]]]:
-    """Yield each client's parts: name, part, size, and the median of the others, if any.
+    """Yield client, part and size, and the median of the other clients as a tuple of 0 or 1 values.
 
-    A median without one's own is a look-up in the sorted sizes: ten thousand clients cost no more
-    each than ten do.
+    The median without a client's own size is a lookup in the sorted sizes, so the time per client
+    grows only with the logarithm of the number of clients.
     """
     ordered: dict[Part, list[float]] = {}
     for parts in magnitudes.values():

@@ -33,7 +33,8 @@ from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, mean_metrics, placed
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import NOTHING, Failures, NamedProxy, UserCodeFaults, name_of, reasons
-from fedhet.server.codec import Codec, InstructionEncoder, without_versions
+from fedhet.server.codec import Codec
+from fedhet.server.instructions import InstructionEncoder, without_versions
 from fedhet.server.members import (
     HELD_OUT_KINDS,
     ClientHealth,
@@ -42,11 +43,11 @@ from fedhet.server.members import (
     Members,
     first_of_pool,
 )
-from fedhet.server.pace import Collector, RoundResults
+from fedhet.server.pace import Collector
 from fedhet.server.reply import LateReplies, Reply, ReplySpool
-from fedhet.server.round import RoundState, Selection, learning
+from fedhet.server.round import RoundResults, RoundState, Selection, track_divergence
 from fedhet.server.selection import ClientSampler
-from fedhet.server.steps import checks, through
+from fedhet.server.steps import apply_steps, steps_of
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -298,7 +299,7 @@ class HetStrategy(Strategy):
         self.log.begin(infos, class_names)
         if self._held_out.notice:
             self.log.notice(self._held_out.notice)
-        self.state.scores.outdate(self.members)
+        self.state.scores.mark_outdated(self.members)
         self.spec.check_model(self.settings, self.task)
         # The thread count affects floating-point sums: fix it, as on the clients.
         torch.set_num_threads(self.run.engine.threads)
@@ -317,14 +318,13 @@ class HetStrategy(Strategy):
         self.members = present or self.members
         self.log.joined(member.info for member in self.members.values())
         absent = self.log.models.keys() - self.members.keys() - self._held_out.names
-        self.state.record.absent = sorted(absent)
-        self.state.scores.outdate(self._held_out.names)
+        self.state.scores.mark_outdated(self._held_out.names)
         eligible = self.state.health.eligible(server_round, self.members)
-        busy = self.collector.busy
-        idle = [self.members[name].info for name in eligible if name not in busy]
+        at_work = self.collector.clients_at_work
+        idle = [self.members[name].info for name in eligible if name not in at_work]
         self._sampler.start(len(eligible) - len(idle))
         selection = self.select(server_round, idle) if idle else Selection(())
-        self.state.ask(selection, self._sampler.needed(selection), busy)
+        self.state.record_selection(selection, self._sampler.needed(selection), at_work, absent)
         self.log.round_started(
             server_round, selection.names, self.state.exclusion_reasons(self.members)
         )
@@ -340,11 +340,11 @@ class HetStrategy(Strategy):
             config: dict[str, Scalar] = {"evaluate": name in evaluated, **self.log.kept_too}
             if self.spec.large_messages:
                 make = partial(self._encoded, server_round, member.info)
-                proxy = self._proxy_of(member, instruction=make, turn=self._turn)
+                proxy = self._proxy_of(member, make_payload=make, turn=self._turn)
                 instructions.append((proxy, FitIns(NOTHING, config)))
             else:
                 instructions.append((self._proxy_of(member), FitIns(payloads[name], config)))
-        self.state.clock.wait()
+        self.state.clock.start_waiting()
         return instructions
 
     def _encoded(self, round: int, client: ClientInfo) -> Parameters:
@@ -358,51 +358,50 @@ class HetStrategy(Strategy):
             name,
             member.proxy,
             on_reply=self.log.client_answered,
-            whole=partial(self._codec.without_base, name),
+            message_without_base=partial(self._codec.message_without_base, name),
             spool=self._used_spool,
             **large,
         )
 
-    def close_round(self, found: RoundResults) -> None:
+    def close_round(self, results: RoundResults) -> None:
         """Record which clients replied before the round closed, and which clients are late."""
-        simulated = self.run.pace.is_simulated
-        self.state.closed(found.late, found.arrived, found.withdrawn, found.clock, quiet=simulated)
-        self._sampler.seconds = found.seconds
+        self.state.record_results(results, quiet=self.run.pace.is_simulated)
+        self._sampler.record_durations(results.seconds)
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
-        """Check the replies, and aggregate those that the method accepts."""
-        self.state.clock.replied()
-        self._code_faults.enter(failures)
+        """Decode and check the replies, and aggregate the replies that the method accepts."""
+        self.state.clock.stop_waiting()
+        self._code_faults.report(failures)
         torch.set_num_threads(self.run.engine.threads)  # another thread may have changed it
         with self._spool.read():
-            trained = {*self.state.selection.training, *self.state.arrived}
-            self.state.scores.outdate(trained & {*self.state.expected})
+            trained = {*self.state.selection.training, *self.state.reply_rounds}
+            self.state.scores.mark_outdated(trained & {*self.state.expected})
             replies = self._codec.decode_all(results, failures, self.members)
-            now = partial(self.instruct, server_round)
-            steps = checks(self.run, self.spec, self.sizes, self.state, self.members, now)
-            accepted = list(through([*steps, self._accepted], replies))
+            instruct = partial(self.instruct, server_round)
+            steps = steps_of(self.run, self.spec, self.sizes, self.state, self.members, instruct)
+            accepted = list(apply_steps([*steps, self._accept], replies))
             if self.state.finalize([reply.client.name for reply in accepted]):
                 # The state after the last round whose instructions the clients could use.
                 good = self.state.rollback.good
-                kept = self.log.checkpoints.read(good).tensors if good else {}
+                tensors = self.log.checkpoints.read(good).tensors if good else {}
                 self.init()
                 if good:
-                    self.load_state_dict(without_versions(kept))
-                self.state.rolled_back()
+                    self.load_state_dict(without_versions(tensors))
+                self.state.record_rollback()
             elif accepted:
-                with learning(self.state, self.run):
+                with track_divergence(self.state, self.run):
                     self.state.add_metrics(self.aggregate(server_round, accepted))
                     self.state.add_metrics(mean_metrics([r.measured.metrics for r in accepted]))
         return NOTHING, dict(self.state.record.method)
 
-    def _accepted(self, replies: Iterable[Reply]) -> Iterator[Reply]:
+    def _accept(self, replies: Iterable[Reply]) -> Iterator[Reply]:
         """Yield the replies that the method accepts."""
         for reply in replies:
-            with self.state.dropping(reply.client.name):
+            with self.state.drop_on_error(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
-                self.state.measured(reply.client.name, reply.measured)
+                self.state.record_measured(reply.client.name, reply.measured)
                 self._sampler.record_reply(reply, self.state.record.round)
                 yield accepted
 
@@ -416,7 +415,7 @@ class HetStrategy(Strategy):
         """Return evaluation instructions for the clients whose models have changed."""
         instructions: dict[str, Knowledge] = {}
         if self._evaluates(server_round):  # only clients that have not failed in this round
-            for name in self.state.present(self.members.keys() - self.collector.busy):
+            for name in self.state.reachable(self.members.keys() - self.collector.clients_at_work):
                 knowledge = self.eval_instruction(server_round, self.members[name].info)
                 if knowledge is not None or self.state.scores.is_outdated(name):
                     instructions[name] = knowledge or Knowledge()
@@ -435,24 +434,25 @@ class HetStrategy(Strategy):
             )
             for name, payload in payloads.items()
         ]
-        self.state.clock.wait()
+        self.state.clock.start_waiting()
         return asked
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Record the clients' evaluations and close the round."""
-        self.state.clock.replied()
-        self._code_faults.enter(failures)
+        self.state.clock.stop_waiting()
+        self._code_faults.report(failures)
         for name, reason in sorted(reasons(failures).items()):
-            self.state.not_evaluated(name, reason, "silent")
+            self.state.skip_evaluation(name, reason, "silent")
         everyone = self._held_out.added_to(self.members)
-        arrived = {name_of(proxy): result for proxy, result in results}
-        for name, result in sorted(arrived.items()):
-            with self.state.not_evaluating(name):
-                unseen, info = name in self._held_out.names, everyone[name].info
-                kinds = HELD_OUT_KINDS if unseen else self.spec.kinds
-                self.state.measured(name, self._codec.decode_evaluation(info, result, kinds))
+        result_of = {name_of(proxy): result for proxy, result in results}
+        for name, result in sorted(result_of.items()):
+            with self.state.skip_evaluation_on_error(name):
+                held_out, info = name in self._held_out.names, everyone[name].info
+                kinds = HELD_OUT_KINDS if held_out else self.spec.kinds
+                measured = self._codec.decode_evaluation(info, result, kinds)
+                self.state.record_measured(name, measured)
         self._finish_round()
         return None, {}
 
@@ -487,11 +487,11 @@ class HetStrategy(Strategy):
                 ("common", kind): evaluate_model(model, common, compute, self.run.metrics)
                 for kind, model in models.items()
             }
-            self.state.measured(SERVER, Measured(placed(scores)))
-        for name in self.state.enter_health(self.members):
+            self.state.record_measured(SERVER, Measured(placed(scores)))
+        for name in self.state.update_health(self.members):
             self.forget(name)
         self._sampler.finish()
-        record = self.state.close(evaluated=evaluated)
+        record = self.state.finish(evaluated=evaluated)
         self.log.round_finished(record)
         pace = {"collector": self.collector.to_dict(), "selection": self._sampler.to_dict()}
         metadata = {
@@ -501,4 +501,4 @@ class HetStrategy(Strategy):
         }
         tensors = {**self.state_dict(), **self._codec.encoder.state_dict()}
         self.log.checkpoints.write(record.round, tensors, metadata, self.state.rollback.good)
-        self.collector.settled(self.state.arrived)
+        self.collector.remove_used(self.state.reply_rounds)
