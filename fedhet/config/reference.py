@@ -31,20 +31,18 @@ from fedhet.settings.schema import kebab, nest, plain, takes
 from fedhet.settings.text import as_text
 from fedhet.wire.contract import Contract
 
-HEAD = """# Reference
+HEAD = """# Reference of the settings
 
-Made from the declarations in the code by `make reference`; not written by hand.
+All settings of a run, with their defaults. The page of each [method](methods.md) lists the settings
+of that method, and the [guide](guide.md#settings) explains how to pass them. `make reference`
+generates this page.
 
-## Settings of every run
-
-On the command line by `--set NAME=VALUE`, in a TOML file by `--config`, in `flwr run` by
-`--run-config`.
-"""
-FOOT = """
-The settings of a method are on its page, from the [list of methods](methods.md).
+`[0, 1)` is the range from 0 up to, but excluding, 1. Settings marked *per client* accept several
+values, which are assigned to the clients in turn.
 """
 BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
 SETTING_COLUMNS = ("setting", "default", "values", "description")
+REFERENCE_COLUMNS = ("setting and default", "values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
 METHOD_COLUMNS = ("method", "description", "requires")
 LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("method", "with privacy")
@@ -70,9 +68,8 @@ def reference(root: Path) -> dict[Path, str]:
         docs / "privacy.md": _grouped(PRIVACY_COLUMNS, {m.name: _private(m) for m in methods}),
         **{docs / "methods" / f"{method.name}.md": _method(method) for method in methods},
     }
-    settings = f"{HEAD}\n{_settings(RunSettings.fields())}{FOOT}"
     papers = {docs / "methods" / f"{method.name}.md": method.spec.paper for method in methods}
-    return {docs / "reference.md": settings} | {
+    return {docs / "reference.md": f"{HEAD}{_settings(RunSettings.fields())}"} | {
         path: with_part(path, part, papers.get(path, "")) for path, part in parts.items()
     }
 
@@ -160,12 +157,27 @@ def _metrics(spec: MethodSpec) -> str:
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
-    """Return the table of settings, with short forms of the allowed values."""
-    rows = [
-        (f"`{name}`", f"`{default}`", re.sub(r"\b(an?|one of) ", "", values), help_)
-        for name, default, values, help_ in setting_rows(settings, brief=True)
-    ]
-    return in_markdown(SETTING_COLUMNS, rows)
+    """Return a section for each table of settings, with short forms of the allowed values."""
+    tables: dict[str, list[tuple[str, ...]]] = {}
+    for name, default, values, help_ in setting_rows(settings, brief=True):
+        row = (f"`{name}={default}`", _short(values), help_)
+        tables.setdefault(name.rpartition(".")[0] or "Run", []).append(row)
+    return "".join(
+        f"\n## {title}\n\n{in_markdown(REFERENCE_COLUMNS, rows)}" for title, rows in tables.items()
+    )
+
+
+def _short(values: str) -> str:
+    """Return allowed values in few words: a range, or choices; empty if the default tells."""
+    one, assigned, _ = values.partition(", or a list of such")
+    text = re.sub(r"\b(an?|one of) |, each text$|^(text|true or false)$", "", one)
+    text = re.sub(r"\b(?:integer|number) >= (\S+) and < (\S+)", r"[\1, \2)", text)
+    text = re.sub(r"\b(?:integer|number) > (\S+) and < (\S+)", r"(\1, \2)", text)
+    text = re.sub(r"\b(?:integer|number) > (\S+) and <= (\S+)", r"(\1, \2]", text)
+    text = re.sub(r"\b(?:integer|number) >= (\S+) and <= (\S+)", r"\1 to \2", text)
+    text = re.sub(r"\b(?:integer|number) >= ", "≥", text)
+    text = re.sub(r"\b(?:integer|number) > ", ">", text)
+    return f"{text}; *per client*" if assigned else text
 
 
 def _own_settings(method: Method) -> str:
