@@ -1,5 +1,7 @@
 """Sphinx's configuration: `make docs` builds the site in build/docs."""
 
+import re
+
 from docutils.nodes import SkipNode, math_block
 from docutils.utils.math.latex2mathml import tex2mathml
 
@@ -10,13 +12,13 @@ author = "The fedhet maintainers"
 copyright = f"2026, {author}"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_fence_as_directive = ["math"]  # as GitHub shows formulas
 myst_heading_anchors = 4  # the anchors of headings are GitHub's
 
 default_role = "code"  # docstrings put names between single backticks
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
+napoleon_numpy_docstring = False  # docstrings follow Google's style
+autodoc_typehints = "description"  # types stand in the lists of parameters, which has room for them
 autodoc_member_order = "bysource"
 
 html_math_renderer = "mathml"
@@ -30,8 +32,15 @@ linkcheck_retries = 2
 
 
 def _plain(app, what, name, obj, options, lines):
-    """Show the asterisks of docstrings, which are plain text, as they are."""
-    lines[:] = [line.replace("*", r"\*") for line in lines]
+    """Escape asterisks in docstrings, other than those in code, so that they are no markup."""
+    code_at = None  # the indentation of the line that introduces a block of code
+    for number, line in enumerate(lines):
+        indentation = len(line) - len(line.lstrip())
+        if code_at is not None and line.strip() and indentation <= code_at:
+            code_at = None
+        if code_at is None:
+            lines[number] = re.sub(r"(?<!\\)\*", r"\\*", line)
+            code_at = indentation if line.endswith("::") else None
 
 
 def _formula(translator, node):

@@ -129,7 +129,7 @@ def shown_path(path: Path | None) -> str:
 
 
 def path_text(path: Path) -> str:
-    """Return a path as text, with escapes such as `\\xff` for bytes that are not UTF-8."""
+    r"""Return a path as text, with escapes such as `\xff` for bytes that are not UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -156,9 +156,9 @@ def make_output_lenient() -> None:
 
 
 def _replacement(error: UnicodeError) -> tuple[str, int]:
-    """Return ASCII text for the characters that could not be encoded.
+    r"""Return ASCII text for the characters that could not be encoded.
 
-    A byte of a file name that is not UTF-8 is shown as a backslash escape, such as `\\xff`.
+    A byte of a file name that is not UTF-8 is shown as a backslash escape, such as `\xff`.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error
