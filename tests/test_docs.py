@@ -11,9 +11,12 @@ import typer
 from docutils.utils.math.latex2mathml import tex2mathml
 
 from fedhet.cli import app
+from fedhet.client_runtime.node import NodeSettings
 from fedhet.config.reference import reference
 from fedhet.experiments.claims import pages
 from fedhet.methods.registry import find_method, shipped_names
+from fedhet.settings.run import RunSettings
+from fedhet.settings.schema import kebab
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -85,6 +88,33 @@ def test_every_command_is_explained():
     rows = re.findall(r"^\| (`fedhet .*?) \|", page, re.MULTILINE)
     named = set(re.findall(r"`fedhet ([a-z-]+)", " ".join(rows)))
     assert named == set(commands)
+
+
+SETTINGS = {*RunSettings.fields()}.union(*(find_method(m).settings() for m in shipped_names()))
+TABLES = {name.partition(".")[0] for name in SETTINGS if "." in name}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_options_settings_and_benchmarks_of_a_page_exist(page):
+    text = page.read_text()
+    commands = typer.main.get_command(app).commands
+    scripts = "\n".join(re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL))
+    for name, words in re.findall(r"\bfedhet ([a-z-]+)([^#&|\n]*)", scripts.replace("\\\n", " ")):
+        options = {option for each in commands[name].params for option in each.opts}
+        used = {*re.findall(r"(?<=\s)--?[a-z][a-z-]*", words)}
+        assert used <= options | {"--help"}, name
+    named = {*re.findall(r"`([a-z-]+\.(?!py`)[a-z-]+)(?:=[^`]*)?`", text)}
+    assert {name for name in named if name.partition(".")[0] in TABLES} <= SETTINGS
+    for name in re.findall(r"python -m benchmarks\.(\w+)", text):
+        assert (ROOT / "benchmarks" / f"{name}.py").exists(), name
+
+
+def test_every_node_setting_is_explained():
+    text = (DOCS / "operation.md").read_text()
+    (table,) = re.findall(r"^## Node settings\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z-]+)`", row)}
+    assert named == {kebab(name) for name in NodeSettings.model_fields} - {"num-partitions"}
 
 
 def test_a_test_that_a_page_names_exists():
