@@ -312,7 +312,8 @@ def differences(name: str) -> list[tuple[str, str, str, str]]:
         if each and ("words" in each or each["value"] != default):
             words = each.get("words") or f"`{_literal(each['value'])}`"
             why = each.get("why") or reasons.get(setting, "")
-            row = (f"`{setting}`", f"`{_literal(default)}`", f"{words} ({each['source']})", why)
+            source = each["source"].partition(":")[0]
+            row = (f"`{setting}`", f"`{_literal(default)}`", f"{words} ({source})", why)
             rows.append(row)
     return rows
 

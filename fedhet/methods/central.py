@@ -16,8 +16,8 @@ class CentralSettings(MethodSettings):
 
     trains_on: Literal["clients", "clients+public", "public"] = Field(
         "clients",
-        description="training data: the training samples of all clients, these and the labeled "
-        "public data, or the public data alone",
+        description="training data: all clients' samples, these and labeled public data, or "
+        "public data alone",
     )
     model: ModelName = Field("", description="model; empty = the model of the first client")
 

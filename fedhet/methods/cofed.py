@@ -33,13 +33,11 @@ class CofedSettings(MethodSettings):
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.3,
-        description="fraction of the votes above which an instance gets a class as its pseudolabel "
-        "(alpha of Eq. 18)",
+        description="fraction of votes that a class must exceed as a pseudolabel (alpha, Eq. 18)",
     )
     credibility: Literal["equal", "samples"] | Weights = Field(
         "equal",
-        description="weight of a participant in the vote: equal (1), samples (its number of "
-        "training samples), or a table such as {site-a = 2}; 1 for participants not in the table",
+        description="weights in the vote: equal, by training samples, or a table {site-a = 2}",
     )
     iterations: Count = Field(
         1,
@@ -47,21 +45,20 @@ class CofedSettings(MethodSettings):
     )
     margin: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="difference between the two highest class probabilities up to which a "
-        "participant abstains; 0 = participants never abstain, as in the paper's text",
+        description="participants abstain if their two highest probabilities differ by at most "
+        "this; 0 = never",
     )
     update_epochs: CountOrNone = Field(
         0, description="epochs of update training for networks; 0 = training.local-epochs"
     )
     update_batch_size: Count = Field(
         100,
-        description="batch size of update training; 1000 in the presets of the paper's "
-        "experiments, which have 50,000 public images",
+        description="batch size of update training",
     )
     search: Literal["none", "grid"] = Field(
         "none",
-        description="hyperparameter search: none, or grid, where each participant with a network "
-        "evaluates the combinations below on held-out data and trains with the best (Section 5.2)",
+        description="hyperparameter search for each participant on held-out data, with the values "
+        "below (Section 5.2)",
     )
     search_optimizers: Optimizers = Field(
         ("adam", "sgd"), description="optimizers to try with search = grid"
@@ -76,8 +73,8 @@ class CofedSettings(MethodSettings):
     )
     search_updates: Factors = Field(
         (0.1, 2.0),
-        description="factors to try with search = grid: learning rate of update training relative "
-        "to the learning rate found for local training",
+        description="factors to try with search = grid: update learning rate relative to local "
+        "learning rate",
     )
     search_share: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2, description="fraction of the training data held out with search = grid"

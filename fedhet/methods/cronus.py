@@ -15,18 +15,17 @@ class CronusSettings(fedmd.SoftLabelSettings):
 
     loss: DigestLoss = Field(
         "cross-entropy",
-        description="loss against the consensus: cross-entropy with the soft labels, or mean "
-        "absolute (mae) or squared error (mse) of the probabilities",
+        description="loss against the consensus: cross-entropy, or mean absolute or squared error "
+        "of probabilities",
     )
     aggregation: Literal["filter", "median", "trimmed", "mean"] = Field(
         "filter",
-        description="robust mean of the soft labels of each public sample: the filter of "
-        "Diakonikolas et al., coordinate-wise median or trimmed mean, or the plain mean",
+        description="robust mean of soft labels: filter, coordinate-wise median or trimmed mean, "
+        "or plain mean",
     )
     sigma: Positive = Field(
         0.1,
-        description="with aggregation = filter: standard deviation of honest soft labels; the "
-        "filter acts on samples whose soft labels deviate by more than three times this value",
+        description="with aggregation = filter: standard deviation of honest soft labels",
     )
     trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1,

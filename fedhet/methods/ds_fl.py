@@ -15,8 +15,8 @@ class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
 
     loss: DigestLoss = Field(
         "cross-entropy",
-        description="loss of clients and server against the consensus: cross-entropy with the soft "
-        "labels, or mean absolute (mae) or squared error (mse) of the probabilities",
+        description="loss against the consensus: cross-entropy, or mean absolute or squared error "
+        "of probabilities",
     )
     aggregation: Literal["era", "sa"] = Field(
         "era",

@@ -14,8 +14,7 @@ class FedDfSettings(FedAvgSettings):
 
     epochs: CountOrNone = Field(
         5,
-        description="distillation epochs on the public data, per round; 0 = no distillation, so "
-        "each architecture keeps its average",
+        description="distillation epochs on the public data, per round; 0 = no distillation",
     )
     lr: Positive = Field(1e-3, description="learning rate of the distillation (Adam)")
     batch_size: Count = Field(128, description="distillation batch size")

@@ -25,23 +25,21 @@ class FedGemsSettings(MethodSettings):
     )
     split: Literal["round", "batch"] = Field(
         "round",
-        description="split of the public samples into S1, S2 and S3: once per round, by the "
-        "self-evaluation before the round, or per batch, by the predictions during training",
+        description="when to split public samples into S1 to S3: before each round, or per batch",
     )
     self_training: bool = Field(
         True,
-        description="train on correctly predicted samples with their labels alone; false = treat "
-        "them like the other samples (Table 5)",
+        description="train on correctly predicted samples with their labels alone (Table 5)",
     )
     self_distillation: bool = Field(
         True,
-        description="train on samples that are predicted wrongly now, but were correct before, "
-        "with the earlier logits; false = with the clients' logits (Table 5)",
+        description="train on samples that were predicted correctly before with the earlier "
+        "logits (Table 5)",
     )
     ensemble: Literal["weighted", "mean", "none"] = Field(
         "weighted",
-        description="logits that the server learns from the clients: weighted by Eq. 4 over the "
-        "clients with correct predictions, the mean of all clients, or none (Table 5)",
+        description="client logits that the server learns: weighted (Eq. 4), mean, or none (Table "
+        "5)",
     )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"

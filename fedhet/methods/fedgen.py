@@ -19,29 +19,25 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
 
     alpha: NonNegative = Field(
         10.0,
-        description="weight alpha of the head's cross-entropy on generated features; 1 in Eq. 5, "
-        "10 in the authors' code",
+        description="weight alpha of the head's cross-entropy on generated features",
     )
     beta: NonNegative = Field(
         10.0,
-        description="weight beta of the divergence from the head's output for generated features, "
-        "as in the authors' code; 0 = no such term, as in Eq. 5",
+        description="weight beta of the divergence from the head's output for generated features; "
+        "0 = none",
     )
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         0.98,
-        description="factor by which alpha and beta are multiplied in each round, as in the "
-        "authors' code; 1 = constant weights, as in Eq. 5",
+        description="factor on alpha and beta in each round; 1 = constant weights",
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",
-        description="weights of the clients in the ensemble: labels = by the number of samples of "
-        "a class, as in the authors' code; clients = equal, as printed (Eq. 4)",
+        description="weights of the clients in the ensemble: by the samples of a class, or equal",
     )
     prior: Literal["counts", "uniform"] = Field(
         "counts",
-        description="probabilities p(y) of the generated classes: counts = proportional to the "
-        "samples of all clients, as printed (Algorithm 1); uniform = equal for all classes of the "
-        "clients (or for all classes if no client sends counts), as in the authors' code",
+        description="probabilities of generated classes: proportional to all clients' samples, or "
+        "uniform over their classes",
     )
     noise_dim: Count = Field(32, description="dimension of the generator's noise")
     hidden_dim: Count = Field(128, description="width of the generator's hidden layer")

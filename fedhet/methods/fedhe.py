@@ -15,14 +15,14 @@ class FedHeSettings(MethodSettings):
 
     loss: Literal["mse", "kl"] = Field(
         "mse",
-        description="distance from the server's logits: mean squared error (mse), as in the "
-        "authors' code, or KL divergence of the probabilities (kl)",
+        description="distance from the server's logits: mean squared error, or KL divergence of "
+        "the probabilities",
     )
     alpha: NonNegative = Field(0.5, description="weight of the distance from the server's logits")
     replies: Literal["all", "latest"] = Field(
         "all",
-        description="contribution of a client to the server's logits: the mean of all its replies, "
-        "as in the authors' code, or its latest reply",
+        description="contribution of a client to the server's logits: mean of its replies, or "
+        "latest reply",
     )
 
 

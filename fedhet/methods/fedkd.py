@@ -28,13 +28,11 @@ class FedKdSettings(fedavg.FedAvgSettings):
     )
     intensity: Literal["batch", "sample"] = Field(
         "batch",
-        description="task losses that divide the distillation losses: batch = means over a batch, "
-        "as in the authors' code; sample = losses of each sample",
+        description="task losses that divide the distillation losses: batch means, or per sample",
     )
     intensity_learned: bool = Field(
         True,
-        description="propagate gradients through these task losses, as printed and in the "
-        "authors' code; false = treat them as constants",
+        description="propagate gradients through these task losses; false = constants",
     )
     hidden_weight: NonNegative = Field(
         1.0, description="weight of the distance between the features of both models; 0 = none"

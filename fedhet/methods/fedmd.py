@@ -52,8 +52,8 @@ class SoftLabelSettings(ConsensusSettings):
 
     public_epochs: CountOrNone = Field(
         0,
-        description="client training epochs on the labeled public data before the first round; 0 = "
-        "none, as in the paper, so the public data needs no labels",
+        description="client epochs on labeled public data before round 1; 0 = none, no labels "
+        "needed",
     )
 
 
@@ -62,13 +62,13 @@ class FedMdSettings(DigestSettings):
 
     public_epochs: CountOrNone = Field(
         10,
-        description="client training epochs on the labeled public data before the first round "
-        "(transfer learning); 0 = none, so the public data needs no labels",
+        description="client epochs on labeled public data before round 1; 0 = none, no labels "
+        "needed",
     )
     loss: DigestLoss = Field(
         "mae",
-        description="loss against the consensus: mean absolute (mae) or squared error (mse) of the "
-        "logits, or cross-entropy between the probabilities",
+        description="loss against the consensus: mean absolute or squared error of logits, or "
+        "cross-entropy",
     )
 
 

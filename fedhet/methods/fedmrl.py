@@ -18,8 +18,7 @@ class FedMrlSettings(fedavg.FedAvgSettings):
     shared: ModelName = Field("cnn2", description="shared model G, the same on all clients")
     shared_dim: Count = Field(
         32,
-        description="width d1 of the shared model's features, the coarse part of the fused "
-        "features; 500 in the authors' code, where every model has 500 features",
+        description="width d1 of the shared model's features",
     )
     shared_weight: NonNegative = Field(
         1.0, description="weight m^G of the cross-entropy of the shared head"

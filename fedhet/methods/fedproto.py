@@ -30,8 +30,7 @@ class FedProtoSettings(PrototypeSettings):
     )
     weighting: Literal["samples", "clients"] = Field(
         "samples",
-        description="weights of the clients in a prototype: samples = by the number of samples of "
-        "the class, as in Eq. 6; clients = equal, as in the authors' code",
+        description="weights of the clients in a prototype: by the samples of the class, or equal",
     )
 
     @property

@@ -16,20 +16,17 @@ class FedTgpSettings(fedproto.PrototypeSettings):
 
     distance: PrototypeDistance = Field(
         "euclidean",
-        description="distance between features and prototypes: euclidean = of the class means of a "
-        "batch, as printed (Eq. 11); mse = mean squared error of each sample's features, as in the "
-        "authors' code",
+        description="distance of features to prototypes: euclidean for batch means, mse for each "
+        "sample",
     )
     lambda_: Literal["auto"] | NonNegative = Field(
         "auto",
-        description="weight lambda of the distance; auto = 0.1 for euclidean, as in the paper, and "
-        "10 for mse, as in the authors' code",
+        description="weight lambda of the distance; auto = 0.1 for euclidean, 10 for mse",
     )
     margin: Margin = Field(
         "nearest",
-        description="margin between classes: nearest = the largest distance from a class center to "
-        "its nearest neighbor, as in the caption of Fig. 1 and in the authors' code; largest = the "
-        "largest distance between two class centers, as in Eq. 9",
+        description="margin between classes: largest distance to the nearest class, or largest of "
+        "all distances",
     )
     max_margin: Positive = Field(100.0, description="upper bound tau of the margin")
     server_epochs: Count = Field(

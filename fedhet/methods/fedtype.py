@@ -28,23 +28,22 @@ class FedTypeSettings(MethodSettings):
     )
     backward: Literal["conformal", "topk", "symmetric", "none"] = Field(
         "conformal",
-        description="labels that the private model imitates: conformal sets, the top-k labels, all "
-        "labels (symmetric), or none",
+        description="labels that the private model imitates: conformal sets, top-k labels, all "
+        "labels, or none",
     )
     teacher: Literal["proxy", "global"] = Field(
         "proxy",
-        description="model that the private model imitates: the proxy while it trains, or the "
-        "server's proxy (global), which is constant during a round",
+        description="model that the private model imitates: the training proxy, or the server's "
+        "constant proxy",
     )
     proxy_loss: Literal["ce+kl", "kl"] = Field(
         "ce+kl",
-        description="loss of the proxy: cross-entropy plus Eq. 1 divided by the number of classes, "
-        "as in the authors' published code, or Eq. 1 alone",
+        description="loss of the proxy: cross-entropy plus scaled Eq. 1, or Eq. 1 alone",
     )
     order: Literal["joint", "alternating"] = Field(
         "joint",
-        description="training order: joint = both models on each batch; alternating = one epoch of "
-        "the private model, then one of the proxy, as in the authors' published code",
+        description="training order: both models per batch, or epochs of the private model and "
+        "proxy alternately",
     )
     set_loss: Literal["mean", "sum"] = Field(
         "mean", description="reduction of Eq. 3 over the labels of a set; the paper prints the sum"
@@ -58,13 +57,12 @@ class FedTypeSettings(MethodSettings):
     )
     quantile: Literal["plain", "corrected"] = Field(
         "plain",
-        description="quantile for tau: plain = (1 - theta), as in RAPS' code; corrected = with the "
-        "finite-sample correction, as printed",
+        description="quantile for tau: 1 - theta, or with the finite-sample correction, as printed",
     )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",
-        description="behavior if a corrected tau is infinite because of too few samples, so that "
-        "every set contains all labels: skip imitation, or imitate these sets",
+        description="if tau is infinite because of too few samples: skip imitation, or imitate "
+        "all labels",
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="weight eta: Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
@@ -78,8 +76,7 @@ class FedTypeSettings(MethodSettings):
     lambda_: NonNegative = Field(0.5, description="penalty of RAPS on ranks beyond k-reg")
     k_reg: Literal["auto"] | Rank = Field(
         "auto",
-        description="number of ranks without penalty in RAPS; auto = from 1 (up to 10 labels) to 5 "
-        "(from 100 labels)",
+        description="ranks without penalty in RAPS; auto = 1 (10 labels) to 5 (100 labels)",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.1, description="fraction of sets that may miss the true label"
@@ -93,8 +90,7 @@ class FedTypeSettings(MethodSettings):
     )
     calibrate_on: Literal["training", "held"] = Field(
         "training",
-        description="calibration data: the training data, as in the authors' published code, or "
-        "held-out samples (Section 4.1)",
+        description="calibration data: training data, or held-out samples (Section 4.1)",
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.1, description="fraction of a client's samples held out, with calibrate-on = held"

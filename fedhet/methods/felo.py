@@ -24,16 +24,14 @@ class FeloSettings(MethodSettings):
     alpha: NonNegative = Field(1.0, description="weight alpha of both terms in Eq. 1")
     feature_weight: NonNegative = Field(
         0.1,
-        description="factor on alpha for the feature term of Eq. 1; 1 = as printed, 0 = no feature "
-        "term",
+        description="factor on alpha for the feature term of Eq. 1; 0 = none",
     )
     logit_weight: NonNegative = Field(
         1.0, description="factor on alpha for the logit term of Eq. 1; 0 = no logit term"
     )
     feature_norm: FeatureNorm = Field(
         "none",
-        description="scale of the feature term in Eq. 1: none = as printed; rms = in units of the "
-        "server's features; unit = every vector normalized to a root mean square of 1",
+        description="scale of the feature term: as printed, server's RMS, or unit-RMS vectors",
     )
     share_weights: bool = Field(
         True, description="also send the weights, which are averaged per architecture"

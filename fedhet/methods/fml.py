@@ -20,13 +20,12 @@ class FmlSettings(fedavg.FedAvgSettings):
     meme: ModelName = Field("cnn2", description="meme model, the same on all clients")
     alpha: Share = Field(
         0.5,
-        description="weight alpha of the cross-entropy in the private model's loss; the divergence "
-        "from the meme has weight 1 - alpha",
+        description="weight alpha of the private model's cross-entropy; its divergence has weight "
+        "1 - alpha",
     )
     beta: Share = Field(
         0.5,
-        description="weight beta of the cross-entropy in the meme's loss; the divergence from the "
-        "private model has weight 1 - beta",
+        description="weight beta of the meme's cross-entropy; its divergence has weight 1 - beta",
     )
 
 

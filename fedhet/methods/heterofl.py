@@ -24,8 +24,8 @@ class HeteroFlSettings(FedAvgSettings):
 
     levels: Annotated[tuple[Level, ...], Listed, Field(min_length=1)] = Field(
         ("a", "b", "c"),
-        description="levels of the clients, assigned in turn: a = all channels, b = 1/2, c = 1/4, "
-        "d = 1/8, e = 1/16; a level that is listed twice is assigned to twice as many clients",
+        description="levels, assigned in turn: fractions 1 (a), 1/2, 1/4, 1/8, 1/16 (e) of the "
+        "channels",
     )
     weighting: Literal["clients", "samples"] = Field(
         "clients", description="weights of the clients in averages: equal, or by numbers of samples"
@@ -35,8 +35,7 @@ class HeteroFlSettings(FedAvgSettings):
     )
     masked: bool = Field(
         True,
-        description="set the logits of classes without samples on the client to 0 in the loss, and "
-        "average the head's rows of a class over the clients that have the class",
+        description="set logits of classes that a client lacks to 0 in the loss",
     )
 
     @property

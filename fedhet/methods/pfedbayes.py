@@ -17,13 +17,12 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
 
     zeta: NonNegative = Field(
         10.0,
-        description="weight zeta of the divergence between the personal and the localized "
-        "distribution; the divergence is divided by the client's number of samples",
+        description="weight zeta of the divergence between personal and localized distribution, "
+        "per sample",
     )
     noise: NonNegative = Field(
         0.001,
-        description="factor on the noise when weights are sampled; 1 = as in the paper, 0.001 = as "
-        "in a public implementation that reports the paper's accuracy",
+        description="factor on the noise of sampled weights; 1 = as in the paper",
     )
     steps: Count = Field(5, description="steps on the personal distribution, per batch")
 

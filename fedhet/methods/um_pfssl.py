@@ -22,8 +22,7 @@ class UmPfsslSettings(MethodSettings):
     )
     refresh: Literal["auto"] | Count = Field(
         "auto",
-        description="interval nu between updates of the helpers, in rounds; auto = 1 / fraction, "
-        "the mean interval between a client's rounds, as in the paper",
+        description="interval nu between updates of the helpers, in rounds; auto = 1 / fraction",
     )
     warm_up: CountOrNone = Field(
         20, description="epochs on labeled data alone, on all clients, before round t = 1"
@@ -38,8 +37,8 @@ class UmPfsslSettings(MethodSettings):
     )
     divergence: Divergence = Field(
         "forward",
-        description="direction of the divergence in Eq. 5: forward = KL(pseudo-label || model), as "
-        "in distillation; reverse = KL(model || pseudo-label), as printed",
+        description="direction of Eq. 5: KL(pseudo-label, model), or KL(model, pseudo-label) as "
+        "printed",
     )
     pseudo_labels: bool = Field(
         True, description="train on pseudo-labels; false = train on labels alone"

@@ -21,9 +21,8 @@ class VeloSettings(felo.FeloSettings):
     )
     min_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
-        description="fraction of the CVAE's features that must be nearest to the mean of their "
-        "class; below it, the server sends means; 0 = send features after the first training, as "
-        "printed",
+        description="minimum fraction of synthetic features nearest to their class mean; below, "
+        "means are sent",
     )
     memory: Count = Field(
         20,
