@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.timing import seconds, show
-from fedhet.cli.training import RUNS_A_PROCESS
+from fedhet.cli.training import RUNS_PER_PROCESS
 from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate, train
 from fedhet.experiments.plan import PlannedRun, plan, read_table
@@ -80,7 +80,7 @@ def main() -> None:
             [sys.executable, "-c", "import fedhet.experiments.making"], check=True
         )
     )
-    print(f"start of a process: {begun:.2f} s; {RUNS_A_PROCESS} runs share it")
+    print(f"start of a process: {begun:.2f} s; {RUNS_PER_PROCESS} runs share it")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def call(monkeypatch, capsys):
         sys.exit(status)
 
     def run(*words):
-        monkeypatch.setattr("fedhet.cli.end_at_once", ended)
+        monkeypatch.setattr("fedhet.cli.exit_at_once", ended)
         monkeypatch.setattr(sys, "argv", ["fedhet", *map(str, words)])
         status = 0
         try:

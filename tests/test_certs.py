@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli import app
 from fedhet.deployment import certs
-from fedhet.settings.text import host_and_port, joined
+from fedhet.settings.text import join_host_port, split_host_port
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_foreign_authority_signs_for_itself(tmp_path):
     ("hosts", "nodes", "message"),
     [
         ([], ["../x"], r"'\.\./x' cannot name a node"),
-        (["hö st"], [], "--host: expected a host name or an IP address alone.* got 'hö st'"),
+        (["hö st"], [], "--host: expected a host name or an IP address.* got 'hö st'"),
     ],
 )
 def test_a_bad_name_is_named(tmp_path, hosts, nodes, message):
@@ -191,10 +191,10 @@ def test_nothing_is_written_for_a_wrong_host(tmp_path):
 def test_host_and_port_everywhere(given, expected):
     if expected is None:
         with pytest.raises(ValueError, match=r"expected (HOST:PORT|a host name)"):
-            host_and_port(given)
+            split_host_port(given)
         return
-    assert host_and_port(given) == expected
-    assert host_and_port(joined(*expected)) == expected
+    assert split_host_port(given) == expected
+    assert split_host_port(join_host_port(*expected)) == expected
 
 
 def test_a_renewed_certificate_serves_the_same_hosts_and_the_same_sites(tmp_path):

@@ -52,7 +52,7 @@ def test_seeds_that_are_complete_are_not_run_again(runs, call):
     (parent / "compare.html").unlink()
     status, out, _ = call("run", "felo", *OPTIONS, "--seeds", "0,1", "--out", parent)
     assert status == 0
-    assert "seed 0: complete, not run again" in out
+    assert "seed 0: already complete" in out
     assert "±" in out
     assert (parent / "compare.html").exists()
     assert (parent / "seed-0" / "metrics.jsonl").read_bytes() == before
@@ -90,15 +90,15 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["run", "felo", "-s", "locl-epochs=2"], ["'locl-epochs'", "'training.local-epochs'?"]),
         (["run", "--preset", "felo-cifar10", "-s", "alpha=1"], ["data.alpha or felo.alpha"]),
         (["sweep", "velo", "alpha=1,2"], ["'alpha'", "data.alpha or velo.alpha"]),
-        (["run", "felo", "--rounds", "many"], ["'rounds'", "'many'", "an integer >= 1"]),
+        (["run", "felo", "--rounds", "many"], ["'rounds'", "'many'", "integer >= 1"]),
         (["run", "felo", "--models", "cnn2,resnt10"], ["'models.pool'", "resnt10", "resnet10"]),
         (["run", "felo", "--dataset", "digit"], ["'data.dataset'", "'digit'", "'digits'"]),
         (["run", "felo", "--preset", "dmo"], ["'dmo'", "did you mean 'demo'?"]),
         (["run", "felo", "-s", "device=cuda:7"], ["'engine.device'", "'cuda:7'", "cpu"]),
         (["run", "felo", "--seeds", "0,0"], ["--seeds 0,0", "0,1,2"]),
         (["run", "felo", "--out", "a b"], ["'out'", "'a b'"]),
-        (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds' is given twice"]),
-        (["run", "felo", "--models", "mlp", "-s", "pool=cnn2"], ["'models.pool' is given twice"]),
+        (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds' is set twice"]),
+        (["run", "felo", "--models", "mlp", "-s", "pool=cnn2"], ["'models.pool' is set twice"]),
         (["run", "felo", "--seed", "1", "--seeds", "1,2"], ["cannot be combined with --seeds"]),
         (["run", "felo", "--config", "/nowhere.toml"], ["/nowhere.toml"]),
         (["report", "/nowhere"], ["/nowhere"]),

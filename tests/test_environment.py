@@ -16,7 +16,7 @@ from rich.console import Console
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli.options import loading
-from fedhet.cli.training import ending_at_once, fault_of, side_by_side
+from fedhet.cli.training import error_of, exit_on_signal, run_parallel
 from fedhet.client_runtime.node import _state_dir
 from fedhet.config.resolve import resolve
 from fedhet.data.images import _cache_file
@@ -55,7 +55,7 @@ def test_pages_of_freed_memory_are_kept():
 def test_processes_that_train_get_it_and_a_users_own_stays(monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert for_workers()["GLIBC_TUNABLES"] == KEEPING_PAGES
-    assert [found for _, found in side_by_side([1], 1, tunables)] == [KEEPING_PAGES]
+    assert [found for _, found in run_parallel([1], 1, tunables)] == [KEEPING_PAGES]
     assert "GLIBC_TUNABLES" not in os.environ
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0")
     assert for_training() == {}
@@ -69,7 +69,7 @@ def ends_itself(item):
 
 
 def test_a_process_that_is_killed_does_not_end_the_others_command():
-    found = dict(side_by_side([0, 1, 2], 1, ends_itself))
+    found = dict(run_parallel([0, 1, 2], 1, ends_itself))
     assert found.keys() == {0, 1, 2}
     assert found[0] == ""
     assert "a process has ended" in found[1]
@@ -80,7 +80,7 @@ def test_an_error_of_another_kind_is_one_runs_own(monkeypatch, capsys):
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr("fedhet.cli.training.train", broken)
-    assert fault_of(None, None, report=False) == "RuntimeError: CUDA out of memory"
+    assert error_of(None, None, report=False) == "RuntimeError: CUDA out of memory"
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -194,7 +194,7 @@ def test_a_deleted_working_directory_is_one_line(tmp_path):
 
 
 def test_a_library_that_cannot_be_loaded_is_one_line():
-    line = r"^PyTorch: cannot be loaded \(ValueError: Invalid log settings: bad\)\. Check the .*\.$"
+    line = r"^cannot load PyTorch: ValueError: Invalid log settings: bad\. Check the .*\.$"
     with pytest.raises(FedhetError, match=line), loading("PyTorch"):
         raise ValueError("\nInvalid log settings:\nbad")
 
@@ -216,21 +216,21 @@ def test_a_signal_ends_a_run_with_a_line(monkeypatch, capsys, number):
     monkeypatch.setattr("fedhet.cli.training.errors", Console(file=(written := io.StringIO())))
     of_tests = signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored
     try:
-        with ending_at_once(lambda: "`fedhet run --resume x` resumes it"):
+        with exit_on_signal(lambda: "`fedhet run --resume x` resumes it"):
             os.kill(os.getpid(), number)
             assert over.wait(10)
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
         signal.signal(number, of_tests)
     assert ended == [128 + number]
-    line = f"fedhet: ended by {number.name}; `fedhet run --resume x` resumes it"
+    line = f"fedhet: stopped by {number.name}; `fedhet run --resume x` resumes it"
     assert written.getvalue().strip() == line
 
 
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ending_at_once(str):
+        with exit_on_signal(str):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert callable(signal.getsignal(signal.SIGTERM))
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -244,7 +244,7 @@ def test_a_switch_changes_the_run(tmp_path, changes):
 
 @pytest.mark.parametrize("value", ["often", 1.5, -0.1])
 def test_u_is_random_or_a_share(value):
-    with pytest.raises(SettingsError, match=r"'fedtype\.u'.*takes random or a number >= 0"):
+    with pytest.raises(SettingsError, match=r"'fedtype\.u': expected random or number >= 0"):
         fedtype(**{"fedtype.u": value})
 
 
@@ -255,7 +255,7 @@ def test_an_unknown_proxy_ends_the_run_before_training():
 
 @pytest.mark.parametrize("value", ["often", 1.5, -1, True])
 def test_k_reg_is_auto_or_a_rank(value):
-    with pytest.raises(SettingsError, match=r"'fedtype\.k-reg'.*auto or an integer >= 0"):
+    with pytest.raises(SettingsError, match=r"'fedtype\.k-reg'.*auto or integer >= 0"):
         fedtype(**{"fedtype.k-reg": value})
 
 

@@ -251,11 +251,19 @@ def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
 @pytest.mark.parametrize(
     ("method", "changes", "says"),
     [
-        ("um-pfssl", {}, "'training.semi' = 'fixmatch' is not allowed: it takes none with um-pf"),
-        ("fedtype", {}, "it takes none with fedtype, which trains in its own way"),
+        ("um-pfssl", {}, "'training.semi': unsupported by um-pfssl"),
+        (
+            "fedtype",
+            {},
+            "unsupported by fedtype, which has a different local training, expected none",
+        ),
         ("local", {"models": "sk-tree"}, "networks with 'training.semi' = 'fixmatch', not sk-tr"),
-        ("fedavg", {"dataset": "breast-cancer"}, "it takes images or texts with 'training.semi'"),
-        ("local", {"semi_threshold": 1.1}, "'training.semi-threshold' = 1.1 is not allowed"),
+        ("fedavg", {"dataset": "breast-cancer"}, "expected images or texts with 'training.semi'"),
+        (
+            "local",
+            {"semi_threshold": 1.1},
+            "'training.semi-threshold': expected number >= 0 and <= 1",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(method, changes, says):

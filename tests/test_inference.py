@@ -324,15 +324,15 @@ def test_what_is_read_is_bounded_whatever_the_run_says(trained, tmp_path):
     path = tmp_path / "x.npz"
     np.savez_compressed(path, x=np.zeros((100_000, 8, 8), np.uint8))
     with pytest.raises(DataError, match=r"x.npz: takes 25600000 bytes .* allows 25599999"):
-        read_inputs([path], record, most=4 * 100_000 * 64 - 1)
-    assert len(read_inputs([path], record, most=4 * 100_000 * 64)[1]) == 100_000
+        read_inputs([path], record, max_bytes=4 * 100_000 * 64 - 1)
+    assert len(read_inputs([path], record, max_bytes=4 * 100_000 * 64)[1]) == 100_000
     images = tmp_path / "images"
     images.mkdir()
     for k in range(3):
         PIL.Image.new("L", (8, 8)).save(images / f"{k}.png")
     with pytest.raises(DataError, match="takes 768 bytes"):
-        read_inputs([images], record, most=767)
-    assert len(read_inputs([images], record, most=768)[1]) == 3
+        read_inputs([images], record, max_bytes=767)
+    assert len(read_inputs([images], record, max_bytes=768)[1]) == 3
 
 
 def test_damaged_contents_pipes_and_deep_folders_are_one_line(trained, tmp_path):
@@ -667,4 +667,4 @@ def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path):
         assert torch.equal(read, samples_for(found.record, x[:3]))
         size = sum((tmp_path / f"{n}.txt").stat().st_size for n in range(3))
         with pytest.raises(DataError, match="takes"):
-            read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record, most=size - 1)
+            read_inputs([tmp_path / f"{n}.txt" for n in range(3)], found.record, max_bytes=size - 1)

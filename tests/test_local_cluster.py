@@ -117,7 +117,9 @@ def test_faults_that_are_found_while_ray_starts_end_it(tmp_path):
         run(small(backend="ray", dataset=f"imagefolder:{tmp_path}/nowhere"), tmp_path / "run")
     assert not ray.is_initialized()
     assert not [p for p in psutil.Process().children() if "gcs_server" in p.name()]
-    with pytest.raises(SettingsError, match=r"'engine.cpus-per-client' = 5000.* is not allowed"):
+    with pytest.raises(
+        SettingsError, match=r"'engine.cpus-per-client': expected at most .* got 5000"
+    ):
         run(small(backend="ray", cpus_per_client=5000.0), tmp_path / "run")
     assert not ray.is_initialized()
     assert not (tmp_path / "run").exists()

@@ -98,11 +98,11 @@ def test_a_timeout_in_times_of_the_usual_round():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"timeout": "soon"}, "it takes seconds, such as 600, or times of the usual round"),
-        ({"timeout": "0x"}, "it takes seconds"),
-        ({"min_replies": 1.5}, "a share > 0 and <= 1, or a number of clients from 2"),
-        ({"server_lr": 0.5}, "it takes 1 unless 'pace.mode' is asynchronous"),
-        ({"candidates": 3}, "it takes 0 unless 'pace.select' is power-of-choice"),
+        ({"timeout": "soon"}, "expected seconds such as 600, or a multiple of a round"),
+        ({"timeout": "0x"}, "expected seconds"),
+        ({"min_replies": 1.5}, "a fraction > 0 and <= 1, or an integer >= 2"),
+        ({"server_lr": 0.5}, "expected 1 unless 'pace.mode' is asynchronous"),
+        ({"candidates": 3}, "expected 0 unless 'pace.select' is power-of-choice"),
     ],
 )
 def test_a_pace_that_is_not_allowed_says_what_is(changes, words):
@@ -111,7 +111,7 @@ def test_a_pace_that_is_not_allowed_says_what_is(changes, words):
 
 
 def test_a_method_whose_answers_belong_to_a_round_cannot_be_asynchronous():
-    with pytest.raises(SettingsError, match=r"synchronous with fedmd; .*felo.* may be"):
+    with pytest.raises(SettingsError, match=r"unsupported by fedmd .*felo.* expected synchronous"):
         resolve({**settings("fedmd"), "pace.mode": "asynchronous"})
 
 

@@ -7,7 +7,7 @@ import pytest
 from fedhet.config import reference
 from fedhet.config.reference import differences, paper_settings
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import preset_names, read_preset, settings_of, validated
+from fedhet.config.sources import preset_names, read_preset, settings_of, validate
 from fedhet.methods.registry import find_method, shipped_names
 
 OF_PAPERS = sorted(name for name in shipped_names() if find_method(name).spec.paper != "no paper")
@@ -37,7 +37,7 @@ def test_the_file_has_a_source_for_each_setting_and_a_preset_or_says_why_there_i
         assert each.keys() <= {"value", "words", "source", "why"}
         assert ("value" in each) != bool(each.get("words"))
         assert each["source"]
-    validated({**values(method), "method": method})
+    validate({**values(method), "method": method})
 
 
 @pytest.mark.usefixtures("encoders")

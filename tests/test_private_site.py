@@ -324,7 +324,7 @@ def test_texts_show_no_row(run, tmp_path):
         ("num-classes = 10\nshape = 8", "site.toml: shape: expected the shape"),
         ("num-classes = true\nshape = [8]", "num-classes: expected an integer from 2"),
         ("classes = 10", "site.toml: classes: unknown setting, expected one of num-classes, shape"),
-        ("test-fraction = 2", "site.toml: data.test-fraction' = 2 is not allowed"),
+        ("test-fraction = 2", "site.toml: data.test-fraction': expected number"),
         ("num-classes =", "site.toml: not valid TOML"),
     ],
 )

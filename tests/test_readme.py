@@ -80,10 +80,10 @@ def test_a_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        training, "train_one", lambda given, *_: taken.append(training.completed(given))
+        training, "train_one", lambda given, *_: taken.append(training.complete(given))
     )
     monkeypatch.setattr(
-        training, "train_seeds", lambda given, *_: taken.append(training.completed(given[0]))
+        training, "train_seeds", lambda given, *_: taken.append(training.complete(given[0]))
     )
     monkeypatch.setattr(local, "deploy_local", lambda config, *_: taken.append(config))
     monkeypatch.setattr(report, "write", lambda directory: None)

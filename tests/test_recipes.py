@@ -503,24 +503,24 @@ def test_shuffled_values_are_as_many_in_an_order_of_each_settings_own():
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("training.lr", [0.1, -1], "a number > 0"),
-        ("training.lr", [], "a number > 0"),
-        ("training.lr", [0.1, ""], "a number > 0"),
-        ("training.lr", "fast", "a number > 0"),
+        ("training.lr", [0.1, -1], "number > 0"),
+        ("training.lr", [], "number > 0"),
+        ("training.lr", [0.1, ""], "number > 0"),
+        ("training.lr", "fast", "number > 0"),
         ("training.optimizer", ["adam", "sdg"], "one of adam, adamw, sgd"),
-        ("training.local-epochs", [1, 2.5], "an integer >= 1"),
-        ("training.batch-size", [8, 0], "an integer >= 1"),
-        ("training.momentum", [0.1, 0.2], "a number >= 0"),
+        ("training.local-epochs", [1, 2.5], "integer >= 1"),
+        ("training.batch-size", [8, 0], "integer >= 1"),
+        ("training.momentum", [0.1, 0.2], "number >= 0"),
         ("training.milestones", [5, 3], "a list of integers >= 1, ascending"),
         ("training.milestones", [5, 5], "a list of integers >= 1, ascending"),
-        ("training.milestones", [0, 5], "a list, each an integer >= 1"),
-        ("training.milestones", ["5;7"], "a list, each an integer >= 1"),
+        ("training.milestones", [0, 5], "list of integers >= 1"),
+        ("training.milestones", ["5;7"], "list of integers >= 1"),
     ],
 )
 def test_each_value_is_checked(name, value, rule):
     with pytest.raises(SettingsError) as caught:
         resolve({name: value})
-    assert f"setting '{name}' = {value!r} is not allowed: it takes {rule}" in str(caught.value)
+    assert f"setting '{name}': expected {rule}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

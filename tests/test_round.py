@@ -136,7 +136,7 @@ def test_whatever_goes_wrong_in_reading_names_the_sender(
     monkeypatch.setattr(module, step, fails)
     with pytest.raises(KnowledgeError) as caught:
         decoded(exchange, answer(means()))
-    assert (caught.value.sender, caught.value.field) == ("a", "answer")
+    assert (caught.value.sender, caught.value.field) == ("a", "reply")
     assert type(error).__name__ in caught.value.fault
     if step == "read_measures":
         answered = EvaluateRes(Status(Code.OK, ""), 0.0, 1, {})
@@ -320,7 +320,7 @@ def test_a_reply_is_read_and_counted(exchange, state):
         (answer(means(), {"accuracy.common.private": 10**400}), "accuracy.common.private"),
         (answer(means(), {"memory": 10**5000}), "memory"),
         (answer(means(), {"more": 1.0}), "more"),
-        (answer(means(), {"error": "disk full"}), "answer"),
+        (answer(means(), {"error": "disk full"}), "reply"),
         (answer(means(more=np.zeros(LIMIT, np.uint8))), "payload"),
     ],
 )
@@ -358,7 +358,7 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
     state.start(2)
     for number in range(unable):
         with state.drop_on_error(f"unable-{number}"):
-            raise KnowledgeError("x", "answer", "training diverged")
+            raise KnowledgeError("x", "reply", "training diverged")
     state.drop_client("silent-1", "no answer", "silent")
     state.drop_client("silent-2", "no answer", "silent")
     assert state.finalize([f"well-{n}" for n in range(answered)]) is back
@@ -370,7 +370,7 @@ def test_the_server_goes_back_if_most_clients_could_not_use_its_instructions(
         assert state.update_health(["unable-0"]) == []
         state.start(3)
         with state.drop_on_error("a"):
-            raise KnowledgeError("x", "answer", "training diverged")
+            raise KnowledgeError("x", "reply", "training diverged")
         assert state.finalize([]) is False, "there is nothing further back"
 
 
@@ -378,5 +378,5 @@ def test_before_anything_has_worked_there_is_nothing_to_go_back_to(notices):
     state = RoundState(2, notices.append)
     state.start(1)
     with state.drop_on_error("a"):
-        raise KnowledgeError("x", "answer", "training diverged")
+        raise KnowledgeError("x", "reply", "training diverged")
     assert state.finalize([]) is False

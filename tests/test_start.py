@@ -18,7 +18,7 @@ from federation import small
 
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
-from fedhet.config.sources import validated
+from fedhet.config.sources import validate
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
 from fedhet.engines import simulate as simulation
@@ -62,9 +62,9 @@ def imported_by(*words, **environment):
         (["table"], 0, "tiny 222, small 222, paper 222"),
         (["run", "felo", "--set", "lrr=1"], 2, "did you mean 'training.lr'?"),
         (["run", "felo", "--set", "lr=-1"], 2, "'training.lr' = -1"),
-        (["run", "felo", "--set", "felo.alpha=-1"], 2, "'felo.alpha' = -1 is not allowed"),
+        (["run", "felo", "--set", "felo.alpha=-1"], 2, "'felo.alpha': expected number >= 0"),
         (["run", "fello"], 2, "did you mean 'felo'?"),
-        (["sweep", "felo", "felo.alpha=1,-1"], 2, "'felo.alpha' = -1 is not allowed"),
+        (["sweep", "felo", "felo.alpha=1,-1"], 2, "'felo.alpha': expected number >= 0"),
         (["deploy-local", "felo", "--set", "lr=-1"], 2, "'training.lr' = -1"),
     ],
     ids=lambda part: "-".join(part) if isinstance(part, list) else "",
@@ -341,7 +341,7 @@ def test_a_new_setting_is_known_to_the_commands_at_once(tmp_path):
     assert not modules & HEAVY
     status, said, _ = imported_by("run", "felo", "--set", "novel=0", PYTHONPATH=str(tmp_path))
     assert status == 2
-    assert "'felo.novel' = 0 is not allowed: it takes an integer >= 1" in said
+    assert "'felo.novel': expected integer >= 1" in said
 
 
 def test_without_the_experiments_only_their_command_is_missing(tmp_path):
@@ -376,7 +376,7 @@ simulate(resolve({values}), Path("{tmp_path}") / "run")
 
 def test_the_first_check_sorts_the_values():
     values = {"method": "felo", "rounds": 3, "felo.alpha": 0.5, "training.lr": 0.1}
-    found = validated(values)
+    found = validate(values)
     assert (found.method.name, found.run.rounds, found.run.training.lr) == ("felo", 3, 0.1)
     assert found.own.flat()["alpha"] == 0.5
 
@@ -384,16 +384,16 @@ def test_the_first_check_sorts_the_values():
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        ({"method": 1}, "'method' = 1 is not allowed"),
+        ({"method": 1}, "'method': expected string, got 1"),
         ({"method": "felo", "felo.alpha": "much"}, "'felo.alpha' = 'much'"),
         ({"method": "felo", "felo.weighting": "votes"}, "one of clients, samples"),
-        ({"method": "felo", "cofed.iterations": 7}, "is not one of felo, the run's method"),
+        ({"method": "felo", "cofed.iterations": 7}, "unsupported by method 'felo'"),
         ({"method": "felo", "nope": 1}, "unknown setting 'nope'"),
     ],
 )
 def test_the_first_check_refuses(values, fault):
     with pytest.raises(SettingsError, match=fault):
-        validated(values)
+        validate(values)
 
 
 def test_the_digits_are_scikit_learns():

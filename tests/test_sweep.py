@@ -38,24 +38,27 @@ def test_a_setting_may_be_named_by_its_last_part():
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("alpha=1,2", "'alpha' is ambiguous: data.alpha or felo.alpha"),
-        ("attack=paf,lie", "'attack' is a table of settings: attack.kind, attack.attackers"),
-        ("cofed.threshold=0,1", "'cofed.threshold' is not one of felo, the run's method"),
-        ("threshold=0,1", "unknown setting 'threshold': it is 'cofed.threshold'"),
+        ("alpha=1,2", "'alpha' is ambiguous, expected data.alpha or felo.alpha"),
+        (
+            "attack=paf,lie",
+            "'attack' is a table, expected a setting: attack.kind, attack.attackers",
+        ),
+        ("cofed.threshold=0,1", "'cofed.threshold': unsupported by method 'felo'"),
+        ("threshold=0,1", "unknown setting 'threshold'; use its full name, 'cofed.threshold'"),
         ("rounds", "expected KEY="),
         ("rounds=", "expected KEY="),
         ("round=1,2", "unknown setting 'round'.*did you mean 'rounds'"),
-        ("rounds=1:2", "three numbers"),
-        ("rounds=1:x:1", "three numbers"),
-        ("rounds=3:1:1", "must ascend, by 1 to 1000 values"),
-        ("data.alpha=0:1:0", "must ascend, by 1 to 1000 values"),
-        ("data.alpha=0:1:0.0001", "must ascend, by 1 to 1000 values"),
-        ("data.alpha=nan:1:1", "three numbers"),
-        ("data.alpha=0:inf:1", "three numbers"),
-        ("rounds=2,2", "gives a value twice"),
-        ("seed=0,1", "give its seeds by --seeds"),
-        ("out=a,b", "give its directory by --out"),
-        ("resume=true,false", "interrupted ones continue"),
+        ("rounds=1:2", "expected numbers for START:STOP:STEP"),
+        ("rounds=1:x:1", "expected numbers for START:STOP:STEP"),
+        ("rounds=3:1:1", "expected START <= STOP, STEP > 0 and at most 1000 values"),
+        ("data.alpha=0:1:0", "expected START <= STOP, STEP > 0 and at most 1000 values"),
+        ("data.alpha=0:1:0.0001", "expected START <= STOP, STEP > 0 and at most 1000 values"),
+        ("data.alpha=nan:1:1", "expected numbers for START:STOP:STEP"),
+        ("data.alpha=0:inf:1", "expected numbers for START:STOP:STEP"),
+        ("rounds=2,2", "duplicate value"),
+        ("seed=0,1", "use --seeds"),
+        ("out=a,b", "use --out"),
+        ("resume=true,false", "interrupted runs always resume"),
     ],
 )
 def test_what_is_no_sweep_is_said(text, fault):
@@ -112,14 +115,14 @@ def test_a_sweep_is_gone_on_with(tmp_path):
     command += ["--models", "mlp", "--backend", "inline"]
     first = CliRunner().invoke(app, command)
     assert first.exit_code == 0, first.output
-    assert "complete, not run again" not in first.output
+    assert "already complete" not in first.output
     summaries = [out / value / "seed-0" / "summary.json" for value in ("0.1", "0.01")]
     before = [path.read_bytes() for path in summaries]
     summaries[1].unlink()  # as of a run that was cut off at its end
     (out / "sweep.html").unlink()
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0, again.output
-    assert "training.lr=0.1: complete, not run again" in again.output
+    assert "training.lr=0.1: already complete" in again.output
     assert "training.lr=0.01: complete" not in again.output
     assert summaries[0].read_bytes() == before[0]
     scores = [json.loads(text)["accuracy"] for text in (before[1], summaries[1].read_bytes())]
@@ -141,8 +144,8 @@ def test_several_settings_make_a_grid():
 @pytest.mark.parametrize(
     ("texts", "fault"),
     [
-        (["lr=0.1,1", "training.lr=2,3"], "gives 'training.lr' a second time"),
-        (["rounds=1:100:1", "clients=2:100:1"], "at most 1000 points; this one has 9900"),
+        (["lr=0.1,1", "training.lr=2,3"], "duplicate setting 'training.lr'"),
+        (["rounds=1:100:1", "clients=2:100:1"], "expected at most 1000 combinations, got 9900"),
     ],
 )
 def test_what_is_no_grid_is_said(texts, fault):
@@ -152,7 +155,7 @@ def test_what_is_no_grid_is_said(texts, fault):
 
 def test_two_points_with_one_folder_are_refused(call):
     status, _, fault = call("sweep", "local", "data.by=a b,a-b")
-    assert (status, fault) == (2, "fedhet: two values of the sweep would have the same folder\n")
+    assert (status, fault) == (2, "fedhet: sweep: two values map to the same directory name\n")
 
 
 def test_a_grid_has_a_curve_for_each_value_of_the_others(tmp_path):
@@ -222,7 +225,7 @@ def test_every_value_is_checked_before_the_first_runs(tmp_path):
         app, ["sweep", "cofed", "cofed.threshold=0.5,2", "--out", str(out), *SMALL]
     )
     assert isinstance(result.exception, SettingsError)
-    assert "'cofed.threshold' = 2" in str(result.exception)
+    assert "'cofed.threshold': expected number >= 0 and <= 1, got 2" in str(result.exception)
     assert not out.exists()
 
 
@@ -233,7 +236,7 @@ def test_a_sweep_has_the_seed_that_is_set_and_a_place_of_its_own(tmp_path):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sweep" / "0.001" / "seed-7").is_dir()
     result = CliRunner().invoke(app, [*words, "--set", f"out={tmp_path / 'other'}"])
-    assert "'out' is each run's own: give its directory by --out" in str(result.exception)
+    assert "'out': set by this command for each run; use --out" in str(result.exception)
 
 
 def test_an_unknown_figure_is_said(tmp_path):

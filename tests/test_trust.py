@@ -65,7 +65,7 @@ def test_a_model_of_theirs_is_asked_for_by_name(tmp_path, own, call, monkeypatch
     for words in fedhet_commands:
         status, _, error = call(*words)
         assert status == 2
-        assert "names code to import, 'theirs:wide'" in error
+        assert "would import untrusted code, 'theirs:wide'" in error
         assert "--trust theirs" in error
         assert not own(), words
     for words in fedhet_commands[1:]:
@@ -79,9 +79,9 @@ def test_a_model_of_theirs_is_asked_for_by_name(tmp_path, own, call, monkeypatch
 def test_from_python(tmp_path, own):
     directory, _ = received(tmp_path, models=["theirs:wide"])
     assert own()
-    with pytest.raises(SettingsError, match="in Python by trust='theirs'"):
+    with pytest.raises(SettingsError, match="trust='theirs' in Python"):
         fedhet.load(directory).model("client-0")
-    with pytest.raises(SettingsError, match="names code to import"):
+    with pytest.raises(SettingsError, match="would import untrusted code"):
         fedhet.run(resume=directory, rounds=3, progress=False)
     assert not own()
     assert fedhet.load(directory, trust="theirs").model("client-0")
@@ -99,7 +99,7 @@ def test_a_method_is_not_imported_to_learn_its_settings(tmp_path, own, call):
         record.write_text(record.read_text().replace('"method": "local"', '"method": "theirs.x"'))
     status, _, error = call("predict", directory, "client-0", "x.npz")
     assert (status, own()) == (2, False)
-    assert "'method' names code to import, 'theirs.x'" in error
+    assert "'method' would import untrusted code, 'theirs.x'" in error
 
 
 def test_a_network_predicts_without_the_function_of_its_data(tmp_path, own):
@@ -108,7 +108,7 @@ def test_a_network_predicts_without_the_function_of_its_data(tmp_path, own):
     client = open_client(directory, "client-0")
     assert client.record.shape == [6]
     assert not own()
-    with pytest.raises(SettingsError, match="names code to import, 'theirs:load'"):
+    with pytest.raises(SettingsError, match="would import untrusted code, 'theirs:load'"):
         client.accuracy()
     assert not own()
     card = export(client, "safetensors", tmp_path / "m.safetensors")

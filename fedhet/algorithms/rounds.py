@@ -109,7 +109,7 @@ def closing(
     share = pace.min_replies if pace.min_replies <= 1 else 1.0
     number = math.ceil(round(share * needed, 9)) if pace.min_replies <= 1 else int(pace.min_replies)
     enough = min(max(number, least), awaited)
-    return Closing(max(1, enough), pace.grace, pace.seconds_at_most(usual(durations)))
+    return Closing(max(1, enough), pace.grace, pace.max_seconds(usual(durations)))
 
 
 def closing_of_evaluation(pace: PaceSettings, asked: int, durations: Iterable[float]) -> Closing:

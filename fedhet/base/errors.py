@@ -1,4 +1,7 @@
-"""Errors caused by user input. Each message is one line: what, where, and what is allowed."""
+"""Errors caused by user input or by messages of a peer.
+
+Each message is a single line that names the setting or file, the problem, and what was expected.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +17,54 @@ _AT_A_CLIENT = re.compile(
     r"ClientAppException occurred\. Message: )(.*)'>\)",
     re.DOTALL,
 )
-"""How Flower wraps a client's error, in this process and in a Ray worker."""
+"""Text that Flower wraps around a client's error, in this process and in a Ray worker."""
+
+
+REPLY = "reply"
+"""`KnowledgeError.field` of a fault that concerns the reply as a whole."""
 
 
 class FedhetError(Exception):
-    """Base of all errors that fedhet raises for bad input; the command line prints the message."""
+    """Base class of the errors raised for invalid input; the command line prints their message."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 class SettingsError(FedhetError):
-    """A setting that does not exist, or a value that is not allowed."""
+    """Raised if a setting is unknown or its value is invalid."""
 
 
 class DataError(FedhetError):
-    """A dataset, partition or site folder that is absent, malformed or too small."""
+    """Raised if a dataset, partition or site directory is missing, malformed or too small."""
 
 
 class ModelError(FedhetError):
-    """A model name that does not exist, or a model that does not fit the data."""
+    """Raised if a model is unknown or does not fit the data."""
 
 
 class UserModelError(ModelError):
-    """A user's own model fails as it is fitted or predicts; the cause is what it raised."""
+    """Raised if a user's model fails in training or prediction; chained to the original error."""
 
 
 class PrivacyError(FedhetError):
-    """A release that would cost more privacy than a run or a site allows."""
+    """Raised if a release would exceed the privacy budget of the run or of the site."""
 
 
 class StateError(FedhetError):
-    """A saved state that is absent, truncated, or of another run, method or model."""
+    """Raised if a saved state is missing, truncated, or from another run, method or model."""
 
 
 class DropOutError(Exception):
-    """A client of a simulation drops out of a round, as its settings say: it does not answer."""
+    """Raised if a client drops out of a round because of the simulation's `pace.drop-outs`."""
 
 
 class DivergedError(FedhetError):
-    """Training of the server's own model that diverged; the model is as it was before."""
+    """Raised if training of the server's model diverges; the model is left unchanged."""
 
 
 class KnowledgeError(FedhetError):
-    """A message that violates the contract; names the sender and the field."""
+    """Raised if a message violates the contract; names the sender and the field."""
 
     def __init__(self, sender: str, field: str, fault: str) -> None:
         super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")
@@ -65,21 +72,23 @@ class KnowledgeError(FedhetError):
 
     @property
     def reason(self) -> str:
-        """What is wrong, without the sender: its own error, or the field and its fault."""
-        return self.fault if self.field == "answer" else f"{self.field}: {self.fault}"
+        """The message without the sender: the field and its fault, or the client's own error."""
+        return self.fault if self.field == REPLY else f"{self.field}: {self.fault}"
 
 
 class ReportedError(KnowledgeError):
-    """What a client says in place of an answer: an error of its own."""
+    """Raised if a client replies with an error message.
+
+    `spent` is true if the client's privacy budget is exhausted, which does not count as a failure.
+    """
 
     def __init__(self, sender: str, fault: str, *, spent: bool = False) -> None:
-        """`spent`: it has no privacy left to spend, which is no fault."""
-        super().__init__(sender, "answer", fault)
+        super().__init__(sender, REPLY, fault)
         self.spent = spent
 
 
 def one_line(text: str) -> str:
-    """Return `text`, which a peer may have chosen, as one printable line of bounded length."""
+    """Return untrusted `text` as one printable line of at most `MAX_CHARACTERS` characters."""
     cut = text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
     if cut.isprintable():
         return cut
@@ -87,7 +96,7 @@ def one_line(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value`, which a peer may have chosen, for an error message."""
+    """Return the printable representation of an untrusted value, for an error message."""
     try:
         return one_line(repr(value))
     except ValueError:  # an integer of more digits than Python converts
@@ -95,56 +104,59 @@ def shown(value: object) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return an error's message; for our errors raised at a client, without Flower's wrapping."""
+    """Return the message of an error, without the text that Flower wraps around client errors."""
     text = str(error)
     wrapped = _AT_A_CLIENT.match(text)
     return one_line(" ".join((wrapped[1] if wrapped else text).split()))
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's message; of an error of the system, only its words, without its number."""
+    """Return the message of an error; for an OSError, only its text, without the error number."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def typed(error: BaseException) -> str:
-    """Return an error's type and message, such as "ValueError: too few samples"."""
-    words = words_of(error)
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    """Return the type and message of an error, such as "ValueError: too few samples"."""
+    message = words_of(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def place_of(error: BaseException, module: str) -> str:
-    """Return " (FILE, line N)" for the last line of a user's package that led to an error, or "".
+    """Return " (FILE, line N)" for the innermost line of the user's package in a traceback, or "".
 
-    `module` is the import path of the module that was being imported.
+    `module` is the dotted path of the module being imported.
     """
     package = module.partition(".")[0]
-    places = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         places.append((error.filename or "", error.lineno))
-    own = [each for each in places if package in Path(each[0]).with_suffix("").parts]
-    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
+    in_package = [each for each in places if package in Path(each[0]).with_suffix("").parts]
+    return f" ({in_package[-1][0]}, line {in_package[-1][1]})" if in_package else ""
 
 
-def where_looked(error: BaseException, path: str) -> str:
-    """Return a hint where a module `path` must be if it was not found; "" for another error."""
+def import_hint(error: BaseException, path: str) -> str:
+    """Return a hint about PYTHONPATH if the module `path` was not found, or ""."""
     if not isinstance(error, ModuleNotFoundError) or error.name not in (path, path.split(".")[0]):
         return ""
-    return "; its folder must be in PYTHONPATH, as in `PYTHONPATH=. fedhet run …`"
+    return "; add its directory to PYTHONPATH, as in `PYTHONPATH=. fedhet run …`"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the existing name closest to `name`, or ""."""
+    """Return "; did you mean 'X'?" for the name in `names` closest to `name`, or ""."""
     close = closest(name, names)
     return f"; did you mean '{close}'?" if close else ""
 
 
-def unknown_name(what: str, name: str, names: Iterable[str], listing: str) -> str:
-    """Return "unknown method 'fello'; did you mean 'felo'?", or where the names are listed."""
+def unknown_name(kind: str, name: str, names: Iterable[str], listing: str) -> str:
+    """Return a message such as "unknown method 'fello'; did you mean 'felo'?".
+
+    `listing` replaces the suggestion if no name is similar, e.g. "see `fedhet methods`".
+    """
     hint = nearest(name, names)
-    return f"unknown {what} '{one_line(name)}'{hint or f'; {listing}'}"
+    return f"unknown {kind} '{one_line(name)}'{hint or f'; {listing}'}"
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """Return the existing name closest to `name`, or ""."""
+    """Return the name in `names` closest to `name`, or "" if no name is similar."""
     close = difflib.get_close_matches(name[:200], list(names), n=1, cutoff=0.5)
     return close[0] if close else ""

@@ -1,8 +1,8 @@
-"""The metrics of a model's predictions on a test split, accuracy first, as scikit-learn has them.
+"""Metrics of a model's predictions on a test split, computed with scikit-learn.
 
-To add a metric, add it to `METRICS`. A class that the test split lacks has no part in any metric:
-it is left out of the means over classes. A metric that is not defined on the split, such as the AUC
-of a single class, is left out altogether, so that no metric is ever NaN.
+To add a metric, add it to `METRICS`. Classes without test samples are excluded from means over
+classes. A metric that is undefined on the split, such as the AUC of a single class, is omitted, so
+that no metric is ever NaN.
 """
 
 from __future__ import annotations
@@ -13,101 +13,110 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fedhet.base.arrays import Array
-from fedhet.base.errors import nearest
+from fedhet.base.errors import closest
 
 ACCURACY = "accuracy"
 BINS = 15
-"""Bins of the calibration error (Guo et al., On Calibration of Modern Neural Networks, 2017)."""
+"""Number of bins of the calibration error (Guo et al., ICML 2017)."""
 MIN_LIKELIHOOD = 2.0**-52
-"""The test loss's likelihood of a true class that a model finds less likely than that."""
+"""Lower bound for the likelihood of the true class in the test loss."""
 MIN_ACCURACY = 1e-12
-"""The least accuracy besides 0: far below one of a billion samples; keeps ratios finite."""
+"""Smallest accuracy above 0, far below one in a billion samples; keeps ratios finite."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """A model's predictions on a test split of N samples and C classes."""
+    """Predictions of a model on a test split of N samples and C classes."""
 
     truth: Array
-    """The classes [N]."""
+    """True class of each sample, of shape [N]."""
     predicted: Array
-    """The predicted classes [N]."""
-    likely: Array
-    """Each class's probability [N, C], float64."""
+    """Predicted class of each sample, of shape [N]."""
+    probabilities: Array
+    """Class probabilities, of shape [N, C], in float64."""
 
     @property
     def present(self) -> Array:
-        """The classes that the split has, ascending."""
+        """Classes with test samples, in ascending order."""
         return np.unique(self.truth)
 
 
-def recalls(made: Predictions) -> dict[str, float]:
-    """Return the share of each present class's samples that are predicted as it."""
+def recalls(predictions: Predictions) -> dict[str, float]:
+    """Return the recall of each class with test samples."""
     from sklearn.metrics import recall_score
 
-    scores = recall_score(made.truth, made.predicted, labels=made.present, average=None)
-    return {str(label): float(score) for label, score in zip(made.present, scores, strict=True)}
+    scores = recall_score(
+        predictions.truth, predictions.predicted, labels=predictions.present, average=None
+    )
+    return {
+        str(label): float(score) for label, score in zip(predictions.present, scores, strict=True)
+    }
 
 
-def macro_f1(made: Predictions) -> float:
-    """Return the mean over the present classes of the F1 score."""
+def macro_f1(predictions: Predictions) -> float:
+    """Return the F1 score, averaged over the classes with test samples."""
     from sklearn.metrics import f1_score
 
-    wanted = {"labels": made.present, "average": "macro", "zero_division": 0}
-    return float(f1_score(made.truth, made.predicted, **wanted))
+    wanted = {"labels": predictions.present, "average": "macro", "zero_division": 0}
+    return float(f1_score(predictions.truth, predictions.predicted, **wanted))
 
 
-def auc(made: Predictions) -> float | None:
-    """Return the mean over the present classes of the AUC of each against the rest."""
+def auc(predictions: Predictions) -> float | None:
+    """Return the one-vs-rest AUC, averaged over the classes with test samples."""
     from sklearn.metrics import roc_auc_score
 
-    if len(made.present) < 2:
+    if len(predictions.present) < 2:
         return None
-    each = [roc_auc_score(made.truth == label, made.likely[:, label]) for label in made.present]
-    return float(np.mean(each))
+    scores = [
+        roc_auc_score(predictions.truth == label, predictions.probabilities[:, label])
+        for label in predictions.present
+    ]
+    return float(np.mean(scores))
 
 
-def test_loss(made: Predictions) -> float:
-    """Return the mean cross-entropy, which the least likelihood bounds."""
-    own = np.take_along_axis(made.likely, made.truth[:, None], axis=1)
-    return float(-np.log(own.clip(MIN_LIKELIHOOD, 1.0)).mean())
+def test_loss(predictions: Predictions) -> float:
+    """Return the mean cross-entropy, with likelihoods of at least `MIN_LIKELIHOOD`."""
+    truth = predictions.truth[:, None]
+    likelihoods = np.take_along_axis(predictions.probabilities, truth, axis=1)
+    return float(-np.log(likelihoods.clip(MIN_LIKELIHOOD, 1.0)).mean())
 
 
-def calibration_error(made: Predictions) -> float:
-    """Return the expected calibration error: |share correct - mean confidence|, over the bins.
+def calibration_error(predictions: Predictions) -> float:
+    """Return the expected calibration error: |accuracy - mean confidence|, averaged over the bins.
 
-    A bin counts by its samples.
+    Bins are weighted by their number of samples.
     """
     from sklearn.calibration import calibration_curve
 
-    correct, confidence = made.truth == made.predicted, made.likely.max(1)
-    right, said = calibration_curve(correct, confidence, pos_label=True, n_bins=BINS)
+    correct = predictions.truth == predictions.predicted
+    confidence = predictions.probabilities.max(1)
+    accuracy, stated = calibration_curve(correct, confidence, pos_label=True, n_bins=BINS)
     inner = np.linspace(0.0, 1.0, BINS + 1)[1:-1]
     counts = np.bincount(np.searchsorted(inner, confidence), minlength=BINS)
-    return float(np.abs(right - said) @ counts[counts > 0] / len(correct))
+    return float(np.abs(accuracy - stated) @ counts[counts > 0] / len(correct))
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a model on a test split."""
+    """Metric of a model on a test split."""
 
     name: str
     title: str
-    """As tables and figures call it."""
+    """Label in tables and figures."""
     compute: Callable[[Predictions], float | Mapping[str, float] | None]
-    """(predictions) -> the value, the value of each class by its number, or None: not defined."""
+    """Function that returns the value, a value per class number, or None if undefined."""
     lowest: float = 0.0
     highest: float = 1.0
-    """The bounds of its values; the server rejects others."""
+    """Bounds of valid values; the server rejects values outside."""
     min_positive: float = 0.0
-    """The smallest value above 0."""
+    """Smallest valid value above 0."""
     lower_is_better: bool = False
     by_class: bool = False
-    """Whether each class has a value of its own, reported as `recall.0`, `recall.1`, ..."""
+    """Whether it has a value per class, reported as `recall.0`, `recall.1`, ..."""
 
     @property
     def is_fraction(self) -> bool:
-        """Whether its values are fractions, from 0 to 1."""
+        """Whether values range from 0 to 1."""
         return (self.lowest, self.highest) == (0.0, 1.0)
 
 
@@ -115,12 +124,12 @@ METRICS = {
     metric.name: metric
     for metric in (
         Metric(
-            ACCURACY, "accuracy", lambda made: float(np.mean(made.truth == made.predicted)),
+            ACCURACY, "accuracy", lambda p: float(np.mean(p.truth == p.predicted)),
             min_positive=MIN_ACCURACY,
         ),
         Metric(
             "balanced-accuracy", "balanced accuracy",
-            lambda made: float(np.mean(list(recalls(made).values()))),
+            lambda p: float(np.mean(list(recalls(p).values()))),
         ),
         Metric("macro-f1", "macro F1", macro_f1),
         Metric("auc", "AUC", auc),
@@ -129,34 +138,36 @@ METRICS = {
         Metric("recall", "recall", recalls, by_class=True),
     )
 }  # fmt: skip
-"""Every metric by the name that the setting `metrics` takes."""
+"""All metrics, by their name in the setting `metrics`."""
 
 
-def chosen(names: Iterable[str]) -> tuple[str, ...]:
+def select_metrics(names: Iterable[str]) -> tuple[str, ...]:
     """Return accuracy and the metrics in `names`, in the order of `METRICS`.
 
-    Raises ValueError for a name that is not a metric's.
+    Raises ValueError for unknown names.
     """
-    wanted = {ACCURACY, *names}
-    for name in sorted(wanted - set(METRICS)):
-        raise ValueError(f"it takes some of {', '.join(METRICS)}{nearest(name, METRICS)}")
-    return tuple(name for name in METRICS if name in wanted)
+    selected = {ACCURACY, *names}
+    for name in sorted(selected - set(METRICS)):
+        close = closest(name, METRICS)
+        hint = f" (did you mean '{close}'?)" if close else ""
+        raise ValueError(f"unknown metric '{name}'{hint}, expected names from {', '.join(METRICS)}")
+    return tuple(name for name in METRICS if name in selected)
 
 
-def measure(metrics: Sequence[str], made: Predictions) -> dict[str, float]:
-    """Return those of the metrics that are defined, by the names under which they are reported."""
-    found: dict[str, float] = {}
+def measure(metrics: Sequence[str], predictions: Predictions) -> dict[str, float]:
+    """Compute the metrics, by reported name; omits undefined ones."""
+    values: dict[str, float] = {}
     for name in metrics:
-        value = METRICS[name].compute(made)
+        value = METRICS[name].compute(predictions)
         if isinstance(value, Mapping):
-            found |= {f"{name}.{label}": each for label, each in value.items()}
+            values |= {f"{name}.{label}": each for label, each in value.items()}
         elif value is not None:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def measured_names(metrics: Sequence[str], classes: int) -> list[str]:
-    """Return the names under which the metrics are reported: some have one for each class."""
+    """Return the reported names of the metrics, with one name per class for some of them."""
     return [
         f"{name}.{label}" if METRICS[name].by_class else name
         for name in metrics
@@ -165,18 +176,21 @@ def measured_names(metrics: Sequence[str], classes: int) -> list[str]:
 
 
 def metric_of(name: str) -> Metric:
-    """Return the metric of a reported name, such as `auc` or `recall.3`; unknown ones rank high."""
+    """Return the metric with a reported name such as `auc` or `recall.3`.
+
+    An unknown metric is assumed to be better if it is higher.
+    """
     kind, _, label = name.partition(".")
-    found = METRICS.get(kind) or Metric(name, name, METRICS[ACCURACY].compute)
-    return replace(found, name=name, title=f"{found.title} of class {label}") if label else found
+    metric = METRICS.get(kind) or Metric(name, name, METRICS[ACCURACY].compute)
+    return replace(metric, name=name, title=f"{metric.title} of class {label}") if label else metric
 
 
 def in_order(name: str) -> tuple[int, int]:
-    """Return a sort key of reported names: in the order of `METRICS`, then by class."""
+    """Sort key of reported names: the order of `METRICS`, then the class."""
     kind, _, label = name.partition(".")
     return list(METRICS).index(kind), int(label or 0)
 
 
 def is_shown(name: str) -> bool:
-    """Return whether a reported metric has a column in a run's tables; one by class has its own."""
+    """Return whether a metric has a column in the main tables; per-class metrics do not."""
     return "." not in name

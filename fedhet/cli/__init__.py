@@ -1,7 +1,7 @@
-"""The command line: `fedhet run METHOD`, and commands that list, compare and show.
+"""Command line of fedhet.
 
-A command imports PyTorch, Flower and matplotlib, which takes seconds, in its body: after a first
-check of its settings, and only if it needs them. Help, lists and mistakes are thus shown at once.
+Commands import PyTorch, Flower and Matplotlib, which takes seconds, only in their bodies: after a
+first check of the settings, and only if needed. Help, lists and errors therefore appear at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn, get_args
 
 if any(option[:1] == "e" for option in sys.warnoptions):
-    # Typer, Flower and PyTorch issue warnings of their own: show them instead of failing.
+    # Typer, Flower and PyTorch issue warnings, which must not end the program as errors.
     warnings.simplefilter("default")
     os.environ["PYTHONWARNINGS"] = "default"
 
@@ -35,49 +35,49 @@ from fedhet.cli.options import FLAGS, console, errors
 from fedhet.config.sources import all_settings
 from fedhet.engines.connection import abandon, is_starting
 from fedhet.runs.units import make_output_lenient
-from fedhet.settings.schema import meant
+from fedhet.settings.schema import synonym_of
 
 
 class Command(TyperCommand):
-    """A command whose arguments have help, and which says how a setting is given."""
+    """Command with help for its arguments, and a hint for settings used as options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # click from 8.4 on clears the help that typer 0.20 has given to an argument.
+        # Restore the help of arguments, which typer 0.20 sets and click >= 8.4 clears.
         signature = inspect.signature(self.callback, eval_str=True) if self.callback else None
         annotations = signature.parameters if signature else {}
         for parameter in self.params:
             if isinstance(parameter, click.Argument) and not getattr(parameter, "help", None):
-                given = get_args(annotations[str(parameter.name)].annotation)
-                found = (info.help for info in given if isinstance(info, ArgumentInfo))
-                parameter.help = next(found, None)
+                metadata = get_args(annotations[str(parameter.name)].annotation)
+                texts = (info.help for info in metadata if isinstance(info, ArgumentInfo))
+                parameter.help = next(texts, None)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; say of an option that is the name of a setting how it is given."""
+        """Parse arguments; for an option that is a setting, the error explains `--set`."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known, word = all_settings(), error.option_name.strip("-").replace("_", "-")
-            named = (name for name in known if word in (name, name.rpartition(".")[2]))
-            full = meant(word, known) or next(named, "")
-            if not full or not any(option.name == "set_" for option in self.params):
+            matches = (name for name in known if word in (name, name.rpartition(".")[2]))
+            setting = synonym_of(word, known) or next(matches, "")
+            if not setting or not any(option.name == "set_" for option in self.params):
                 raise
-            flag = next((flag for flag, name in FLAGS.items() if name == full), "")
-            way = f"--{flag} VALUE" if flag else f"--set {full}=VALUE"
-            message = f"No such option '{error.option_name}'; write {way}"
+            flag = next((flag for flag, name in FLAGS.items() if name == setting), "")
+            usage = f"--{flag} VALUE" if flag else f"--set {setting}=VALUE"
+            message = f"No such option '{error.option_name}'; use {usage}"
             raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
 
 
 app = typer.Typer(
-    help="Federated learning for clients whose models differ.",
+    help="Federated learning for clients with different models.",
     no_args_is_help=True,
-    suggest_commands=False,  # click does, and typer would a second time
+    suggest_commands=False,  # click already suggests commands
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", cls=Command)(run.run_command)
 app.command("sweep", cls=Command)(run.sweep_command)
-# Nothing depends on the experiments: without their directory, only their command is missing.
+# The experiments are optional: without their directory, only this command is missing.
 if (experiments := find_spec("fedhet.experiments")) and experiments.has_location:
     app.command("table", cls=Command)(import_module("fedhet.experiments.command").table_command)
 app.command("compare", cls=Command)(results.compare_command)
@@ -107,16 +107,16 @@ app.command("example-data", cls=Command)(example_command)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Federated learning for clients whose models differ."""
+    """Federated learning for clients with different models."""
     if version:
         console.print(__version__, highlight=False)
         raise typer.Exit
 
 
 def command() -> NoReturn:
-    """Run the command line as the program of this process, and end the process.
+    """Run the command line, then exit the process.
 
-    Skips Python's own clean-up of modules, which takes a second after PyTorch was imported.
+    Skips Python's clean-up of modules, which takes a second if PyTorch is loaded.
     """
     status: object = 0
     try:
@@ -129,39 +129,39 @@ def command() -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the reader may have gone
             stream.flush()
     os._exit(status or 0)
 
 
 def main() -> None:
-    """Run the command line; a user error ends it with a one-line message and status 2."""
+    """Run the command line; a user error exits with a one-line message and status 2."""
     make_output_lenient()
     try:
         try:
             os.getcwd()
-        except FileNotFoundError:  # oneMKL ends the process then
+        except FileNotFoundError:  # oneMKL would abort the process
             raise FedhetError(
-                "working directory: not found, expected an existing directory, got one that was "
-                "deleted. Change to another directory."
+                "working directory: not found, because it was deleted. Change to another directory."
             ) from None
         app()
     except (FedhetError, OSError) as error:
         for note in getattr(error, "__notes__", ()):
             errors.print(note, style="red", highlight=False, markup=False, soft_wrap=True)
-        words = reason_of(error)
+        message = reason_of(error)
         if isinstance(error, OSError) and error.filename is not None:
-            words = f"{error.filename}: {words}"
-        errors.print(f"fedhet: {words}", style="red", highlight=False, markup=False, soft_wrap=True)
+            message = f"{error.filename}: {message}"
+        line = f"fedhet: {message}"
+        errors.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
         if is_starting():
-            end_at_once(2)
+            exit_at_once(2)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         errors.print("fedhet: interrupted", style="red")
         raise SystemExit(130) from None
 
 
-def end_at_once(status: int) -> NoReturn:
-    """End the process without waiting for a Ray that is starting."""
+def exit_at_once(status: int) -> NoReturn:
+    """Exit the process without waiting for Ray, which is still starting."""
     abandon()
     os._exit(status)

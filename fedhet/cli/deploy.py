@@ -1,4 +1,4 @@
-"""Commands for deployments: keys, nodes, runs on them, and how they are getting on."""
+"""Commands for deployments: certificates and keys, sites, runs, and status."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ from fedhet.cli.options import (
     loading,
     say,
 )
-from fedhet.config.sources import validated
+from fedhet.config.sources import validate
 
 if TYPE_CHECKING:
     from fedhet.deployment.control import Connection
 
-Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's control API.")]
-Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="The CA's certificate.")]
+Server = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Address of the server's control API.")
+]
+Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="Certificate of the CA.")]
 AuthorityOfServer = Annotated[
     Path | None,
     typer.Option(
-        "--ca", metavar="FILE", show_default=NONE, help="The CA's certificate, for a server."
+        "--ca", metavar="FILE", show_default=NONE, help="Certificate of the CA, for a server."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -68,50 +70,50 @@ def deploy_local_command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            show_default="a temporary folder",
-            help="Keep keys, logs and the sites' state in DIR.",
+            show_default="a temporary directory",
+            help="Directory for keys, logs and the state of the sites.",
         ),
     ] = None,
 ) -> None:
-    """Run a federation as on separate machines: a server and nodes, over gRPC, with TLS."""
+    """Run a server and nodes on this machine that communicate over gRPC with TLS."""
     values = gather(
         method, preset, config, set_, dataset=dataset, clients=clients, models=models,
         rounds=rounds, seed=seed, out=out,
     )  # fmt: skip
-    given = validated(values)
+    given = validate(values)
     with loading():
-        from fedhet.config.resolve import completed
+        from fedhet.config.resolve import complete
         from fedhet.deployment.local import deploy_local
         from fedhet.server.app import run_directory
 
-    chosen = completed(given)
-    deploy_local(chosen, run_directory(chosen), keep, say)
+    resolved = complete(given)
+    deploy_local(resolved, run_directory(resolved), keep, say)
 
 
 def register_command(
-    keys: Annotated[list[Path], typer.Argument(metavar="FILE.pub…", help="Nodes' public keys.")],
+    keys: Annotated[list[Path], typer.Argument(metavar="FILE.pub…", help="Public keys of nodes.")],
     server: Server,
     ca: Authority,
     name: Annotated[
-        str, typer.Option(metavar="NAME", show_default="the file's", help="The client's name.")
+        str, typer.Option(metavar="NAME", show_default="the file name", help="Client name.")
     ] = "",
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Let a key take the place of another with the same name."),
+        typer.Option("--replace", help="Replace the key of an existing client."),
     ] = False,
 ) -> None:
-    """Register nodes at a deployed server; a file's name is the client's.
+    """Register the public keys of nodes with a server.
 
-    Only this key can then take part under that name, and only under that name. A name that another
-    key has is refused, unless --replace is given.
+    The file name is the client name. A key can then participate only under its name, and no other
+    key can use that name unless --replace is given.
     """
     if name and len(keys) > 1:
-        raise SettingsError(f"--name {name} is for one key, {len(keys)} are given")
+        raise SettingsError(f"--name {name}: expected one key, got {len(keys)}")
     from fedhet.deployment import control
 
     with connected(server, ca) as connection:
-        named = [(name or key.name.removesuffix(".pub"), key) for key in keys]
-        for line in control.register(connection, named, replace=replace):
+        named_keys = [(name or key.name.removesuffix(".pub"), key) for key in keys]
+        for line in control.register(connection, named_keys, replace=replace):
             say(line)
 
 
@@ -131,28 +133,30 @@ def submit_command(
     out: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", show_default="a new one in runs/", help="A folder at the server."
+            metavar="DIR",
+            show_default="a new one in runs/",
+            help="Run directory on the server.",
         ),
     ] = None,
 ) -> None:
-    """Run a federation on a deployed server and its nodes; follow it to its end."""
+    """Start a run on a deployed server and its nodes, and follow its log."""
     values = gather(
         method, preset, config, set_, dataset=dataset, clients=clients, models=models,
         rounds=rounds, seed=seed, out=out,
     )  # fmt: skip
-    given = validated(values)
+    given = validate(values)
     with loading():
-        from fedhet.config.resolve import completed
+        from fedhet.config.resolve import complete
         from fedhet.deployment.control import submit
 
-    chosen = completed(given)
+    resolved = complete(given)
     with connected(server, ca) as connection:
-        submit(chosen, connection, say)
+        submit(resolved, connection, say)
 
 
 @contextlib.contextmanager
 def connected(server: str, ca: Path) -> Iterator[Connection]:
-    """Yield a connection to a server, whose configuration goes with it."""
+    """Connect to a server, with a temporary Flower configuration."""
     from fedhet.deployment.control import Connection, interrupted_by_terminate
 
     with interrupted_by_terminate(), tempfile.TemporaryDirectory(prefix="fedhet-") as home:
@@ -163,43 +167,54 @@ def connected(server: str, ca: Path) -> Iterator[Connection]:
 
 
 def certs_command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write them.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory.")],
     host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="HOST",
             show_default="localhost",
-            help="A name or address of the server, as nodes reach it. Repeatable.",
+            help="Name or address under which nodes reach the server. Repeatable.",
         ),
     ] = None,
     node: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", show_default=NONE, help="A node's name. Repeatable."),
+        typer.Option(metavar="NAME", show_default=NONE, help="Name of a node. Repeatable."),
     ] = None,
-    nodes: Annotated[int, typer.Option(min=0, help="Number of nodes: site-0, site-1, …")] = 0,
-    days: Annotated[int, typer.Option(min=1, max=3650, help="Days until they expire.")] = 365,
+    nodes: Annotated[int, typer.Option(min=0, help="Number of nodes, named site-0, site-1, …")] = 0,
+    days: Annotated[
+        int, typer.Option(min=1, max=3650, help="Validity of the certificates in days.")
+    ] = 365,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Replace the server's certificate by a new one.")
+        bool, typer.Option("--renew", help="Replace the server's certificate.")
     ] = False,
     key: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", show_default=NONE, help="At a site: make its key pair in DIR alone."
+            metavar="NAME",
+            show_default=NONE,
+            help="Create only the key pair of this node, at a site.",
         ),
     ] = None,
 ) -> None:
-    """Make a development CA, a server certificate and a key pair a node; keep what is there."""
+    """Create a development CA, a server certificate and a key pair per node.
+
+    Existing files are kept.
+    """
     from fedhet.deployment import certs
     from fedhet.deployment.local import site_name
 
     if key is not None and (renew or host or node or nodes):
-        raise SettingsError("'--key' makes a site's key alone: leave out the server's options")
+        raise SettingsError(
+            "--key creates only a key pair and cannot be combined with other options"
+        )
     if renew and (node or nodes):
-        raise SettingsError("'--renew' replaces the server's certificate alone, and makes no keys")
+        raise SettingsError(
+            "--renew replaces only the certificate and cannot be combined with --node(s)"
+        )
     if key is not None:
         for path in certs.make_node_key(directory / key):
             say(f"wrote {path}")
-        say(f"register {key}.pub at the server; {key} stays here")
+        say(f"next: register {key}.pub with the server; keep {key} secret")
         return
     if renew:
         written = certs.renew(directory, host or [], days)
@@ -209,11 +224,11 @@ def certs_command(
     for path in written:
         say(f"wrote {path}")
     if not written:
-        say(f"nothing to write: {directory} has all keys and certificates")
+        say(f"nothing to do: {directory} already contains all keys and certificates")
     for name in (certs.CA_CERTIFICATE, certs.SERVER_CERTIFICATE):
         say(certs.ends(directory / name))
     if renew:
-        say("restart the server to use it; the sites reconnect by themselves")
+        say("restart the server to use the new certificate; sites reconnect automatically")
 
 
 def status_command(
@@ -221,13 +236,13 @@ def status_command(
         str | None,
         typer.Argument(
             metavar="[DIR|HOST:PORT]",
-            help="A run's directory, or a server's address. By default the newest run in runs/.",
+            help="Run directory or server address; default: the newest run in runs/.",
         ),
     ] = None,
     ca: AuthorityOfServer = None,
     as_json: Json = False,
 ) -> None:
-    """Show where a run is: its round, and who has answered, is awaited, rests or is away."""
+    """Show the progress of a run: its round, and the state of each client."""
     if where is not None and not Path(where).exists() and (":" in where or ca is not None):
         _show_server(where, ca, as_json=as_json)
         return
@@ -235,7 +250,7 @@ def status_command(
     if where is None or (directory.is_dir() and not (directory / "config.toml").exists()):
         configs = [*directory.glob("*/config.toml"), *directory.glob("*/*/config.toml")]
         if not configs:
-            raise SettingsError(f"no run in {directory}/: give the directory of one, or HOST:PORT")
+            raise SettingsError(f"{directory}: no run found, expected a run directory or HOST:PORT")
         directory = max(configs, key=lambda path: path.stat().st_mtime).parent
     from fedhet.runs.progress import read_status
     from fedhet.runs.units import human_seconds, plural, score
@@ -250,7 +265,7 @@ def status_command(
         (c.name, c.model, c.state, score(c.accuracy), human_seconds(c.seconds), c.line)
         for c in status.clients
     ]
-    headers = ("client", "model", "state", "accuracy", "time", "last answer")
+    headers = ("client", "model", "state", "accuracy", "time", "last reply")
     console.print(listing(*headers, rows=rows))
     for notice in status.notices:
         say(f"note: {notice}")
@@ -264,13 +279,13 @@ def _show_server(address: str, ca: Path | None, *, as_json: bool) -> None:
     with connected(address, authority_for(address, ca)) as connection:
         known, runs = control.sites(connection), control.newest_runs(connection)
     if as_json:
-        found = {
+        fields = {
             "sites": [_site_fields(site) for site in known],
             "runs": [
                 {"run": str(run.number), "state": run.state, "log": list(run.lines)} for run in runs
             ],
         }
-        say(json.dumps(found))
+        say(json.dumps(fields))
         return
     _list_sites(known)
     for run in runs:
@@ -278,30 +293,32 @@ def _show_server(address: str, ca: Path | None, *, as_json: bool) -> None:
         for line in run.lines:
             say(f"  {line}")
     if not runs:
-        say("no run has been submitted yet")
+        say("no runs submitted yet")
 
 
 def sites_command(
-    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's control API.")],
+    server: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Address of the server's control API.")
+    ],
     ca: Authority,
     remove: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             show_default=NONE,
-            help="Unregister the site: its key is not accepted any more.",
+            help="Unregister this site; its key is then rejected.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the sites of a server by the names they registered with, and whether they are online."""
+    """List the registered sites of a server and whether they are online."""
     from fedhet.deployment import control
 
     with connected(server, ca) as connection:
         if remove is not None:
             if not control.unregister(connection, remove):
-                raise FedhetError(f"no site is registered as '{remove}' at {server}")
-            say(f"{remove} is not registered any more")
+                raise FedhetError(f"site '{remove}': not registered with {server}")
+            say(f"unregistered {remove}")
         known = control.sites(connection)
     if as_json:
         say(json.dumps([_site_fields(site) for site in known]))
@@ -313,11 +330,11 @@ def _list_sites(sites: Any) -> None:
     rows = []
     for site in sites:
         fields = _site_fields(site)
-        state = "never seen" if site.state == "registered" else site.state
+        state = "never connected" if site.state == "registered" else site.state
         rows.append((fields["name"], state, fields["since"] or "", fields["node"]))
     console.print(listing("site", "state", "since (UTC)", "node", rows=rows))
     if not rows:
-        say("no site is registered: `fedhet register` does")
+        say("no sites registered; see `fedhet register`")
 
 
 def _site_fields(site: Any) -> dict[str, Any]:
@@ -333,26 +350,26 @@ def _site_fields(site: Any) -> dict[str, Any]:
 
 
 def authority_for(address: str, ca: Path | None) -> Path:
-    """Return the certificate of a server's CA. Raises SettingsError if it was not given."""
+    """Return the path of the CA certificate. Raises SettingsError if it is None."""
     if ca is None:
-        raise SettingsError(f"'{address}' is a server: give the certificate of its CA with --ca")
+        raise SettingsError(f"server {address}: expected the certificate of its CA with --ca")
     return ca
 
 
 def watch_command(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run's directory, or a folder of runs.")
+        Path, typer.Argument(metavar="DIR", help="Run directory, or a directory of runs.")
     ] = RUNS,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0: any free one.")
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 = any free port.")
     ] = 8090,
 ) -> None:
-    """Serve the pages of runs on this machine alone; they are refreshed as rounds end."""
+    """Serve live reports of runs on this machine, updated after each round."""
     with loading("pandas and Matplotlib"):
         from fedhet.report.watch import serve
 
     with serve(directory, port) as address:
-        say(f"{address}  (Ctrl-C ends)")
+        say(f"{address}  (press Ctrl-C to stop)")
         while True:
             time.sleep(3600)
 
@@ -360,35 +377,36 @@ def watch_command(
 def doctor_command(
     keys: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="Check the keys and certificates in DIR, too."),
+        typer.Argument(metavar="[DIR]", help="Also check the keys and certificates in DIR."),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
             show_default=NONE,
-            help="Check the server with this control API, too.",
+            help="Also check the server with this control API.",
         ),
     ] = None,
     ca: AuthorityOfServer = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is amiss with this machine, with keys, or with a server; fails if something is.
+    """Diagnose this machine, keys and certificates, or a server; exits with 1 on errors.
 
-    Packages, GPUs, memory, disk and ports; ends and signatures of certificates, pairs and modes of
-    keys; whether a server answers, and whether its clock is near this one's.
+    Checks packages, GPUs, memory, disk and ports of the machine; expiry and signatures of
+    certificates; pairing and file modes of keys; and whether the server replies and its clock
+    agrees.
     """
     from fedhet.deployment import doctor
 
     if keys is not None and not keys.is_dir():
-        raise typer.BadParameter(f"{keys} is not a folder", param_hint="DIR")
-    found = [*doctor.of_machine(Path.cwd())]
-    found += doctor.of_keys(keys) if keys is not None else ()
-    found += doctor.of_server(server, authority_for(server, ca)) if server is not None else ()
+        raise typer.BadParameter(f"{keys} is not a directory", param_hint="DIR")
+    findings = [*doctor.of_machine(Path.cwd())]
+    findings += doctor.of_keys(keys) if keys is not None else ()
+    findings += doctor.of_server(server, authority_for(server, ca)) if server is not None else ()
     if as_json:
-        say(json.dumps([asdict(each) for each in found]))
-    for each in () if as_json else found:
+        say(json.dumps([asdict(each) for each in findings]))
+    for each in () if as_json else findings:
         line = Text.assemble((f"{each.level:8}", STYLES[each.level]), f"{each.what}: {each.text}")
         console.print(line, soft_wrap=True)
-    if any(each.level == "error" for each in found):
+    if any(each.level == "error" for each in findings):
         raise typer.Exit(1)

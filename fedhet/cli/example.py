@@ -1,7 +1,7 @@
-"""The command that writes example data, `example-data`: texts, signals and tables, from a seed.
+"""Command `example-data`: writes synthetic texts, signals or tables to try fedhet with.
 
-The texts are sentences of words that go with a topic, the signals waves of several forms. They are
-not a benchmark.
+Texts consist of random words, some of them typical of a topic. Signals are noisy waves of four
+shapes. The data is not meant as a benchmark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedhet.base.seeding import numpy_rng
 from fedhet.cli.options import say
 
 OWNERS = 10
-"""The number of sites that the texts and signals are of."""
+"""Number of sites that own samples."""
 TRAIN, TEST = 1200, 300
 TOPICS: Mapping[str, str] = MappingProxyType(
     {
@@ -44,55 +44,53 @@ FORMS: Mapping[str, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 )
 CHANNELS, STEPS = 3, 96
 BY = "site"
-"""The column, and the array, that says whose a sample is."""
-
-
+"""Column or array with the site of each sample."""
 SETTINGS = {"table": " --set target=outcome"}
-"""What a run on an example needs besides its place."""
+"""Additional options of a run on an example."""
 
 
-def write_example(kind: str, folder: Path) -> None:
-    """Write example data of a kind of samples into a new folder. Raises DataError.
+def write_example(kind: str, directory: Path) -> None:
+    """Write training and test data of the given kind to a new directory. Raises DataError.
 
-    Texts: train.csv and test.csv with the columns text, label and site. Tables: the same of
-    patients, with gaps; the class is in the column outcome. Signals: train.npz and test.npz with x
-    [N, 3, 96], y [N] and site [N].
+    Texts: CSV files with the columns text, label and site. Tables: CSV files of patients with
+    missing values and the label column outcome. Signals: .npz files with x [N, 3, 96], y [N] and
+    site [N].
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise DataError(f"{folder}: is not empty; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    if directory.exists() and any(directory.iterdir()):
+        raise DataError(f"{directory}: expected a new or empty directory")
+    directory.mkdir(parents=True, exist_ok=True)
     for part, count in (("train", TRAIN), ("test", TEST)):
         rng = numpy_rng(0, "example", kind, part)
         if kind == "signal":
             y, site = rng.integers(len(FORMS), size=count), rng.integers(OWNERS, size=count)
-            waves = [_signal(rng, int(f), int(own)) for f, own in zip(y, site, strict=True)]
+            waves = [_signal(rng, int(f), int(owner)) for f, owner in zip(y, site, strict=True)]
             x = np.stack(waves).astype(np.float32)
-            np.savez_compressed(folder / f"{part}.npz", x=x, y=y, site=site)
+            np.savez_compressed(directory / f"{part}.npz", x=x, y=y, site=site)
             continue
-        head: tuple[str, ...] = ("text", "label", BY)
+        header: tuple[str, ...] = ("text", "label", BY)
         row: Callable[[np.random.Generator], tuple[str, ...]] = _text
         if kind == "table":
-            head = ("age", "sex", "admitted", "pressure", "ward", BY, "outcome")
+            header = ("age", "sex", "admitted", "pressure", "ward", BY, "outcome")
             row = _patient
-        with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
+        with (directory / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
-            rows.writerow(head)
+            rows.writerow(header)
             rows.writerows(row(rng) for _ in range(count))
 
 
 def _text(rng: np.random.Generator) -> tuple[str, str, str]:
-    """Return a text of 6 to 20 words, its topic (that of a quarter of them), and its site."""
-    topics, own = list(TOPICS), int(rng.integers(len(TOPICS)))
+    """Return a text of 6 to 20 words, its topic and its site; a quarter of the words fit it."""
+    topics, label = list(TOPICS), int(rng.integers(len(TOPICS)))
     words = []
     for _ in range(int(rng.integers(6, 21))):
         chance = rng.random()
-        topic = own if chance < 0.25 else int(rng.integers(len(TOPICS)))
+        topic = label if chance < 0.25 else int(rng.integers(len(TOPICS)))
         words.append(str(rng.choice(TOPICS[topics[topic]].split() if chance < 0.35 else COMMON)))
-    return " ".join(words), topics[own], f"site-{int(rng.integers(OWNERS))}"
+    return " ".join(words), topics[label], f"site-{int(rng.integers(OWNERS))}"
 
 
 def _patient(rng: np.random.Generator) -> tuple[str, ...]:
-    """Return a row: the older a patient and the higher the pressure, the worse the outcome is."""
+    """Return a row; age, blood pressure and an emergency raise the risk of readmission."""
     site, age = int(rng.integers(OWNERS)), int(rng.integers(20, 90))
     ward = str(rng.choice(["cardiology", "surgery", "emergency"]))
     pressure = rng.normal(110 + age / 3 + site, 10)
@@ -100,13 +98,13 @@ def _patient(rng: np.random.Generator) -> tuple[str, ...]:
     outcome = "readmitted" if rng.random() < 1 / (1 + np.exp(-risk)) else "well"
     day = np.datetime64("2024-01-01") + int(rng.integers(365))
     row = [str(age), str(rng.choice(["f", "m"])), str(day), f"{pressure:.0f}", ward]
-    gone = rng.random(len(row)) < 0.05
-    values = ["" if absent else value for value, absent in zip(row, gone, strict=True)]
+    is_missing = rng.random(len(row)) < 0.05
+    values = ["" if missing else value for value, missing in zip(row, is_missing, strict=True)]
     return (*values, f"site-{site}", outcome)
 
 
 def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.float64]:
-    """Return a noisy wave [3, 96] of one form, at a speed that depends on the owner."""
+    """Return a noisy wave [3, 96] of one shape, with a frequency that depends on the owner."""
     wave = list(FORMS.values())[form]
     time = np.linspace(0, 2 * np.pi * (2 + 0.3 * owner), STEPS)
     starts = rng.uniform(0, 2 * np.pi, (CHANNELS, 1))
@@ -116,10 +114,10 @@ def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.f
 
 def example_command(
     kind: Annotated[
-        Literal["text", "signal", "table"], typer.Argument(help="The kind of samples.")
+        Literal["text", "signal", "table"], typer.Argument(help="Kind of the samples.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory.")],
 ) -> None:
-    """Write a small dataset of texts, of signals or of a table, to try a run with."""
-    write_example(kind, folder)
-    say(f"fedhet run felo --dataset {kind}:{folder}{SETTINGS.get(kind, '')}")
+    """Write a small synthetic dataset of texts, signals or table rows."""
+    write_example(kind, directory)
+    say(f"fedhet run felo --dataset {kind}:{directory}{SETTINGS.get(kind, '')}")

@@ -1,7 +1,7 @@
-"""What the commands share: the console, tables, completion, and the options that give settings.
+"""Code shared by the commands: console, tables, shell completion, and options for settings.
 
-A command names each of its options in its signature, by an alias of this module, and passes those
-that give settings to `gather`.
+A command declares its options in its signature, using the aliases in this module, and passes the
+options for settings to `gather`.
 """
 
 from __future__ import annotations
@@ -24,59 +24,60 @@ from rich.text import Text
 from fedhet.base.errors import FedhetError, SettingsError, typed
 from fedhet.config.sources import (
     all_settings,
-    laid_over,
-    layered,
     of_method,
+    override,
     parse_pairs,
     preset_names,
+    read_layers,
 )
 from fedhet.methods.registry import all_methods
 from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 
 PIPED_WIDTH = 140
-"""Columns of the output if it is not a terminal and the environment variable COLUMNS is not set."""
+"""Width of the output if it is not a terminal and COLUMNS is not set."""
 
 for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
-    # Rich would accept 0 as a size, and fail on digits that are not ASCII; Typer fails on text.
+    # Rich would accept a size of 0 and fail on non-ASCII digits; Typer fails on text.
     if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(_name, "1")):
         del os.environ[_name]
-os.environ["MPLBACKEND"] = "agg"  # figures are files; Matplotlib fails on an unknown backend
+os.environ["MPLBACKEND"] = "agg"  # all figures are files; Matplotlib fails on an unknown backend
 _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
 console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
 errors = Console(stderr=True)
 NONE = "none"
-"""The default of an option that gives nothing unless it is used, as the help shows it."""
+"""Default shown in the help of options that are unset by default."""
 GAP = 2
-"""Columns of the terminal between two columns of a table."""
+"""Width of the gap between two table columns."""
 MAX_HEADER = 20
-"""Columns of the terminal from which a header of `listings` is folded."""
+"""Maximum width of a header in `listings`; longer headers are wrapped."""
 
 
 def say(line: str) -> None:
-    """Print a line without formatting."""
+    """Print a line without markup and highlighting."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
-def loading(what: str = "PyTorch and Flower") -> Iterator[None]:
-    """Say in a terminal that libraries are being loaded, which takes seconds.
+def loading(libraries: str = "PyTorch and Flower") -> Iterator[None]:
+    """Show a status in the terminal while the block imports libraries, which takes seconds.
 
-    The block only imports. Raises FedhetError if that fails.
+    Raises FedhetError if an import fails.
     """
-    shown = console.status(f"loading {what}") if console.is_terminal else contextlib.nullcontext()
+    line = f"loading {libraries}"
+    status = console.status(line) if console.is_terminal else contextlib.nullcontext()
     try:
-        with shown:
+        with status:
             yield
     except Exception as error:
         raise FedhetError(
-            f"{what}: cannot be loaded ({typed(error)}). Check the installation, the memory limit, "
+            f"cannot load {libraries}: {typed(error)}. Check the installation, the memory limit, "
             "and environment variables such as TORCH_LOGS."
         ) from error
 
 
 def listing(*headers: str, rows: Iterable[Iterable[str]] = (), words: int | None = None) -> Table:
-    """Return a table without lines; columns after the first `words` are right-aligned."""
+    """Build a table without borders; columns after the first `words` are right-aligned."""
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold")
     for place, header in enumerate(headers):
         left = words is None or place < words
@@ -89,9 +90,9 @@ def listing(*headers: str, rows: Iterable[Iterable[str]] = (), words: int | None
 def listings(
     headers: Sequence[str], rows: Sequence[Sequence[str]], words: int, width: int
 ) -> Iterator[Table]:
-    """Yield a listing in as many tables as needed for `width` columns of the terminal.
+    """Split a wide listing into tables that fit into `width` terminal columns.
 
-    Each table has the first `words` columns, and at least one of the other columns.
+    Each table repeats the first `words` columns and adds at least one of the remaining columns.
     """
     sizes = [min(cell_len(header), MAX_HEADER) + GAP for header in headers]
     for row in rows:
@@ -107,17 +108,17 @@ def listings(
         yield listing(*(headers[place] for place in block), rows=parts)
 
 
-# --- shell completion: each completion, with its description
+# --- shell completion; functions return pairs (completion, description)
 
 
 def complete_method(incomplete: str) -> list[tuple[str, str]]:
-    """Return the methods whose names start with `incomplete`."""
+    """Complete the name of a method."""
     known = all_methods()[0].values()
     return [(each.name, each.spec.title) for each in known if each.name.startswith(incomplete)]
 
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
-    """Return the presets whose names start with the last in a comma-separated text."""
+    """Complete the last name in a comma-separated list of presets."""
     before, comma, last = incomplete.rpartition(",")
     return [
         (f"{before}{comma}{name}", line)
@@ -127,26 +128,26 @@ def complete_preset(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_setting(incomplete: str) -> list[tuple[str, str]]:
-    """Return the settings as `KEY=` or, after the sign, the values of a setting that has few."""
+    """Complete the name of a setting or, after the equals sign, one of its choices."""
     name, sign, value = incomplete.partition("=")
     known = all_settings()
     if not sign:
         leaves = Counter(full.rpartition(".")[2] for full in known)
-        named = {leaf: full for full in known if leaves[leaf := full.rpartition(".")[2]] == 1}
-        named |= {full: full for full in known}
+        names = {leaf: full for full in known if leaves[leaf := full.rpartition(".")[2]] == 1}
+        names |= {full: full for full in known}
         return [
             (f"{short}=", known[full].description or "")
-            for short, full in named.items()
+            for short, full in names.items()
             if short.startswith(name)
         ]
-    ending = [full for full in known if full == name or full.endswith(f".{name}")]
-    kind = known[ending[0]].annotation if len(ending) == 1 else None
+    matches = [full for full in known if full == name or full.endswith(f".{name}")]
+    kind = known[matches[0]].annotation if len(matches) == 1 else None
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     choices = ("true", "false") if kind is bool else choices
     return [(f"{name}={each}", "") for each in choices if str(each).startswith(value)]
 
 
-# --- options that give settings
+# --- options for settings
 
 FLAGS = {
     "dataset": "data.dataset",
@@ -158,15 +159,19 @@ FLAGS = {
     "strict": "engine.strict",
     "out": "out",
 }
-"""The settings that have an option of their own, by its name."""
+"""Settings with a command-line option, by the name of the option."""
+
+
+def _sentence(description: str) -> str:
+    return f"{description[:1].upper()}{description[1:]}."
 
 
 def _flag(name: str, metavar: str | None = None) -> Any:
-    """Return the option of FLAGS for a setting: its description, default and choices."""
+    """Declare an option in `FLAGS`, with the description, default and choices of its setting."""
     info = RunSettings.fields()[FLAGS[name]]
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     return typer.Option(
-        help=info.description,
+        help=_sentence(info.description or ""),
         show_default=as_text(info.default) or NONE,
         metavar="|".join(choices) or metavar,
     )
@@ -174,7 +179,7 @@ def _flag(name: str, metavar: str | None = None) -> Any:
 
 Method = Annotated[
     str | None,
-    typer.Argument(help="The method; `fedhet methods` lists them.", autocompletion=complete_method),
+    typer.Argument(help="Method to run; see `fedhet methods`.", autocompletion=complete_method),
 ]
 Preset = Annotated[
     str | None,
@@ -182,7 +187,7 @@ Preset = Annotated[
         metavar="NAME[,NAME]",
         show_default=NONE,
         autocompletion=complete_preset,
-        help="Named settings; later names override earlier ones. `fedhet presets` lists them.",
+        help="Presets; later ones override earlier ones. See `fedhet presets`.",
     ),
 ]
 ConfigFile = Annotated[
@@ -191,10 +196,10 @@ ConfigFile = Annotated[
         "--config",
         metavar="FILE",
         show_default=NONE,
-        help="A TOML file of settings, such as a run's config.toml.",
+        help="TOML file with settings, such as the config.toml of a run.",
     ),
 ]
-Dataset = Annotated[str | None, _flag("dataset", "NAME[:PLACE]")]
+Dataset = Annotated[str | None, _flag("dataset", "NAME[:PATH]")]
 Clients = Annotated[str | None, _flag("clients", "INT")]
 Models = Annotated[str | None, _flag("models", "NAME[,NAME]")]
 Rounds = Annotated[str | None, _flag("rounds", "INT")]
@@ -209,14 +214,14 @@ Pairs = Annotated[
         "-s",
         metavar="KEY=VALUE",
         show_default=NONE,
-        help="Any setting; `fedhet settings` lists them. Repeatable.",
+        help="Set any setting; see `fedhet settings`. Repeatable.",
         autocompletion=complete_setting,
     ),
 ]
 TRUST = typer.Option(
     metavar="MODULE[,MODULE]",
     show_default=NONE,
-    help="Modules that the settings in DIR may import. FEDHET_TRUST names them, too.",
+    help="Modules that the settings in DIR may import, in addition to FEDHET_TRUST.",
 )
 
 
@@ -229,24 +234,24 @@ def gather(
     trust: str | None = None,
     **flags: str | bool | None,
 ) -> dict[str, object]:
-    """Return the settings of a preset, a file, `--set` and FLAGS; later ones override earlier.
+    """Merge the settings of presets, a file, and `--set` and other options, in this order.
 
-    With `resume`, the settings of the run in that directory come first. Raises SettingsError.
+    If `resume` is given, the settings of that run replace presets and file. Raises SettingsError.
     """
-    given = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
-    pairs = [*(set_ or []), *given]
-    values = layered(preset, config, resume, trust or "")
-    if method is not None:  # so that `run local --preset felo-…` is the baseline of that experiment
+    options = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
+    pairs = [*(set_ or []), *options]
+    values = read_layers(preset, config, resume, trust or "")
+    if method is not None:  # `run local --preset felo-...` trains the baseline of a Felo experiment
         values = of_method(values, method)
-    named = values.get("method")
-    return laid_over(values, parse_pairs(pairs, None if named is None else str(named)), resume)
+    name = values.get("method")
+    return override(values, parse_pairs(pairs, None if name is None else str(name)), resume)
 
 
 def read_seeds(text: str) -> list[int]:
-    """Return the seeds of "0,1,2". Raises SettingsError."""
+    """Parse seeds such as "0,1,2". Raises SettingsError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
         raise SettingsError(
-            f"'--seeds {text}' is not allowed: it takes a list such as 0,1,2, without repetition"
+            f"--seeds: expected a list without duplicates such as 0,1,2, got '{text}'"
         )
     return [int(part) for part in parts]

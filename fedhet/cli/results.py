@@ -1,4 +1,4 @@
-"""Commands about finished runs: `compare`, `report`, `predict`, `export` and `privacy`."""
+"""Commands that use finished runs: `compare`, `report`, `predict`, `export` and `privacy`."""
 
 from __future__ import annotations
 
@@ -25,54 +25,56 @@ Paper = Annotated[
     bool,
     typer.Option(
         "--paper",
-        help="Write the figures in a paper's size and fonts too: PDFs, 3.25 or 6.75 inches wide.",
+        help="Also write the figures as PDFs for a paper, 3.25 or 6.75 inches wide.",
     ),
 ]
 
 
 def compare_command(
-    directories: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the page and figure go.")] = Path(
+    directories: Annotated[
+        list[Path], typer.Argument(help="Run directories, or directories of runs.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output directory.")] = Path(
         "runs/compare"
     ),
     target: Annotated[
         float | None,
         typer.Option(
             metavar="NUMBER",
-            show_default="what all reach",
-            help="Accuracy whose cost in bytes is shown, e.g. 0.7.",
+            show_default="an accuracy that all reach",
+            help="Target accuracy for the bytes-to-target column, e.g. 0.7.",
         ),
     ] = None,
     kind: Annotated[
         str | None,
         typer.Option(
             metavar="|".join(KINDS),
-            show_default="private, if there are any",
-            help="Kind of model to order and count by, or one that a method names.",
+            show_default="private if available",
+            help="Kind of model by which runs are ordered; methods may define more kinds.",
         ),
     ] = None,
     protocol: Annotated[
         str | None,
         typer.Option(
             metavar="|".join(PROTOCOLS),
-            show_default="the methods' own",
-            help="Test set to order and count by: one for all, or each client's own.",
+            show_default="the method's headline",
+            help="Test set by which runs are ordered: a common one, or each client's local one.",
         ),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
             metavar="NAME[:KIND]",
-            show_default="local, or else the first",
-            help="Baseline of the differences by seed: a method, or a run as the table calls it. "
-            "With :KIND, its models of another kind.",
+            show_default="local if present, otherwise the first",
+            help="Baseline of the paired differences: a method, or the label of a run in the "
+            "table; :KIND selects another kind of its models.",
         ),
     ] = None,
     metric: Annotated[
         str,
         typer.Option(
             metavar="|".join(METRICS),
-            help="What is compared, of what the runs' 'metrics' have measured.",
+            help="Metric to compare, among those recorded by the runs.",
         ),
     ] = "accuracy",
     figures: Annotated[
@@ -80,33 +82,35 @@ def compare_command(
         typer.Option(
             metavar="NAME[,NAME]",
             show_default=NONE,
-            help="The methods' own figures to draw too, e.g. pseudo_error.",
+            help="Method metrics to plot in addition to the accuracy, e.g. pseudo_error.",
         ),
     ] = "",
     test: Annotated[
         str,
         typer.Option(
             metavar="none|t|wilcoxon",
-            help="Test of the differences by seed, with Holm's correction: a paired t-test, or "
-            "Wilcoxon's signed-rank test.",
+            help="Test of the paired differences, with Holm's correction: t-test, or Wilcoxon "
+            "signed-rank test.",
         ),
     ] = "none",
     latex: Annotated[
-        bool, typer.Option("--latex", help="Write compare.tex too: the tables for a paper.")
+        bool, typer.Option("--latex", help="Also write the tables as LaTeX (compare.tex).")
     ] = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Write compare.csv too: a row for each run and model.")
+        bool,
+        typer.Option("--csv", help="Also write one row per run and model as CSV (compare.csv)."),
     ] = False,
     paper: Paper = False,
 ) -> None:
-    """Lay runs side by side: a table, a figure and a page; mean and spread over seeds.
+    """Compare runs, with the mean and the standard deviation over seeds.
 
-    Groups that share two seeds are also compared seed by seed. compare.json holds all numbers.
+    Writes an HTML report with tables and figures, and compare.json with all numbers. Groups with at
+    least two common seeds are also compared in pairs of the same seed.
     """
     with loading("pandas and Matplotlib"):
         from fedhet import report
 
-    found = report.compare(
+    comparison = report.compare(
         directories,
         test=test,
         target=target,
@@ -116,34 +120,34 @@ def compare_command(
         against=against,
         metric=metric,
     )
-    show_comparison(found, out)
-    for path in report.write_for_paper(found, out, latex=latex, csv=csv):
+    show_comparison(comparison, out)
+    for path in report.write_for_paper(comparison, out, latex=latex, csv=csv):
         say(f"for a paper: {path}")
     if paper:
-        _say_where(report.write_figures_for_paper(found, out))
+        _print_location(report.write_figures_for_paper(comparison, out))
 
 
 def report_command(
-    directory: Annotated[Path, typer.Argument(help="A run's directory.")],
+    directory: Annotated[Path, typer.Argument(help="Run directory.")],
     paper: Paper = False,
 ) -> None:
-    """Write a run's figures and report.html again; also of a run that was cut short."""
+    """Write the figures and report.html of a run again; also works for unfinished runs."""
     with loading("pandas and Matplotlib"):
         from fedhet import report
 
     run = report.write(directory)
     show_run(run)
     if paper:
-        _say_where(report.write_figures(run, paper=True))
+        _print_location(report.write_figures(run, paper=True))
 
 
-def _say_where(figures: Sequence[Path]) -> None:
+def _print_location(figures: Sequence[Path]) -> None:
     if figures:
         say(f"for a paper: {figures[0].parent}")
 
 
 def show_comparison(comparison: report.Comparison, out: Path) -> None:
-    """Write a comparison into `out` and print its tables."""
+    """Write a comparison to the directory `out` and print its tables."""
     from fedhet import report
 
     report.write_comparison(comparison, out)
@@ -154,7 +158,7 @@ def show_comparison(comparison: report.Comparison, out: Path) -> None:
 
 
 def show_run(run: report.Run) -> None:
-    """Print the table of a run and the path of its page."""
+    """Print the results table of a run and the path of its HTML report."""
     from fedhet import report
 
     console.print(report.final_table(run))
@@ -163,23 +167,27 @@ def show_run(run: report.Run) -> None:
     say(f"report: {run.path / 'report.html'}")
 
 
-# --- use of the models
+# --- trained models
 
 MAX_COLUMNS = 12
-"""With more classes than this, the table shows only the most probable ones."""
+"""Maximum number of class columns; with more classes, only the top predictions are shown."""
 TOP = 3
 
 Directory = Annotated[
     Path,
-    typer.Argument(metavar="DIR", help="A run's directory, or a site's own state folder."),
+    typer.Argument(metavar="DIR", help="Run directory, or the state directory of a site."),
 ]
-Client = Annotated[str, typer.Argument(help="The client, as the run's table names it.")]
+Client = Annotated[str, typer.Argument(help="Client name, as in the results table.")]
 Best = Annotated[
-    bool, typer.Option("--best", help="The models after the best round (keep-best), not the last.")
+    bool,
+    typer.Option(
+        "--best", help="Use the models of the best round (keep-best) instead of the last."
+    ),
 ]
 Trust = Annotated[str, TRUST]
 Kind = Annotated[
-    str, typer.Option(metavar="private|proxy", help="Kind of model; proxy with some methods.")
+    str,
+    typer.Option(metavar="private|proxy", help="Kind of model; only some methods train proxies."),
 ]
 
 
@@ -189,46 +197,45 @@ def predict_command(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="Images or texts, folders of them, one table, or one .npz file with an array x."
+            help="Images or texts, directories of them, a table, or an .npz file with an array x."
         ),
     ],
     kind: Kind = "private",
     best: Best = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
     resize: Annotated[
-        bool, typer.Option("--resize", help="Resize images to the size the model takes.")
+        bool, typer.Option("--resize", help="Resize images to the input size of the model.")
     ] = False,
-    most: Annotated[
-        int,
-        typer.Option(
-            "--max-bytes", min=1, help="Bytes of samples at most, in place of data.max-bytes."
-        ),
+    max_bytes: Annotated[
+        int, typer.Option(min=1, help="Maximum size of the samples in memory, in bytes.")
     ] = 2**29,
     trust: Trust = "",
 ) -> None:
-    """Predict samples with a client's model: their classes and probabilities."""
+    """Predict the classes of samples, with probabilities, using a client's model."""
     with loading("PyTorch"):
         from fedhet.inference.client import open_client, read_inputs
 
     trained = open_client(directory, client, best=best, trust=trust)
-    names, x = read_inputs(inputs, trained.record, resize=resize, most=most)
-    found = trained.predict(x, kind)
+    names, x = read_inputs(inputs, trained.record, resize=resize, max_bytes=max_bytes)
+    predictions = trained.predict(x, kind)
     if csv:
-        frame = found.to_frame([printable(name) for name in names])
+        frame = predictions.to_frame([printable(name) for name in names])
         frame["class"] = frame["class"].map(printable)
         frame.rename(columns=printable).to_csv(sys.stdout, index_label="sample")
         return
-    several = len(found.classes) > MAX_COLUMNS
-    shown = [f"the {TOP} most probable"] if several else found.classes
+    classes = list(map(printable, predictions.classes))
+    only_top = len(classes) > MAX_COLUMNS
     rows = []
-    for sample, label, row in zip(names, found.labels, found.probabilities, strict=True):
+    for sample, label, row in zip(
+        names, predictions.labels, predictions.probabilities, strict=True
+    ):
         cells = [score(value) for value in row]
-        if several:
+        if only_top:
             top = row.argsort()[::-1][:TOP]
-            cells = [", ".join(f"{printable(found.classes[k])} {cells[k]}" for k in top)]
-        rows.append([printable(sample), printable(found.classes[label]), *cells])
-    headers = ["sample", "class", *map(printable, shown)]
-    console.print(listing(*headers, rows=rows, words=None if several else 2))
+            cells = [", ".join(f"{classes[k]} {cells[k]}" for k in top)]
+        rows.append([printable(sample), classes[label], *cells])
+    headers = ["sample", "class", *([f"top {TOP}"] if only_top else classes)]
+    console.print(listing(*headers, rows=rows, words=None if only_top else 2))
 
 
 def export_command(
@@ -239,15 +246,15 @@ def export_command(
         typer.Option(
             "--format",
             metavar="safetensors|pt2|onnx",
-            help="safetensors: weights alone; pt2: torch.export's program; onnx.",
+            help="safetensors: weights only; pt2: program of torch.export; onnx: ONNX model.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the model goes.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")],
     kind: Kind = "private",
     best: Best = False,
     trust: Trust = "",
 ) -> None:
-    """Export a client's model, with a model card of its inputs and accuracy."""
+    """Export a client's model, with a model card that describes its inputs and accuracy."""
     with loading("PyTorch"):
         from fedhet.inference.client import open_client
         from fedhet.inference.export import export
@@ -266,28 +273,29 @@ def privacy_command(
         Path,
         typer.Argument(
             metavar="LEDGER",
-            help="A client's ledger, such as STATE/_privacy/site-a.jsonl, or a folder of ledgers.",
+            help="Ledger of a client, such as STATE/_privacy/site-a.jsonl, or a directory of "
+            "ledgers.",
         ),
     ],
     delta: Annotated[
-        float, typer.Option("--delta", help="The delta at which epsilon is given.")
+        float, typer.Option("--delta", help="Delta at which epsilon is reported.")
     ] = 1e-5,
     merge: Annotated[
         Path | None,
         typer.Option(
             metavar="COPY",
             show_default=NONE,
-            help="First add the entries of another copy of LEDGER, such as a backup's.",
+            help="Other copy of LEDGER, such as a backup, whose entries are added first.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show the privacy budget that runs have consumed: by data, by run, and in total.
+    """Show the privacy budget consumed per dataset and run, and in total.
 
-    Runs without privacy are listed too: they void the guarantee of all runs in the ledger.
+    Runs without privacy are listed too, because they void the guarantee of all runs in the ledger.
     """
     if not 0 < delta < 1:
-        raise SettingsError(f"--delta is {delta:g}: it takes a number between 0 and 1")
+        raise SettingsError(f"--delta: expected number > 0 and < 1, got {delta:g}")
     if merge is not None:
         from fedhet.privacy.ledger import FOLDER, Ledger, read_ledger
 
@@ -295,21 +303,20 @@ def privacy_command(
             raise SettingsError(
                 f"{ledger}: expected a file STATE/{FOLDER}/NAME.jsonl to merge into"
             )
-        entries, own = read_ledger(merge), ledger.stem
-        if others := sorted({each.client for each in entries} - {own}):
-            raise SettingsError(f"{merge}: expected the ledger of '{own}', got '{others[0]}'")
-        added = Ledger(ledger.parent.parent, own).merge(entries)
-        said = f"{added} of {len(entries)} entries of {merge} were missing in {ledger}"
-        typer.echo(f"{said}, and were added", err=True)
+        entries, client = read_ledger(merge), ledger.stem
+        if others := sorted({each.client for each in entries} - {client}):
+            raise SettingsError(f"{merge}: expected the ledger of '{client}', got '{others[0]}'")
+        added = Ledger(ledger.parent.parent, client).merge(entries)
+        typer.echo(f"added {added} of {len(entries)} entries of {merge} to {ledger}", err=True)
     ledgers = [ledger]
     if ledger.is_dir():
         ledgers = sorted(ledger.rglob("_privacy/*.jsonl")) or sorted(ledger.glob("*.jsonl"))
     if not ledgers:
         raise SettingsError(
-            f"{ledger}: no ledger found. The first private run creates one, and so does the first "
-            "run at a site"
+            f"{ledger}: no ledger found. It is created by the first private run, or by the first "
+            "run at a site."
         )
-    rows = [row for path in ledgers for row in _spent(path, delta)]
+    rows = [row for path in ledgers for row in _consumed(path, delta)]
     if as_json:
         finite = [
             {**r, "epsilon": r["epsilon"] if math.isfinite(r["epsilon"]) else None} for r in rows
@@ -326,17 +333,17 @@ def privacy_command(
     unbounded = {r["client"]: r["infinite"] for r in rows if r["infinite"]}
     for client, count in unbounded.items():
         say(
-            f"{client}: {count} entries have infinite epsilon: they are of a version whose noise "
-            "can be removed, or have too little noise. docs/privacy.md says how to continue."
+            f"{client}: {count} entries have infinite epsilon, because their noise is too small or "
+            "was removable in an earlier version. See docs/privacy.md."
         )
     for client in sorted({r["client"] for r in rows if not r["guarantee"]}):
-        say(f"{client}: no privacy guarantee, because the ledger has runs without privacy")
+        say(f"{client}: no privacy guarantee, because the ledger contains runs without privacy")
 
 
-def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
-    """Return a row for each run on the same data, and the total of all.
+def _consumed(path: Path, delta: float) -> list[dict[str, Any]]:
+    """Return a row per dataset and run, and a row for the total.
 
-    `epsilon` is infinite for runs without privacy, and `guarantee` is then False for all runs.
+    `epsilon` is infinite for runs without privacy; `guarantee` is then False in every row.
     """
     from fedhet.privacy.accounting import epsilon_of
     from fedhet.privacy.ledger import Entry, read_ledger
@@ -347,24 +354,24 @@ def _spent(path: Path, delta: float) -> list[dict[str, Any]]:
     for each in entries:
         by_run[each.data, each.run].append(each)
 
-    def row(found: list[Entry], data: str, run: str, method: str) -> dict[str, Any]:
-        is_private = all(each.is_private for each in found)
-        epsilon = epsilon_of([e.release for e in found], delta) if is_private else math.inf
+    def row(entries: list[Entry], data: str, run: str, method: str) -> dict[str, Any]:
+        is_private = all(each.is_private for each in entries)
+        epsilon = epsilon_of([e.release for e in entries], delta) if is_private else math.inf
         return {
             "client": path.stem,
             "data": data,
             "run": run,
             "method": method,
-            "rounds": len({(each.run, each.round) for each in found}),
-            "from": min(each.at for each in found),
-            "to": max(each.at for each in found),
+            "rounds": len({(each.run, each.round) for each in entries}),
+            "from": min(each.at for each in entries),
+            "to": max(each.at for each in entries),
             "epsilon": epsilon,
             "infinite": sum(
-                math.isinf(epsilon_of([e.release], delta)) for e in found if e.is_private
+                math.isinf(epsilon_of([e.release], delta)) for e in entries if e.is_private
             ),
             "delta": delta,
             "guarantee": guarantee,
         }
 
-    rows = [row(found, *key, found[0].method) for key, found in by_run.items()]
+    rows = [row(inside, *key, inside[0].method) for key, inside in by_run.items()]
     return [*rows, row(entries, "all", "all", "")] if len(rows) > 1 else rows

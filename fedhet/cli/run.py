@@ -1,6 +1,6 @@
 """Commands that train on this machine: `run` and `sweep`.
 
-They check all settings before they import PyTorch; `fedhet.cli.training` does the rest.
+They validate all settings before PyTorch is imported. Training itself is in `fedhet.cli.training`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedhet.cli.options import (
     read_seeds,
     say,
 )
-from fedhet.config.sources import Given, full_name, of_method, settings_of, validated
+from fedhet.config.sources import GivenSettings, full_name, of_method, settings_of, validate
 from fedhet.engines.connection import starting
 from fedhet.settings.text import as_text, read_text
 
@@ -65,14 +65,14 @@ def run_command(
     trust: Annotated[str | None, TRUST] = None,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="INT", show_default="0", help="The seed of every random draw."),
+        typer.Option(metavar="INT", show_default="0", help="Seed of all random draws."),
     ] = None,
     seeds: Annotated[
         str | None,
         typer.Option(
             metavar="INT,INT…",
             show_default=NONE,
-            help="One run for each seed; they are compared.",
+            help="Seeds; trains one run per seed and compares the runs.",
         ),
     ] = None,
     against: Annotated[
@@ -80,34 +80,36 @@ def run_command(
         typer.Option(
             metavar="METHOD",
             show_default=NONE,
-            help="A baseline to train as well and to show beside the run, such as local.",
+            help="Baseline method to train and show next to the run, such as local.",
             autocompletion=complete_method,
         ),
     ] = None,
 ) -> None:
-    """Train a federation on this machine; end with a table and a report."""
+    """Train a federation on this machine and write a report."""
     values = gather(
         method, preset, config, set_, resume, trust, dataset=dataset, clients=clients,
         models=models, rounds=rounds, backend=backend, strict=strict, out=out,
     )  # fmt: skip
     if "method" not in values:
-        raise SettingsError("METHOD is missing: `fedhet methods` lists the methods")
+        raise SettingsError("METHOD is missing. See `fedhet methods` for the available methods.")
     if seeds is not None and seed is not None:
         raise SettingsError("--seed cannot be combined with --seeds")
     if seeds is not None and values.get("resume"):
-        raise SettingsError("--seeds cannot be combined with --resume, which resumes one run")
+        raise SettingsError("--seeds cannot be combined with --resume, which resumes a single run")
     if seed is not None:
         values["seed"] = seed
-    several = [] if seeds is None else read_seeds(seeds)
-    given = validated(values)
-    runs = [validated({**values, "seed": each}) for each in several]
+    seed_list = [] if seeds is None else read_seeds(seeds)
+    given = validate(values)
+    runs = [validate({**values, "seed": each}) for each in seed_list]
     if against is not None:
         if against == values["method"]:
-            raise SettingsError(f"--against {against} is the run's own method: name another one")
-        validated(of_method(values, against))
-    _say_first(given, f", {len(several)} seeds" if several else "")
-    on_own_ray = given.run.engine.backend == "ray" and not given.run.engine.ray_address
-    with starting() if on_own_ray else nullcontext():  # Ray starts while PyTorch is imported
+            raise SettingsError(
+                f"--against: expected another method than the run's, got '{against}'"
+            )
+        validate(of_method(values, against))
+    _announce(given, f", {len(seed_list)} seeds" if seed_list else "")
+    on_local_ray = given.run.engine.backend == "ray" and not given.run.engine.ray_address
+    with starting() if on_local_ray else nullcontext():  # Ray starts while PyTorch is imported
         with loading():
             from fedhet.cli import training
 
@@ -117,13 +119,13 @@ def run_command(
             training.train_one(given, against)
 
 
-def _say_first(given: Given, more: str) -> None:
-    """Say what is started, because the imports that follow take seconds."""
+def _announce(given: GivenSettings, suffix: str) -> None:
+    """Print a summary of the run, because the following imports take seconds."""
     run = given.run
     clients = f"{run.clients} client{'s' * (run.clients != 1)}"
     rounds = f"{run.rounds} round{'s' * (run.rounds != 1)}"
-    what = f"{given.method.name} on {run.data.dataset}: {clients}, {rounds}{more}"
-    say(f"starting {what}, backend {run.engine.backend}")
+    title = f"{given.method.name} on {run.data.dataset}"
+    say(f"starting {title}: {clients}, {rounds}{suffix}, backend {run.engine.backend}")
 
 
 def sweep_command(
@@ -141,127 +143,131 @@ def sweep_command(
         list[str],
         typer.Argument(
             metavar="KEY=VALUES…",
-            help="START:STOP:STEP, both ends included, or a,b,c; several make a grid.",
+            help="Values: START:STOP:STEP (inclusive) or A,B,C. Several settings form a grid.",
         ),
     ],
     seeds: Annotated[
         str | None,
-        typer.Option(metavar="INT,INT…", show_default="0", help="Seeds of each value's runs."),
+        typer.Option(
+            metavar="INT,INT…", show_default="0", help="Seeds; trains one run per value and seed."
+        ),
     ] = None,
     figures: Annotated[
         str,
         typer.Option(
             metavar="NAME[,NAME]",
             show_default="the first",
-            help="The method's metrics to draw besides the accuracy.",
+            help="Method metrics to plot in addition to the accuracy.",
         ),
     ] = "",
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="The directory of the runs and of the page.")
+        Path, typer.Option(metavar="DIR", help="Directory for the runs and the report.")
     ] = Path("runs/sweep"),
     jobs: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Number of runs at once, each in a process; 0 = as many as the processors allow "
-            "(one on Ray, which uses all of them).",
+            help="Number of runs to execute in parallel, each in its own process; 0 = as many as "
+            "the CPUs allow (with Ray, one).",
         ),
     ] = 1,
 ) -> None:
-    """Run all combinations of several values of settings; end with a table and a page."""
+    """Train a run for each combination of values of settings and write a report."""
     values = gather(
         method, preset, config, set_, dataset=dataset, clients=clients, models=models,
         rounds=rounds, backend=backend,
     )  # fmt: skip
-    refuse_of_each_run(values.keys() & {"out", "resume"})
-    swept = read_grid(over, str(values["method"]))
-    given = validated(values)
-    several = read_seeds(seeds) if seeds is not None else [given.run.seed]
+    check_sweepable(values.keys() & {"out", "resume"})
+    grid = read_grid(over, str(values["method"]))
+    given = validate(values)
+    seed_list = read_seeds(seeds) if seeds is not None else [given.run.seed]
     runs = {
         point: [
-            validated({**values, **dict(zip(swept, point, strict=True)), "seed": seed})
-            for seed in several
+            validate({**values, **dict(zip(grid, point, strict=True)), "seed": seed})
+            for seed in seed_list
         ]
-        for point in product(*swept.values())
+        for point in product(*grid.values())
     }
     if len(set(map(point_name, runs))) < len(runs):
-        raise SettingsError("two values of the sweep would have the same folder")
-    _say_first(given, f", {len(runs) * len(several)} runs")
+        raise SettingsError("sweep: two values map to the same directory name")
+    _announce(given, f", {len(runs) * len(seed_list)} runs")
     with loading():
         from fedhet.cli import training
 
-    training.train_sweep(tuple(swept), runs, figures, out, jobs)
+    training.train_sweep(tuple(grid), runs, figures, out, jobs)
 
 
-# --- the values that a sweep gives to settings
+# --- values of a sweep
 
 MAX_VALUES = 1000
-OF_EACH_RUN = {
-    "seed": "give its seeds by --seeds",
-    "out": "give its directory by --out",
-    "resume": "finished runs are kept, and interrupted ones continue",
+PER_RUN_SETTINGS = {
+    "seed": "use --seeds",
+    "out": "use --out",
+    "resume": "interrupted runs always resume",
 }
-"""The settings that a command of many runs gives to each of them itself."""
+"""Settings that a command with many runs sets for each run, with a hint for the user."""
 
 
-def refuse_of_each_run(names: Iterable[str]) -> None:
-    """Raise SettingsError for a setting that a command of many runs gives to each itself."""
+def check_sweepable(names: Iterable[str]) -> None:
+    """Raise SettingsError if one of `names` is in `PER_RUN_SETTINGS`."""
     for name in names:
-        if name in OF_EACH_RUN:
-            raise SettingsError(f"the setting '{name}' is each run's own: {OF_EACH_RUN[name]}")
+        if name in PER_RUN_SETTINGS:
+            hint = PER_RUN_SETTINGS[name]
+            raise SettingsError(f"setting '{name}': set by this command for each run; {hint}")
 
 
 def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
-    """Return the setting and values of "KEY=a,b,c" or "KEY=START:STOP:STEP", both ends included.
+    """Parse "KEY=A,B,C" or "KEY=START:STOP:STEP" (inclusive) into the setting and its values.
 
-    Raises SettingsError for another form, an unknown setting, or a repeated value.
+    Raises SettingsError for malformed text, an unknown setting, or a duplicate value.
     """
-    name, sign, spelled = text.partition("=")
+    name, sign, value_text = text.partition("=")
     known = settings_of(method)
-    if not sign or not spelled:
-        raise SettingsError(f"expected KEY=START:STOP:STEP or KEY=a,b,c, got '{text}'")
+    if not sign or not value_text:
+        raise SettingsError(f"expected KEY=START:STOP:STEP or KEY=A,B,C, got '{text}'")
     name = full_name(name.strip(), known)
     if name not in known:
-        raise SettingsError(f"setting '{name}' is not one of {method}, the run's method")
-    refuse_of_each_run([name])
-    parts = spelled.split(",")
-    if ":" in spelled:
-        try:  # in decimal arithmetic: 0.3 is exactly 0.3
-            start, stop, step = (Decimal(end.strip()) for end in spelled.split(":"))
+        raise SettingsError(f"setting '{name}': unsupported by method '{method}'")
+    check_sweepable([name])
+    parts = value_text.split(",")
+    if ":" in value_text:
+        try:  # decimal arithmetic, in which 0.1 + 0.2 is exactly 0.3
+            start, stop, step = (Decimal(end.strip()) for end in value_text.split(":"))
             if not all(each.is_finite() for each in (start, stop, step)):
                 raise ValueError(text)
         except (ValueError, InvalidOperation):
-            raise SettingsError(f"sweep '{text}': START:STOP:STEP must be three numbers") from None
+            raise SettingsError(f"sweep '{text}': expected numbers for START:STOP:STEP") from None
         if not (step > 0 and start <= stop and (stop - start) / step < MAX_VALUES):
-            raise SettingsError(f"sweep '{text}' must ascend, by 1 to {MAX_VALUES} values")
+            raise SettingsError(
+                f"sweep '{text}': expected START <= STOP, STEP > 0 and at most {MAX_VALUES} values"
+            )
         parts = [str(start + n * step) for n in range(int((stop - start) / step) + 1)]
-    read = [read_text(name, known[name], part.strip()) for part in parts]
-    # A list of one stands for its value, which the setting accepts too.
-    values = [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in read]
+    parsed = [read_text(name, known[name], part.strip()) for part in parts]
+    # Replace a list with a single item by the item, which the setting accepts too.
+    values = [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in parsed]
     if len(set(map(str, values))) != len(values):
-        raise SettingsError(f"sweep '{text}' gives a value twice")
+        raise SettingsError(f"sweep '{text}': duplicate value")
     return name, values
 
 
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
-    """Return the settings of a sweep with their values, of which it runs all combinations.
+    """Parse the settings of a sweep and their values; the sweep runs all combinations.
 
-    Raises SettingsError as `read_sweep` does, for a setting that is given twice, and for more
-    points than a sweep may have.
+    Raises SettingsError for malformed text, duplicate settings, or too many combinations.
     """
     grid: dict[str, list[object]] = {}
     for text in texts:
         name, values = read_sweep(text, method)
         if name in grid:
-            raise SettingsError(f"sweep '{text}' gives '{name}' a second time")
+            raise SettingsError(f"sweep '{text}': duplicate setting '{name}'")
         grid[name] = values
     if (points := math.prod(map(len, grid.values()))) > MAX_VALUES:
-        raise SettingsError(f"a sweep has at most {MAX_VALUES} points; this one has {points}")
+        raise SettingsError(f"sweep: expected at most {MAX_VALUES} combinations, got {points}")
     return grid
 
 
 def point_name(point: Sequence[object]) -> str:
-    """Return a combination of values as a valid folder name."""
+    """Convert a combination of values to a valid directory name."""
     texts = [as_text(value) if isinstance(value, tuple) else str(value) for value in point]
-    kept = ["".join(c if c.isalnum() or c in "._-" else "-" for c in text) for text in texts]
-    return "_".join(text.lstrip("._-")[:60] or "empty" for text in kept)
+    valid = ["".join(c if c.isalnum() or c in "._-" else "-" for c in text) for text in texts]
+    return "_".join(text.lstrip("._-")[:60] or "empty" for text in valid)

@@ -1,4 +1,4 @@
-"""Commands that list what there is, and that show a partition or the schema of a table."""
+"""Commands that list methods, models, datasets and settings, or show a partition or a schema."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fedhet.config.reference import (
     privacy,
     setting_rows,
 )
-from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, validated
+from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, validate
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import Schema, nest, table_of, unknown
@@ -47,17 +47,17 @@ from fedhet.settings.schema import Schema, nest, table_of, unknown
 def methods_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="One method, in full.", autocompletion=complete_method),
+        typer.Argument(help="Method to describe in detail.", autocompletion=complete_method),
     ] = None,
 ) -> None:
-    """List the methods, or one with its settings and what it sends."""
+    """List the methods, or describe the settings and messages of one method."""
     if name is None:
-        found, faults = all_methods()
-        specs = {name: method.spec for name, method in found.items()}
+        methods, faults = all_methods()
+        specs = {name: method.spec for name, method in methods.items()}
         rows = [(name, spec.title, spec.headline, spec.paper) for name, spec in specs.items()]
-        console.print(listing("method", "what it does", "headline", "paper", rows=rows))
+        console.print(listing("method", "description", "headline", "paper", rows=rows))
         for fault in faults:
-            console.print(f"left out: {fault}", markup=False)
+            console.print(f"not loaded: {fault}", markup=False)
         return
     method = find_method(name)
     spec = method.spec
@@ -73,77 +73,77 @@ def methods_command(
 
 
 def models_command() -> None:
-    """List the models that a pool may name."""
+    """List the models."""
     from fedhet import models
 
     rows = [(info.name, info.family, info.line, info.source) for info in models.describe()]
-    console.print(listing("model", "family", "what it is", "source", rows=rows))
+    console.print(listing("model", "family", "description", "source", rows=rows))
     console.print(
-        "A model of your own: a name with a colon, `package.module:function`; see docs/models.md. "
-        "A pretrained encoder of texts: `encoder-2:NAME`; see docs/data.md. "
-        "NAME-gn has group norms in place of batch norms, which privacy needs."
+        "Custom models: `package.module:function`; see docs/models.md. Pretrained text encoders: "
+        "`encoder-2:NAME`; see docs/data.md. Models NAME-gn have group norms instead of batch "
+        "norms, as differential privacy requires."
     )
 
 
 def datasets_command() -> None:
-    """List the datasets, and the formats in which data of your own is read."""
+    """List the datasets, and the formats of custom data."""
     from fedhet.data.sources import SOURCES
 
     rows = [(each.form, each.line) for each in SOURCES.values()]
-    console.print(listing("dataset", "what it is", rows=rows))
+    console.print(listing("dataset", "description", rows=rows))
 
 
 def presets_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="One preset, in full.", autocompletion=complete_preset),
+        typer.Argument(help="Preset to show.", autocompletion=complete_preset),
     ] = None,
 ) -> None:
-    """List the presets, or the settings of one."""
+    """List the presets, or show the settings of one preset."""
     if name is not None:
         for key, value in read_preset(name).items():
             console.print(f"{key} = {value!r}", markup=False)
         return
-    console.print(listing("preset", "what it is", rows=preset_names().items()))
+    console.print(listing("preset", "description", rows=preset_names().items()))
 
 
 def settings_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="A table, such as training, or a word in the settings' names."),
+        typer.Argument(help="Table such as training, or part of a setting's name."),
     ] = None,
     toml: Annotated[
-        bool, typer.Option(help="All settings of all methods at their defaults, as TOML.")
+        bool, typer.Option(help="Print all settings of all methods with their defaults as TOML.")
     ] = False,
 ) -> None:
-    """List the settings of every run, or those of a table or a word."""
+    """List the settings of every run, or those that match a name."""
     if toml:
         toml_text = tomli_w.dumps(nest(defaults()))
         console.print(toml_text, end="", markup=False, highlight=False, soft_wrap=True)
         return
     if name is not None:
         known = all_settings()
-        found = {k: info for k, info in known.items() if table_of(k) == name}
-        found = found or {k: info for k, info in known.items() if name in k}
-        if not found:
+        matches = {k: info for k, info in known.items() if table_of(k) == name}
+        matches = matches or {k: info for k, info in known.items() if name in k}
+        if not matches:
             raise unknown(name, known)
-        console.print(_settings({name: known[name]} if name in known else found))
+        console.print(_settings({name: known[name]} if name in known else matches))
         return
     tables = {"": inspect.getdoc(RunSettings)}
     for field, info in RunSettings.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
             tables[field] = inspect.getdoc(info.annotation)
     for table, doc in tables.items():
-        words = (doc or "").splitlines()[0]
-        title = f"[{table}] {words}" if table else words
+        summary = (doc or "").splitlines()[0]
+        title = f"[{table}] {summary}" if table else summary
         console.print(title, style="bold", markup=False, highlight=False)
-        own = {k: info for k, info in RunSettings.fields().items() if table_of(k) == table}
-        console.print(_settings(own), "")
-    console.print("A method's own: `fedhet methods NAME`.")
+        inside = {k: info for k, info in RunSettings.fields().items() if table_of(k) == table}
+        console.print(_settings(inside), "")
+    console.print("For the settings of a method, see `fedhet methods NAME`.")
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> Table:
-    return listing(*SETTING_COLUMNS, rows=setting_rows(settings, brief=True))
+    return listing(*SETTING_COLUMNS, rows=setting_rows(settings))
 
 
 def partition_command(
@@ -153,13 +153,13 @@ def partition_command(
     clients: Clients = None,
     set_: Pairs = None,
 ) -> None:
-    """Show how the data is partitioned: samples of each class at each client."""
-    given = validated(gather(None, preset, config, set_, dataset=dataset, clients=clients))
+    """Show the partition: the number of samples per client and class."""
+    given = validate(gather(None, preset, config, set_, dataset=dataset, clients=clients))
     with loading("PyTorch"):
-        from fedhet.config.resolve import completed
+        from fedhet.config.resolve import complete
         from fedhet.data.store import RunData
 
-    data = RunData.of(completed(given).run)
+    data = RunData.of(complete(given).run)
     data.validate()
     rows = [
         [client, str(sum(row)), *(str(n) if n else "·" for n in row)]
@@ -172,14 +172,14 @@ def partition_command(
 
 def schema_command(
     table: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A CSV, TSV, JSON lines, or Parquet file.")
+        Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSON Lines or Parquet file.")
     ],
-    target: Annotated[str, typer.Option(help="The column of the class.")],
+    target: Annotated[str, typer.Option(help="Label column.")],
     columns: Annotated[
         str,
         typer.Option(
             metavar="NAME,NAME…",
-            help="The columns that are features, comma-separated.",
+            help="Feature columns.",
             show_default="all but the target",
         ),
     ] = "",
@@ -187,7 +187,7 @@ def schema_command(
         str,
         typer.Option(
             metavar="NAME,NAME…",
-            help="Columns whose values are words as they are written, such as codes.",
+            help="Columns to treat as categorical although they hold numbers, such as codes.",
             show_default=NONE,
         ),
     ] = "",
@@ -195,33 +195,29 @@ def schema_command(
         str,
         typer.Option(
             metavar="MARK,MARK…",
-            help="Further marks of missing values, such as -999.",
+            help="Additional markers of missing values, such as -999.",
             show_default=NONE,
         ),
     ] = "",
-    decimal: Annotated[
-        str, typer.Option(help="The decimal sign of numbers: auto, point, or comma.")
-    ] = "auto",
+    decimal: Annotated[str, typer.Option(help="Decimal separator: auto, point or comma.")] = "auto",
     date_order: Annotated[
-        str, typer.Option(help="The order of dates that are not ISO 8601: auto, dmy, or mdy.")
+        str, typer.Option(help="Date order other than ISO 8601: auto, dmy or mdy.")
     ] = "auto",
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the schema goes.")] = Path(
-        "schema.toml"
-    ),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")] = Path("schema.toml"),
 ) -> None:
-    """Write what a table's columns become: the sites of a deployment need the same file."""
+    """Write the schema of a table, which all sites of a deployment must share."""
     from fedhet.base.disk import write_text
     from fedhet.data.cells import read_table
     from fedhet.data.spec import DataSpec
     from fedhet.data.tables import infer_schema
     from fedhet.settings.schema import build
 
-    given = {"columns": columns, "categories": categories, "missing": missing}
-    named = {
+    lists = {"columns": columns, "categories": categories, "missing": missing}
+    names = {
         key: tuple(name.strip() for name in value.split(",") if name.strip())
-        for key, value in given.items()
+        for key, value in lists.items()
     }
-    settings = {"target": target, "decimal": decimal, "date-order": date_order, **named}
+    settings = {"target": target, "decimal": decimal, "date-order": date_order, **names}
     spec = build(DataSpec, settings, prefix="data.")
     schema = infer_schema(read_table(table, spec), spec, say)
     write_text(out, schema.to_toml())

@@ -1,6 +1,6 @@
-"""Training by the commands: one run or several, side by side, ended at once by a signal.
+"""Training of one run, of several seeds, or of a sweep, for the commands `run` and `sweep`.
 
-What draws the results is imported after the training, which need not wait for it.
+The report package is imported only after training, because its imports take time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedhet.base.errors import FedhetError, StateError
 from fedhet.cli.options import console, errors, say
 from fedhet.cli.results import show_comparison, show_run
 from fedhet.cli.run import point_name
-from fedhet.config.resolve import Config, completed
-from fedhet.config.sources import Given
+from fedhet.config.resolve import Config, complete
+from fedhet.config.sources import GivenSettings
 from fedhet.engines.connection import for_training, inherited
 from fedhet.engines.simulate import baseline_of, settled_for, simulate, train
 from fedhet.runs.directory import is_complete
@@ -41,53 +41,57 @@ if TYPE_CHECKING:
     from fedhet import report
 
 T = TypeVar("T")
-RUNS_A_PROCESS = 20
-"""Its imports take as long as a small run; then it makes room for a new one, with empty caches."""
-ENDING = {
+RUNS_PER_PROCESS = 20
+"""Number of runs after which a worker process is replaced, to free its caches.
+
+The imports of a new process take as long as a small run.
+"""
+STOP_SIGNALS = {
     signal.SIGINT: "interrupted",
-    signal.SIGTERM: "ended by SIGTERM",
-    signal.SIGHUP: "ended by SIGHUP",
+    signal.SIGTERM: "stopped by SIGTERM",
+    signal.SIGHUP: "stopped by SIGHUP",
 }
-"""The signals that end a command, each with the words for it."""
+"""Signals that stop a command, with the description that is printed."""
 
 
 @dataclass(frozen=True)
-class OneOfSeveral:
-    """A run of several: what its lines are called, where it goes, and its settings."""
+class PlannedRun:
+    """Run to train: its label in the output, its directory, and its settings."""
 
     label: str
     directory: Path
     config: Config
 
 
-def train_one(given: Given, against: str | None = None) -> None:
-    """Make one run, and a run of the method `against` beside it; show it."""
-    config = completed(given)
+def train_one(given: GivenSettings, against: str | None = None) -> None:
+    """Train one run, and a baseline with the method `against` if given, and show the results."""
+    config = complete(given)
     directory = run_directory(config)
-    beside = _beside(config, directory, against)
+    baselines = _baselines(config, directory, against)
     run = _run(config, directory, begun=_process_begun())
     from fedhet import report
 
-    for baseline in _to_be_made(beside):
+    for baseline in _incomplete(baselines):
         _run(baseline.config, baseline.directory, baseline.label)
-    show_run(report.write(directory) if beside else run)
+    show_run(report.write(directory) if baselines else run)
 
 
-def train_seeds(several: Sequence[Given], against: str | None = None) -> None:
-    """Make runs of several seeds, each with a run of `against` beside it; compare them."""
-    parent = run_directory(completed(several[0]))
+def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) -> None:
+    """Train a run per seed, with a baseline for each if `against` is given, and compare them."""
+    parent = run_directory(complete(by_seed[0]))
     if (parent / "config.toml").exists():
-        raise StateError(f"{parent} already contains a run: give another directory with --out")
-    seeds = [given.run.seed for given in several]
+        raise StateError(f"{parent} already contains a run. Use another directory with --out.")
     runs = [
-        _one_of_several(f"seed {seed}", parent / f"seed-{seed}", given)
-        for seed, given in zip(seeds, several, strict=True)
+        _planned(f"seed {given.run.seed}", parent / f"seed-{given.run.seed}", given)
+        for given in by_seed
     ]
-    every = [each for run in runs for each in (run, *_beside(run.config, run.directory, against))]
+    every = [
+        each for run in runs for each in (run, *_baselines(run.config, run.directory, against))
+    ]
     begun: float | None = _process_begun()
-    for run in _to_be_made(every):
+    for run in _incomplete(every):
         _run(run.config, run.directory, begun=begun)
-        begun = None  # the next begins when this one has ended
+        begun = None  # only the first run includes the start of the process
     from fedhet import report
 
     for run in runs if against else ():
@@ -97,149 +101,156 @@ def train_seeds(several: Sequence[Given], against: str | None = None) -> None:
 
 def train_sweep(
     swept: tuple[str, ...],
-    points: Mapping[tuple[object, ...], Sequence[Given]],
+    points: Mapping[tuple[object, ...], Sequence[GivenSettings]],
     figures: str,
     out: Path,
     jobs: int,
 ) -> None:
-    """Make the runs of each point, which has a value for each of `swept`; show them together.
+    """Train the runs of each point of a grid and show the results together.
 
-    `jobs` runs train at once; 0: as many as the processors allow.
+    Args:
+        swept: Names of the swept settings.
+        points: Settings of the runs of each point, by the values of the swept settings.
+        figures: Comma-separated method metrics to plot in addition to the accuracy.
+        out: Directory for the runs and the report.
+        jobs: Number of runs to execute in parallel; 0 = as many as the CPUs allow.
     """
-    made: dict[tuple[object, ...], list[OneOfSeveral]] = {}
-    for point, several in points.items():
+    by_point: dict[tuple[object, ...], list[PlannedRun]] = {}
+    for point, by_seed in points.items():
         values = ", ".join(f"{k}={as_text(v)}" for k, v in zip(swept, point, strict=True))
-        made[point] = [
-            _one_of_several(
-                f"{values}, seed {given.run.seed}" if len(several) > 1 else values,
+        by_point[point] = [
+            _planned(
+                f"{values}, seed {given.run.seed}" if len(by_seed) > 1 else values,
                 out / point_name(point) / f"seed-{given.run.seed}",
                 given,
             )
-            for given in several
+            for given in by_seed
         ]
-    runs = [run for some in made.values() for run in some]  # all are checked by now
-    todo = _to_be_made(runs)
-    at_once = jobs or jobs_that_fit(runs[0].config)
-    if min(at_once, len(todo)) <= 1:
-        one_by_one = (_run(run.config, run.directory, run.label) for run in todo)
-        for number, (left, _) in enumerate(counted(one_by_one, len(todo)), 1):
+    runs = [run for planned in by_point.values() for run in planned]  # all valid at this point
+    todo = _incomplete(runs)
+    num_jobs = jobs or jobs_that_fit(runs[0].config)
+    if min(num_jobs, len(todo)) <= 1:
+        results = (_run(run.config, run.directory, run.label) for run in todo)
+        for number, (left, _) in enumerate(with_time_left(results, len(todo)), 1):
             say(f"{number} of {len(todo)}{left}")
     else:
         faults = []
-        with ending_at_once(lambda: "the finished runs are complete"):
-            ended = counted(side_by_side(todo, at_once, _made), len(todo))
-            for number, (left, (run, fault)) in enumerate(ended, 1):
+        with exit_on_signal(lambda: "the finished runs are complete"):
+            outcomes = with_time_left(run_parallel(todo, num_jobs, _train), len(todo))
+            for number, (left, (run, fault)) in enumerate(outcomes, 1):
                 say(f"{number} of {len(todo)}  {run.label}{': ' if fault else ''}{fault}{left}")
                 faults += [f"{run.label}: {fault}"] if fault else []
         if faults:
             raise FedhetError(f"{plural(len(faults), 'run')} failed: {'; '.join(faults)}")
     from fedhet import report
 
-    directories = {point: [run.directory for run in some] for point, some in made.items()}
-    found = report.sweep(swept, directories)
-    page = report.write_sweep(found, out, figures)
-    console.print(report.sweep_table(found, figures))
-    say(f"page: {page}")
+    directories = {point: [run.directory for run in runs] for point, runs in by_point.items()}
+    sweep = report.sweep(swept, directories)
+    path = report.write_sweep(sweep, out, figures)
+    console.print(report.sweep_table(sweep, figures))
+    say(f"report: {path}")
 
 
-def _made(run: OneOfSeveral) -> str:
-    return fault_of(run.config, run.directory)
+def _train(run: PlannedRun) -> str:
+    return error_of(run.config, run.directory)
 
 
-def _beside(config: Config, directory: Path, against: str | None) -> list[OneOfSeveral]:
-    """Return the baseline of a run: the same experiment with the method `against`, if there is one.
+def _baselines(config: Config, directory: Path, against: str | None) -> list[PlannedRun]:
+    """Return the same experiment with the method `against`, or an empty list if it is None.
 
-    Raises SettingsError if that method cannot be run so.
+    Raises SettingsError if the method does not support the experiment.
     """
     if against is None:
         return []
-    found = baseline_of(config, directory, against)
+    baseline = baseline_of(config, directory, against)
     label = f"baseline {against}, seed {config.run.seed}"
-    return [OneOfSeveral(label, Path(found.run.out), found)]
+    return [PlannedRun(label, Path(baseline.run.out), baseline)]
 
 
-def _one_of_several(label: str, directory: Path, given: Given) -> OneOfSeveral:
-    """Return a run, which resumes what is in its directory. Raises SettingsError."""
-    place = directory.resolve()
-    return OneOfSeveral(label, place, completed(given).replacing(out=str(place), resume=True))
+def _planned(label: str, directory: Path, given: GivenSettings) -> PlannedRun:
+    """Plan a run that resumes from the contents of its directory. Raises SettingsError."""
+    path = directory.resolve()
+    return PlannedRun(label, path, complete(given).replacing(out=str(path), resume=True))
 
 
-def _to_be_made(runs: Sequence[OneOfSeveral]) -> list[OneOfSeveral]:
-    """Return the runs that are not complete, and say which are.
+def _incomplete(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return the incomplete runs, and print a line for each complete one.
 
-    Raises StateError, before any is made, if a directory holds a run of another experiment.
+    Raises StateError if a directory contains a run of another experiment.
     """
     complete = [
         run for run in runs if is_complete(settled_for(run.config, run.directory), run.directory)
     ]
     for run in complete:
-        say(f"{run.label}: complete, not run again")
+        say(f"{run.label}: already complete")
     return [run for run in runs if run not in complete]
 
 
 def _process_begun() -> float:
-    """Return when this process was started, by `time.perf_counter`."""
+    """Return the start time of this process on the clock of `time.perf_counter`."""
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
 def _run(
     config: Config, directory: Path, label: str = "", begun: float | None = None
 ) -> report.Run:
-    with display_on(console, label) as display, ending_at_once(lambda: _how_to_go_on(directory)):
+    with display_on(console, label) as display, exit_on_signal(lambda: _resume_hint(directory)):
         return simulate(config, directory, [display], begun=begun)
 
 
-def _how_to_go_on(directory: Path) -> str:
-    """Return what can be done with a run that is interrupted now."""
+def _resume_hint(directory: Path) -> str:
+    """Return a hint how to continue a run that is interrupted now."""
     resume = f"`fedhet run --resume {directory}`"
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        return f"{resume} resumes it; `fedhet report {directory}` shows what it has recorded"
+        return f"resume with {resume}, or show the results so far with `fedhet report {directory}`"
     if (directory / "run.json").exists() and (directory / "config.toml").exists():
-        return f"no round was finished; {resume} starts again from the first"
-    return "nothing was trained yet"
+        return f"no round has finished; restart with {resume}"
+    return "training had not started"
 
 
-# --- several runs at once
+# --- parallel runs
 
 
-def side_by_side(todo: Sequence[T], jobs: int, make: Callable[[T], str]) -> Iterator[tuple[T, str]]:
-    """Yield each item with what `make` returns for it, in the order in which they end.
+def run_parallel(
+    todo: Sequence[T], jobs: int, function: Callable[[T], str]
+) -> Iterator[tuple[T, str]]:
+    """Call `function` for each item in worker processes; yield (item, result) on completion.
 
-    `make` is called in processes that are started again: torch's threads do not survive a fork. If
-    one of them is ended from outside, those that are not done have this as their outcome.
+    The processes are spawned, because PyTorch's threads do not survive a fork. If a process is
+    killed, the result of all unfinished items is an error message.
     """
-    new = get_context("spawn")
+    spawn = get_context("spawn")
     with (
         inherited(for_training()),
-        ProcessPoolExecutor(jobs, new, max_tasks_per_child=RUNS_A_PROCESS) as pool,
+        ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=RUNS_PER_PROCESS) as pool,
     ):
-        started = {pool.submit(make, item): item for item in todo}
-        for future in as_completed(started):
+        futures = {pool.submit(function, item): item for item in todo}
+        for future in as_completed(futures):
             try:
                 outcome = future.result()
             except BrokenProcessPool:
                 outcome = (
-                    "a process has ended, perhaps for want of memory: start again, with fewer "
-                    "--jobs"
+                    "a worker process was killed, possibly out of memory. Run the command again "
+                    "with fewer --jobs."
                 )
-            yield started[future], outcome
+            yield futures[future], outcome
 
 
-def counted(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
-    """Yield each item as it is done, with how long the others will take at the same pace."""
+def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
+    """Yield each item with an estimate of the time left for the remaining items, as text."""
     begun = time.monotonic()
     for number, item in enumerate(items, 1):
         left = (time.monotonic() - begun) / number * (total - number)
         yield f"  ({time_left(left)})" if number < total else "", item
 
 
-def fault_of(
+def error_of(
     config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
 ) -> str:
-    """Make a run, with its `report` or without; return why it failed, or "".
+    """Train a run, and write its report if `report`; return the error message, or "".
 
-    An error of another kind is shown in full, and the runs after this one are made all the same.
+    Prints the traceback of an unexpected error. Later runs still execute.
     """
     try:
         (simulate if report else train)(config, directory, watchers)
@@ -252,43 +263,43 @@ def fault_of(
 
 
 def jobs_that_fit(config: Config) -> int:
-    """Return the number of runs that the CPUs allow at once: one on Ray, which uses all CPUs."""
+    """Return the number of parallel runs that the CPUs allow; one with Ray, which uses them all."""
     if config.run.engine.backend == "ray":
         return 1
     return max(1, (os.cpu_count() or 1) // config.run.engine.threads)
 
 
-# --- the end by a signal
+# --- signals
 
 
 @contextlib.contextmanager
-def ending_at_once(hint: Callable[[], str]) -> Iterator[None]:
-    """End the process at once on Ctrl-C, SIGTERM or SIGHUP, with a line that ends in `hint()`.
+def exit_on_signal(hint: Callable[[], str]) -> Iterator[None]:
+    """Exit at once on Ctrl-C, SIGTERM or SIGHUP, without waiting for Flower's threads.
 
-    Clusters and containers send SIGTERM, and a closed terminal sends SIGHUP; both stay ignored if
-    they already were, as under nohup. Flower's threads would wait for their clients. A separate
-    thread reads the signals: Python runs handlers only in the main thread, which may be blocked
-    where no signal wakes it.
+    Prints a line that ends with `hint()`. Clusters and containers send SIGTERM, and a closed
+    terminal sends SIGHUP. Both stay ignored if they already were, e.g. under nohup. A separate
+    thread reads the signals, because Python runs signal handlers only in the main thread, which may
+    be blocked.
     """
-    heard, sender = socket.socketpair()
+    receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    ignored = {each for each in ENDING if signal.getsignal(each) is signal.SIG_IGN}
-    caught = ENDING.keys() - (ignored - {signal.SIGINT})
+    ignored = {each for each in STOP_SIGNALS if signal.getsignal(each) is signal.SIG_IGN}
+    caught = STOP_SIGNALS.keys() - (ignored - {signal.SIGINT})
     before = {each: signal.signal(each, lambda *_: None) for each in caught}
     wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
-    def end() -> None:
-        with heard:
-            while received := heard.recv(1):
-                if (number := received[0]) in ENDING:
+    def exit_on_receipt() -> None:
+        with receiver:
+            while received := receiver.recv(1):
+                if (number := received[0]) in STOP_SIGNALS:
                     try:
                         console.show_cursor(True)
-                        words = ENDING[signal.Signals(number)]
-                        errors.print(f"\nfedhet: {words}; {hint()}", markup=False, soft_wrap=True)
-                    finally:  # the terminal may be gone
+                        reason = STOP_SIGNALS[signal.Signals(number)]
+                        errors.print(f"\nfedhet: {reason}; {hint()}", markup=False, soft_wrap=True)
+                    finally:  # printing fails if the terminal is gone
                         os._exit(128 + number)
 
-    threading.Thread(target=end, daemon=True).start()
+    threading.Thread(target=exit_on_receipt, daemon=True).start()
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ from fedhet.client_runtime.node import (
 )
 from fedhet.client_runtime.privacy import redact_errors
 from fedhet.config.resolve import Config, resolve_items
-from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, code_named, is_named
+from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, code_named, is_listed
 from fedhet.data.sources import SOURCES
 from fedhet.data.spec import DataSpec, Location
 from fedhet.data.store import RunData
@@ -95,7 +95,7 @@ def permitted(
     if site.model:
         taken[POOL] = site.model
     for setting, name in code_named(taken):
-        if name not in ("", site.model) and not is_named(name, models):
+        if name not in ("", site.model) and not is_listed(name, models):
             raise _not_allowed("allow-models", models, f"import {name!r}", setting)
     for setting, place in _places(taken):
         if place.path and private and site.data:

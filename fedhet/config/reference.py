@@ -1,11 +1,14 @@
-"""Generates files from the declarations in the code.
+"""Generates reference documentation from the declarations in the code.
 
-docs/reference.md: the settings of every run. docs/methods/NAME.md: a method's settings, those of
-its paper, and the fields of its messages. README.md and docs/methods.md: the list of methods.
-docs/rounds.md and docs/privacy.md: what late replies and privacy mean for each.
-pyproject.toml: the default run config of `flwr run`. `python -m fedhet.config.reference`, in the
-project's root, writes all of them. On pages that are also edited by hand, only the part between
-BEGIN and END is generated.
+`python -m fedhet.config.reference`, run in the project's root directory, writes:
+
+- docs/reference.md: the settings of every run
+- docs/methods/NAME.md: the properties and settings of a method, and the paper's experiment
+- README.md and docs/methods.md: the list of methods
+- docs/rounds.md and docs/privacy.md: the treatment of late replies and of privacy, by method
+- pyproject.toml: the default run config of `flwr run`
+
+In pages that also contain hand-written text, only the part between `BEGIN` and `END` is generated.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.methods.spec import Late, MethodSpec
 from fedhet.settings.run import RunSettings
-from fedhet.settings.schema import kebab, nest, plain, takes
+from fedhet.settings.schema import allowed_values, kebab, nest, plain
 from fedhet.settings.text import as_text
 from fedhet.wire.contract import Contract
 
@@ -41,8 +44,8 @@ generates this page.
 values, which are assigned to the clients in turn.
 """
 BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
-SETTING_COLUMNS = ("setting", "default", "values", "description")
-REFERENCE_COLUMNS = ("setting and default", "values", "description")
+SETTING_COLUMNS = ("setting", "default", "allowed values", "description")
+REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
 METHOD_COLUMNS = ("method", "description", "requires")
 LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("method", "with privacy")
@@ -55,7 +58,7 @@ PAPER_SETTINGS = resources.files("fedhet") / "config" / "paper_settings.toml"
 
 
 def reference(root: Path) -> dict[Path, str]:
-    """Return the text of every page that is made from the code, by its path in the project."""
+    """Return the text of every generated page, by its path in the project."""
     methods = [find_method(name) for name in sorted(shipped_names())]
     docs = root / "docs"
     parts = {
@@ -75,7 +78,7 @@ def reference(root: Path) -> dict[Path, str]:
 
 
 def with_part(path: Path, part: str, paper: str = "") -> str:
-    """Return the text of a page with its generated part; a method's new page cites `paper`."""
+    """Return the text of a page with a new generated part; a new method page cites `paper`."""
     page = f"# {path.stem}\n\n{BEGIN}{END}\n"
     if path.exists():
         page = path.read_text(encoding="utf-8")
@@ -86,7 +89,7 @@ def with_part(path: Path, part: str, paper: str = "") -> str:
 
 
 def _index(methods: Iterable[Method], folder: str, *, brief: bool = False) -> str:
-    """Return the table of methods; if `brief`, without their requirements."""
+    """Build the table of methods; if `brief`, without their requirements."""
     columns = len(METHOD_COLUMNS) - brief
     rows = [
         (f"[`{method.name}`]({folder}{method.name}.md)", method.spec.title, _needs(method.spec))
@@ -96,7 +99,7 @@ def _index(methods: Iterable[Method], folder: str, *, brief: bool = False) -> st
 
 
 def _grouped(columns: tuple[str, str], words: Mapping[str, str]) -> str:
-    """Return a table of what holds for methods, with one row for the methods that share it."""
+    """Build a table that merges the methods with equal text into one row."""
     names: dict[str, list[str]] = {}
     for name, line in words.items():
         names.setdefault(line, []).append(f"`{name}`")
@@ -104,10 +107,10 @@ def _grouped(columns: tuple[str, str], words: Mapping[str, str]) -> str:
 
 
 def _needs(spec: MethodSpec) -> str:
-    """Return in words what data and models a method needs."""
+    """Return the data and models that a method requires, as text."""
     needed = {
         "public data": spec.needs_public,
-        "unlabeled samples of the clients": spec.needs_unlabeled,
+        "unlabeled client samples": spec.needs_unlabeled,
         "one architecture": spec.one_model,
         "a pool of one model": spec.submodels,
         "a simulation": spec.simulation_only,
@@ -116,7 +119,7 @@ def _needs(spec: MethodSpec) -> str:
 
 
 def _method(method: Method) -> str:
-    """Return the generated part of a method's page."""
+    """Build the generated part of a method's page."""
     spec, file = method.spec, f"{method.name.replace('-', '_')}.py"
     places = {"declaration": "methods", "server": "strategies", "client": "clients"}
     code = [f"[{side}](../../fedhet/{place}/{file})" for side, place in places.items()]
@@ -157,10 +160,10 @@ def _metrics(spec: MethodSpec) -> str:
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
-    """Return a section for each table of settings, with short forms of the allowed values."""
+    """Build a section for each table of settings, with abbreviated allowed values."""
     tables: dict[str, list[tuple[str, ...]]] = {}
-    for name, default, values, help_ in setting_rows(settings, brief=True):
-        row = (f"`{name}={default}`", _short(values), help_)
+    for name, default, values, text in setting_rows(settings):
+        row = (f"`{name}={default}`", _short(values), text)
         tables.setdefault(name.rpartition(".")[0] or "Run", []).append(row)
     return "".join(
         f"\n## {title}\n\n{in_markdown(REFERENCE_COLUMNS, rows)}" for title, rows in tables.items()
@@ -168,31 +171,31 @@ def _settings(settings: Mapping[str, FieldInfo]) -> str:
 
 
 def _short(values: str) -> str:
-    """Return allowed values in few words: a range, or choices; empty if the default tells."""
-    one, assigned, _ = values.partition(", or a list of such")
-    text = re.sub(r"\b(an?|one of) |, each text$|^(text|true or false)$", "", one)
+    """Abbreviate allowed values to a range or choices, or to "" if the default shows the type."""
+    single, per_client, _ = values.partition(", or a list to assign to clients")
+    text = re.sub(r"\bone of | of strings$|^(string|true or false)$", "", single)
     text = re.sub(r"\b(?:integer|number) >= (\S+) and < (\S+)", r"[\1, \2)", text)
     text = re.sub(r"\b(?:integer|number) > (\S+) and < (\S+)", r"(\1, \2)", text)
     text = re.sub(r"\b(?:integer|number) > (\S+) and <= (\S+)", r"(\1, \2]", text)
     text = re.sub(r"\b(?:integer|number) >= (\S+) and <= (\S+)", r"\1 to \2", text)
     text = re.sub(r"\b(?:integer|number) >= ", "≥", text)
     text = re.sub(r"\b(?:integer|number) > ", ">", text)
-    return f"{text}; *per client*" if assigned else text
+    return f"{text}; *per client*" if per_client else text
 
 
 def _own_settings(method: Method) -> str:
-    """Return the table of a method's settings, with the paper's values where they differ."""
+    """Build the table of a method's settings, with the paper's values where they differ."""
     name = method.name
-    printed = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
+    published = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
     rows = []
-    for setting, default, values, help_ in setting_rows(method.settings(), brief=True):
+    for setting, default, values, text in setting_rows(method.settings()):
         choices = [f"`{each}`" for each in values.removeprefix("one of ").split(", ")]
         if values.startswith("one of ") and " or " not in values:
             choices = [each for each in choices if each != f"`{json.loads(default)}`"]
             default = f"`{json.loads(default)}` ({'/'.join(choices)})"
         else:
             default = f"`{default}`"
-        rows.append((f"`{setting}`", default, printed.get(f"`{setting}`", ""), help_))
+        rows.append((f"`{setting}`", default, published.get(f"`{setting}`", ""), text))
     if not any(paper for _, _, paper, _ in rows):
         return in_markdown(
             ("setting", "default", "description"), [(s, d, h) for s, d, _, h in rows]
@@ -200,12 +203,10 @@ def _own_settings(method: Method) -> str:
     return in_markdown(("setting", "default", "paper", "description"), rows)
 
 
-def setting_rows(
-    settings: Mapping[str, FieldInfo], *, brief: bool = False
-) -> list[tuple[str, str, str, str]]:
-    """Return each setting's name, default, allowed values (see `allowed`) and description."""
+def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
+    """Return the name, default, allowed values and description of each setting."""
     return [
-        (name, _literal(info.default), takes(info, brief=brief), info.description or "")
+        (name, _literal(info.default), allowed_values(info, brief=True), info.description or "")
         for name, info in settings.items()
     ]
 
@@ -215,19 +216,19 @@ def _literal(value: object) -> str:
 
 
 def default_models(method: Method) -> str:
-    """Return the method's default models in a sentence, by the kind of data."""
+    """Return a sentence with the method's default models for each kind of data."""
     parts = [as_text(method.spec.pool(IMAGE))]
     for kind in KINDS.values():
         if kind is not IMAGE:
-            own = method.spec.defaults(kind).items()
-            named = [f"{method.table}.{kebab(name)} = {model}" for name, model in own]
+            defaults = method.spec.defaults(kind).items()
+            changed = [f"{method.table}.{kebab(name)} = {model}" for name, model in defaults]
             pool = as_text(method.spec.pool(kind))
-            parts.append(f"for {kind.plural}, {', and '.join([pool, *named])}")
+            parts.append(f"for {kind.plural}, {', and '.join([pool, *changed])}")
     return f"Default models: {'; '.join(parts)}."
 
 
 def privacy(method: Method) -> str:
-    """Return in a sentence whether a method can protect the clients' samples, and how."""
+    """Return a sentence about the method's support for differential privacy."""
     rule = method.spec.privacy
     if rule.unsupported:
         return f"Privacy (`privacy.epsilon`): unsupported, because {rule.unsupported}."
@@ -237,7 +238,7 @@ def privacy(method: Method) -> str:
 
 
 def _private_needs(method: Method) -> list[str]:
-    """Return the values that a method's settings must have with privacy."""
+    """Return the method settings that privacy requires, as NAME=VALUE."""
     return [
         f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
         for name, allowed in method.spec.privacy.needs.items()
@@ -245,19 +246,20 @@ def _private_needs(method: Method) -> list[str]:
 
 
 def _private(method: Method) -> str:
-    """Return what privacy means for a method, for the table of all methods."""
+    """Return the cell of a method in the table of privacy support."""
     rule, needs = method.spec.privacy, [f"`{each}`" for each in _private_needs(method)]
     if rule.unsupported:
         return f"unsupported: {rule.unsupported}"
-    return f"{rule.mechanism}; with {', '.join(needs)}: {rule.reason}" if needs else rule.mechanism
+    if not needs:
+        return rule.mechanism
+    return f"{rule.mechanism}; requires {', '.join(needs)} ({rule.reason})"
 
 
 def defenses(method: Method) -> str:
-    """Return in a sentence which robust averages a method can have."""
-    found, resists = ", ".join(method.spec.defenses), method.spec.robustness
-    if found:
-        return f"Robust aggregation (`defense.average`): {found}."
-    return f"Robust aggregation (`defense.average`): none{f'; {resists}' if resists else ''}."
+    """Return a sentence with the robust aggregation rules that a method supports."""
+    rules, robustness = ", ".join(method.spec.defenses) or "none", method.spec.robustness
+    note = f"; {robustness}" if robustness and not method.spec.defenses else ""
+    return f"Robust aggregation (`defense.average`): {rules}{note}."
 
 
 def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
@@ -271,13 +273,13 @@ def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
 def in_markdown(
     head: tuple[str, ...], rows: Iterable[tuple[str, ...]], words: int | None = None
 ) -> str:
-    """Return a table of cells in Markdown; columns after the first `words` are right-aligned."""
+    """Format a Markdown table; columns after the first `words` are right-aligned."""
     rule = ("---" if words is None or place < words else "---:" for place in range(len(head)))
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, tuple(rule), *rows))
 
 
 def with_run_config(pyproject: str) -> str:
-    """Return the text of pyproject.toml with every setting's default as the run config."""
+    """Return the text of pyproject.toml with all defaults as the run config."""
     before, start, rest = pyproject.partition("[tool.flwr.app.config]\n")
     after = rest[rest.index("[tool.ruff]") :]
     content = tomli_w.dumps(nest(to_flower(defaults() | {CLIENTS: FOLLOW})))
@@ -285,12 +287,12 @@ def with_run_config(pyproject: str) -> str:
     return f"{before}{start}{settings.strip()}\n\n{after}"
 
 
-# --- the settings of the papers' experiments, from paper_settings.toml
+# --- settings of the papers' experiments, from paper_settings.toml
 
 
 @cache
 def paper_settings() -> dict[str, Any]:
-    """Return the papers' experiments by method; in the table "why", reasons for every method.
+    """Read paper_settings.toml: a table per method, and "why" with reasons common to all methods.
 
     `tests/test_paper_settings.py` checks the file.
     """
@@ -298,17 +300,17 @@ def paper_settings() -> dict[str, Any]:
 
 
 def differences(name: str) -> list[tuple[str, str, str, str]]:
-    """Return a row for each setting whose default differs: its name, the default, the paper, why.
+    """Return (setting, default, value in the paper, reason) for each default that differs.
 
-    A paper's setting has a value, or words where no value of the setting is the paper's.
+    The file describes a paper's value in words if the setting cannot express it.
     """
-    # Import lazily: the defaults of models need PyTorch, which `fedhet methods` does without.
+    # Import lazily: the default models need PyTorch, which `fedhet methods` does not load.
     from fedhet.config.resolve import resolve
 
-    printed, reasons = paper_settings()[name].get("settings", {}), paper_settings()["why"]
+    published, reasons = paper_settings()[name].get("settings", {}), paper_settings()["why"]
     rows = []
     for setting, default in resolve({"method": name}).flat().items():
-        each = printed.get(setting)
+        each = published.get(setting)
         if each and ("words" in each or each["value"] != default):
             words = each.get("words") or f"`{_literal(each['value'])}`"
             why = each.get("why") or reasons.get(setting, "")

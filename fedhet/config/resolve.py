@@ -1,7 +1,7 @@
-"""Resolves a run's settings: adds the method's defaults, and checks what settings mean together.
+"""Resolution of a run's settings: method defaults, and rules across tables.
 
-`completed` checks every rule between settings of several tables that takes the run's method, its
-models or its data. The rules of one table are its validators, in fedhet/settings.
+`complete` checks every rule that involves several tables together with the method, the models or
+the data. Rules within one table are validators of its class in `fedhet.settings`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedhet.algorithms.robust import withstood
 from fedhet.algorithms.rounds import closing, honest_majority, wanted
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
-from fedhet.config.sources import Given, from_flower, validated
+from fedhet.config.sources import GivenSettings, from_flower, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import GENERATED, NO_DATASET, RunData
@@ -28,14 +28,14 @@ from fedhet.methods.registry import Method, all_methods
 from fedhet.privacy.sgd import refuse_unfit
 from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
-from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, kebab, nest, refused
+from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, invalid_setting, kebab, nest
 from fedhet.wire.contract import floating, poisonable
 from fedhet.wire.identity import ClientInfo
 
 PUBLIC_FRACTION = 0.2
-"""Default share of the training set that is public, if the method needs public data."""
+"""Default fraction of public training samples for methods that need public data."""
 LABELED_ALPHA = 0.5
-"""Default if the method needs unlabeled data (UM-pFSSL, section VI-A)."""
+"""Default of `data.labeled-alpha` for methods that need unlabeled data (UM-pFSSL, VI-A)."""
 PRIVATE: Mapping[str, tuple[object, ...]] = {
     "training.clip": (0.0,),
     "training.semi": ("none",),
@@ -43,14 +43,16 @@ PRIVATE: Mapping[str, tuple[object, ...]] = {
     "engine.precision": ("float32",),
     "pace.select": ("random",),
 }
-"""The settings that a private run restricts, and what it allows. Each other value uses samples in a
-way that is neither bounded nor noised, or chooses by losses, which a private client does not send.
+"""Settings restricted by differential privacy, with their allowed values.
+
+Other values use samples without clipping and noise, or need client losses, which private clients
+do not send.
 """
 
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of one run: those shared by all methods, and its method's own."""
+    """Complete settings of one run: the shared tables and the table of its method."""
 
     run: RunSettings
     method: Method
@@ -58,53 +60,54 @@ class Config:
 
     @property
     def uses_unlabeled(self) -> bool:
-        """Return whether the clients learn from unlabeled samples of their own."""
+        """Whether the clients also learn from local unlabeled samples."""
         return self.method.spec.needs_unlabeled or self.run.training.semi != "none"
 
     def flat(self) -> dict[str, Any]:
-        """Return every setting of the run by its full name; the inverse of `resolve`."""
+        """Return all settings by full name (inverse of `resolve`)."""
         own = {f"{self.method.table}.{name}": value for name, value in self.own.flat().items()}
         return {**self.run.flat(), **own}
 
     def to_toml(self) -> str:
-        """Return the settings as TOML for `--config`, without `out` and `resume`."""
+        """Serialize the settings to TOML for `--config`, without `out` and `resume`."""
         return tomli_w.dumps(nest({k: v for k, v in self.flat().items() if k not in PLACE}))
 
     def replacing(self, **changes: Any) -> Config:
-        """Return this config with some of the shared settings, or tables, replaced."""
+        """Return a copy with the given fields of `run` replaced."""
         return replace(self, run=self.run.model_copy(update=changes))
 
 
 def resolve(values: Mapping[str, object]) -> Config:
-    """Validate settings by their full names. Raises SettingsError with a one-line message.
+    """Validate settings given by full name, and add the defaults of the method.
 
-    A setting of another method is allowed only at its default, because Flower's run config lists
-    the settings of every method.
+    Settings of other methods must have their default values, because Flower's run config contains
+    the settings of every method. Raises SettingsError.
     """
-    return completed(validated(values))
+    return complete(validate(values))
 
 
 def resolve_flower(values: Mapping[str, object]) -> Config:
-    """Return the settings of Flower's run config, which lists them all: a default is no choice."""
-    return completed(replace(validated(from_flower(values)), chosen=frozenset()))
+    """Resolve Flower's run config, which contains every setting; defaults count as unset."""
+    return complete(replace(validate(from_flower(values)), explicit=frozenset()))
 
 
 @lru_cache(maxsize=8)
 def resolve_items(items: tuple[tuple[str, Scalar], ...]) -> Config:
-    """Return the settings of Flower's run config, resolved once a process for the same items."""
+    """Resolve the items of Flower's run config, with a cache for repeated calls."""
     return resolve_flower(dict(items))
 
 
-def completed(given: Given) -> Config:
-    """Fill in the method's defaults for what is unset, and check the rules. Raises SettingsError.
+def complete(given: GivenSettings) -> Config:
+    """Fill in the method's defaults for unset settings, and check the rules across tables.
 
-    A shared setting that has its default counts as unset, since Flower's run config lists every
-    setting; so does one of the method's own, unless it is among the `chosen` ones.
+    A shared setting with its default value counts as unset, because Flower's run config contains
+    every setting. A method setting with its default value counts as unset unless it is in
+    `given.explicit`. Raises SettingsError.
     """
     run, method, own, is_private = given.run, given.method, given.own, given.run.privacy.is_on
     spec, kind = method.spec, sources.sample_kind(run.data)
     usual, default = spec.defaults(kind), type(own)()
-    usual = {k: v for k, v in usual.items() if f"{method.table}.{kebab(k)}" not in given.chosen}
+    usual = {k: v for k, v in usual.items() if f"{method.table}.{kebab(k)}" not in given.explicit}
     if is_private:
         clients = spec.privacy.models
         usual |= {k: models.group_norm_name(v) for k, v in usual.items() if k in clients}
@@ -115,8 +118,8 @@ def completed(given: Given) -> Config:
     fixed = own.fixed_rounds()
     if fixed is not None and run.rounds != fixed:
         if run.rounds != RunSettings().rounds:
-            rule = f"{fixed}, which follows from the settings of {run.method}"
-            raise refused("rounds", run.rounds, rule)
+            problem = f"the settings of {run.method} determine the number of rounds"
+            raise invalid_setting("rounds", run.rounds, str(fixed), problem)
         changes["rounds"] = fixed
     data: dict[str, Any] = {}
     needs_public = spec.needs_public or own.uses_public()
@@ -139,7 +142,7 @@ def completed(given: Given) -> Config:
     return config
 
 
-# --- rules between settings of several tables; each function raises SettingsError
+# --- rules across tables; each function raises SettingsError
 
 
 def _check_models_and_data(config: Config) -> None:
@@ -158,47 +161,48 @@ def _check_models_and_data(config: Config) -> None:
 
 
 def _check_against_malice(config: Config) -> None:
-    """Check attack, defense, and pace.
+    """Check that the attack and the defense suit the method, and that a defense can work.
 
-    Malicious clients could be the majority by replying or joining first, where a round may close,
-    or a run may start, with too few of the honest clients.
+    Malicious clients could form a majority by replying or joining first, if a round may close, or
+    a run may start, with too few honest clients.
     """
     run, name, spec = config.run, config.method.name, config.method.spec
-    kind, average, share = run.attack.kind, run.defense.average, run.defense.malicious_fraction
-    struck = poisonable if kind in ("paf", "lie", "ofom") else floating
-    if kind != "none" and not struck(spec.replies):
-        rule = f"none with {name}, whose clients send neither logits nor weights"
-        raise refused("attack.kind", kind, rule)
+    kind, average, fraction = run.attack.kind, run.defense.average, run.defense.malicious_fraction
+    can_poison = poisonable if kind in ("paf", "lie", "ofom") else floating
+    if kind != "none" and not can_poison(spec.replies):
+        problem = f"clients of {name} send neither logits nor weights"
+        raise invalid_setting("attack.kind", kind, "none", problem)
     if average not in ("mean", *spec.defenses):
-        resists = f": {spec.robustness}" if spec.robustness else ""
-        able = ", ".join(("mean", *spec.defenses))
-        raise refused("defense.average", average, f"{able} with {name}{resists}")
+        problem = f"unsupported by {name}{f' ({spec.robustness})' if spec.robustness else ''}"
+        supported = ("mean", *spec.defenses)
+        expected = f"{'one of ' if len(supported) > 1 else ''}{', '.join(supported)}"
+        raise invalid_setting("defense.average", average, expected, problem)
     if average != "mean":
-        malicious, count, least = honest_majority(run)
+        malicious, count, required = honest_majority(run)
         closes = closing(run.pace, wanted(run.clients, run.fraction), count).min_replies
-        rule = f"with 'defense.average' = '{average}', 'defense.malicious-fraction' = {share:g}"
-        if malicious and closes < least:
+        if malicious and closes < required:
             raise SettingsError(
-                f"setting 'pace.min-replies' = {run.pace.min_replies:g} closes a round with "
-                f"{closes} replies: {rule}, {malicious} of {count} clients may be malicious and "
-                f"the fastest, expected at least {least}. Set 'pace.min-replies' to {least}, or "
-                "lower 'defense.malicious-fraction'."
+                f"setting 'pace.min-replies': the fastest {malicious} of {count} clients may be "
+                f"malicious ('defense.malicious-fraction' = {fraction:g}), expected at least "
+                f"{required} replies per round for '{average}', got {closes}. Set "
+                f"'pace.min-replies' to {required}, or lower 'defense.malicious-fraction'."
             )
-        malicious, start = withstood(run.clients, share), run.engine.min_clients
+        malicious, start = withstood(run.clients, fraction), run.engine.min_clients
         if 0 < start < min(2 * malicious + 1, run.clients):
-            raise SettingsError(
-                f"setting 'engine.min-clients' = {start}: {rule}, {malicious} of {run.clients} "
-                "clients may be malicious and the first to join, expected 0 or at least "
-                f"{2 * malicious + 1}."
+            problem = (
+                f"the first {malicious} of {run.clients} clients to join may be malicious "
+                f"('defense.malicious-fraction' = {fraction:g})"
             )
+            expected = f"0 or at least {2 * malicious + 1} for '{average}'"
+            raise invalid_setting("engine.min-clients", start, expected, problem)
     if run.pace.is_asynchronous and spec.late != "averaged":
         able = ", ".join(n for n, each in all_methods()[0].items() if each.spec.late == "averaged")
-        rule = f"synchronous with {run.method}; {able} may be asynchronous"
-        raise refused("pace.mode", run.pace.mode, rule)
+        problem = f"unsupported by {run.method} (supported by {able})"
+        raise invalid_setting("pace.mode", run.pace.mode, "synchronous", problem)
 
 
 def _check_privacy(config: Config) -> None:
-    """What cannot be private is refused, naming what would do."""
+    """Reject settings that differential privacy does not support, and name supported values."""
     run, method, own = config.run, config.method, config.own
     if not run.privacy.is_on:
         return
@@ -206,101 +210,98 @@ def _check_privacy(config: Config) -> None:
     if run.privacy.epsilon:
         switch, epsilon = "privacy.epsilon", run.privacy.epsilon
 
-    def check(setting: str, value: object, allowed: Sequence[object], rest: str = "") -> None:
+    def check(setting: str, value: object, allowed: Sequence[object], problem: str = "") -> None:
         if value not in allowed:
-            able = " or ".join(
+            expected = " or ".join(
                 f"{each:g}" if isinstance(each, float) else str(each).lower() for each in allowed
             )
-            raise refused(setting, value, f"{able}{rest} with '{switch}'")
+            raise invalid_setting(setting, value, f"{expected} with '{switch}'", problem)
 
     if run.data.held_out_clients:
-        rule = "0 with '[privacy]': the local epoch of those clients is not protected"
-        raise refused("data.held-out-clients", run.data.held_out_clients, rule)
+        problem = "the local epoch of held-out clients is not protected"
+        expected = f"0 with '{switch}'"
+        raise invalid_setting("data.held-out-clients", run.data.held_out_clients, expected, problem)
     if method.spec.privacy.unsupported:
-        raise refused(switch, epsilon, f"0 with {method.name}: {method.spec.privacy.unsupported}")
+        problem = f"unsupported by {method.name} ({method.spec.privacy.unsupported})"
+        raise invalid_setting(switch, epsilon, "0", problem)
     for name, needed in method.spec.privacy.needs.items():
         check(f"{method.table}.{kebab(name)}", getattr(own, name), needed)
     if run.data.public_dataset == GENERATED:
-        rest = "samples of a dataset of their own, or 'data.public-fraction'"
-        why = "generated samples are made of the values of the clients' samples"
-        raise refused("data.public-dataset", GENERATED, f"{rest}, with '{switch}': {why}")
+        problem = "generated samples reveal values of the clients' samples"
+        expected = f"another dataset, or 'data.public-fraction', with '{switch}'"
+        raise invalid_setting("data.public-dataset", GENERATED, expected, problem)
     values = run.flat()
     for setting, needed in PRIVATE.items():
         check(setting, values[setting], needed)
     for setting, model in _models_of_clients(config):
-        fit = models.group_norm_name(model)
-        if fit != model:
-            rest = f"in place of {model}, whose batch norms mix the samples of a batch"
-            check(setting, model, (fit,), f" {rest},")
+        suitable = models.group_norm_name(model)
+        if suitable != model:
+            problem = f"the batch norms of {model} mix the samples of a batch"
+            check(setting, model, (suitable,), problem)
         elif model in models.WITHOUT_GRADIENTS:
-            check(setting, model, ("a network",))
+            check(setting, model, ("a neural network",))
 
 
 def _check_training_and_pool(config: Config) -> None:
-    run, semi, name, spec = (
-        config.run,
-        config.run.training.semi,
-        config.method.name,
-        config.method.spec,
-    )
-    pool = run.models.pool
+    run, name, spec = config.run, config.method.name, config.method.spec
+    semi, pool = run.training.semi, run.models.pool
     if semi != "none":
+        given = f"with 'training.semi' = '{semi}'"
         if not spec.semi:
-            raise refused("training.semi", semi, f"none with {name}, which trains in its own way")
+            problem = f"unsupported by {name}, which has a different local training"
+            raise invalid_setting("training.semi", semi, "none", problem)
         if not sources.sample_kind(run.data).changeable:
             able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)
-            rule = f"{able} with 'training.semi' = '{semi}', which augments them"
-            raise refused("data.dataset", run.data.dataset, rule)
+            raise invalid_setting("data.dataset", run.data.dataset, f"{able} {given}")
         if run.training.augment != "none":
-            rule = f"none with 'training.semi' = '{semi}', which augments by its own rules"
-            raise refused("training.augment", run.training.augment, rule)
-        if unable := [each for each in pool if each in models.WITHOUT_GRADIENTS]:
-            rule = f"networks with 'training.semi' = '{semi}', not {unable[0]}"
-            raise refused("models.pool", pool, rule)
+            problem = f"{semi} defines the augmentation"
+            raise invalid_setting(
+                "training.augment", run.training.augment, f"none {given}", problem
+            )
+        if not models.WITHOUT_GRADIENTS.keys().isdisjoint(pool):
+            raise invalid_setting("models.pool", pool, f"neural networks {given}")
     several = len(set(pool)) > 1 or not models.DRAWN.keys().isdisjoint(pool)
     if several and (spec.one_model or spec.submodels):
-        how = "exchanges their weights" if spec.one_model else "cuts theirs from it"
-        raise refused("models.pool", pool, f"one model for all clients with {name}, which {how}")
+        how = "exchanges the weights" if spec.one_model else "cuts submodels from one model"
+        raise invalid_setting("models.pool", pool, "one model for all clients", f"{name} {how}")
     for model in pool:
         if model in models.WITHOUT_GRADIENTS and not spec.any_model:
-            able = ", ".join(m for m, found in all_methods()[0].items() if found.spec.any_model)
-            raise SettingsError(
-                f"setting 'models.pool' = {list(pool)!r} is not allowed: {model} has no gradients, "
-                f"which {name} trains by; methods for models of any kind: {able}"
-            )
+            able = ", ".join(m for m, each in all_methods()[0].items() if each.spec.any_model)
+            problem = f"{model} has no gradients (supported by {able})"
+            raise invalid_setting("models.pool", pool, f"neural networks with {name}", problem)
 
 
 def _check_own_model(config: Config, name: str, check: Callable[[Any], object]) -> None:
-    """Check the model that one of the method's own settings names, and name it in the error."""
+    """Check the model named by the method's setting `name`, and name the setting in errors."""
     value = config.own.flat()[name]
     try:
         check(value)
     except FedhetError as error:
-        setting = f"setting '{config.method.table}.{name}' = {value!r} is not allowed"
+        setting = f"setting '{config.method.table}.{name}' = {value!r}"
         raise SettingsError(f"{setting}: {error}") from None
 
 
 def _models_of_clients(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the models that clients train, each with the setting that names it."""
+    """Yield (setting, model) for each model that clients train."""
     for model in dict.fromkeys(config.run.models.pool):
         yield "models.pool", model
     for name in config.method.spec.privacy.models:
         yield f"{config.method.table}.{kebab(name)}", getattr(config.own, name)
 
 
-# --- what a machine or a deployment can run
+# --- checks for a machine, and for a deployment
 
 
 def check(config: Config, store: RunData | None = None) -> None:
-    """Raise FedhetError if this machine cannot run `config`: its data, models or device."""
+    """Raise FedhetError if the data, a model or the device of `config` is unavailable here."""
     run, store, spec = config.run, store or RunData.of(config.run), config.method.spec
     compute_for(run.engine)
     store.validate()
     dataset = store.dataset
     kind, shape, classes = dataset.kind, dataset.shape, len(dataset.classes)
     if run.models.num_classes not in (0, classes):
-        rule = f"0, or the {classes} classes of {run.data.dataset}"
-        raise refused("models.num-classes", run.models.num_classes, rule)
+        expected = f"0 or {classes}, the number of classes of {run.data.dataset}"
+        raise invalid_setting("models.num-classes", run.models.num_classes, expected)
     augmentation(run.training.augment, KINDS[kind], shape)
     for name in dict.fromkeys(run.models.pool):
         models.check(name, kind, shape, classes, any_model=spec.any_model)
@@ -316,7 +317,7 @@ def check(config: Config, store: RunData | None = None) -> None:
 
 
 def check_trainable(config: Config, dataset: Dataset) -> None:
-    """Raise SettingsError for a private run's model with a layer that cannot tell samples apart."""
+    """Raise SettingsError if a model of a private run has layers without per-sample gradients."""
     for setting, model in _models_of_clients(config):
         if model not in models.DRAWN:
             try:
@@ -324,28 +325,24 @@ def check_trainable(config: Config, dataset: Dataset) -> None:
                 built = models.build(model, shape, classes, seed=config.run.seed, kind=kind)
                 refuse_unfit(built, kind, shape, model)
             except ModelError as error:
-                raise refused(setting, model, f"another model: {error}") from None
+                raise invalid_setting(setting, model, "another model", str(error)) from None
 
 
 def check_deployable(config: Config) -> None:
-    """Raise SettingsError for a method or for injected faults that can only be simulated."""
+    """Raise SettingsError if the method, or a setting, is supported only in simulations."""
     if config.method.spec.simulation_only:
-        rule = (
-            "another method in a deployment: it trains on all clients' data in one place, which "
-            "would have to leave the sites; `fedhet run` simulates it"
-        )
-        raise refused("method", config.method.name, rule)
-    if config.run.data.held_out_clients:
-        rule = "0 in a deployment, whose sites are there to train"
-        raise refused("data.held-out-clients", config.run.data.held_out_clients, rule)
-    for name, value in SIMULATED_ONLY.items():
-        if (found := getattr(config.run.pace, name)) != value:
-            rule = f"{value} in a deployment, whose sites are slow and fail by themselves"
-            raise refused(f"pace.{kebab(name)}", found, rule)
+        problem = "the data of all clients would have to leave their sites"
+        expected = "another method in a deployment (or `fedhet run` to simulate)"
+        raise invalid_setting("method", config.method.name, expected, problem)
+    if (held_out := config.run.data.held_out_clients) != 0:
+        raise invalid_setting("data.held-out-clients", held_out, "0 in a deployment")
+    for name, required in SIMULATED_ONLY.items():
+        if (value := getattr(config.run.pace, name)) != required:
+            raise invalid_setting(f"pace.{kebab(name)}", value, f"{required} in a deployment")
 
 
 def absolute(config: Config) -> Config:
-    """Return `config` with absolute data paths, for workers with another working directory."""
+    """Make the data paths absolute, for workers with a different working directory."""
     table = config.run.data
     changes = {
         "data_dir": str(expanded(table.data_dir).resolve()),

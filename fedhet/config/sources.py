@@ -1,9 +1,10 @@
-"""A run's settings as they are given, up to their validation, without PyTorch.
+"""Reading and validation of settings, without importing PyTorch.
 
-Sources are `KEY=VALUE` on a command line, TOML files, named presets, and Flower's run config. The
-command line and `fedhet.run` both lay them over each other (`layered`). Settings from somebody else
-may name code to import, which `check_trusted` refuses. `validated` checks names, types and ranges,
-so that commands refuse a mistyped setting at once; `resolve` checks the rest and adds defaults.
+Settings come from `KEY=VALUE` arguments, TOML files, presets, and Flower's run config.
+`read_layers` and `override` merge them. Untrusted settings may name code to import, which
+`check_trusted` rejects. `validate` checks names, types and ranges, so that commands report a
+mistyped setting at once; `fedhet.config.resolve` checks the rules across tables and adds the
+method's defaults.
 """
 
 from __future__ import annotations
@@ -36,81 +37,82 @@ from fedhet.settings.schema import (
     Scalar,
     build,
     flatten,
+    invalid_setting,
     is_assigned,
-    names,
     plain,
-    refused,
+    referent,
     table_of,
     unknown,
 )
-from fedhet.settings.text import as_text, holds_several, read_text
+from fedhet.settings.text import as_text, is_collection, read_text
 
 PRESETS = resources.files("fedhet") / "presets"
 CLIENTS, FOLLOW = "clients", 0
-"""In Flower's run config, `clients = 0` follows the number of nodes of a simulated federation."""
+"""In Flower's run config, `clients = 0` stands for the number of nodes in the simulation."""
 PUBLIC_SOURCES = (
     ("data.public-dataset", "data.public-fraction"),
     ("data.public-fraction", "data.public-dataset"),
 )
-RESUMED_ALONE = (
-    "resume takes its settings from the run's directory, and cannot be combined with preset, "
-    "config or out"
+RESUME_CONFLICT = (
+    "resume: cannot be combined with preset, config or out, because the run directory determines "
+    "the settings"
 )
 TRUST_VARIABLE = "FEDHET_TRUST"
 OBJECTS = "fedhet.inference.objects"
-"""The module of objects that this process was given: naming them imports nothing."""
+"""Module of objects registered in this process; naming them imports no other code."""
 METHOD = "method"
 DATASETS = ("data.dataset", "data.public-dataset")
-"""The settings that name datasets."""
+"""Settings that name datasets."""
 
 
 def settings_of(*methods: str) -> dict[str, FieldInfo]:
-    """Return the settings of every run and of these methods, by full name."""
-    found = RunSettings.fields()
+    """Return the fields of the shared settings and of these methods, by full name."""
+    fields = RunSettings.fields()
     for name in methods:
-        found |= find_method(name).settings()
-    return found
+        fields |= find_method(name).settings()
+    return fields
 
 
 def all_settings() -> dict[str, FieldInfo]:
-    """Return the settings of every run and of every method, by full name."""
+    """Return the fields of the shared settings and of all methods, by full name."""
     return settings_of(*all_methods()[0])
 
 
 def defaults() -> dict[str, object]:
-    """Return all settings at their defaults, those of the built-in methods too."""
+    """Return the default of every setting, including the built-in methods."""
     return {
         name: plain(info.default) for name, info in settings_of(*sorted(shipped_names())).items()
     }
 
 
 def to_flower(values: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return settings as Flower's run config has them: lists and maps as text."""
+    """Convert settings to Flower's run config, with lists and mappings as text."""
     return {k: as_text(v) if isinstance(v, list | dict) else v for k, v in values.items()}
 
 
 def from_flower(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of Flower's run config: the inverse of `to_flower`.
+    """Convert Flower's run config to settings (inverse of `to_flower`).
 
-    `clients` = 0 becomes the default. Imports the run's method. Raises SettingsError.
+    Drops `clients = 0`, so that its default applies. Imports the run's method. Raises
+    SettingsError.
     """
     values = {k: v for k, v in values.items() if (k, v) != (CLIENTS, FOLLOW)}
     known = known_settings(values)
-    several = {k: known[k] for k, v in values.items() if k in known and isinstance(v, str)}
-    read = {
-        k: read_text(k, info, str(values[k])) for k, info in several.items() if holds_several(info)
+    texts = {k: v for k, v in values.items() if isinstance(v, str) and k in known}
+    return {
+        **values,
+        **{k: read_text(k, known[k], v) for k, v in texts.items() if is_collection(known[k])},
     }
-    return {**values, **read}
 
 
 def known_settings(values: Mapping[str, object]) -> dict[str, FieldInfo]:
-    """Return the settings that a run with these values may have, its method's among them."""
+    """Return the fields of all settings, including those of the method in `values`."""
     method = str(values.get("method", RunSettings().method))
     return all_settings() | find_method(method).settings()
 
 
 def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, object]:
-    """Return settings from `KEY=VALUE` texts, as `by_full_name` does. Raises SettingsError."""
+    """Parse `KEY=VALUE` arguments into settings by full name. Raises SettingsError."""
     texts = []
     for pair in pairs:
         key, sign, text = pair.partition("=")
@@ -123,40 +125,40 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
 
 
 def by_full_name(given: Iterable[tuple[str, object]], method: str | None) -> dict[str, object]:
-    """Return settings by their full names.
+    """Return settings by full name.
 
-    They are given so, or by the last part if that is unique among the shared settings and those of
-    `method`. Raises SettingsError for any other name, and for a setting that is given twice.
+    A name may be abbreviated to its last part if that is unique among the shared settings and those
+    of `method`. Raises SettingsError for unknown, ambiguous and duplicate names.
     """
     known = settings_of(*([method] if method else []))
     values: dict[str, object] = {}
     for key, value in given:
         name = full_name(key, known)
         if name in values:
-            raise SettingsError(f"setting '{name}' is given twice; the second value is {value!r}")
+            raise SettingsError(f"setting '{name}' is set twice; the second value is {value!r}")
         values[name] = value
     return values
 
 
 def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
-    """Return the full name of a setting that may be given by its last part alone.
+    """Return the full name of a setting, which may be abbreviated to its last part.
 
-    Raises SettingsError if several match, naming them, and if it is the name of a table.
+    Raises SettingsError if the name is unknown, ambiguous, or the name of a table.
     """
     if key in known:
         return key
     if inside := [name for name in known if name.startswith(f"{key}.")]:
-        raise SettingsError(f"'{key}' is a table of settings: {', '.join(inside)}")
-    ending = [name for name in known if name.endswith(f".{key}")]
-    if len(ending) > 1:
-        raise SettingsError(f"'{key}' is ambiguous: {' or '.join(ending)}")
-    if not ending and key not in all_settings():
+        raise SettingsError(f"'{key}' is a table, expected a setting: {', '.join(inside)}")
+    matches = [name for name in known if name.endswith(f".{key}")]
+    if len(matches) > 1:
+        raise SettingsError(f"setting '{key}' is ambiguous, expected {' or '.join(matches)}")
+    if not matches and key not in all_settings():
         raise unknown(key, {**known, **all_settings()})
-    return ending[0] if ending else key
+    return matches[0] if matches else key
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Return the settings in a TOML file, by their full names. Raises SettingsError."""
+    """Read settings by full name from a TOML file. Raises SettingsError."""
     try:
         return flatten(read_tables(path))
     except StateError as error:  # names the file
@@ -166,13 +168,13 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
-    """Return the settings that a run of `method` has, with that method: none of another's own.
+    """Return the settings for a run of `method`, without the tables of other methods.
 
-    Raises SettingsError for the table of none.
+    Raises SettingsError for a table that belongs to no method.
     """
     tables = {"", find_method(method).table, *(table_of(name) for name in RunSettings.fields())}
-    first = find_method(str(values.get("method", method)))
-    known = all_settings() | settings_of(first.name)
+    original = find_method(str(values.get("method", method)))
+    known = all_settings() | settings_of(original.name)
     for name in values:
         if table_of(name) not in tables and name not in known:
             raise unknown(name, known)
@@ -181,71 +183,71 @@ def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
 
 @cache
 def preset_names() -> dict[str, str]:
-    """Return the presets by name, each with the first line of its file."""
+    """Return the presets by name, each with the first line of its file as a description."""
     files = sorted((f for f in PRESETS.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    first = {f.name: f.read_text(encoding="utf-8").splitlines()[0] for f in files}
-    return {name.removesuffix(".toml"): line.lstrip("# ") for name, line in first.items()}
+    titles = {f.name: f.read_text(encoding="utf-8").splitlines()[0] for f in files}
+    return {name.removesuffix(".toml"): line.lstrip("# ") for name, line in titles.items()}
 
 
 def read_preset(names: str) -> dict[str, object]:
-    """Return the settings of a preset, or of several, comma-separated: later ones override.
+    """Return the settings of comma-separated presets, in which later presets override earlier ones.
 
-    Raises SettingsError that suggests the nearest name.
+    Raises SettingsError for an unknown preset.
     """
     values: dict[str, object] = {}
     for name in names.split(","):
         if name not in preset_names():
-            listing = "`fedhet presets` lists all"
-            raise SettingsError(unknown_name("preset", name, preset_names(), listing))
+            message = unknown_name("preset", name, preset_names(), "see `fedhet presets`")
+            raise SettingsError(message)
         text = (PRESETS / f"{name}.toml").read_text(encoding="utf-8")
         values |= flatten(tomllib.loads(text))
     return values
 
 
-def layered(
+def read_layers(
     preset: str | None = None,
     config: Path | None = None,
     resume: Path | None = None,
     trust: str = "",
 ) -> dict[str, object]:
-    """Return the settings of presets (comma-separated names) with those of a TOML file over them.
+    """Return the settings of comma-separated presets, overridden by those of a TOML file.
 
-    `resume` is the directory of a run to resume, whose settings are taken in place of both; they
-    may import the modules of `trust`, see `check_trusted`. Raises FedhetError.
+    If `resume` is the directory of a run, its settings are used instead; they may import the
+    modules in `trust` (see `check_trusted`). Raises FedhetError.
     """
     if resume is None:
-        found = read_preset(preset) if preset is not None else {}
-        return found | (read_toml(config) if config is not None else {})
+        values = read_preset(preset) if preset is not None else {}
+        return values | (read_toml(config) if config is not None else {})
     if preset or config:
-        raise SettingsError(RESUMED_ALONE)
+        raise SettingsError(RESUME_CONFLICT)
     path = resume / "config.toml"
     if not path.exists():
-        raise StateError(f"{resume} holds no run to resume: it has no config.toml")
-    found = read_toml(path)
-    check_trusted(found, trust, path)
-    return found | {"resume": True, "out": str(resume)}
+        raise StateError(f"cannot resume {resume}: config.toml not found")
+    values = read_toml(path)
+    check_trusted(values, trust, path)
+    return values | {"resume": True, "out": str(resume)}
 
 
-def laid_over(
-    values: Mapping[str, object], chosen: Mapping[str, object], resume: Path | None
+def override(
+    values: Mapping[str, object], changes: Mapping[str, object], resume: Path | None
 ) -> dict[str, object]:
-    """Return `values`, which `layered` has returned, with the `chosen` settings over them."""
-    if resume is not None and "out" in chosen:
-        raise SettingsError(RESUMED_ALONE)
-    # A source of public data replaces the other one.
-    replaced = {rival for name, rival in PUBLIC_SOURCES if chosen.get(name)}
-    return {k: v for k, v in values.items() if k not in replaced} | dict(chosen)
+    """Return the settings `values` from `read_layers`, overridden by `changes`."""
+    if resume is not None and "out" in changes:
+        raise SettingsError(RESUME_CONFLICT)
+    # The two sources of public data exclude each other, so a new one replaces the other.
+    replaced = {other for name, other in PUBLIC_SOURCES if changes.get(name)}
+    return {k: v for k, v in values.items() if k not in replaced} | dict(changes)
 
 
-# --- code that settings name
+# --- code named by settings
 
 
 def code_named(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield every setting that names code to import, with what it names.
+    """Yield (setting, module path) for every setting that names code to import.
 
-    A method in a module of its own comes first: the rest needs its settings, and imports it.
+    An external method comes first, because reading the other settings imports it.
     """
-    # These import PyTorch, which a command that takes its settings from nowhere else does without.
+    # Import lazily: these load PyTorch, which commands without untrusted settings do not need.
     from fedhet.data.sources import SOURCES
     from fedhet.models import is_user_model
 
@@ -254,17 +256,17 @@ def code_named(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     settings = from_flower(values)
     known = known_settings(settings)
     for setting, value in settings.items():
-        what = names(known[setting]) if setting in known else ""
-        if what == A_DATASET:
+        kind = referent(known[setting]) if setting in known else ""
+        if kind == A_DATASET:
             source, _, place = str(value).partition(":")
             if source in SOURCES and SOURCES[source].imports:
                 yield setting, place
-        elif what in ("", A_MODEL):  # a setting that does not say may be used as a model's name
+        elif kind in ("", A_MODEL):  # undeclared text might be used as a model name
             yield from ((setting, name) for name in _texts(value) if is_user_model(name))
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a setting's value."""
+    """Yield every string in a setting's value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -272,24 +274,25 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(each)
 
 
-def is_named(name: str, allowed: str) -> bool:
-    """Return whether a comma-separated list names a module, a function of it, or everything: *."""
+def is_listed(name: str, allowed: str) -> bool:
+    """Return whether a comma-separated list contains `name`, its module, or `*`."""
     listed = [each.strip() for each in allowed.split(",")]
     return "*" in listed or name in listed or name.partition(":")[0] in listed
 
 
 def check_trusted(values: Mapping[str, object], trust: str, where: Path) -> None:
-    """Raise SettingsError if settings that were read `where` would import what nobody trusts.
+    """Raise SettingsError if the settings read from `where` would import untrusted code.
 
-    `trust` is a list as `is_named` takes it; the environment variable FEDHET_TRUST may name more.
+    `trust` and the environment variable FEDHET_TRUST are comma-separated lists of trusted modules.
     """
     allowed = f"{trust},{os.environ.get(TRUST_VARIABLE, '')}"
     for setting, name in code_named(values):
         module = name.partition(":")[0]
-        if module != OBJECTS and not is_named(name, allowed):
+        if module != OBJECTS and not is_listed(name, allowed):
             raise SettingsError(
-                f"{where}: '{setting}' names code to import, {name!r}: if you trust it, say so by "
-                f"--trust {module}, in Python by trust={module!r}, or by {TRUST_VARIABLE}={module}"
+                f"{where}: setting '{setting}' would import untrusted code, {name!r}. If you "
+                f"trust it, use --trust {module}, trust={module!r} in Python, or "
+                f"{TRUST_VARIABLE}={module}."
             )
 
 
@@ -297,34 +300,34 @@ def check_trusted(values: Mapping[str, object], trust: str, where: Path) -> None
 
 
 @dataclass(frozen=True)
-class Given:
-    """A run's settings as they are given: its method, those of every run, and the method's own."""
+class GivenSettings:
+    """Validated settings of a run, before the method's defaults are added."""
 
     method: Method
     run: RunSettings
     own: MethodSettings
-    chosen: frozenset[str]
-    """The names of the given settings, whose values stay even if they are the defaults."""
+    explicit: frozenset[str]
+    """Names of the given settings, which the method's defaults do not replace."""
 
 
-def validated(values: Mapping[str, object]) -> Given:
-    """Validate settings by their full names. Raises SettingsError with a one-line message.
+def validate(values: Mapping[str, object]) -> GivenSettings:
+    """Validate the names, types and ranges of settings given by full name.
 
-    A setting of another method is allowed only at its default, because Flower's run config lists
-    the settings of every method.
+    Settings of other methods must have their default values, because Flower's run config contains
+    the settings of every method. Raises SettingsError.
     """
-    named = values.get("method", RunSettings().method)
-    if not isinstance(named, str):
-        raise refused("method", named, "text in quotes")
-    method = find_method(named)
+    method_name = values.get("method", RunSettings().method)
+    if not isinstance(method_name, str):
+        raise invalid_setting("method", method_name, "string")
+    method = find_method(method_name)
     of_method, of_all = method.settings(), RunSettings.fields()
     own: dict[str, object] = {}
     shared: dict[str, object] = {}
     foreign: dict[str, object] = {}
     for name, value in values.items():
         info = (of_all | of_method).get(name)
-        # Accept a list as text, "cnn2,mlp", from Python and TOML, as the command line does.
-        if isinstance(value, str) and info is not None and holds_several(info):
+        # Accept lists as text such as "cnn2,mlp" also in Python and TOML.
+        if isinstance(value, str) and info is not None and is_collection(info):
             value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
         if name in of_method:
             own[name.partition(".")[2]] = value
@@ -338,8 +341,8 @@ def validated(values: Mapping[str, object]) -> Given:
         is_bool = known[name].annotation is bool
         if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
             raise SettingsError(
-                f"setting '{name}' = {value!r} is not one of {method.name}, the run's method"
+                f"setting '{name}': unsupported by method '{method.name}', got {value!r}"
             )
     run = build(RunSettings, shared)
     own_settings = build(method.spec.settings, own, f"{method.table}.")
-    return Given(method, run, own_settings, frozenset(values))
+    return GivenSettings(method, run, own_settings, frozenset(values))

@@ -32,7 +32,7 @@ from fedhet.data.tables import labeled, read_schema
 from fedhet.data.texts import TEXTS, read_texts, shape_of_texts
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
-from fedhet.settings.schema import build, kebab, refused
+from fedhet.settings.schema import build, invalid_setting, kebab
 
 LOG = logging.getLogger("fedhet")
 SCHEMA = "schema.toml"
@@ -134,7 +134,7 @@ class Declaration:
             if asked[name] in (value, _UNSET.get(name, value)):
                 continue
             if name in binding:
-                raise refused(name, asked[name], f"{value!r} at this site, which declares it")
+                raise invalid_setting(name, asked[name], f"{value!r} as declared by this site")
             LOG.info("%s = %r of the run is not used: %s", name, asked[name], self.path)
 
     def read_data(self, folder: str, name: str) -> ClientData:

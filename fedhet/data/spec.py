@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fedhet.base.errors import DataError, reason_of
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
-from fedhet.settings.run import DataSettings, RunSettings, drawn_unseen
+from fedhet.settings.run import DataSettings, RunSettings, draw_held_out
 from fedhet.settings.schema import Count, CountOrNone
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class DataSpec(DataSettings):
     @property
     def training_clients(self) -> list[int]:
         """The numbers of the clients that train: all but those of `unseen`."""
-        unseen = drawn_unseen(self.held_out_clients, self.clients, self.seed)
+        unseen = draw_held_out(self.held_out_clients, self.clients, self.seed)
         return [index for index in range(self.clients) if index not in unseen]
 
     def replace(self, **changes: object) -> DataSpec:

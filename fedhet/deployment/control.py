@@ -33,7 +33,7 @@ from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
 from fedhet.runs.units import message_of
 from fedhet.settings.schema import nest
-from fedhet.settings.text import host_and_port, joined
+from fedhet.settings.text import join_host_port, split_host_port
 
 CONNECTION = "fedhet-server"
 """The connection's name; Flower would take a folder of this name for an app in its old form."""
@@ -68,7 +68,7 @@ class Connection:
     def place(self) -> tuple[str, int]:
         """The host and the port of the server. Raises FedhetError."""
         try:
-            return host_and_port(self.address)
+            return split_host_port(self.address)
         except ValueError as error:
             raise FedhetError(f"server: {error}") from None
 
@@ -78,7 +78,7 @@ class Connection:
         Raises FedhetError for an address that is not HOST:PORT, and for a file without the
         certificate of a CA.
         """
-        address = joined(*self.place)
+        address = join_host_port(*self.place)
         if not self.authority.is_file():
             raise FedhetError(f"{self.authority}: no such file; it must be the CA's certificate")
         read_certificate(self.authority)

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from fedhet.base.errors import FedhetError, one_line, reason_of
 from fedhet.deployment import certs
 from fedhet.runs.units import human_bytes, plural
-from fedhet.settings.text import host_and_port
+from fedhet.settings.text import split_host_port
 
 FIRST_PERSON = 1000
 """Lowest user ID of a person, as on most Linux systems; services have lower ones."""
@@ -213,7 +213,7 @@ def _authority_key(path: Path) -> Iterator[Finding]:
 
 def _answer(address: str, authority: Path) -> Iterator[Finding]:
     try:
-        host, port = host_and_port(address)
+        host, port = split_host_port(address)
     except ValueError as fault:
         yield error("server", str(fault))
         return

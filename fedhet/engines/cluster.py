@@ -38,7 +38,7 @@ from fedhet.runs.directory import create
 from fedhet.runs.units import plural
 from fedhet.server.calls import DirectProxy, UserCodeError
 from fedhet.settings.engine import EngineSettings
-from fedhet.settings.schema import refused
+from fedhet.settings.schema import invalid_setting
 from fedhet.wire.identity import client_name
 
 LOG = logging.getLogger("flwr")
@@ -218,9 +218,9 @@ def taking_clients(machines: Sequence[Machine], engine: EngineSettings) -> list[
     """Return the machines with processors for a worker. Raises SettingsError if there is none."""
     able = [machine for machine in machines if machine.workers(engine, on_gpu=False)]
     if not able:
-        most = max((machine.cpus for machine in machines), default=0.0)
-        rule = f"at most {most:g}, the processors of Ray's largest machine"
-        raise refused("engine.cpus-per-client", engine.cpus_per_client, rule)
+        cpus = max((machine.cpus for machine in machines), default=0.0)
+        expected = f"at most {cpus:g}, the number of CPUs of the largest machine"
+        raise invalid_setting("engine.cpus-per-client", engine.cpus_per_client, expected)
     return able
 
 

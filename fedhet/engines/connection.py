@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from fedhet.base.errors import FedhetError, reason_of, words_of
-from fedhet.settings.text import AUTO, host_and_port
+from fedhet.settings.text import AUTO, split_host_port
 
 TUNABLES = "GLIBC_TUNABLES"
 KEEPING_PAGES = ":".join(
@@ -240,7 +240,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
     ray = _ray()
     if address != AUTO:
         try:
-            socket.create_connection(host_and_port(address), REACHABLE_WITHIN).close()
+            socket.create_connection(split_host_port(address), REACHABLE_WITHIN).close()
         except OSError as error:
             raise FedhetError(
                 f"no Ray cluster answers at {address} ({reason_of(error)}): `ray start --head` "

@@ -47,7 +47,7 @@ from fedhet.runs.units import plural
 from fedhet.server.app import components
 from fedhet.server.calls import DirectProxy, UserCodeError, UserCodeFault, is_user_code_error
 from fedhet.settings.engine import EngineSettings
-from fedhet.settings.schema import kebab, refused
+from fedhet.settings.schema import invalid_setting, kebab
 from fedhet.wire.identity import ClientInfo
 
 if TYPE_CHECKING:
@@ -341,9 +341,9 @@ def cluster_for(
     Raises SettingsError.
     """
     engine = config.run.engine
-    if engine.backend == "ray" and engine.device.startswith("cuda:"):  # which Ray cannot give
-        rule = "cuda on Ray, which assigns the GPUs of CUDA_VISIBLE_DEVICES to its workers"
-        raise refused("engine.device", engine.device, rule)
+    if engine.backend == "ray" and engine.device.startswith("cuda:"):
+        problem = "Ray assigns the GPUs in CUDA_VISIBLE_DEVICES to its workers"
+        raise invalid_setting("engine.device", engine.device, "cuda", problem)
     if engine.backend != "ray" or engine.ray_address:
         yield None
         return

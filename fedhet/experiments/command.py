@@ -11,7 +11,7 @@ import typer
 
 from fedhet.base.errors import SettingsError
 from fedhet.cli.options import NONE, console, listing, loading, read_seeds
-from fedhet.cli.run import refuse_of_each_run
+from fedhet.cli.run import check_sweepable
 from fedhet.config.sources import parse_pairs
 
 LIST = resources.files("fedhet.experiments") / "list.json"
@@ -119,7 +119,7 @@ def table_command(
     Finished runs are kept, and interrupted runs continue.
     """
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
-    refuse_of_each_run(over)
+    check_sweepable(over)
     if as_json and name != "claims":
         raise SettingsError(f"'--json': must be used with claims, got {name!r}")
     if methods and name != "field":

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from fedhet.base.errors import FedhetError, SettingsError, StateError
 from fedhet.cli.options import console, listing, say
-from fedhet.cli.training import counted, ending_at_once, fault_of, side_by_side
+from fedhet.cli.training import error_of, exit_on_signal, run_parallel, with_time_left
 from fedhet.config.resolve import Config, resolve
 from fedhet.experiments import claims, field, paper
 from fedhet.experiments.plan import (
@@ -254,11 +254,11 @@ def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[st
         speed_estimate_period=3600,
         disable=not console.is_terminal,
     )
-    with progress, ending_at_once(lambda: GOES_ON):
+    with progress, exit_on_signal(lambda: GOES_ON):
         whole = progress.add_task(label, total=count, completed=count - len(todo))
-        made = one_by_one() if jobs == 1 else side_by_side(todo, jobs, make)
+        made = one_by_one() if jobs == 1 else run_parallel(todo, jobs, make)
         first = count - len(todo) + 1
-        for number, (left, (run, fault)) in enumerate(counted(made, len(todo)), first):
+        for number, (left, (run, fault)) in enumerate(with_time_left(made, len(todo)), first):
             progress.advance(whole)
             label = f"{run.label}, seed {run.values['seed']}"
             if fault:
@@ -272,7 +272,7 @@ def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = (
     """Train or resume a run; return an error message, or "" if it succeeded."""
     if run.finished:  # by another process that makes a table with the same run
         return ""
-    fault = fault_of(run.config, run.directory.resolve(), watchers, report=False)
+    fault = error_of(run.config, run.directory.resolve(), watchers, report=False)
     if not (fault or keep_models):
         delete_models(run.directory)
     return fault

@@ -1,4 +1,4 @@
-"""fedhet from Python: `fedhet.run`, `fedhet.load`, `fedhet.compare`, and what they return."""
+"""Python API: `fedhet.run`, `fedhet.load`, `fedhet.compare`, and their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedhet import report
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import by_full_name, laid_over, layered, of_method
+from fedhet.config.sources import by_full_name, of_method, override, read_layers
 from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.inference.client import (
     Predictions,
@@ -26,7 +26,14 @@ from fedhet.inference.client import (
     samples_for,
 )
 from fedhet.inference.export import export
-from fedhet.inference.objects import HERE, check_held, dataset_name, hold, method_name, model_name
+from fedhet.inference.objects import (
+    HERE,
+    check_registered,
+    dataset_name,
+    method_name,
+    model_name,
+    register,
+)
 from fedhet.report.comparison_report import comparison_cells, paired_cells, to_dict
 from fedhet.report.page import render
 from fedhet.runs.directory import is_complete
@@ -60,67 +67,98 @@ def run(
     progress: bool = True,
     watchers: Iterable[Watcher] = (),
 ) -> Result:
-    """Train a federation on this machine, as `fedhet run` does, and return its result.
+    """Train a federation on this machine, like `fedhet run`.
 
-    `settings` has all other settings by their names, such as `{"training.lr": 0.01}`; the last part
-    of a name is enough where it is unique. Arguments take precedence over `config`, a TOML file,
-    which takes precedence over `preset`.
+    Arguments override the settings in `config`, which override those in `preset`.
 
-    Python objects may stand for names. `models` is a model or a list of models: names,
-    also as text such as "cnn2,mlp*3", and functions (shape, classes) that return an extractor and a
-    classifier. `dataset` may be a
-    `fedhet.Dataset`, a pair (x, y), a mapping of `train` and `test` to such pairs, or a function
-    that returns one of these. `method` may be a module, or a pair of classes (strategy, client).
-    With the backend "ray", such an object must be at the top level of a module, from which the
-    workers import it. With "inline" it can be any object, and "auto" then trains in this process.
+    Python objects can replace the names of models, datasets and methods. With the backend "ray",
+    such objects must be importable from the top level of a module. With "inline", any object works;
+    "auto" falls back to "inline" if an object is not importable.
 
-    `resume` is the directory of a run to continue after its last complete round, with its own
-    settings. The arguments may add rounds, and change where it runs. Modules of your own that these
-    settings name are imported if `trust` names them, comma-separated.
+    Args:
+        method: Name of a method, a module, or a pair of classes (strategy, client).
+        clients: Number of clients.
+        rounds: Number of rounds.
+        models: Model or list of models, assigned to the clients in turn. A model is a name, or a
+            function of (shape, classes) that returns an extractor and a classifier. Text such as
+            "cnn2,mlp*3" works too.
+        dataset: Name of a dataset, a `fedhet.Dataset`, a pair (x, y), a mapping from `train` and
+            `test` to such pairs, or a function that returns one of these.
+        seed: Seed of all random draws.
+        backend: "auto", "ray" or "inline".
+        out: Run directory; by default a new directory in `runs/`.
+        preset: Comma-separated names of presets; later ones override earlier ones.
+        config: TOML file with settings.
+        resume: Directory of a run to continue after its last complete round. Its settings apply;
+            arguments may add rounds and change where it executes.
+        trust: Comma-separated modules that the settings of a resumed run may import.
+        settings: All other settings, such as `{"training.lr": 0.01}`. The last part of a name
+            suffices if it is unique.
+        against: Baseline method, such as "local", that is trained in the same way afterwards. The
+            report shows both runs, and `Result.baseline` returns the second one.
+        progress: Whether to print a line per round.
+        watchers: Additional receivers of the run's events; see `fedhet.runs.log.Watcher`.
 
-    `against` names a method, such as "local", that is trained on the same after it: the page shows
-    both, and the result has it as `baseline`.
+    Returns:
+        The result of the run, which is also stored in the run directory.
 
-    `progress` shows each round as it ends. `watchers` receive the run's events too; see
-    `fedhet.runs.log.Watcher`. Raises FedhetError, with one line that says what is wrong, before any
-    training if this machine cannot run it.
+    Raises:
+        FedhetError: If a setting is invalid, or this machine cannot execute the run. Raised before
+            training starts.
+
+    Example:
+        >>> import fedhet
+        >>> result = fedhet.run("felo", clients=4, rounds=2, models=["mlp", "cnn2"])
+        >>> result.history
     """
     keywords = {
         "clients": clients, "rounds": rounds, "models.pool": models, "data.dataset": dataset,
         "seed": seed, BACKEND: backend, "out": out,
     }  # fmt: skip
-    given = [(name, value) for name, value in keywords.items() if value is not None]
-    named = [*given, *flatten(settings or {}).items()]
-    chosen = _resolved(method, named, preset, _path(config), _path(resume), trust)
-    directory = run_directory(chosen)
-    beside = None if against is None else baseline_of(chosen, directory, against)
-    with _shown(progress) as display:
-        found = simulate(chosen, directory, [display, *watchers])
-    if beside is not None:
-        place = Path(beside.run.out)
-        if not is_complete(settled_for(beside, place), place):
-            with _shown(progress, f"baseline {against}") as display:
-                simulate(beside, place, [display])
-        found = report.write(directory)
-    return Result(found, trust="*")
+    arguments = [(name, value) for name, value in keywords.items() if value is not None]
+    given = [*arguments, *flatten(settings or {}).items()]
+    resolved = _resolve(method, given, preset, _path(config), _path(resume), trust)
+    directory = run_directory(resolved)
+    baseline = None if against is None else baseline_of(resolved, directory, against)
+    with _display(progress) as display:
+        loaded = simulate(resolved, directory, [display, *watchers])
+    if baseline is not None:
+        path = Path(baseline.run.out)
+        if not is_complete(settled_for(baseline, path), path):
+            with _display(progress, f"baseline {against}") as display:
+                simulate(baseline, path, [display])
+        loaded = report.write(directory)
+    return Result(loaded, trust="*")
 
 
-def _shown(progress: bool, label: str = "") -> contextlib.AbstractContextManager[Watcher]:
+def _display(progress: bool, label: str = "") -> contextlib.AbstractContextManager[Watcher]:
     return display_on(Console(), label) if progress else contextlib.nullcontext(Watcher())
 
 
 def load(
     directory: str | Path, *, objects: Mapping[str, Any] | None = None, trust: str = ""
 ) -> Result:
-    """Return the result of a run from its directory; of an interrupted one, what it has recorded.
+    """Load the result of a run, which may be unfinished, from its directory.
 
-    `objects` has the Python objects that the run was given, by the names that it has for them, such
-    as `{"tiny": tiny}` for a model "fedhet.inference.objects:tiny". Another process than the run's
-    needs them to use the models. `trust` names the modules that the run's settings may import for
-    that, comma-separated ("mymodels"); by default none but fedhet's. Raises StateError if it is
-    not a run's directory.
+    Args:
+        directory: Run directory.
+        objects: Python objects that were passed to `fedhet.run` in another process, by name, such
+            as `{"tiny": tiny}` for a model "fedhet.inference.objects:tiny". They are only needed to
+            use the trained models.
+        trust: Comma-separated modules that the run's settings may import to restore its models,
+            such as "mymodels"; by default only modules of fedhet.
+
+    Returns:
+        The result of the run.
+
+    Raises:
+        StateError: If `directory` is not a run directory.
+
+    Example:
+        >>> result = fedhet.load("runs/felo-digits-s0")
+        >>> model = result.model("client-0")
     """
-    hold(objects or {})
+    register(objects or {})
     return Result(report.load_run(Path(directory)), trust=trust)
 
 
@@ -134,23 +172,40 @@ def compare(
     against: str | None = None,
     metric: str = ACCURACY,
 ) -> ComparedRuns:
-    """Compare runs, as `fedhet compare` does; runs of several seeds are grouped.
+    """Compare runs, like `fedhet compare`. Runs that differ only in their seeds form a group.
 
-    `runs` are results, or directories of runs. With `out` the page and the figure are written
-    there. For the others see `fedhet.report.compare`, whose errors it raises.
+    Args:
+        runs: Results, run directories, or directories of runs.
+        out: Directory for the HTML report and the figures; by default nothing is written.
+        target: Accuracy for the bytes-to-target column, e.g. 0.7.
+        kind: Kind of model by which runs are ordered, e.g. "private".
+        protocol: Test set by which runs are ordered, "common" or "personal".
+        against: Baseline of the paired differences: a method, or the label of a run.
+        metric: Metric to compare.
+
+    Returns:
+        The comparison, with one row per group in `to_frame`.
+
+    Raises:
+        FedhetError: If an argument is invalid, or a run cannot be read.
+
+    Example:
+        >>> fedhet.compare(["runs/felo", "runs/local"], against="local").to_frame()
     """
-    places = [each.directory if isinstance(each, Result) else each for each in runs]
-    found = report.compare(places, target, kind, protocol=protocol, against=against, metric=metric)
+    paths = [each.directory if isinstance(each, Result) else each for each in runs]
+    comparison = report.compare(
+        paths, target, kind, protocol=protocol, against=against, metric=metric
+    )
     if out is not None:
-        report.write_comparison(found, out)
-    return ComparedRuns(found)
+        report.write_comparison(comparison, out)
+    return ComparedRuns(comparison)
 
 
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
-def _resolved(
+def _resolve(
     method: Any,
     given: Sequence[tuple[str, Any]],
     preset: str | None = None,
@@ -158,40 +213,42 @@ def _resolved(
     resume: Path | None = None,
     trust: str = "",
 ) -> Config:
-    """Return the run's settings, Python objects replaced by names. Raises SettingsError."""
-    values = layered(preset, config, resume, trust)
-    everything = [*given, *values.items()]
-    named_first = (value for name, value in everything if name in (BACKEND, "backend"))
-    backend = next(named_first, RunSettings().engine.backend)
+    """Resolve the settings of a run, with Python objects replaced by names.
+
+    Raises SettingsError.
+    """
+    values = read_layers(preset, config, resume, trust)
+    backends = (v for k, v in [*given, *values.items()] if k in (BACKEND, "backend"))
+    backend = next(backends, RunSettings().engine.backend)
     inline = backend != "ray"
     if method is not None:
         values = of_method(values, method_name(method, inline=inline))
-    named = None if "method" not in values else str(values["method"])
-    chosen = by_full_name(given, named)
-    chosen = {name: _named(name, value, inline) for name, value in chosen.items()}
-    values = laid_over(values, chosen, resume)
+    name = None if "method" not in values else str(values["method"])
+    changes = by_full_name(given, name)
+    changes = {name: _as_name(name, value, inline) for name, value in changes.items()}
+    values = override(values, changes, resume)
     if "method" not in values:
-        raise SettingsError("METHOD is missing, as in fedhet.run('felo', ...)")
+        raise SettingsError("METHOD is missing. Pass it as in fedhet.run('felo', ...).")
     if backend == "auto" and any(HERE in str(value) for value in values.values()):
-        values[BACKEND] = "inline"  # Ray's workers cannot import an object of this process
+        values[BACKEND] = "inline"  # Ray's workers cannot import objects of this process
     return resolve(values)
 
 
-def _named(setting: str, value: Any, inline: bool) -> Any:
-    """Return a setting's value with names for objects, as TOML could have it."""
+def _as_name(setting: str, value: Any, inline: bool) -> Any:
+    """Replace objects in the value of a setting by names, which TOML can store."""
     if setting == "data.dataset":
         return dataset_name(value, inline=inline)
     if setting == "models.pool" and not isinstance(value, str):
-        several = value if isinstance(value, list | tuple) else [value]
-        return [model_name(each, inline=inline) for each in several]
+        pool = value if isinstance(value, list | tuple) else [value]
+        return [model_name(each, inline=inline) for each in pool]
     return str(value) if isinstance(value, Path) else value
 
 
-# --- results: frames, models, and a small card
+# --- results
 
 
 class _Frame(pd.DataFrame):  # type: ignore[misc]
-    """A data frame that is printed with all its columns; what is derived from it is a plain one."""
+    """Data frame that prints all of its columns; operations on it return plain data frames."""
 
     def __repr__(self) -> str:
         with pd.option_context("display.max_columns", None):
@@ -199,45 +256,47 @@ class _Frame(pd.DataFrame):  # type: ignore[misc]
 
 
 class Result:
-    """A run on disk: its records as data frames, and its clients' models."""
+    """Result of a run: its records as data frames, and the models of its clients.
+
+    Returned by `fedhet.run` and `fedhet.load`. Models are loaded from disk on first use.
+    """
 
     def __init__(self, run: report.Run, *, best: bool = False, trust: str = "") -> None:
-        """Take what was read of the run; models are read when they are asked for.
-
-        `best`: those after the best round, and not after the last. `trust`: see `fedhet.load`.
-        """
         self._run, self._best, self._trust = run, best, trust
-        self._open: dict[str, TrainedClient] = {}
+        self._clients: dict[str, TrainedClient] = {}
 
     @property
     def directory(self) -> Path:
-        """The run's directory."""
+        """Run directory."""
         return self._run.path
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The run's settings by their full names."""
+        """Settings of the run, by full name."""
         return self._run.settings
 
     @property
     def summary(self) -> Summary | None:
-        """The content of summary.json; None if the run is unfinished."""
+        """Content of summary.json, or None if the run is unfinished."""
         return self._run.summary
 
     @property
     def baseline(self) -> Result | None:
-        """The run that was trained beside it (`against`), or None."""
-        found = self._run.baseline
-        return None if found is None else Result(found, best=self._best, trust=self._trust)
+        """Result of the baseline (`against`), or None if there is none."""
+        run = self._run.baseline
+        return None if run is None else Result(run, best=self._best, trust=self._trust)
 
     @property
     def accuracy(self) -> float:
-        """The headline number: the private models' mean accuracy after the last round; or NaN."""
+        """Mean accuracy of the private models after the last evaluation, or NaN if not evaluated.
+
+        The method determines the test set (`headline`).
+        """
         return self._run.last(self._run.headline, "private").mean
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """A row per round: means of scores and losses over the clients, bytes and seconds."""
+        """Data frame with one row per round: the clients' mean scores and loss, bytes, seconds."""
         columns = {
             ".".join((metric, *column)): view.curve(*column)["mean"]
             for metric, view in self._views()
@@ -246,41 +305,47 @@ class Result:
             )
         }
         costs = self._run.costs[["bytes_up", "bytes_down", "seconds"]]
-        found = pd.DataFrame(columns, index=costs.index)
-        return _Frame(found.assign(loss=self._run.mean_loss).join(costs))
+        scores = pd.DataFrame(columns, index=costs.index)
+        return _Frame(scores.assign(loss=self._run.mean_loss).join(costs))
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row per round, client, protocol and kind of model, with its accuracy.
+        """Return the scores of every client in every evaluated round as a data frame.
 
-        The metrics besides accuracy are further columns, NaN where a client has none.
+        Returns:
+            One row per round, client, protocol (test set) and kind of model. The column `accuracy`
+            and a column per additional metric contain the scores, or NaN if undefined.
+
+        Example:
+            >>> frame = result.to_frame()
+            >>> frame[frame["kind"] == "private"].groupby("round")["accuracy"].mean()
         """
-        place = ["round", "client", "model", "protocol", "kind"]
-        (_, first), *others = self._views()
-        found = pd.DataFrame(self._rows(first), columns=[*place, ACCURACY])
+        keys = ["round", "client", "model", "protocol", "kind"]
+        (_, accuracy), *others = self._views()
+        frame = pd.DataFrame(self._rows(accuracy), columns=[*keys, ACCURACY])
         for metric, view in others:
-            found = found.merge(pd.DataFrame(self._rows(view), columns=[*place, metric]), "left")
-        return found
+            frame = frame.merge(pd.DataFrame(self._rows(view), columns=[*keys, metric]), "left")
+        return frame
 
     def _rows(self, view: report.Run) -> list[tuple[object, ...]]:
         return [
             (record.round, client, self._run.models.get(client, ""), protocol, kind, value)
             for record in view.records
-            for protocol, kind, found in record.each(view.metric)
-            for client, value in found.per_client.items()
+            for protocol, kind, score in record.each(view.metric)
+            for client, value in score.per_client.items()
         ]
 
     def _views(self) -> list[tuple[str, report.Run]]:
-        """Return the run by what was measured: accuracy first, then the metrics besides it."""
+        """Return a view of the run for each metric, accuracy first."""
         names = dict.fromkeys(name for record in self._run.records for name in record.metrics)
         return [(name, self._run.measuring(name)) for name in (ACCURACY, *names)]
 
     @cached_property
     def clients(self) -> pd.DataFrame:
-        """A row per client: model, samples, rounds answered, its last loss, and its last scores."""
+        """Data frame with one row per client: model, samples, replies, and last loss and scores."""
         run = self._run
         index = pd.Index(run.clients, name="client")
         answered = [sum(name in each.answered for each in run.records) for name in run.clients]
-        about = {
+        columns = {
             "model": [run.models.get(name, "") for name in run.clients],
             "samples": [run.samples.get(name) for name in run.clients],
             "answered": answered,
@@ -295,43 +360,68 @@ class Result:
             for column in view.columns
         }
         loss = {"loss": [last.get(name, NAN) for name in run.clients]}
-        return _Frame({**about, **loss, **scores}, index=index)
+        return _Frame({**columns, **loss, **scores}, index=index)
 
     @property
-    def figures(self) -> pd.DataFrame:
-        """The method's own numbers, a row per round and a column each."""
+    def method_metrics(self) -> pd.DataFrame:
+        """Data frame with one row per round and one column per method metric."""
         return self._run.figures
 
     @property
     def plots(self) -> dict[str, Path]:
-        """The images of the run's report, by name."""
+        """Paths of the images in the run's report, by name."""
         return {path.stem: path for path in sorted((self.directory / "figures").glob("*.png"))}
 
     def best(self) -> Result:
-        """Return the same result with the clients' models as they were after the best round.
+        """Return this result with the models of the best round instead of the last.
 
-        The run must have kept them ('keep-best'); StateError is raised when one is missing.
+        The run must have used the setting `keep-best`; otherwise, `model` raises StateError.
         """
         return Result(self._run, best=True, trust=self._trust)
 
     def kinds(self, client: str) -> tuple[str, ...]:
-        """Return the kinds of model that a client keeps. Raises as `model` does."""
+        """Return the kinds of model that a client stores, such as ("private", "proxy").
+
+        Raises the same errors as `model`.
+        """
         return self._client(client).kinds
 
     def model(self, client: str, kind: str = "private") -> nn.Module:
-        """Return a client's model, as a module in evaluation mode on the processor.
+        """Return a trained model of a client.
 
-        It takes x [N, *shape], scaled as in training, and returns logits [N, C], which are minus
-        infinity for classes outside the client's label space. Raises StateError for a client or a
-        kind that is not there.
+        Args:
+            client: Client name, e.g. "client-0".
+            kind: Kind of model: "private", or another one in `kinds`.
+
+        Returns:
+            Module in evaluation mode on the CPU. It maps inputs of shape [N, *shape], scaled as in
+            training, to logits of shape [N, C]. Logits of classes outside the client's label space
+            are minus infinity.
+
+        Raises:
+            StateError: If the run contains no such client or model.
         """
         return self._client(client).model(kind)
 
     def predict(self, client: str, x: Any, kind: str = "private") -> Predictions:
-        """Predict samples x [N, *shape], an array or a tensor, with a client's model.
+        """Predict the classes of samples with a client's model.
 
-        Bytes (uint8) are scaled as in training; floats must be scaled already. Raises as `model`
-        does, and DataError for samples that the model does not take.
+        Args:
+            client: Client name.
+            x: Array or tensor of shape [N, *shape]. uint8 values are scaled as in training; floats
+                must already be scaled.
+            kind: Kind of model, as in `model`.
+
+        Returns:
+            The predicted classes and their probabilities.
+
+        Raises:
+            StateError: If the run contains no such client or model.
+            DataError: If the model does not support the samples.
+
+        Example:
+            >>> predictions = result.predict("client-0", images)
+            >>> predictions.names[:3]
         """
         trained = self._client(client)
         return trained.predict(samples_for(trained.record, x), kind)
@@ -339,40 +429,55 @@ class Result:
     def export(
         self, client: str, out: str | Path, *, form: str = "", kind: str = "private"
     ) -> Path:
-        """Write a client's model to `out` and its card next to it; return the card's path.
+        """Export a client's model to a file, with a model card next to it.
 
-        `form` is safetensors, pt2 or onnx, by default as the name of `out` ends. Raises as
-        `fedhet.inference.export` does.
+        Args:
+            client: Client name.
+            out: Output file.
+            form: "safetensors", "pt2" or "onnx"; by default the extension of `out`.
+            kind: Kind of model, as in `model`.
+
+        Returns:
+            Path of the model card, `out` with the additional extension .json.
+
+        Raises:
+            SettingsError: If the format is unknown.
+            ModelError: If the format does not support the model.
+            StateError: If the model is not found, or the file cannot be written.
         """
         path = Path(out)
         return export(self._client(client), form or path.suffix.lstrip("."), path, kind)
 
     def _client(self, name: str) -> TrainedClient:
-        if name not in self._open:
-            check_held(self.settings)
-            self._open[name] = open_client(self.directory, name, best=self._best, trust=self._trust)
-        return self._open[name]
+        if name not in self._clients:
+            check_registered(self.settings)
+            client = open_client(self.directory, name, best=self._best, trust=self._trust)
+            self._clients[name] = client
+        return self._clients[name]
 
     def __repr__(self) -> str:
         run = self._run
         state = "" if run.finished else ", unfinished"
         number = f"accuracy ({run.headline}) {score(self.accuracy)}" if run.headline else ""
-        said = f"{len(run.clients)} clients, round {run.done} of {run.planned}{state}"
-        return f"<Result of {run.method} on {run.dataset}: {said}; {number or 'not evaluated'}>"
+        progress = f"{len(run.clients)} clients, round {run.done} of {run.planned}{state}"
+        return f"<Result of {run.method} on {run.dataset}: {progress}; {number or 'not evaluated'}>"
 
     def _repr_html_(self) -> str:
         return render("card.html", run=self._run, models=clients_in(self.directory))
 
 
 class ComparedRuns:
-    """Runs side by side, grouped over their seeds."""
+    """Comparison of runs, grouped over seeds, as returned by `fedhet.compare`."""
 
     def __init__(self, comparison: report.Comparison) -> None:
-        """Take a comparison of runs."""
         self.comparison = comparison
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row per group, best first: mean and std of its accuracies, and its cost."""
+        """Return a data frame with one row per group, best first.
+
+        The columns contain the mean and the standard deviation of the metric for each test set and
+        kind of model, and the mean bytes and seconds.
+        """
         content: Any = to_dict(self.comparison)
         metric, rows = content["metric"], []
         for group in content["groups"]:
@@ -380,8 +485,8 @@ class ComparedRuns:
             row["seeds"] = len(group["seeds"])
             for protocol, kinds in group[metric].items():
                 for kind, spread in kinds.items():
-                    for which in ("mean", "std"):
-                        row[f"{metric}.{protocol}.{kind}.{which}"] = spread[which]
+                    for statistic in ("mean", "std"):
+                        row[f"{metric}.{protocol}.{kind}.{statistic}"] = spread[statistic]
             costs = ("bytes_up", "bytes_down", "seconds")
             rows.append(row | {name: group[name]["mean"] for name in costs})
         labels = [group["label"] for group in content["groups"]]

@@ -300,7 +300,7 @@ def _stores(directory: Path) -> Iterator[ClientStore]:
 
 
 def read_inputs(
-    paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, most: int = MAX_BYTES
+    paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, max_bytes: int = MAX_BYTES
 ) -> tuple[list[str], Tensor]:
     """Return a name for each sample, and the samples [N, *shape], scaled as in training.
 
@@ -311,7 +311,7 @@ def read_inputs(
     `most` bytes. The settings of the run may be somebody else's, so their `data.max-bytes` does
     not count.
     """
-    bounds = DataSpec.of(record.config().run).replace(max_bytes=most)
+    bounds = DataSpec.of(record.config().run).replace(max_bytes=max_bytes)
     if record.kind == TEXT.name:
         texts = _files_in(paths, TEXTS)
         return texts, TEXTS.read(texts, bounds, None)

@@ -1,7 +1,7 @@
-"""Python objects in place of names: models, a dataset or a method that a user passes to `run`.
+"""Names for the models, datasets and methods that a user passes to `fedhet.run` as objects.
 
-Settings hold names, so that an object gets one: its import path if it can be imported, and else,
-in this process alone, an attribute of this module.
+Settings store names. An importable object is named by its import path. Any other object is
+registered as an attribute of this module, for this process only.
 """
 
 from __future__ import annotations
@@ -18,150 +18,151 @@ from fedhet.base.errors import SettingsError
 from fedhet.data.sources.files import PYTHON
 
 HERE = __name__
-_held: dict[str, Any] = {}
+_registry: dict[str, Any] = {}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _held:
-        return _held[name]
+    if name in _registry:
+        return _registry[name]
     if name.startswith("_"):
         raise AttributeError(name)
     raise _missing([name])
 
 
-def check_held(settings: Mapping[str, object]) -> None:
-    """Raise SettingsError if settings name objects that this process does not hold."""
-    named = re.findall(rf"{re.escape(HERE)}[:.](\w+)", " ".join(map(str, settings.values())))
-    if lost := [name for name in dict.fromkeys(named) if name not in _held]:
-        raise _missing(lost)
+def check_registered(settings: Mapping[str, object]) -> None:
+    """Raise SettingsError if settings name objects that are not registered in this process."""
+    names = re.findall(rf"{re.escape(HERE)}[:.](\w+)", " ".join(map(str, settings.values())))
+    if missing := [name for name in dict.fromkeys(names) if name not in _registry]:
+        raise _missing(missing)
 
 
 def _missing(names: Sequence[str]) -> SettingsError:
-    them = "a Python object" if len(names) == 1 else "Python objects"
-    given = ", ".join(f"'{name}': ..." for name in names)
+    objects = "object" if len(names) == 1 else "objects"
+    items = ", ".join(f"'{name}': ..." for name in names)
     return SettingsError(
-        f"the run was given {them} that only its own process holds: give them again, by "
-        f"fedhet.load(DIR, objects={{{given}}})"
+        f"Python {objects} passed to the run not found in this process. Pass the {objects} again "
+        f"with fedhet.load(DIR, objects={{{items}}})."
     )
 
 
-def model_name(given: object, *, inline: bool) -> str:
-    """Return the name of a model in a pool: a name as it is, or that of a function.
+def model_name(model: object, *, inline: bool) -> str:
+    """Return the name of a model, which is given by name or as a function.
 
-    Raises SettingsError for anything else and, unless the run is `inline`, for a function that
-    workers cannot import.
+    Raises SettingsError for other objects, and for functions that workers cannot import unless the
+    run is `inline`.
     """
-    if isinstance(given, str):
-        return given
-    if not callable(given) or hasattr(given, "parameters"):
+    if isinstance(model, str):
+        return model
+    if not callable(model) or hasattr(model, "parameters"):
         raise SettingsError(
-            f"models: {type(given).__name__} is not a model: give names, and functions of "
-            "(shape, classes) that return an extractor and a classifier"
+            "models: expected names, or functions of (shape, classes) that return an extractor and "
+            f"a classifier, got {type(model).__name__}"
         )
-    return _path_of(given) or _held_as(given, "models", inline)
+    return _import_path(model) or _registered_path(model, "models", inline)
 
 
-def dataset_name(given: object, *, inline: bool) -> str:
-    """Return the name of a dataset: a name as it is, or that of a function or of data.
+def dataset_name(data: object, *, inline: bool) -> str:
+    """Return the name of a dataset, which is given by name, as data, or as a function.
 
-    Raises SettingsError as `model_name` does; workers cannot import data itself.
+    Raises SettingsError for data, and for functions that workers cannot import, unless the run is
+    `inline`.
     """
-    if isinstance(given, str):
-        return given
-    path = _path_of(given) if callable(given) else ""
-    return f"{PYTHON}:{path or _held_as(_function(given), 'dataset', inline)}"
+    if isinstance(data, str):
+        return data
+    path = _import_path(data) if callable(data) else ""
+    return f"{PYTHON}:{path or _registered_path(_loader(data), 'dataset', inline)}"
 
 
-def method_name(given: object, *, inline: bool) -> str:
-    """Return the name of a method: a name as it is, a module's, or that of a pair of classes.
+def method_name(method: object, *, inline: bool) -> str:
+    """Return the name of a method, which is given by name, as a module, or as a pair of classes.
 
-    The pair is the server half, which extends HetStrategy, and the client half, which extends
-    HetClient. Raises SettingsError as `model_name` does.
+    The pair consists of subclasses of HetStrategy and HetClient. Raises SettingsError for other
+    objects, and for methods that workers cannot import unless the run is `inline`.
     """
-    if isinstance(given, str):
-        return given
-    if isinstance(given, ModuleType) and "." in given.__name__:
-        return given.__name__
-    if isinstance(given, ModuleType):
-        halves, like = [v for v in vars(given).values() if isinstance(v, type)], given.__name__
+    if isinstance(method, str):
+        return method
+    if isinstance(method, ModuleType) and "." in method.__name__:
+        return method.__name__
+    if isinstance(method, ModuleType):
+        classes, label = [v for v in vars(method).values() if isinstance(v, type)], method.__name__
     else:
-        halves = list(given) if isinstance(given, tuple | list) else []
-        like = getattr(next(iter(halves), None), "__name__", "").removesuffix("Strategy").lower()
-    if not halves or not all(isinstance(half, type) for half in halves):
+        classes = list(method) if isinstance(method, tuple | list) else []
+        label = getattr(next(iter(classes), None), "__name__", "").removesuffix("Strategy").lower()
+    if not classes or not all(isinstance(each, type) for each in classes):
         raise SettingsError(
-            f"method: {type(given).__name__} is not a method: give a name, a module, or the two "
-            "classes (strategy, client)"
+            "method: expected a name, a module, or a pair of classes (strategy, client), got "
+            f"{type(method).__name__}"
         )
-    module = _module_of(halves)
-    name = _held_as(module, "method", inline, like).partition(":")[2]
-    hold({name: module})
+    module = _module_with(classes)
+    name = _registered_path(module, "method", inline, label).partition(":")[2]
+    register({name: module})
     return f"{HERE}.{name}"
 
 
-def hold(objects: Mapping[str, Any]) -> None:
-    """Hold objects under the names that an earlier process gave them.
+def register(objects: Mapping[str, Any]) -> None:
+    """Register objects under the names that they had in an earlier process.
 
-    A method is a module or a pair of classes; data is what a function of it would return.
+    A method is a module or a pair of classes; a dataset is data or a function that returns it.
     """
-    for name, given in objects.items():
-        pair = isinstance(given, tuple) and all(isinstance(half, type) for half in given)
-        held = _module_of(list(given)) if pair else given
-        if isinstance(held, ModuleType):
-            sys.modules[f"{HERE}.{name}"] = held
-        _held[name] = held if isinstance(held, ModuleType) else _function(held)
+    for name, value in objects.items():
+        is_pair = isinstance(value, tuple) and all(isinstance(each, type) for each in value)
+        entry = _module_with(list(value)) if is_pair else value
+        if isinstance(entry, ModuleType):
+            sys.modules[f"{HERE}.{name}"] = entry
+        _registry[name] = entry if isinstance(entry, ModuleType) else _loader(entry)
 
 
 class _Data:
-    """Data as a function that returns it."""
+    """Function that returns the given data."""
 
     __name__ = "data"
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    def __init__(self, data: Any) -> None:
+        self.data = data
 
     def __call__(self) -> Any:
-        return self.given
+        return self.data
 
 
-def _function(given: Any) -> Callable[[], Any]:
-    """Return a function that returns the data: the given one, or one that holds the data."""
-    if callable(given):
-        return given  # type: ignore[no-any-return]
-    held = (each for each in _held.values() if isinstance(each, _Data) and each.given is given)
-    return next(held, None) or _Data(given)
+def _loader(data: Any) -> Callable[[], Any]:
+    """Return a function that returns the data: `data` itself if callable, or a wrapper."""
+    if callable(data):
+        return data  # type: ignore[no-any-return]
+    entries = (each for each in _registry.values() if isinstance(each, _Data) and each.data is data)
+    return next(entries, None) or _Data(data)
 
 
-def _module_of(halves: list[type]) -> ModuleType:
-    """Return a module with the halves of a method: the one that has them already, or a new one."""
-    for module in _held.values():
-        if isinstance(module, ModuleType) and set(halves) <= set(vars(module).values()):
+def _module_with(classes: list[type]) -> ModuleType:
+    """Return the registered module that contains the classes of a method, or a new one."""
+    for module in _registry.values():
+        if isinstance(module, ModuleType) and set(classes) <= set(vars(module).values()):
             return module
     module = ModuleType("method")
-    for half in halves:
-        setattr(module, half.__name__, half)
+    for each in classes:
+        setattr(module, each.__name__, each)
     return module
 
 
-def _path_of(given: Any) -> str:
-    """Return module:function if importing it gives this very object, or ""."""
-    module, name = getattr(given, "__module__", ""), getattr(given, "__qualname__", "")
+def _import_path(target: Any) -> str:
+    """Return "module:function" if importing it returns the same object, or ""."""
+    module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
         return ""
     try:
-        found = getattr(importlib.import_module(module), name, None)
-    except Exception:  # what cannot be imported has no path
+        imported = getattr(importlib.import_module(module), name, None)
+    except Exception:  # a user's module may raise any error
         return ""
-    return f"{module}:{name}" if found is given else ""
+    return f"{module}:{name}" if imported is target else ""
 
 
-def _held_as(given: Any, what: str, inline: bool, like: str = "") -> str:
-    """Hold an object; return the path by which this process finds it."""
-    own: str = like or getattr(given, "__name__", type(given).__name__)
+def _registered_path(target: Any, argument: str, inline: bool, label: str = "") -> str:
+    """Register an object and return its path in this process. Raises SettingsError for Ray."""
+    title: str = label or getattr(target, "__name__", type(target).__name__)
     if not inline:
         raise SettingsError(
-            f"{what}: '{own}' cannot be used on Ray, whose workers import what they use: put it "
-            "at the top level of a module (module:function), or give backend='inline'"
+            f"{argument}: Ray's workers cannot import '{title}'. Define it at the top level of a "
+            "module (module:function), or use backend='inline'."
         )
-    base = re.sub(r"\W+", "", own, flags=re.ASCII) or "object"
+    base = re.sub(r"\W+", "", title, flags=re.ASCII) or "object"
     names = itertools.chain([base], (f"{base}_{n}" for n in itertools.count(2)))
-    return f"{HERE}:{next(name for name in names if _held.setdefault(name, given) is given)}"
+    return f"{HERE}:{next(name for name in names if _registry.setdefault(name, target) is target)}"

@@ -16,7 +16,7 @@ MAX_WEIGHT = 1e6
 
 def _by_client(weights: dict[str, float]) -> Frozen:
     if not all(map(is_name, weights)):
-        raise ValueError("keys must be names of clients")
+        raise ValueError("expected client names as keys")
     return Frozen(weights)
 
 

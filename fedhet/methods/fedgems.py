@@ -54,7 +54,7 @@ class FedGemsSettings(MethodSettings):
             default, value = type(self).model_fields[name].default, getattr(self, name)
             if not self.selective and value != default:
                 raise ValueError(
-                    f"setting 'fedgems.{kebab(name)}' must be {default!r} with "
+                    f"setting 'fedgems.{kebab(name)}': expected {default!r} with "
                     f"'fedgems.selective' = False, got {value!r}"
                 )
         return self

@@ -5,7 +5,14 @@ from pydantic import Field
 from fedhet.base.errors import ModelError
 from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defense import CHOOSING
-from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive, refused
+from fedhet.settings.schema import (
+    Count,
+    MethodSettings,
+    ModelName,
+    NonNegative,
+    Positive,
+    invalid_setting,
+)
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 
@@ -42,8 +49,8 @@ def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
     try:
         gkt_sizes(settings, client)
     except ModelError as error:
-        rule = f"a model of feature vectors: {error}"
-        raise refused("fedgkt.server-model", settings.server_model, rule) from None
+        name, expected = "fedgkt.server-model", "a model for feature vectors"
+        raise invalid_setting(name, settings.server_model, expected, str(error)) from None
 
 
 SPEC = MethodSpec(

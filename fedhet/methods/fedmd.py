@@ -33,7 +33,7 @@ class ConsensusSettings(MethodSettings):
     @classmethod
     def _check_sample(cls, value: int) -> int:
         if 0 < value < MIN_SAMPLE:
-            raise ValueError(f"must be 0 or at least {MIN_SAMPLE}")
+            raise ValueError(f"expected 0 or at least {MIN_SAMPLE}")
         return value
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.base.errors import SettingsError, place_of, typed, unknown_name, where_looked
+from fedhet.base.errors import SettingsError, import_hint, place_of, typed, unknown_name
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 
@@ -132,7 +132,7 @@ def _load_external(name: str, path: str) -> Method:
     except Exception as error:  # a third-party module may raise anything
         raise SettingsError(
             f"setting 'method' = '{name}': cannot import '{path}'{place_of(error, path)}: "
-            f"{typed(error)}{where_looked(error, path)}"
+            f"{typed(error)}{import_hint(error, path)}"
         ) from error
     strategy, _ = (_find_class(name, path, base) for base in BASES)
     if not isinstance(spec := getattr(strategy, "spec", None), MethodSpec):

@@ -7,7 +7,7 @@ from pydantic import Field
 from fedhet.algorithms import Divergence, RelationKind
 from fedhet.methods.spec import MethodSpec, Protection, model_shapes
 from fedhet.settings.defense import CHOOSING
-from fedhet.settings.schema import Count, CountOrNone, MethodSettings, refused
+from fedhet.settings.schema import Count, CountOrNone, MethodSettings, invalid_setting
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
 from fedhet.wire.identity import ClientInfo
 
@@ -62,8 +62,8 @@ def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
 
     model = models.build(client.model, client.shape, client.classes, seed=0, kind=client.kind)
     if not has_dropout(model):
-        rule = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
-        raise refused("models.pool", client.model, rule)
+        expected = "a model with dropout, e.g. resnet9, cnn2-dropout or mlp-dropout"
+        raise invalid_setting("models.pool", client.model, expected)
 
 
 SPEC = MethodSpec(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedhet.base.errors import ModelError, nearest, where_looked
+from fedhet.base.errors import ModelError, import_hint, nearest
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.models.base import HetModel, join, output_shape
@@ -39,7 +39,7 @@ def import_user_model(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(path)
     except Exception as error:
-        reason = _reason(error) + where_looked(error, path)
+        reason = _reason(error) + import_hint(error, path)
         raise ModelError(f"model '{name}': cannot import '{path}': {reason}") from error
     function = getattr(module, attribute, None)
     if function is None:

@@ -234,7 +234,7 @@ class RunLog:
                 watcher.rounds_restored(self._history)
         privacy = self.config.run.privacy
         if privacy.is_on:
-            self.notice(privacy.privacy_mechanism(self.config.run.rounds))
+            self.notice(privacy.describe_budget(self.config.run.rounds))
         if warning := self.config.method.spec.warning:
             self.notice(warning)
 

@@ -29,7 +29,14 @@ from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
 from fedhet.algorithms.rounds import staleness_weight
 from fedhet.base.arrays import Array, OnDemand, group, grouped
 from fedhet.base.disk import Folder
-from fedhet.base.errors import FedhetError, KnowledgeError, StateError, reason_of, words_of
+from fedhet.base.errors import (
+    REPLY,
+    FedhetError,
+    KnowledgeError,
+    StateError,
+    reason_of,
+    words_of,
+)
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import load, load_metadata, save
 from fedhet.wire.contract import Contract
@@ -151,7 +158,7 @@ def from_outside(sender: str) -> Iterator[None]:
         raise
     except Exception as error:
         fault = f"cannot be read ({type(error).__name__}: {words_of(error)})"
-        raise KnowledgeError(sender, "answer", fault) from error
+        raise KnowledgeError(sender, REPLY, fault) from error
 
 
 def open_payload(

@@ -1,7 +1,7 @@
-"""How a run is executed, when its rounds close, and how messages are encoded.
+"""Settings of execution (`[engine]`), round timing (`[pace]`) and message encoding (`[wire]`).
 
-The tables `[engine]`, `[pace]`, and `[wire]`. The name pace is from Bonawitz et al., Toward
-Federated Learning at Scale: System Design, MLSys 2019; its settings change what a run computes.
+The name "pace" follows Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys
+2019. Unlike most engine settings, the pace settings change the results of a run.
 """
 
 from __future__ import annotations
@@ -19,270 +19,272 @@ from fedhet.settings.schema import (
     NonNegative,
     Positive,
     Schema,
-    machine,
-    refused,
+    invalid_setting,
+    machine_field,
 )
 from fedhet.settings.text import RayAddress
 
 
 class ComputeSettings(Schema):
-    """The device and precision of computations."""
+    """Device and precision of computations."""
 
-    device: Annotated[str, A_DEVICE] = machine("auto", "auto, cpu, cuda, cuda:N or mps")
+    device: Annotated[str, A_DEVICE] = machine_field(
+        "auto", "device: auto, cpu, cuda, cuda:N or mps"
+    )
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="auto is bfloat16 on a GPU that has it and on a processor with AMX, else "
-        "float32; a simulation's config.toml says what it was",
+        description="floating-point precision of training; auto = bfloat16 on GPUs and CPUs with "
+        "native support (AMX on a CPU), otherwise float32. The config.toml of a simulation records "
+        "the precision used",
     )
-    channels_last: Literal["auto", "true", "false"] = machine(
-        "auto", "memory format of images; auto is channels-last except on mps"
+    channels_last: Literal["auto", "true", "false"] = machine_field(
+        "auto", "whether images use the channels-last memory format; auto = true except on mps"
     )
-    threads: Count = machine(1, "PyTorch's threads in a worker")
-    eval_batch_size: CountOrNone = machine(
+    threads: Count = machine_field(1, "PyTorch threads per worker")
+    eval_batch_size: CountOrNone = machine_field(
         0,
-        "samples of a batch in evaluation; 0 = by the size of a model's activations, from 32 to "
-        "1024 on a processor, and up to 8192 on an accelerator",
+        "batch size of evaluation; 0 = derived from the size of the model's activations, from 32 "
+        "to 1024 on a CPU and up to 8192 on an accelerator",
     )
-    deterministic: bool = machine(
+    deterministic: bool = machine_field(
         True,
-        "on a GPU, only algorithms that give the same bits each time, as processors do; false lets "
-        "CUDA choose faster ones, and a repeated or resumed run is then equal within noise",
+        "use only deterministic GPU algorithms, so that repeated and resumed runs are "
+        "bit-identical as on a CPU; false = allow faster ones",
     )
-    compile: bool = machine(
+    compile: bool = machine_field(
         False,
-        "torch.compile makes the steps of local training, on a GPU as CUDA graphs, for networks so "
-        "small that launching takes longer than computing; it takes up to a minute for each "
-        "architecture, does not pay on a processor, and is equal but for rounding",
+        "compile local training steps with torch.compile (CUDA graphs on a GPU). Useful for small "
+        "networks on a GPU, where kernel launches dominate; compilation takes up to a minute per "
+        "architecture. Results differ only by rounding",
     )
-    sample_mb: CountOrNone = machine(
+    sample_mb: CountOrNone = machine_field(
         4096,
-        "on a GPU, MB of samples that a worker keeps there, as far as half of the free memory "
-        "reaches; the batches of further samples are copied one by one",
+        "maximum size of the samples that a worker caches in GPU memory, in MB, limited to half of "
+        "the free memory; batches of other samples are copied one at a time",
     )
 
 
 class EngineSettings(ComputeSettings):
-    """How a run is executed: backend, resources, timeouts and limits."""
+    """Execution of a run: backend, resources, timeouts and limits."""
 
-    backend: Literal["auto", "ray", "inline"] = machine(
+    backend: Literal["auto", "ray", "inline"] = machine_field(
         "auto",
-        "ray: workers on this machine or on a cluster (ray-address); inline: all in this process; "
-        "auto: inline if starting Ray takes longer than it saves (docs/performance.md)",
+        "execution backend of simulations. ray: worker processes on this machine or on a cluster "
+        "(ray-address); inline: this process; auto: ray only if it saves more time than its start "
+        "takes (docs/performance.md)",
     )
-    track: Literal["none", "wandb", "mlflow", "prometheus"] = machine(
-        "none", "where a run's metrics are sent, besides its own files (docs/guide.md)"
+    track: Literal["none", "wandb", "mlflow", "prometheus"] = machine_field(
+        "none", "experiment tracker that also receives the run's metrics (docs/guide.md)"
     )
-    strict: bool = machine(
-        True, "in a simulation, whether an error of a client's own code ends the run"
+    strict: bool = machine_field(
+        True, "whether an error in a user's client code stops a simulation"
     )
-    cpus_per_client: Positive = machine(1.0, "Ray: processors of a worker")
-    gpus_per_client: Annotated[float, Field(ge=0, le=1)] = machine(
+    cpus_per_client: Positive = machine_field(1.0, "Ray: CPUs per worker")
+    gpus_per_client: Annotated[float, Field(ge=0, le=1)] = machine_field(
         0.0,
-        "Ray: share of a GPU of a worker, and of its memory, where the device is a GPU; 0 = by the "
-        "size of the models, an eighth at least",
+        "Ray: fraction of a GPU and of its memory per worker, if the device is a GPU; 0 = derived "
+        "from the size of the models, at least 1/8",
     )
-    ray_address: RayAddress = machine(
+    ray_address: RayAddress = machine_field(
         "",
-        "a Ray cluster to join: auto (this machine's) or HOST:PORT; empty = a cluster of its own "
-        "on this machine (docs/operation.md)",
+        "address of an existing Ray cluster: auto (the cluster of this machine) or HOST:PORT; "
+        "empty = start a local cluster (docs/operation.md)",
     )
-    join_timeout: Positive = machine(
-        120.0, "seconds to wait at the start for all clients, and for the machines of a cluster"
+    join_timeout: Positive = machine_field(
+        120.0, "maximum wait for clients and cluster machines at the start, in seconds"
     )
-    min_clients: CountOrNone = machine(
-        0, "number of clients with which a run starts if the others do not join in time; 0 = all"
+    min_clients: CountOrNone = machine_field(
+        0, "minimum number of clients required to start after 'join-timeout'; 0 = all"
     )
-    round_timeout: Positive = machine(
-        3600.0, "seconds after which a round continues without missing clients"
+    round_timeout: Positive = machine_field(
+        3600.0, "timeout after which a round continues without missing clients, in seconds"
     )
-    in_flight: CountOrNone = machine(
+    in_flight: CountOrNone = machine_field(
         0,
-        "number of clients asked at once by a method that sends each something large of its own, "
-        "which bounds the server's memory; 0 = the number of workers, in a deployment all clients",
+        "maximum number of concurrent client calls for methods that send large client-specific "
+        "messages, which bounds the server's memory; 0 = the number of workers in a simulation, "
+        "all clients in a deployment",
     )
-    max_payload_mb: Positive = machine(2048.0, "size in MB above which a reply is refused")
+    max_payload_mb: Positive = machine_field(2048.0, "maximum size of a reply, in MB")
     samples_cap: NonNegative = Field(
         10.0,
-        description="maximum number of samples for which a client counts, in times of the median "
-        "client's, whatever it claims to have; 0 = no limit",
+        description="upper bound for the number of samples by which a client is weighted, as a "
+        "multiple of the median over clients; 0 = no bound",
     )
     min_samples_per_class: Count = Field(
         1,
-        description="methods of class means: samples of a class below which a client does not "
-        "send the class's means; with 1, the mean of a single sample is sent, which is that sample",
+        description="methods based on class means: minimum number of samples for which a client "
+        "sends the mean of a class; 1 = a client may send a single sample's features",
     )
     outlier_factor: NonNegative = Field(
         1000.0,
-        description="a reply is refused if the root mean square of a field is more than this many "
-        "times the other clients' median; 0 = never",
+        description="rejects a reply if the root mean square of a field exceeds this multiple of "
+        "the other clients' median; 0 = never",
     )
     max_refusals: CountOrNone = Field(
         3,
-        description="consecutive rounds with a refused reply after which a client is excluded; 0 = "
-        "never",
+        description="consecutive rounds with a rejected reply after which a client is excluded; "
+        "0 = never",
     )
     max_silences: CountOrNone = Field(
         2,
-        description="consecutive rounds without a reply after which a client is asked less and "
-        "less often; 0 = it is asked in every round",
+        description="consecutive rounds without a reply after which a client is called less and "
+        "less often (backoff); 0 = no backoff",
     )
     max_divergences: CountOrNone = Field(
         3,
-        description="consecutive rounds in which the training of the server's own model diverges "
-        "after which the run ends; 0 = never",
+        description="consecutive rounds with divergent training of the server's model after which "
+        "the run stops; 0 = never",
     )
 
     @model_validator(mode="after")
-    def _only_ray_joins_a_cluster(self) -> EngineSettings:
+    def _check_ray_address(self) -> EngineSettings:
         if self.ray_address and self.backend == "inline":
-            rule = f"nothing with 'engine.backend' = {self.backend!r}"
-            raise refused("engine.ray-address", self.ray_address, rule)
+            expected = "an empty value with 'engine.backend' = 'inline'"
+            raise invalid_setting("engine.ray-address", self.ray_address, expected)
         return self
 
 
 NO_CLOCK, DRAWN_CLOCK = "none", "log-normal"
 _TIMEOUT = re.compile(r"(\d+(?:\.\d+)?)(x?)")
-LONGEST = 1e6
-"""The longest timeout, in seconds or in times of the usual round."""
+MAX_TIMEOUT = 1e6
+"""Maximum timeout, in seconds or as a multiple of the typical round duration."""
 
 
-def _enough(value: float) -> float:
+def _check_min_replies(value: float) -> float:
     if value > 1 and value != int(value):
-        raise ValueError("it takes a share > 0 and <= 1, or a number of clients from 2")
+        raise ValueError("expected a fraction > 0 and <= 1, or an integer >= 2")
     return value
 
 
-def _timeout(value: str) -> str:
-    found = _TIMEOUT.fullmatch(value)
-    if value and (found is None or not 0 < float(found[1]) <= LONGEST):
-        raise ValueError("it takes seconds, such as 600, or times of the usual round, such as 3x")
+def _check_timeout(value: str) -> str:
+    match = _TIMEOUT.fullmatch(value)
+    if value and (match is None or not 0 < float(match[1]) <= MAX_TIMEOUT):
+        raise ValueError("expected seconds such as 600, or a multiple of a round such as 3x")
     return value
 
 
 class PaceSettings(Schema):
-    """When a round closes, what late answers are worth, and which clients are asked."""
+    """Closing of rounds, late replies, client selection, and simulated speeds."""
 
     mode: Literal["synchronous", "asynchronous"] = Field(
         "synchronous",
-        description="synchronous: a round waits for the clients sampled in it; asynchronous "
-        "(FedBuff): every 'min-replies' replies, from any round, form the next version; older "
-        "replies have less weight",
+        description="synchronous: each round waits for its sampled clients; asynchronous "
+        "(FedBuff): the server aggregates whenever 'min-replies' replies from any rounds have "
+        "arrived, and gives stale replies less weight",
     )
     over_selection: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,
-        description="share of clients that are asked in addition to 'fraction', so that a round "
-        "need not wait for the slowest",
+        description="additional clients to sample, as a fraction of the required clients, so that "
+        "a round need not wait for the slowest",
     )
-    min_replies: Annotated[float, Field(gt=0, le=1e6), AfterValidator(_enough)] = Field(
+    min_replies: Annotated[float, Field(gt=0, le=1e6), AfterValidator(_check_min_replies)] = Field(
         1.0,
-        description="answers with which a round closes: up to 1 a share of 'fraction' of the "
-        "clients, from 2 on a number",
+        description="replies required to close a round: a value <= 1 is a fraction of the required "
+        "clients, a value >= 2 is a number of clients",
     )
     grace: NonNegative = Field(
-        0.0, description="seconds for which a round waits for further answers when it has enough"
+        0.0, description="time to wait for more replies after 'min-replies' arrived, in seconds"
     )
-    timeout: Annotated[str, AfterValidator(_timeout)] = Field(
+    timeout: Annotated[str, AfterValidator(_check_timeout)] = Field(
         "",
-        description="when a round closes, however few have answered: seconds, or times of the "
-        "usual round, such as 3x; empty = when it has enough",
+        description="time after which a round closes regardless of the number of replies: seconds, "
+        "or a multiple of the typical round duration such as 3x; empty = no limit",
     )
     max_age: CountOrNone = Field(
         100,
-        description="rounds after which a late answer is not used any more; 0 = none is used",
+        description="maximum age of a late reply, in rounds; 0 = discard all late replies",
     )
     server_lr: Positive = Field(
-        1.0, description="asynchronous: factor of the mean change of the weights (eta of FedBuff)"
+        1.0, description="asynchronous: server learning rate (eta in FedBuff)"
     )
     select: Literal["random", "power-of-choice", "oort"] = Field(
         "random",
-        description="how a round's clients are chosen: at random, those with the highest loss of "
-        "some drawn by their numbers of samples, or by loss and speed (Oort)",
+        description="client selection: random; power-of-choice: the clients with the highest loss "
+        "among candidates drawn in proportion to their number of samples; oort: by loss and speed",
     )
     candidates: CountOrNone = Field(
-        0, description="power-of-choice: clients that are drawn; 0 = twice as many as are chosen"
+        0, description="power-of-choice: number of candidates; 0 = twice the number to select"
     )
     clock: str = Field(
         NO_CLOCK,
-        description="the clock of a simulation: none is this machine's; log-normal: each client's "
-        "speed and bandwidth are drawn; or a CSV file of measured devices (docs/rounds.md)",
+        description="clock of a simulation. none: real time; log-normal: simulated time with "
+        "random client speeds and bandwidths; FILE: a CSV file of measured devices (docs/rounds.md)"
+        "",
     )
     spread: Annotated[float, Field(ge=0, le=5)] = Field(
-        1.0, description="clock = log-normal: standard deviation of the logarithms"
+        1.0, description="clock = log-normal: standard deviation of the log speeds and bandwidths"
     )
     sample_ms: Positive = Field(
-        1.0, description="clock = log-normal: median of the milliseconds per training sample"
+        1.0, description="clock = log-normal: median time per training sample, in ms"
     )
-    mbit: Positive = Field(
-        20.0, description="clock = log-normal: median of the bandwidth, in Mbit per second"
-    )
+    mbit: Positive = Field(20.0, description="clock = log-normal: median bandwidth, in Mbit/s")
     drop_outs: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="in a simulation, the share of the asked clients that do not reply in a round, "
-        "drawn for each client and round",
+        description="simulation: probability that a sampled client drops out of a round",
     )
     stragglers: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="in a simulation, the share of the asked clients that are slow in a round"
+        0.0, description="simulation: probability that a sampled client is a straggler in a round"
     )
     slowdown: Annotated[float, Field(ge=1, le=1000)] = Field(
-        3.0, description="factor by which a straggler takes longer"
+        3.0, description="slowdown factor of stragglers"
     )
 
     @property
     def is_simulated(self) -> bool:
-        """Return whether rounds close by a simulated clock."""
+        """Whether rounds follow a simulated clock."""
         return self.clock != NO_CLOCK
 
     @property
     def is_asynchronous(self) -> bool:
-        """Return whether answers of any round make the next version."""
+        """Whether the server aggregates replies as they arrive, regardless of their round."""
         return self.mode == "asynchronous"
 
     @property
     def may_be_late(self) -> bool:
-        """Return whether rounds may close before all that were asked have answered."""
+        """Whether a round can close before all of its clients have replied."""
         closes_early = self.over_selection > 0 or self.min_replies != 1 or bool(self.timeout)
         return self.is_asynchronous or closes_early
 
-    def seconds_at_most(self, usual: float) -> float:
-        """Return the seconds after which a round closes, if the usual round takes `usual`."""
-        found = _TIMEOUT.fullmatch(self.timeout)
-        if found is None:
+    def max_seconds(self, typical: float) -> float:
+        """Return the timeout of a round in seconds, if a round typically takes `typical` s."""
+        match = _TIMEOUT.fullmatch(self.timeout)
+        if match is None:
             return float("inf")
-        return float(found[1]) * (usual if found[2] else 1.0)
+        return float(match[1]) * (typical if match[2] else 1.0)
 
     @model_validator(mode="after")
-    def _what_needs_another(self) -> PaceSettings:
+    def _check_dependencies(self) -> PaceSettings:
         if self.server_lr != 1 and not self.is_asynchronous:
-            rule = "1 unless 'pace.mode' is asynchronous"
-            raise refused("pace.server-lr", self.server_lr, rule)
+            expected = "1 unless 'pace.mode' is asynchronous"
+            raise invalid_setting("pace.server-lr", self.server_lr, expected)
         if self.candidates and self.select != "power-of-choice":
-            rule = "0 unless 'pace.select' is power-of-choice"
-            raise refused("pace.candidates", self.candidates, rule)
+            expected = "0 unless 'pace.select' is power-of-choice"
+            raise invalid_setting("pace.candidates", self.candidates, expected)
         return self
 
 
 SIMULATED_ONLY: Mapping[str, Any] = {"clock": NO_CLOCK, "drop_outs": 0.0, "stragglers": 0.0}
-"""The settings of simulations alone, by field, with the value that a deployment takes."""
+"""Pace settings that only simulations support, with the value required in a deployment."""
 
 
 class WireSettings(Schema):
-    """How the floating-point tensors of messages are encoded."""
+    """Encoding of the floating-point tensors in messages."""
 
     encoding: Literal["float32", "float16", "int8", "top-k"] = Field(
         "float32",
-        description="how weights and other large tensors travel: as they are; in half precision; "
-        "as integers of one byte, rounded at random without bias; or, of weights that a client "
-        "sends, the largest changes alone, while the rest is added to its next ones. Other than "
-        "with float32, weights travel as differences",
+        description="encoding of weights and other large tensors. float32: no compression; "
+        "float16: half precision; int8: stochastic rounding to one byte; top-k: clients send only "
+        "their largest weight updates, with error feedback. All except float32 encode weights as "
+        "differences from the receiver's weights",
     )
     keep: Annotated[float, Field(gt=0, le=0.5)] = Field(
         0.15,
-        description="top-k: share of each tensor's changes that is sent; besides, each number "
-        "costs one bit",
+        description="top-k: fraction of each tensor's updates to send; a bit mask adds one bit per "
+        "element",
     )
-
     resend: bool = Field(
         True,
-        description="float32: whether weights are sent to a client that has them already; no "
-        "number depends on it. With the other encodings they never are",
+        description="float32: whether to resend weights to a client that already has them; results "
+        "do not depend on it. Other encodings never resend them",
     )

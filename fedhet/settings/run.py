@@ -1,8 +1,8 @@
-"""The settings that every run has, whatever its method, declared once, in tables.
+"""Settings that every run has, regardless of its method.
 
-Each part of the library reads its own table: the data `DataSettings`, the optimizer
-`TrainingSettings`, and devices `ComputeSettings` (in engine.py). At the end: the training settings
-that each client is assigned, and the clients with which nobody trains.
+Each table is read by one part of the library: `DataSettings` by the data sources and
+`TrainingSettings` by the optimizer. `EngineSettings` and `PaceSettings` are declared in engine.py.
+The functions at the end assign training settings to clients and choose the held-out clients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedhet.settings.defense import AttackSettings, DefenseSettings, PrivacySett
 from fedhet.settings.engine import EngineSettings, PaceSettings, WireSettings
 from fedhet.settings.schema import (
     A_DATASET,
-    A_FOLDER,
+    A_DIRECTORY,
     A_METHOD,
     A_MODEL,
     Ascending,
@@ -40,10 +40,10 @@ from fedhet.settings.schema import (
     Side,
     Tokens,
     Vocabulary,
+    invalid_setting,
     is_assigned,
     is_machine,
-    machine,
-    refused,
+    machine_field,
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -56,296 +56,302 @@ else:
 
 
 class DataSettings(Schema):
-    """The data, its partition among clients, and its public and unlabeled parts."""
+    """Data, its partition among the clients, and its public and unlabeled parts."""
 
     dataset: Annotated[str, A_DATASET] = Field(
         "digits",
-        description="a dataset's name, or a format and where the data lies, such as npz:DIR, as "
-        "`fedhet datasets` lists them",
+        description="name of a dataset, or a format and the path of the data such as npz:DIR (see "
+        "`fedhet datasets`)",
     )
     sample_kind: SampleKind = Field(
         "auto",
-        description="the kind of samples; auto = that of 'dataset'; needed where sites have "
-        "folders of their own, of which 'dataset' says nothing",
+        description="kind of the samples; auto = the kind of 'dataset'. Must be set if sites load "
+        "their data from local directories",
     )
-    data_dir: Annotated[str, A_FOLDER] = machine("data", "the folder of torchvision's datasets")
-    download: bool = machine(False, "whether a missing dataset may be downloaded")
+    data_dir: Annotated[str, A_DIRECTORY] = machine_field(
+        "data", "directory of torchvision datasets"
+    )
+    download: bool = machine_field(False, "download missing datasets")
     partition: Literal["dirichlet", "iid", "shards", "classes", "superclasses"] = Field(
-        "dirichlet", description="how the training set is divided among the clients"
+        "dirichlet", description="scheme that partitions the training set among the clients"
     )
     by: str = Field(
         "",
-        description="text:FILE, table:FILE, or signal:DIR with train.npz: the column (array) that "
-        "says to whom a sample belongs; each client is one person or site, those with the most "
-        "samples first; empty = partitioned by 'partition'",
+        description="text:FILE, table:FILE, signal:DIR: column (array in train.npz) with the owner "
+        "of each sample. Each client is one owner, in descending order of samples; empty = use "
+        "'partition'",
     )
     alpha: Positive = Field(
-        0.5, description="concentration of the Dirichlet distribution; a smaller one is more skewed"
+        0.5, description="concentration of the Dirichlet distribution; smaller = more skewed"
     )
-    shards: Count = Field(2, description="partition = shards: shards of each client")
-    classes_per_client: Count = Field(2, description="partition = classes: classes of each client")
+    shards: Count = Field(2, description="partition = shards: shards per client")
+    classes_per_client: Count = Field(2, description="partition = classes: classes per client")
     superclasses: Literal["cifar100"] | Annotated[tuple[Names, ...], Listed] = Field(
         (),
-        description="lists of classes that are joined into superclasses, or cifar100 for those of "
-        "CIFAR-100; none = not joined",
+        description="lists of classes to merge into superclasses, or cifar100 for the superclasses "
+        "of CIFAR-100; empty = no merging",
     )
     label_space: Range = Field(
-        (6, 8), description="partition = superclasses: how many classes a client draws"
+        (6, 8), description="partition = superclasses: number of classes per client"
     )
     subclasses: Literal["all"] | Range = Field(
-        "all", description="how many subclasses of each superclass a client holds; all is IID"
+        "all",
+        description="partition = superclasses: number of subclasses per superclass and client; all "
+        "= IID",
     )
     samples_per_class: Count = Field(
-        50, description="partition = superclasses: samples of each class that a client holds"
+        50, description="partition = superclasses: samples per class and client"
     )
-    min_samples: Count = Field(10, description="minimum number of samples of a client")
+    min_samples: Count = Field(10, description="minimum number of samples per client")
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.2,
-        description="share of a client's samples held out as its own test split; 0 = none, which "
-        "needs a common test set",
+        description="fraction of each client's samples held out as a local test split; 0 = none, "
+        "which requires a common test set",
     )
     image_size: Side = Field(
         0,
-        description="side to which images of imagefolder:DIR and hf:NAME are resized; 0 = not "
-        "resized",
+        description="imagefolder:DIR, hf:NAME: side length to which images are resized, in pixels; "
+        "0 = no resizing",
     )
     class_level: Annotated[int, Field(ge=0, le=4)] = Field(
         0,
         description="imagefolder:PATH, text:PATH: depth of the directories that name the class, "
-        "below PATH or its train and test; 0 = 1, but refused if the tree can be read in two ways",
+        "below PATH or its train and test directories; 0 = 1, or an error if the tree is ambiguous",
     )
     text_column: Names = Field(
         ("text",),
-        description="the columns of the text, which are joined; numbers from 1 where the file has "
-        "no header",
+        description="text columns, which are joined; names, or numbers from 1 if the file has no "
+        "header",
     )
     label_column: str = Field(
-        "label", description="the column of the class; a number where the file has no header"
+        "label", description="label column: its name, or its number if the file has no header"
     )
-    target: str = Field("", description="table:PATH: the column of the class")
+    target: str = Field("", description="table:PATH: label column")
     columns: Names = Field(
         (),
-        description="table:PATH: the columns that are features; none = all but target and by",
+        description="table:PATH: feature columns; empty = all except 'target' and 'by'",
     )
     categories: Names = Field(
         (),
-        description="table:PATH: columns of words as they are written, such as codes; names the "
-        "target, or the label column of texts, if its numbers are classes",
+        description="table:PATH: columns to treat as categorical although they hold numbers, such "
+        "as codes; may include the label column, also for texts",
     )
     missing: Names = Field(
-        (), description="table:PATH: further marks of missing values, such as -999"
+        (), description="table:PATH: additional markers of missing values, such as -999"
     )
     decimal: Literal["auto", "point", "comma"] = Field(
         "auto",
-        description="table:PATH: the decimal sign of numbers; auto = as the values show",
+        description="table:PATH: decimal separator; auto = detected from the values",
     )
     date_order: Literal["auto", "dmy", "mdy"] = Field(
         "auto",
-        description="table:PATH: the order of day, month, and year in dates that are not ISO 8601; "
-        "auto = as the values show",
+        description="table:PATH: order of day, month and year in dates other than ISO 8601; auto = "
+        "detected from the values",
     )
     tokenizer: str = Field(
         "words",
-        description="words, which are numbered by their hashes; or a folder in $FEDHET_ENCODERS "
-        "with the tokenizer.json of an encoder",
+        description="words = split into words and hash them; or a directory in $FEDHET_ENCODERS "
+        "that contains the tokenizer.json of an encoder",
     )
     vocabulary: Vocabulary = Field(
-        8192, description="tokenizer = words: size of the vocabulary; the same at every site"
+        8192, description="tokenizer = words: vocabulary size; must be the same at every site"
     )
     max_tokens: Tokens = Field(
-        128, description="maximum number of tokens of a text; the rest is cut off"
+        128, description="maximum number of tokens per text; longer texts are truncated"
     )
-    max_bytes: Bytes = machine(
+    max_bytes: Bytes = machine_field(
         2 * 2**30,
-        "maximum size in bytes of one dataset's arrays, images, texts or table; a larger one is "
-        "refused before it is read",
+        "maximum size of a dataset in memory, in bytes; larger datasets are rejected before loading"
+        "",
     )
     max_samples: CountOrNone = Field(
-        0, description="size of the seeded subset of the training set that is used; 0 = all"
+        0, description="number of samples drawn from the training set; 0 = all"
     )
     max_test_samples: CountOrNone = Field(
-        0, description="size of the seeded subset of the common test set that is used; 0 = all"
+        0, description="number of samples drawn from the common test set; 0 = all"
     )
     public_dataset: Annotated[str, A_DATASET] = Field(
         "",
-        description="data that no client owns, named as 'dataset' is, generated (tables, texts), "
-        "or unused (training samples that max-samples leaves out); empty = public-fraction",
+        description="public data, owned by no client: a dataset as in 'dataset', generated (for "
+        "tables and texts), or unused (training samples not selected by 'max-samples'); empty = "
+        "use 'public-fraction'",
     )
     public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="share of the training set that is public and no client's; 0 = none, or 0.2 "
-        "for a method that needs public data and has no public-dataset",
+        description="fraction of the training set reserved as public data; 0 = none, or 0.2 if the "
+        "method needs public data and 'public-dataset' is empty",
     )
     public_samples: CountOrNone = Field(
-        0, description="size of the seeded subset of public-dataset, or rows to generate; 0 = all"
+        0,
+        description="number of samples drawn from 'public-dataset', or generated; 0 = all",
     )
     labeled_alpha: NonNegative = Field(
         0.0,
-        description="concentration of the Dirichlet distribution that divides a client's samples "
-        "into labeled and unlabeled ones; 0 = all are labeled, or 0.5 for a method that needs "
-        "unlabeled data",
+        description="concentration of the Dirichlet distribution that splits each client's samples "
+        "into labeled and unlabeled; 0 = all labeled, or 0.5 if the method needs unlabeled data",
     )
     held_out_clients: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="share of the clients, drawn by the seed, with which nobody trains: after the "
-        "last round they judge the model that the method offers them, as it is and after one local "
-        "epoch; 0 = none",
+        description="fraction of clients held out from training; after the last round, they "
+        "evaluate the model that the method offers new clients, before and after one local epoch; "
+        "0 = none",
     )
     min_labeled: CountOrNone = Field(
         2,
-        description="minimum number of labeled and of unlabeled samples of a client; 0 = a "
-        "client may lack either",
+        description="minimum number of labeled samples and of unlabeled samples per client; 0 = no "
+        "minimum",
     )
 
     @model_validator(mode="after")
-    def _public_data_has_one_source(self) -> DataSettings:
+    def _check_public_data(self) -> DataSettings:
         if self.public_dataset and self.public_fraction:
-            rule = f"0 with a 'data.public-dataset', which is {self.public_dataset!r}"
-            raise refused("data.public-fraction", self.public_fraction, rule)
+            expected = f"0 with 'data.public-dataset' = {self.public_dataset!r}"
+            raise invalid_setting("data.public-fraction", self.public_fraction, expected)
         return self
 
 
 class ModelSettings(Schema):
-    """The clients' models."""
+    """Models of the clients."""
 
     pool: Annotated[Names, A_MODEL] = Field(
         IMAGE.pool,
-        description="the clients' models, as `fedhet models` lists them; this default, which is "
-        "for images, is replaced by one for tables, texts or signals where the data is of that "
-        "kind, and by one model for a method whose clients share one: `fedhet methods NAME` says "
-        "which",
+        description="models to assign to the clients (see `fedhet models`). The default is for "
+        "images; other kinds of data, and methods that need a single model, have different "
+        "defaults (see `fedhet methods NAME`)",
     )
     assignment: Literal["cycle", "shuffle"] = Field(
         "cycle",
-        description="how the pool is assigned to the clients: in turn, or in turn and shuffled",
+        description="assignment of the pool to the clients: cycle through it, or cycle and then "
+        "shuffle",
     )
     num_classes: CountOrNone = Field(
         0,
-        description="number of classes; 0 = that of the data; a site with its own folder needs it",
+        description="number of classes; 0 = taken from the data. Must be set if sites load their "
+        "data from local directories",
     )
 
 
 class TrainingSettings(Schema):
-    """The clients' training; a server that trains its own model uses the same settings.
+    """Local training of the clients; a server that trains a model uses the same settings.
 
-    A run may give a list of values for the first four. A client trains with those that
-    `training_of` assigns to it, the server with the `first`.
+    The first four settings accept a list of values. Each client uses the values that `training_of`
+    assigns to it; the server uses the first of each list.
     """
 
     local_epochs: Annotated[Count, Assigned] = Field(
-        5, description="epochs over a client's data in a round"
+        5, description="epochs of local training per round"
     )
-    batch_size: Annotated[Count, Assigned] = Field(32, description="samples of a minibatch")
-    optimizer: Annotated[Optimizer, Assigned] = Field("adam", description="the clients' optimizer")
+    batch_size: Annotated[Count, Assigned] = Field(32, description="minibatch size")
+    optimizer: Annotated[Optimizer, Assigned] = Field("adam", description="optimizer")
     lr: Annotated[Positive, Assigned] = Field(1e-3, description="learning rate")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of sgd")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="momentum of SGD")
     weight_decay: NonNegative = Field(0.0, description="weight decay")
     schedule: Literal["constant", "cosine", "step", "plateau"] = Field(
         "constant",
-        description="how the learning rate changes over the rounds; plateau: it falls when the "
-        "training loss (of FedGEMS' server, the error on public data) has stopped falling",
+        description="schedule of the learning rate over the rounds. plateau: it is reduced when "
+        "the training loss stops improving (FedGEMS' server: the error on public data)",
     )
     warm_up_rounds: CountOrNone = Field(
         0,
-        description="number of first rounds in which the learning rate rises linearly to its full "
-        "value",
+        description="number of initial rounds with linear warm-up of the learning rate",
     )
     milestones: Ascending = Field(
         (),
-        description="schedule = step: rounds after which the learning rate falls, ascending; none "
-        "= after half and after three quarters of the rounds",
+        description="schedule = step: rounds after which the learning rate is reduced, ascending; "
+        "empty = after 1/2 and 3/4 of the rounds",
     )
     decay: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="schedule = step or plateau: factor by which the learning rate falls"
+        0.1, description="schedule = step, plateau: factor applied to the learning rate"
     )
     patience: CountOrNone = Field(
         10,
-        description="schedule = plateau: consecutive rounds without an improvement that are "
-        "tolerated; the learning rate falls with the next one",
+        description="schedule = plateau: number of consecutive rounds without improvement to "
+        "tolerate before reducing the learning rate",
     )
     clip: NonNegative = Field(
         0.0,
-        description="maximum norm of a step's gradient, which is scaled down to it; 0 = no limit",
+        description="maximum norm of the gradient of a step (gradient clipping); 0 = no clipping",
     )
     augment: Augmentation = Field(
         "none",
-        description="random changes to each training image: shifted by up to an eighth with black "
-        "borders, mirrored, both, or both and two operations of RandAugment; to each training "
-        "text: tokens left out and swapped",
+        description="augmentation of training samples. Images: translation by up to 1/8 with black "
+        "borders, horizontal flip, both, or both with two RandAugment operations; texts: random "
+        "deletion and swapping of tokens",
     )
     keep_optimizer: bool = Field(
-        False, description="keep the optimizer's state over rounds, with the private models"
+        False, description="keep the optimizer state of private models across rounds"
     )
     semi: Literal["none", "fixmatch"] = Field(
         "none",
-        description="how clients learn from unlabeled images or texts too; fixmatch: what the "
-        "model predicts with confidence for a weakly augmented sample is the label of the strongly "
-        "augmented one",
+        description="semi-supervised learning from unlabeled images or texts. fixmatch: a "
+        "confident prediction for a weakly augmented sample becomes the label of the strongly "
+        "augmented sample",
     )
     semi_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.95, description="fixmatch: probability from which a prediction becomes a pseudo-label"
+        0.95, description="fixmatch: minimum probability of a pseudo-label"
     )
     semi_weight: NonNegative = Field(
         1.0,
-        description="fixmatch: weight of the mean loss of unlabeled samples against that of "
-        "labeled ones",
+        description="fixmatch: weight of the mean loss of unlabeled samples, relative to labeled "
+        "samples",
     )
 
     def pools(self) -> dict[str, tuple[Scalar, ...]]:
-        """Return the values of the settings that have several, in the order of declaration."""
-        found = {k: getattr(self, k) for k, i in type(self).model_fields.items() if is_assigned(i)}
-        return {name: values for name, values in found.items() if isinstance(values, tuple)}
+        """Return the lists of values to assign to clients, in the order of declaration."""
+        names = [name for name, info in type(self).model_fields.items() if is_assigned(info)]
+        values = {name: getattr(self, name) for name in names}
+        return {name: pool for name, pool in values.items() if isinstance(pool, tuple)}
 
     def first(self) -> TrainingSettings:
-        """Return the settings with the first value of each."""
+        """Return a copy with the first value of each list."""
         return self.model_copy(update={name: pool[0] for name, pool in self.pools().items()})
 
     @property
     def follows_rounds(self) -> str:
-        """Return the schedule if it depends on the number of the run's rounds, or ""."""
+        """The schedule if it depends on the total number of rounds, or ""."""
         follows = self.schedule == "cosine" or (self.schedule == "step" and not self.milestones)
         return self.schedule if follows else ""
 
     def describe(self) -> str:
-        """Return a client's training in one line."""
+        """Return a one-line description of a client's training."""
         step = f"{self.optimizer}, lr {self.lr:g}"
         return f"{step}, epochs {self.local_epochs}, batch {self.batch_size}"
 
 
 class RunSettings(Schema):
-    """The settings that every run has, whatever its method."""
+    """Settings that every run has, regardless of its method."""
 
     method: Annotated[str, A_METHOD] = Field(
-        "felo", description="the method, as `fedhet methods` lists them"
+        "felo", description="method to run (see `fedhet methods`)"
     )
-    rounds: Count = Field(10, description="rounds of the federation")
-    seed: CountOrNone = Field(0, description="the seed from which every random draw is derived")
+    rounds: Count = Field(10, description="number of rounds")
+    seed: CountOrNone = Field(0, description="seed of all random draws")
     clients: Count = Field(10, description="number of clients")
-    fraction: Fraction = Field(1.0, description="share of the clients that is sampled in a round")
+    fraction: Fraction = Field(1.0, description="fraction of clients sampled per round")
     evaluate_every: Count = Field(
-        1, description="rounds between evaluations; the last round is always evaluated"
+        1, description="evaluation interval, in rounds; the last round is always evaluated"
     )
-    evaluate_from: Count = machine(
-        1, "the first round that may be evaluated, as in tables, which show the last rounds alone"
+    evaluate_from: Count = machine_field(
+        1, "first round to evaluate, for tables that show only the last rounds"
     )
     early_stopping: CountOrNone = Field(
         0,
-        description="consecutive evaluations without an improvement of the headline accuracy after "
-        "which one more round is the last; 0 = all rounds",
+        description="patience of early stopping: consecutive evaluations without improvement of "
+        "the headline accuracy, after which one more round runs; 0 = no early stopping",
     )
-    keep_best: bool = machine(
+    keep_best: bool = machine_field(
         False,
-        "whether the clients' models of the round with the best headline accuracy are kept too",
+        "also keep the client models of the round with the best headline accuracy",
     )
-    metrics: Metrics = machine(
+    metrics: Metrics = machine_field(
         (ACCURACY,),
-        f"the metrics of an evaluation: {', '.join(METRICS)} (of each class)",
+        f"evaluation metrics: {', '.join(METRICS)} (per class)",
     )
-    out: Annotated[str, A_FOLDER] = machine(
-        "", "the run's directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
+    out: Annotated[str, A_DIRECTORY] = machine_field(
+        "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
     )
-    resume: bool = machine(
-        False, "continue the run in 'out' after its last complete round, if there is one"
+    resume: bool = machine_field(
+        False, "resume the run in 'out' after its last complete round, if any"
     )
     data: DataSettings = DataSettings()
     models: ModelSettings = ModelSettings()
@@ -358,75 +364,76 @@ class RunSettings(Schema):
     wire: WireSettings = WireSettings()
 
     @model_validator(mode="after")
-    def _tables_fit_each_other(self) -> RunSettings:
+    def _check_tables(self) -> RunSettings:
+        attackers, min_clients = self.attack.attackers, self.engine.min_clients
+        limit = f"'clients' = {self.clients}"
         if self.resume and not self.out:
-            raise refused("resume", True, "the run's directory in 'out'")
-        rule = f"'clients', which is {self.clients}"
-        if self.attack.kind != "none" and self.attack.attackers >= self.clients:
-            raise refused("attack.attackers", self.attack.attackers, f"less than {rule}")
-        if self.engine.min_clients > self.clients:
-            raise refused("engine.min-clients", self.engine.min_clients, f"at most {rule}")
+            raise invalid_setting("resume", True, "the run directory in 'out'")
+        if self.attack.kind != "none" and attackers >= self.clients:
+            raise invalid_setting("attack.attackers", attackers, f"less than {limit}")
+        if min_clients > self.clients:
+            raise invalid_setting("engine.min-clients", min_clients, f"at most {limit}")
         return self
 
 
 PLACE = frozenset({"out", "resume"})
-"""Settings that say where a run lies; its config.toml leaves them out."""
+"""Settings that locate a run's directory; config.toml does not store them."""
 ENDS = frozenset({"rounds", "early-stopping"})
-"""Settings that say when a run ends; a resumed run may end later than planned."""
+"""Settings that determine the last round; a resumed run may change them."""
 
 
 @cache
 def where_it_ran() -> frozenset[str]:
-    """Return the settings that say where and on what a run ran, not what it computes."""
+    """Return the names of the settings declared with `machine_field`."""
     return frozenset(name for name, info in RunSettings.fields().items() if is_machine(info))
 
 
 def training_of(run: RunSettings, client: int) -> TrainingSettings:
-    """Return what client number `client` trains with: one value of each training setting.
+    """Return the training settings of client number `client`: one value of each setting.
 
-    As `models.assignment` says, values are assigned in turn ("cycle"), or in turn and then shuffled
-    by a draw of each setting's own ("shuffle").
+    If `models.assignment` is "cycle", clients cycle through the values of each setting. If it is
+    "shuffle", the result is also shuffled, independently for each setting.
 
     >>> lr = TrainingSettings(lr=[0.1, 0.01])
     >>> run = RunSettings(clients=4, models={"pool": ["mlp", "cnn2"]}, training=lr)
     >>> [training_of(run, client).lr for client in range(4)]
     [0.1, 0.01, 0.01, 0.1]
     """
-    chosen, period, client = {}, max(1, len(run.models.pool)), client % run.clients
+    assigned, period, client = {}, max(1, len(run.models.pool)), client % run.clients
     for name, values in run.training.pools().items():
         place = client
         if run.models.assignment == "shuffle":
             place = int(numpy_rng(run.seed, "deal", name).permutation(run.clients)[client])
-        chosen[name] = values[in_turn(place, len(values), period)]
+        assigned[name] = values[cyclic_index(place, len(values), period)]
         period *= len(values)
-    return run.training.model_copy(update=chosen)
+    return run.training.model_copy(update=assigned)
 
 
 def held_out_clients(run: RunSettings) -> frozenset[int]:
-    """Return the numbers of the held-out clients: a fraction 'data.held-out-clients' of all.
+    """Return the numbers of the held-out clients, a fraction 'data.held-out-clients' of all.
 
-    If the fraction is positive, at least one client is held out, but never all.
+    If the fraction is positive, at least one client is held out, but never all of them.
 
     >>> held_out_clients(RunSettings(clients=10, data={"held-out-clients": 0.2}, seed=1))
     frozenset({9, 5})
     """
-    return drawn_unseen(run.data.held_out_clients, run.clients, run.seed)
+    return draw_held_out(run.data.held_out_clients, run.clients, run.seed)
 
 
-def drawn_unseen(share: float, clients: int, seed: int) -> frozenset[int]:
-    """Return the numbers of a share of the clients, as `held_out_clients` does."""
-    if not share:
+def draw_held_out(fraction: float, clients: int, seed: int) -> frozenset[int]:
+    """Draw the numbers of the held-out clients, a fraction of `clients`."""
+    if not fraction:
         return frozenset()
-    count = min(clients - 1, max(1, round(share * clients)))
+    count = min(clients - 1, max(1, round(fraction * clients)))
     return frozenset(numpy_rng(seed, "unseen").permutation(clients)[:count].tolist())
 
 
-def in_turn(place: int, size: int, period: int) -> int:
-    """Return which of `size` values the client at `place` is assigned, 0 to size - 1.
+def cyclic_index(place: int, size: int, period: int) -> int:
+    """Return the index, in 0 to size - 1, of the value assigned to the client at `place`.
 
-    Values are assigned in turn, and move on by one where the combinations with what has been
-    assigned before, which repeats after `period` clients, would start again: the first
-    size * period clients have each combination once, and then all repeats.
+    Clients cycle through the values. The earlier assignments repeat after `period` clients, so the
+    cycle is shifted by one whenever the same combinations would start again. The first
+    size * period clients then have each combination exactly once.
     """
-    moved = place // lcm(size, period) % gcd(size, period)
-    return (place + moved) % size
+    shift = place // lcm(size, period) % gcd(size, period)
+    return (place + shift) % size

@@ -1,9 +1,9 @@
-"""The schema of a settings table: names, types, ranges, descriptions, and error messages.
+"""Base classes for settings tables: names, types, ranges, descriptions, and error messages.
 
-A setting has one kebab-case name with its table's, such as `training.lr`: the same on the command
-line, in a TOML file and in Flower's run config. The tables that every run has are in `run` and
-`engine`; a method's own is the `MethodSettings` that it declares. A list in TOML or in Python is a
-tuple in a table, which can be hashed.
+A setting has one full name in kebab case, such as `training.lr`. The command line, TOML files and
+Flower's run config all use this name. `run` and `engine` declare the tables that every run has; a
+method declares its table as a subclass of `MethodSettings`. Lists are stored as tuples, so that a
+table can be hashed.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from fedhet.base.errors import SettingsError, closest
-from fedhet.base.metrics import chosen
+from fedhet.base.metrics import select_metrics
 
 Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
-FAR = 1_000_000
-"""From here on, the upper end of a range only keeps numbers finite."""
-RANGE = "an integer >= 1, or a range, such as [6, 8]"
-A_MODEL, A_METHOD, A_DATASET = "the name of a model", "a method's name", "a dataset's name"
-A_FOLDER, A_DEVICE, AN_ADDRESS = "a folder", "a device", "an address"
-NAMED = (A_MODEL, A_METHOD, A_DATASET, A_FOLDER, A_DEVICE, AN_ADDRESS)
-"""What the text of a setting may name; one of them is in the annotation of such a setting."""
+TECHNICAL_BOUND = 1_000_000
+"""Upper bounds from this value on only keep numbers finite; brief descriptions omit them."""
+RANGE = "integer >= 1, or a range such as [6, 8]"
+A_MODEL, A_METHOD, A_DATASET = "model", "method", "dataset"
+A_DIRECTORY, A_DEVICE, AN_ADDRESS = "directory", "device", "address"
+REFERENTS = (A_MODEL, A_METHOD, A_DATASET, A_DIRECTORY, A_DEVICE, AN_ADDRESS)
+"""Kinds of objects that the text of a setting can name, given in the setting's annotation."""
 
 
 def kebab(name: str) -> str:
-    """Return the public name of a field: `local_epochs` is `local-epochs`."""
+    """Return the public name of a field, e.g. `local-epochs` for `local_epochs`."""
     return name.rstrip("_").replace("_", "-")
 
 
 class Schema(BaseModel):
-    """A frozen set of settings with kebab-case names; rejects unknown names and wrong types.
+    """Frozen table of settings with kebab-case names; rejects unknown names and wrong types.
 
-    A field may itself be a schema (a table); its settings then have dotted names.
+    If a field is itself a schema, its settings have dotted names.
     """
 
     model_config = ConfigDict(
@@ -57,168 +57,168 @@ class Schema(BaseModel):
 
     @classmethod
     def fields(cls) -> dict[str, FieldInfo]:
-        """Return the settings by their public names, in the order of declaration."""
+        """Return the fields of all settings by public name, in the order of declaration."""
         return dict(_fields(cls))
 
     def flat(self) -> dict[str, Any]:
-        """Return the values by their public names, as TOML and JSON have them: lists for tuples."""
-        found: dict[str, Any] = {}
-        for name in type(self).model_fields:
-            value, own = getattr(self, name), kebab(name)
+        """Return the values by public name, in the types of TOML and JSON (lists, not tuples)."""
+        values: dict[str, Any] = {}
+        for field in type(self).model_fields:
+            value, name = getattr(self, field), kebab(field)
             if isinstance(value, Schema):
-                found |= {f"{own}.{inner}": each for inner, each in value.flat().items()}
+                values |= {f"{name}.{inner}": each for inner, each in value.flat().items()}
             else:
-                found[own] = plain(value)
-        return found
+                values[name] = plain(value)
+        return values
 
 
 @cache
 def _fields(schema: type[Schema]) -> dict[str, FieldInfo]:
-    found: dict[str, FieldInfo] = {}
+    fields: dict[str, FieldInfo] = {}
     for name, info in schema.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Schema):
             inner = _fields(info.annotation)
-            found |= {f"{kebab(name)}.{own}": setting for own, setting in inner.items()}
+            fields |= {f"{kebab(name)}.{key}": setting for key, setting in inner.items()}
         else:
-            found[kebab(name)] = info
-    return found
+            fields[kebab(name)] = info
+    return fields
 
 
 class MethodSettings(Schema):
-    """Base class of a method's settings; both halves of the method read them."""
+    """Base class of a method's settings, which its strategy and its client both read."""
 
     def fixed_rounds(self) -> int | None:
-        """Return the number of rounds that the settings require; None: as set by `rounds`."""
+        """Return the number of rounds that the settings imply, or None if `rounds` sets it."""
         return None
 
     def uses_public(self) -> bool:
-        """Return whether the settings require public data, if not every run of the method does."""
+        """Return whether these settings require public data, although the method does not."""
         return False
 
 
 class Frozen(dict[str, Any]):
-    """A map that can be hashed, and must not be changed."""
+    """Dictionary that can be hashed; it must not be changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        """Return a hash of the items, whatever their order."""
+        """Return a hash of the items that does not depend on their order."""
         return hash(frozenset(self.items()))
 
 
 def plain(value: Any) -> Any:
-    """Return a value with lists for tuples, as TOML and JSON have it."""
+    """Convert tuples to lists, for TOML and JSON."""
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     return dict(value) if isinstance(value, dict) else value
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in tables by dotted names: `{"felo": {"alpha": 1}}` becomes `felo.alpha`."""
+    """Replace nested tables by dotted names: `{"felo": {"alpha": 1}}` -> `{"felo.alpha": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         if isinstance(value, Mapping) and "." not in name:
-            flat |= {f"{name}.{own}": each for own, each in value.items()}
+            flat |= {f"{name}.{inner}": each for inner, each in value.items()}
         else:
             flat[name] = value
     return flat
 
 
 def table_of(name: str) -> str:
-    """Return the table of a setting by its full name; "" if it is in none."""
+    """Return the table part of a setting's full name, or "" for a top-level setting."""
     return name.rpartition(".")[0]
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted names as nested tables, settings without a table first."""
+    """Replace dotted names by nested tables (inverse of `flatten`); top-level settings first."""
     tree = {name: value for name, value in flat.items() if "." not in name}
     for name, value in flat.items():
-        table, dot, own = name.partition(".")
+        table, dot, inner = name.partition(".")
         if dot:
-            tree.setdefault(table, {})[own] = value
+            tree.setdefault(table, {})[inner] = value
     return tree
 
 
-def machine(default: Any, description: str) -> Any:
-    """Return a field that says where and on what a run runs, not what it computes."""
+def machine_field(default: Any, description: str) -> Any:
+    """Declare a setting that determines where and how a run executes, but not its results."""
     return Field(default, description=description, json_schema_extra={"machine": True})
 
 
 def is_machine(info: FieldInfo) -> bool:
-    """Return whether a setting was declared by `machine`."""
+    """Return whether a setting was declared with `machine_field`."""
     return isinstance(info.json_schema_extra, dict) and "machine" in info.json_schema_extra
 
 
-def names(info: FieldInfo) -> str:
-    """Return what a setting names, one of NAMED; "" if it does not say."""
-    return next((mark for mark in info.metadata if mark in NAMED), "")
+def referent(info: FieldInfo) -> str:
+    """Return the kind of object that a setting names, one of `REFERENTS`, or "" if undeclared."""
+    return next((mark for mark in info.metadata if mark in REFERENTS), "")
 
 
-def _each(value: Any, validated: Callable[[Any], Any]) -> Any:
+def _validate_each(value: Any, validate: Callable[[Any], Any]) -> Any:
     if not isinstance(value, list | tuple) or not value:
-        return validated(value)
-    found = tuple(map(validated, value))
-    return found if len(found) > 1 else found[0]
+        return validate(value)
+    values = tuple(map(validate, value))
+    return values if len(values) > 1 else values[0]
 
 
-Assigned = WrapValidator(_each)
-"""Marks a setting that may have several values, a list of which each client is assigned one.
+Assigned = WrapValidator(_validate_each)
+"""Marks a setting that accepts a list of values, one of which is assigned to each client.
 
-The annotation is the type of one value. A run's table holds one value, or a tuple of several, which
-`TrainingSettings.pools` returns.
+The annotation is the type of a single value. The table stores a single value, or a tuple of at
+least two, which `TrainingSettings.pools` returns.
 """
 
 
 def is_assigned(info: FieldInfo) -> bool:
-    """Return whether a setting may have several values, of which each client is assigned one."""
+    """Return whether a setting accepts a list of values to assign to clients."""
     return Assigned in info.metadata
 
 
-def _listed(value: object) -> object:
-    """Return a list as a tuple, and a lone value as a tuple of one."""
+def _as_tuple(value: object) -> object:
+    """Convert a list, or a single value, to a tuple."""
     if isinstance(value, str) and "," in value:
-        names = json.dumps([name.strip() for name in value.split(",")], ensure_ascii=False)
-        raise ValueError(f"it takes a list, such as {names}")
+        items = json.dumps([item.strip() for item in value.split(",")], ensure_ascii=False)
+        raise ValueError(f"expected a list such as {items}")
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _ends(value: object) -> object:
-    """Return the two ends of a range; those of 7 are 7 and 7."""
+def _as_range(value: object) -> object:
+    """Return the two ends of a range; a single number N becomes (N, N)."""
     ends = tuple(value) if isinstance(value, list | tuple) else (value,)
     return ends * 2 if len(ends) == 1 else ends
 
 
-def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+def _check_ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     if list(values) != sorted(set(values)):
-        raise ValueError("it takes a list of integers >= 1, ascending")
+        raise ValueError("expected a list of integers >= 1 in ascending order")
     return values
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _check_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if not values or len(set(values)) < len(values):
-        raise ValueError("it takes a list of one value or more, none twice")
+        raise ValueError("expected a list of at least one value, without duplicates")
     return values
 
 
-def _upward(ends: tuple[int, int]) -> tuple[int, int]:
+def _check_range(ends: tuple[int, int]) -> tuple[int, int]:
     if ends[0] > ends[1]:
-        raise ValueError(f"it takes {RANGE}")
+        raise ValueError(f"expected {RANGE}")
     return ends
 
 
 # Types and ranges that several settings share.
 ModelName = Annotated[str, A_MODEL]
-"""The name of a model, which `resolve` checks."""
+"""Name of a model, which `resolve` checks."""
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
-Listed = BeforeValidator(_listed)
-"""Lets a tuple be given as a list, and as a lone value."""
-Distinct = AfterValidator(_distinct)
-"""Refuses a tuple that is empty or holds a value twice."""
+Listed = BeforeValidator(_as_tuple)
+"""Validator that converts a list or a single value to a tuple."""
+Distinct = AfterValidator(_check_distinct)
+"""Validator that rejects empty tuples and duplicates."""
 Names = Annotated[tuple[str, ...], Listed]
-Metrics = Annotated[tuple[str, ...], Listed, AfterValidator(chosen)]
-"""Names of metrics, accuracy among them."""
-Ascending = Annotated[tuple[Count, ...], Listed, AfterValidator(_ascending)]
-Range = Annotated[tuple[Count, Count], BeforeValidator(_ends), AfterValidator(_upward)]
-"""The two ends of a range, both of which are in it."""
+Metrics = Annotated[tuple[str, ...], Listed, AfterValidator(select_metrics)]
+"""Names of metrics, always including accuracy."""
+Ascending = Annotated[tuple[Count, ...], Listed, AfterValidator(_check_ascending)]
+Range = Annotated[tuple[Count, Count], BeforeValidator(_as_range), AfterValidator(_check_range)]
+"""Lower and upper end of a range, both inclusive."""
 Bytes = Annotated[int, Field(ge=1, le=2**60)]
 Vocabulary = Annotated[int, Field(ge=16, le=65_536)]
 Tokens = Annotated[int, Field(ge=1, le=4096)]
@@ -228,49 +228,55 @@ NonNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
-def takes(info: FieldInfo, *, brief: bool = False) -> str:
-    """Describe the values that a setting accepts; if `brief`, without ends from FAR on."""
-    allowed = _allowed(info.annotation, info.metadata, brief)
-    return allowed + (", or a list of such" if is_assigned(info) else "")
+def allowed_values(info: FieldInfo, *, brief: bool = False) -> str:
+    """Describe the allowed values of a setting, e.g. "number > 0 and <= 1".
+
+    If `brief`, omits upper bounds >= `TECHNICAL_BOUND`.
+    """
+    allowed = _describe(info.annotation, info.metadata, brief)
+    return f"{allowed}, or a list to assign to clients" if is_assigned(info) else allowed
 
 
-def _allowed(kind: Any, metadata: Iterable[object], brief: bool) -> str:
+def _describe(kind: Any, metadata: Iterable[object], brief: bool, *, plural: bool = False) -> str:
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _allowed(parts[0], parts[1:], brief)
+        return _describe(parts[0], parts[1:], brief, plural=plural)
     if origin is Literal:
-        return ("one of " if len(parts) > 1 else "") + ", ".join(map(str, parts))
+        choices = ", ".join(map(str, parts))
+        one_of = "values from " if plural else "one of "
+        return f"{one_of}{choices}" if len(parts) > 1 else choices
     if origin is tuple and parts[-1] is Ellipsis:
-        each = _allowed(parts[0], (), brief)
-        inner = each.removeprefix("a list")
-        return f"a list, each {each}" if inner == each else f"a list of lists{inner}"
+        return f"list{'s' * plural} of {_describe(parts[0], (), brief, plural=True)}"
     if origin is tuple:
         return RANGE
     if origin is dict:
-        return f"a map of names to {_allowed(parts[1], (), brief)}"
+        return f"mapping from names to {_describe(parts[1], (), brief, plural=True)}"
     if origin is not None:
-        return " or ".join(_allowed(part, (), brief) for part in parts)
-    noun = {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(kind)
-    if kind in (int, float):
-        rules = [r for each in metadata for r in getattr(each, "metadata", [each])]
-        signs = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
-        ends = [
-            (signs[type(r)], getattr(r, type(r).__name__.lower()))
-            for r in rules
-            if type(r) in signs
-        ]
-        shown = [
-            f"{sign} {end}" for sign, end in ends if not (brief and sign == "<=" and end >= FAR)
-        ]
-        return f"{noun} {' and '.join(shown)}".rstrip()
-    return "text in quotes" if kind is str and not brief else noun or str(kind)
+        return " or ".join(_describe(part, (), brief, plural=plural) for part in parts)
+    if kind is bool:
+        return "true or false"
+    nouns = {int: "integer", float: "number", str: "string"}
+    noun = nouns.get(kind, str(kind)) + "s" * plural
+    if kind not in (int, float):
+        return noun
+    rules = [r for each in metadata for r in getattr(each, "metadata", [each])]
+    signs = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
+    bounds = [
+        (signs[type(r)], getattr(r, type(r).__name__.lower())) for r in rules if type(r) in signs
+    ]
+    conditions = [
+        f"{sign} {int(bound) if bound == int(bound) else bound}"
+        for sign, bound in bounds
+        if not (brief and sign == "<=" and bound >= TECHNICAL_BOUND)
+    ]
+    return f"{noun} {' and '.join(conditions)}".rstrip()
 
 
 def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
-    """Validate `values` (by public names) and return them as a `schema`.
+    """Validate `values`, keyed by public name, and return them as an instance of `schema`.
 
-    Raises SettingsError with a one-line message: the setting, its value, what is allowed and, for
-    an unknown name, the nearest known one.
+    Raises SettingsError with a one-line message: the setting, its allowed values, and its value.
+    For an unknown name, the message suggests the closest known name.
     """
     fields = schema.fields()
     for name in values:
@@ -280,57 +286,55 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
         return schema.model_validate(nest(values))
     except ValidationError as error:
         first: Any = error.errors()[0]
-        reason = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else ""
+        fault = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else ""
         # The error's location may have extra parts after the setting's name.
         places = (".".join(map(str, first["loc"][:n])) for n in range(1, len(first["loc"]) + 1))
         name = next((each for each in places if each in fields), "")
         if not name:
-            raise SettingsError(reason) from None
-        if not reason:
-            raise refused(prefix + name, values.get(name), takes(fields[name])) from None
+            raise SettingsError(fault) from None
+        fault = fault or f"expected {allowed_values(fields[name])}"
         shown = repr(plain(values.get(name)))[:200]
-        raise SettingsError(
-            f"setting '{prefix}{name}' = {shown} is not allowed: {reason}"
-        ) from None
+        raise SettingsError(f"setting '{prefix}{name}': {fault}, got {shown}") from None
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
-    """Return the error for an unknown setting, with its full name or the nearest known name."""
+    """Return the error for an unknown setting, with its full name or the closest known name."""
     known = list(names)
     endings = {full.rpartition(".")[2]: full for full in reversed(known)}
-    if target := meant(name, known):
+    if target := synonym_of(name, known):
         hint = f"; did you mean '{target}'?"
-    elif homes := [full for full in known if full.rpartition(".")[2] == name]:
-        hint = f": it is {' or '.join(map(repr, homes))}"
-    elif reason := ABSENT.get(_word(name)):
+    elif matches := [full for full in known if full.rpartition(".")[2] == name]:
+        hint = f"; use its full name, {' or '.join(map(repr, matches))}"
+    elif reason := UNSUPPORTED.get(_last_part(name)):
         hint = f": {reason}"
     elif close := closest(name, [*known, *endings]):
         hint = f"; did you mean '{endings.get(close, close)}'?"
     else:
-        hint = "; `fedhet settings` and `fedhet methods NAME` list them"
+        hint = "; see `fedhet settings` or `fedhet methods NAME`"
     return SettingsError(f"unknown setting '{name}'{hint}")
 
 
-def meant(name: str, known: Collection[str]) -> str:
-    """Return the setting among `known` that another name stands for, or ""."""
-    target = MEANT.get(_word(name), "")
+def synonym_of(name: str, known: Collection[str]) -> str:
+    """Return the setting in `known` that other libraries call `name`, or ""."""
+    target = SYNONYMS.get(_last_part(name), "")
     return target if target in known else ""
 
 
-def _word(name: str) -> str:
-    """Return the last part of a name as settings are spelled: `train.num_epochs` is num-epochs."""
+def _last_part(name: str) -> str:
+    """Return the last part of a dotted name in kebab case, e.g. num-epochs for train.num_epochs."""
     return name.rpartition(".")[2].strip("-").replace("_", "-").lower()
 
 
-def refused(name: str, value: object, rule: str) -> SettingsError:
-    """Return the error for a value that a setting does not allow."""
+def invalid_setting(name: str, value: object, expected: str, problem: str = "") -> SettingsError:
+    """Return the error "setting 'NAME': PROBLEM, expected EXPECTED, got VALUE"."""
+    reason = f"{problem}, " if problem else ""
     shown = repr(plain(value))[:200]
-    return SettingsError(f"setting '{name}' = {shown} is not allowed: it takes {rule}")
+    return SettingsError(f"setting '{name}': {reason}expected {expected}, got {shown}")
 
 
 # --- names from other libraries and papers
 
-_MEANT = {
+_SYNONYMS = {
     "clients": "num-clients n-clients num-users users num-parties parties num-supernodes",
     "rounds": "num-rounds n-rounds comm-rounds communication-rounds global-rounds global-epochs "
     "num-server-rounds",
@@ -374,14 +378,16 @@ _MEANT = {
     "metrics": "metric",
     "attack.attackers": "malicious byzantine num-attackers num-malicious",
 }
-MEANT = MappingProxyType({word: name for name, words in _MEANT.items() for word in words.split()})
-"""A setting's full name, by another name for it."""
-_RECORDS = "a run always writes metrics.jsonl and TensorBoard's files into its directory"
-ABSENT = MappingProxyType(
+SYNONYMS = MappingProxyType(
+    {word: name for name, words in _SYNONYMS.items() for word in words.split()}
+)
+"""Full names of settings, keyed by their names in other libraries and papers."""
+_RECORDS = "a run always writes metrics.jsonl and TensorBoard files to its directory"
+UNSUPPORTED = MappingProxyType(
     {
         **dict.fromkeys(("logger", "tensorboard"), _RECORDS),
-        "num-workers": "data is decoded once and kept in memory; there are no loader processes",
-        "verbose": "Flower's log is in the run's directory, in flower.log",
+        "num-workers": "data is decoded once and kept in memory, without loader processes",
+        "verbose": "Flower's log is in flower.log in the run's directory",
     }
 )
-"""Settings of other projects, and what fedhet has instead."""
+"""Explanations for settings of other libraries that fedhet does not have."""

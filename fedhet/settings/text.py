@@ -1,8 +1,8 @@
-"""Settings as text, on a command line and in Flower's run config, and network addresses.
+"""Text format of settings (command line, Flower's run config) and of network addresses.
 
-Flower's run config holds text, numbers and booleans alone, so that lists and maps are text in it:
-`cnn2,mlp` for a list, `a+b,c+d` for a list of lists, `6-8` for a range, `site-a=2` for a map. In
-a list `cnn2*3` stands for three of them. A list may also be written as in TOML.
+Flower's run config supports only strings, numbers and booleans, so lists and mappings are written
+as strings: `cnn2,mlp` (list), `a+b,c+d` (list of lists), `6-8` (range), `site-a=2` (mapping). In a
+list, `cnn2*3` repeats an item three times. TOML syntax for lists works too.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from pydantic.fields import FieldInfo
 from fedhet.base.errors import SettingsError
 from fedhet.settings.schema import AN_ADDRESS, is_assigned
 
-MAX_TIMES = 1000
-"""How often a list may repeat a value."""
+MAX_REPEATS = 1000
+"""Maximum number of times that `VALUE*N` repeats a value in a list."""
 SEPARATORS = ",+"
-"""What stands between the values of a list, and between those of a list in a list."""
-_PLAIN = re.compile(r"[^\s,+*=\[\]'\"]([^,+*=\[\]'\"]*[^\s,+*=\[\]'\"])?")
-"""A value that reads the same in a list."""
+"""Separators of the items in a list, and of the items in a nested list."""
+_UNQUOTED = re.compile(r"[^\s,+*=\[\]'\"]([^,+*=\[\]'\"]*[^\s,+*=\[\]'\"])?")
+"""Items that need no quotes in a list."""
 AUTO = "auto"
-"""The cluster to which this machine belongs."""
+"""Ray address of the cluster to which this machine belongs."""
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.IGNORECASE)
 _MAX_HOST = 253
 _CLIENT = "ray://"
 
 
 def read_text(name: str, info: FieldInfo | None, text: str) -> object:
-    """Return the value of a setting's text, by its type; of an unknown setting (None), the text.
+    """Parse the text of a setting according to its type.
 
-    What is not of that type is left as it is, for `build` to refuse it. Raises SettingsError for a
-    list that repeats a value in another way than `cnn2*3`.
+    Text that does not match the type is returned unchanged, and `build` rejects it later. Text of
+    an unknown setting (`info` is None) is only unquoted. Raises SettingsError for malformed lists
+    and mappings.
     """
     if info is None:
-        return _unquoted(text)
+        return _unquote(text)
     try:
         if is_assigned(info) and "," in text:
             return _read_list((info.annotation, ...), text, SEPARATORS)
         return _read(info.annotation, text, SEPARATORS)
     except ValueError as error:
-        raise SettingsError(f"setting '{name}' = {text[:200]!r} is not allowed: {error}") from None
+        raise SettingsError(f"setting '{name}': {error}, got {text[:200]!r}") from None
 
 
 def as_text(value: object) -> str:
-    """Return a setting's value as it is typed: true, 0.5, a,b; the inverse of `read_text`."""
+    """Format a setting's value as text such as true, 0.5 or a,b (inverse of `read_text`)."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -58,79 +59,80 @@ def as_text(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{name}={as_text(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):
-        inner = [each if isinstance(each, list | tuple) else [each] for each in value]
-        words = [[as_text(each) for each in several] for several in inner]
-        if all(_PLAIN.fullmatch(word) for several in words for word in several):
-            return ",".join("+".join(several) for several in words)
+        nested = [each if isinstance(each, list | tuple) else [each] for each in value]
+        texts = [[as_text(each) for each in inner] for inner in nested]
+        if all(_UNQUOTED.fullmatch(text) for inner in texts for text in inner):
+            return ",".join("+".join(inner) for inner in texts)
         return json.dumps(value, ensure_ascii=False)
     return str(value)
 
 
-def holds_several(info: FieldInfo) -> bool:
-    """Return whether a setting may be a list or a map, which Flower's run config has as text."""
+def is_collection(info: FieldInfo) -> bool:
+    """Return whether a setting may be a list or a mapping, stored as text in Flower's config."""
     kinds = [info.annotation, *get_args(info.annotation)]
-    return is_assigned(info) or any(get_origin(_bare(kind)) in (tuple, dict) for kind in kinds)
+    origins = {get_origin(_without_rules(kind)) for kind in kinds}
+    return is_assigned(info) or not origins.isdisjoint({tuple, dict})
 
 
 def _read(kind: Any, text: str, separators: str) -> Any:
-    kind = _bare(kind)
+    kind = _without_rules(kind)
     origin, parts = get_origin(kind), get_args(kind)
     if kind is str or origin is Literal:
-        return _unquoted(text)
-    if origin in (Union, UnionType):  # one of some words, or another type
-        kinds = [_bare(part) for part in parts]
-        words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
-        others = [each for each in kinds if each is not str and get_origin(each) is not Literal]
-        word = _unquoted(text)
-        return word if word in words or not others else _read(others[0], text, separators)
+        return _unquote(text)
+    if origin in (Union, UnionType):  # a keyword such as auto, or another type
+        kinds = [_without_rules(part) for part in parts]
+        keywords = [word for k in kinds if get_origin(k) is Literal for word in get_args(k)]
+        types = [each for each in kinds if each is not str and get_origin(each) is not Literal]
+        word = _unquote(text)
+        return word if word in keywords or not types else _read(types[0], text, separators)
     if origin is tuple:
         return _read_list(parts, text, separators)
     if origin is dict and "=" in text:
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         for part in text.split(","):
             name, _, value = map(str.strip, part.partition("="))
-            if name in found:
-                raise ValueError(f"'{name}' is given twice")
-            found[name] = _read(parts[1], value, "")
-        return found
+            if name in mapping:
+                raise ValueError(f"duplicate name '{name}', expected unique names")
+            mapping[name] = _read(parts[1], value, "")
+        return mapping
     return text if origin is dict else _toml(text)
 
 
 def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
-    """Return the values of a list, or the ends of a range; in a list `cnn2*3` is three of cnn2."""
+    """Parse a list, in which `cnn2*3` repeats an item, or the two ends of a range."""
     if text.startswith("["):
         return _toml(text)
     if parts[-1] is not Ellipsis:  # a range
         return tuple(_toml(end.strip()) for end in re.split("[-,]", text))
-    several = [part.strip() for part in text.split(separators[:1])] if text.strip() else []
-    if _bare(parts[0]) is str:
-        several = list(filter(None, several))
-    found = []
-    for part in several:
-        value, sign, times = part, "", ""
+    items = [part.strip() for part in text.split(separators[:1])] if text.strip() else []
+    if _without_rules(parts[0]) is str:
+        items = list(filter(None, items))
+    values = []
+    for item in items:
+        value, sign, repeats = item, "", ""
         if separators == SEPARATORS:
-            value, sign, times = map(str.strip, part.partition("*"))
-        if sign and not (value and times.isdecimal() and 1 <= int(times[:5]) <= MAX_TIMES):
+            value, sign, repeats = map(str.strip, item.partition("*"))
+        if sign and not (value and repeats.isdecimal() and 1 <= int(repeats[:5]) <= MAX_REPEATS):
             raise ValueError(
-                f"'{part}' is not an item of a list: write VALUE, or VALUE*3 with a number from 1 "
-                f"to {MAX_TIMES}"
+                f"invalid list item '{item}', expected VALUE or VALUE*N with N from 1 to "
+                f"{MAX_REPEATS}"
             )
-        found += [_read(parts[0], value, separators[1:])] * (int(times) if sign else 1)
-    return tuple(found)
+        values += [_read(parts[0], value, separators[1:])] * (int(repeats) if sign else 1)
+    return tuple(values)
 
 
-def _bare(kind: Any) -> Any:
-    """Return a type without its rules."""
+def _without_rules(kind: Any) -> Any:
+    """Return the type inside `Annotated`."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     return text[1:-1] if quoted and text[0] not in text[1:-1] else text
 
 
 def _toml(text: str) -> Any:
-    """Return the TOML value of `text`; the text itself if it is none."""
+    """Parse a TOML value, or return `text` unchanged if it is not valid TOML."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -139,13 +141,13 @@ def _toml(text: str) -> Any:
 
 
 def read_host(text: str) -> str:
-    """Return a host name or an IP address in the form in which certificates and programs hold it.
+    """Return the normalized form of a host name or an IP address, as used in certificates.
 
-    IPv6 addresses may be in brackets. Names may end in a dot, and names in other scripts are
-    returned in ASCII ("xn--..."). Raises ValueError.
+    Removes the brackets of an IPv6 address and the trailing dot of a name, and encodes
+    internationalized names in ASCII ("xn--..."). Raises ValueError.
     """
-    wrong = ValueError(
-        f"expected a host name or an IP address alone, such as fed.example.org or fd00::2, without "
+    invalid = ValueError(
+        f"expected a host name or an IP address, such as fed.example.org or fd00::2, without "
         f"scheme, port or path, got {text!r}"
     )
     bare = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
@@ -153,24 +155,24 @@ def read_host(text: str) -> str:
         try:
             address = ipaddress.ip_address(bare)
         except ValueError:
-            raise wrong from None
+            raise invalid from None
         if bare is text or address.version == 6:
             return str(address)
-        raise wrong
+        raise invalid
     try:
         name = bare.removesuffix(".").encode("idna").decode()
     except UnicodeError:
-        raise wrong from None
+        raise invalid from None
     labels = name.split(".")
     if bare is not text or len(name) > _MAX_HOST or labels[-1].isdecimal():
-        raise wrong
+        raise invalid
     if not all(map(_LABEL.fullmatch, labels)):
-        raise wrong
+        raise invalid
     return name
 
 
-def host_and_port(text: str) -> tuple[str, int]:
-    """Return the host and the port of "HOST:PORT", as `read_host` does. Raises ValueError."""
+def split_host_port(text: str) -> tuple[str, int]:
+    """Split "HOST:PORT" into the normalized host and the port. Raises ValueError."""
     host, _, port = text.rpartition(":")
     number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
     if not 1 <= number <= 65_535 or (":" in host and not host.startswith("[")):
@@ -181,25 +183,25 @@ def host_and_port(text: str) -> tuple[str, int]:
     return read_host(host), number
 
 
-def joined(host: str, port: int) -> str:
-    """Return "HOST:PORT", with an IPv6 address in brackets."""
+def join_host_port(host: str, port: int) -> str:
+    """Return "HOST:PORT", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _is_address(text: str) -> str:
     if text.startswith(_CLIENT):
         raise ValueError(
-            "ray:// is Ray Client, for programs outside of a cluster; a run's server must be on "
-            "one of its machines: start the run there, with auto or HOST:PORT"
+            "the Ray Client scheme ray:// is unsupported because the server must run on a machine "
+            "of the cluster, expected auto or HOST:PORT"
         )
     if text in ("", AUTO):
         return text
     try:
-        return joined(*host_and_port(text))
+        return join_host_port(*split_host_port(text))
     except ValueError:
         raise ValueError(
-            "it takes auto, HOST:PORT with a port from 1 to 65535 ([ADDRESS]:PORT for IPv6), or "
-            "nothing for a cluster of its own"
+            "expected auto, HOST:PORT with a port from 1 to 65535 ([ADDRESS]:PORT for IPv6), or an "
+            "empty value to start a local cluster"
         ) from None
 
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from fedhet.algorithms.consensus import Vote, aggregate, conflicts, for_space
 from fedhet.base.arrays import Array, grouped, groups
-from fedhet.base.errors import KnowledgeError, nearest
+from fedhet.base.errors import KnowledgeError, closest
 from fedhet.methods.cofed import SPEC, CofedSettings
-from fedhet.settings.schema import refused
+from fedhet.settings.schema import invalid_setting
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.identity import ClientInfo
@@ -33,9 +33,12 @@ class CofedStrategy(HetStrategy):
         self.weights = given if isinstance(given, dict) else {}
         """Credibility weights from the settings, by client (Section 4.6)."""
         for name in sorted(self.weights.keys() - self.members.keys()):  # which may still join
-            rule = f"clients of the run; {name!r} is none{nearest(name, self.members)}"
             if len(self.members) >= self.run.clients:
-                raise refused("cofed.credibility", self.settings.credibility, rule)
+                close = closest(name, self.members)
+                hint = f" (did you mean '{close}'?)" if close else ""
+                problem = f"unknown client '{name}'{hint}"
+                weights, expected = self.settings.credibility, "names of the run's clients"
+                raise invalid_setting("cofed.credibility", weights, expected, problem)
             self.log.notice(f"cofed.credibility: no client {name!r} has joined yet")
         self.instances = len(self.public_set(labeled=False))
         self.votes: dict[str, Vote] = {}

@@ -17,7 +17,7 @@ from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
 from fedhet.models import is_registered, narrow_name, part_arrays
-from fedhet.settings.schema import refused
+from fedhet.settings.schema import invalid_setting
 from fedhet.strategies.base import HetStrategy, Reply, Selection
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -35,8 +35,8 @@ class HeteroFlStrategy(HetStrategy):
         self.model = narrow_name(name, max(self.settings.widths))
         """The name of the global model."""
         if not is_registered(narrow_name(name, WIDTHS["e"])):
-            rule = "a model that comes in several widths, such as mlp, cnn2 or text-cnn"
-            raise refused("models.pool", self.run.models.pool, rule)
+            expected = "a model with several widths, such as mlp, cnn2 or text-cnn"
+            raise invalid_setting("models.pool", self.run.models.pool, expected)
         self._keep(part_arrays(self.build_model(self.model), self.settings.part))
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:

@@ -18,7 +18,7 @@ from fedhet.data.spec import Source
 from fedhet.data.texts import WORDS, encoder_folder
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.run import DataSettings
-from fedhet.settings.schema import refused
+from fedhet.settings.schema import invalid_setting
 
 _MODULES = [f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)]
 _DECLARED: list[Source] = [
@@ -46,7 +46,7 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
         raise SettingsError(f"'{setting}': {unknown_name('dataset', name, SOURCES, known)}")
     source = SOURCES[name]
     if source.place and not place:
-        raise refused(setting, dataset, source.form)
+        raise invalid_setting(setting, dataset, source.form)
     return source, place
 
 
