@@ -180,5 +180,5 @@ def test_a_resumed_run_counts_the_bytes_and_forgets_the_fault_of_before(tmp_path
 
 @pytest.mark.parametrize("models", ["cnn2,mlp", ["cnn2", "mlp"]])
 def test_models_from_python_may_be_text(models):
-    config = api._resolved("felo", [("models.pool", models)])
+    config = api._resolve("felo", [("models.pool", models)])
     assert config == resolve({"method": "felo", "models.pool": ["cnn2", "mlp"]})
