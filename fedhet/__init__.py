@@ -1,4 +1,4 @@
-"""fedhet: federated learning for clients whose models differ."""
+"""fedhet: federated learning for clients with different models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"
 # Flower collects usage statistics unless this is set, and reads it once, on import.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
-# These are imported when they are first asked for: torch and Flower take seconds.
-_HOMES = {
+# Import these on first access, because PyTorch and Flower take seconds to load.
+_LAZY_IMPORTS = {
     "run": "fedhet.inference.api",
     "load": "fedhet.inference.api",
     "compare": "fedhet.inference.api",
@@ -32,10 +32,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module 'fedhet' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_LAZY_IMPORTS})

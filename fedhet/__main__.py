@@ -4,9 +4,9 @@ import contextlib
 import os
 import sys
 
-# Python searches the working directory first. Its files may be untrusted: as with the installed
-# command, nothing is imported from it unless it contains this package. A working directory that
-# was deleted is not searched.
+# Python searches the working directory first, but its files may be untrusted. Remove it from the
+# path, as with the installed command, unless it contains this package. Python does not search a
+# deleted working directory.
 with contextlib.suppress(FileNotFoundError):
     if sys.path[0] == os.getcwd() and sys.path[0] != os.path.dirname(os.path.dirname(__file__)):
         del sys.path[0]

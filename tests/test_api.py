@@ -127,7 +127,7 @@ def test_models_and_predictions(result, tmp_path):
     assert result.export("client-1", tmp_path / "m.safetensors").name == "m.safetensors.json"
     with pytest.raises(StateError, match="no client 'client-9'"):
         result.model("client-9")
-    with pytest.raises(SettingsError, match="it takes safetensors, pt2, onnx"):
+    with pytest.raises(SettingsError, match="expected one of safetensors, pt2, onnx"):
         result.export("client-1", tmp_path / "m.bin")
 
 

@@ -90,12 +90,12 @@ def state_of(received):
 @pytest.mark.parametrize("quote", ["", '"', "'"])
 def test_a_key_of_many_parts(received, in_one_line, command, quote):
     (received / "config.toml").write_text(".".join([f"{quote}a{quote}"] * 20_000) + " = 1\n")
-    assert "a key has more than 32 parts" in in_one_line(received, command)
+    assert "expected keys of at most 32 parts" in in_one_line(received, command)
 
 
 def test_what_would_take_gigabytes_is_refused_within_two(received):
     (received / "config.toml").write_text(".".join("a" * 50_000) + " = 1\n")
-    assert "a key has more than 32 parts" in within_two_gigabytes(received, "report")
+    assert "expected keys of at most 32 parts" in within_two_gigabytes(received, "report")
 
 
 def test_what_is_no_key_may_have_any_number_of_dots(received, in_one_line):
@@ -138,7 +138,7 @@ def test_a_pipe_and_a_device_are_not_read(received, name, command, kind, in_one_
 @pytest.mark.parametrize("text", ["[],", "{},", '{"round":1}\n'], ids=["lists", "objects", "lines"])
 def test_records_of_too_many_parts(received, text, in_one_line):
     (received / "metrics.jsonl").write_text(text * 9_000_000)
-    assert "has more parts than" in in_one_line(received, "report")
+    assert "expected at most 8,000,000 values" in in_one_line(received, "report")
 
 
 def test_a_record_of_a_client_that_is_too_long(received, in_one_line):

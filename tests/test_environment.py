@@ -129,8 +129,8 @@ def test_a_home_directory_is_needed_only_by_a_path_below_it(monkeypatch):
     [
         (lambda: _state_dir(""), "set node-config 'state-dir' or .* FEDHET_STATE_DIR"),
         (lambda: _cache_file([], type("Spec", (), {"image_size": 0}), None), "FEDHET_CACHE_DIR"),
-        (lambda: expanded("~/data"), "^~/data: home .* Set HOME, or give an absolute path"),
-        (lambda: expanded("~no-such-user/data"), "give an absolute path"),
+        (lambda: expanded("~/data"), "^~/data: home .* Set HOME, or use an absolute path"),
+        (lambda: expanded("~no-such-user/data"), "use an absolute path"),
     ],
 )
 def test_without_a_home_directory_the_line_says_what_to_set(path, remedy):

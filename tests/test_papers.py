@@ -724,12 +724,12 @@ def test_all_tables_are_listed():
     ("words", "fault"),
     [
         (["felo-2", "--size", "huge"], "'--size': table 'felo-2': expected tiny, small, paper"),
-        (["felo-2", "--seeds", "0,0"], "'--seeds 0,0' is not allowed"),
-        (["felo-2", "--set", "lr=-1"], "'training.lr' = -1"),
+        (["felo-2", "--seeds", "0,0"], "--seeds: expected a list without duplicates"),
+        (["felo-2", "--set", "lr=-1"], "'training.lr': expected number"),
         (["felo-2", "--rows", "Felo,alone"], "'--rows': expected rows of felo-2 .FedAvg"),
         (["field", "--rows", "felo"], "'--rows': must be used with a paper's table"),
-        (["felo-2", "--set", "seed=7"], "give its seeds by --seeds"),
-        (["felo-2", "--set", "out=here"], "give its directory by --out"),
+        (["felo-2", "--set", "seed=7"], "use --seeds"),
+        (["felo-2", "--set", "out=here"], "use --out"),
     ],
 )
 def test_bad_options_are_refused_in_a_line(words, fault):

@@ -1,4 +1,4 @@
-"""What everything else builds on: arrays, errors, seeds, metrics, files, and the version."""
+"""Foundations: arrays, errors, seeds, metrics, files, and the version."""
 
 import importlib.metadata
 import platform
@@ -7,11 +7,11 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """Return the package versions on which a run's results may depend."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that may affect results."""
+    installed = {"python": platform.python_version()}
     for package in ("fedhet", "flwr", "torch", "torchvision", "numpy", "scikit-learn"):
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

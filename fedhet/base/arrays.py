@@ -1,6 +1,6 @@
-"""Named numpy arrays, which hold models and messages outside of torch.
+"""Mappings of named NumPy arrays, which represent models and messages outside of PyTorch.
 
-In a larger mapping, a model's tensors are named `<group>/<name in the state dict>`.
+In a mapping with several groups, such as models, keys have the form `<group>/<key>`.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
-"""Names of a model's tensors to (shape, numpy dtype name)."""
+"""Mapping from tensor names to (shape, NumPy dtype name)."""
 
 T = TypeVar("T")
 
 
 def grouped(name: str, values: Mapping[str, T]) -> dict[str, T]:
-    """Return `values` under the names `name/<key>`; `group` is the inverse."""
+    """Prefix the keys of `values` with `name/` (inverse of `group`)."""
     return {f"{name}/{key}": value for key, value in values.items()}
 
 
 def group(values: Mapping[str, T], name: str) -> dict[str, T]:
-    """Return the values `name/<key>` by key."""
+    """Return the values whose keys start with `name/`, without this prefix."""
     start = name + "/"
     return {key[len(start) :]: v for key, v in values.items() if key.startswith(start)}
 
 
 def groups(values: Mapping[str, T], name: str) -> dict[str, dict[str, T]]:
-    """Return the values `name/<group>/<key>` by group and key; group names have no slash."""
+    """Return the values `name/<group>/<key>` as nested mappings; group names contain no slash."""
     inner = group(values, name)
     return {first: group(inner, first) for first in sorted({key.split("/")[0] for key in inner})}
 
 
 class OnDemand(Mapping[str, Array]):
-    """Named arrays, some of which are read again at each use and not kept in memory."""
+    """Mapping of named arrays, some of which are loaded on every access to save memory.
+
+    `sources` contains arrays, or functions that load them.
+    """
 
     def __init__(self, sources: Mapping[str, Array | Callable[[], Array]]) -> None:
-        """`sources`: the arrays, or for those that are read when they are used, what reads them."""
         self.sources = sources
 
     def __getitem__(self, name: str) -> Array:
@@ -54,21 +56,21 @@ class OnDemand(Mapping[str, Array]):
         return len(self.sources)
 
     def group(self, name: str) -> OnDemand:
-        """Return the arrays `name/<key>` by key; none is read."""
+        """Return the arrays `name/<key>` by key, without loading them."""
         return OnDemand(group(self.sources, name))
 
     def replacing(self, values: Arrays) -> OnDemand:
-        """Return these arrays, with `values` replacing those of the same names."""
+        """Return a copy in which `values` replace the arrays with the same names."""
         return OnDemand({**self.sources, **values})
 
 
 def group_of(values: Arrays, name: str) -> Arrays:
-    """Return the arrays `name/<key>` by key; of those that are read when used, none is read."""
+    """Return the arrays `name/<key>` by key, without loading arrays of an `OnDemand` mapping."""
     return values.group(name) if isinstance(values, OnDemand) else group(values, name)
 
 
-def refuse_other_types(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None:
-    """Raise TypeError for arrays of another type than the method's own of that name."""
+def check_dtypes(saved: Mapping[str, Array], fresh: Mapping[str, Array]) -> None:
+    """Raise TypeError if a saved array and the fresh array of the same name differ in dtype."""
     for name in saved.keys() & fresh.keys():
-        if (found := np.asarray(saved[name]).dtype) != (own := np.asarray(fresh[name]).dtype):
-            raise TypeError(f"{name} is {found}, not {own}")
+        if (dtype := np.asarray(saved[name]).dtype) != (expected := np.asarray(fresh[name]).dtype):
+            raise TypeError(f"{name}: expected dtype {expected}, got {dtype}")

@@ -1,11 +1,11 @@
-"""Files that may come from somebody else: read within bounds, written without following links.
+"""Safe access to untrusted files and directories.
 
-A parser may need a thousand times the bytes of a file. So what a file would take is bounded before
-it is parsed, and only a regular file is read: a pipe never ends, and a device may not either.
+Reading is bounded: a parser may need a thousand times the size of a file, so files are checked
+before they are parsed. Only regular files are read, because pipes and devices may never end.
 
-A run's folder, or a client's state, may have been received. A link in it would otherwise lead
-what is written, renamed or removed here to other files of whoever opens it. So a folder is opened
-name by name without following links, and what happens in it happens by its descriptor.
+Writing does not follow symlinks: in a run directory from another user, a symlink could redirect
+writes to any file of the current user. Directories are therefore opened component by component, and
+files are created, renamed and removed relative to a directory descriptor.
 """
 
 from __future__ import annotations
@@ -29,92 +29,93 @@ from fedhet.base.errors import SettingsError, StateError, one_line, reason_of
 MAX_BYTES = 2**29
 MAX_TOML_BYTES = 2**20
 MAX_PARTS = 8_000_000
-"""Values, lists and objects of a JSON file: each takes some two hundred bytes in memory."""
-MAX_IN_A_KEY = 32
-"""Parts of a dotted key in TOML, whose memory grows with their square."""
-LARGE = 2**28
-"""Bytes of a file that may be mapped however few of them are on the disk."""
-LEFT_BEHIND = 3600.0
-"""Seconds after which a temporary file belongs to a writer that was killed."""
-_OPEN_FOLDERS = Path("/proc/self/fd")
-_UNFOLLOWED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Maximum number of values, lists and objects in a JSON file, about 200 bytes each in memory."""
+MAX_KEY_PARTS = 32
+"""Maximum number of parts of a dotted key in TOML; memory grows with their square."""
+MAX_SPARSE_BYTES = 2**28
+"""Maximum size of sparse files, which allocate few of their bytes on disk."""
+MAX_TEMPORARY_AGE = 3600.0
+"""Age in seconds after which temporary files are removed, because their writer was killed."""
+_DESCRIPTORS = Path("/proc/self/fd")
+_NO_FOLLOW = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
-_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_IN_A_KEY}}}")
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_KEY_PARTS}}}")
 
 
-def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file. Raises OSError, and StateError if it is too large."""
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read a regular file. Raises OSError, and StateError if it is too large."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise StateError(f"{path} is not a regular file: it is not read")
-        if found.st_size > most:
-            raise StateError(f"{path} is larger than such a file can be: at most {most:,} bytes")
-        return file.read(found.st_size)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise StateError(f"{path}: expected a regular file")
+        if status.st_size > max_bytes:
+            raise StateError(
+                f"{path}: too large, expected at most {max_bytes:,} bytes, got {status.st_size:,}"
+            )
+        return file.read(status.st_size)
 
 
-def refuse_odd(path: Path) -> None:
-    """Raise StateError unless a file that is to be mapped is a regular one, and is on the disk.
+def check_mappable(path: Path) -> None:
+    """Raise StateError unless `path` is a regular file, and OSError if it does not exist.
 
-    One of many bytes of which few are on the disk would fill the memory all the same. Raises
-    OSError if there is none.
+    Also rejects large sparse files, which would fill the memory when they are mapped.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise StateError(f"cannot read {path}: it is not a regular file")
-    if found.st_size > LARGE and found.st_blocks * 512 < found.st_size / 16:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise StateError(f"cannot read {path}: expected a regular file")
+    if status.st_size > MAX_SPARSE_BYTES and status.st_blocks * 512 < status.st_size / 16:
         raise StateError(
-            f"cannot read {path}: of its {found.st_size:,} bytes, only few are on the disk"
+            f"cannot read {path}: expected at most {MAX_SPARSE_BYTES:,} bytes for a sparse file, "
+            f"got {status.st_size:,}"
         )
 
 
-def refuse_parts(path: Path, content: bytes, more: int = 0) -> None:
-    """Raise StateError if JSON has too many parts, with `more` that do not show in its marks."""
-    if sum(map(content.count, (b",", b"[", b"{"))) + more > MAX_PARTS:
-        raise StateError(f"{path} has more parts than such a file can have: {MAX_PARTS:,}")
+def check_json_size(path: Path, content: bytes, extra: int = 0) -> None:
+    """Raise StateError if JSON has too many values, counting its separators and `extra`."""
+    if sum(map(content.count, (b",", b"[", b"{"))) + extra > MAX_PARTS:
+        raise StateError(f"{path}: expected at most {MAX_PARTS:,} values")
 
 
-def parsed(text: str) -> Any:
-    """Return what JSON holds. Raises ValueError or RecursionError, also for half a character.
+def parse_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError or RecursionError, also for unpaired surrogates.
 
-    JSON may escape the halves of a surrogate pair one by one; no file or hash takes half of one.
+    JSON can escape unpaired surrogates, which cannot be encoded in UTF-8 later.
     """
-    found = json.loads(text)
+    value = json.loads(text)
     if "\\ud" in text or "\\uD" in text:
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
-def read_json(path: Path, most: int = MAX_BYTES) -> Any:
-    """Return what a JSON file holds. Raises OSError, and StateError that names the file."""
-    content = read_file(path, most)
-    refuse_parts(path, content)
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+    """Read a JSON file. Raises OSError, and StateError that names the file."""
+    content = read_file(path, max_bytes)
+    check_json_size(path, content)
     try:
-        return parsed(content.decode())
+        return parse_json(content.decode())
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: truncated or not valid JSON: {error}") from None
 
 
-def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raises OSError, and StateError that names the file."""
+def read_toml_tables(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises OSError, and StateError that names the file."""
     content = read_file(path, MAX_TOML_BYTES)
     try:
         text = content.decode()
         if _LONG_KEY.search(text):
-            raise ValueError(f"a key has more than {MAX_IN_A_KEY} parts")
+            raise ValueError(f"expected keys of at most {MAX_KEY_PARTS} parts")
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
-        raise StateError(f"{path}: unreadable: {error}") from None
-    except (ValueError, RecursionError) as error:  # a number of too many digits, deep nesting
+        raise StateError(f"{path}: not valid UTF-8: {error}") from None
+    except (ValueError, RecursionError) as error:  # also too many digits, or deep nesting
         raise StateError(f"{path}: not valid TOML: {one_line(str(error))}") from None
 
 
-def expanded(path: str | Path, remedy: str = "give an absolute path") -> Path:
-    """Return `path` with a leading `~` replaced by the home directory.
+def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
+    """Replace a leading `~` in `path` by the home directory.
 
-    Only such a path needs a home directory, which a container's user may not have. Raises
-    SettingsError, with the `remedy`, if no home directory is known.
+    Raises SettingsError with the `remedy` if the home directory is unknown, e.g. in a container.
     """
     try:
         return Path(path).expanduser()
@@ -126,38 +127,41 @@ def expanded(path: str | Path, remedy: str = "give an absolute path") -> Path:
 
 
 class Folder:
-    """A folder to write into. It is made, with those above it, when it is first written into."""
+    """Directory for writing without following symlinks; created, with its parents, on first use."""
 
     def __init__(self, path: Path, within: Path | None = None, *, private: bool = False) -> None:
-        """`within`: the folder below which no name on the way to `path` may be a link.
+        """Describe a directory without creating it.
 
-        By default it is `path` itself, which may be a link that its user has made. Only the owner
-        may enter a private folder that is made here.
+        Args:
+            path: Path of the directory.
+            within: Parent of `path`, below which no component of the path may be a symlink. The
+                default is `path` itself, which may be a symlink created by the user.
+            private: Whether only the owner can access directories created here.
         """
         self.path, self._within = path, within or path
         self._mode = 0o700 if private else 0o777
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield a path of the folder for files that are neither kept nor replaced, as `opened`."""
+        """Yield a path of the directory for temporary files. Raises the errors of `opened`."""
         with self.opened() as folder:
-            yield self._place(folder)
+            yield self._path_of(folder)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Yield a descriptor of the folder. Raises OSError, and StateError that names a link."""
+        """Yield a descriptor of the directory. Raises OSError, and StateError for a symlink."""
         self._within.mkdir(self._mode, parents=True, exist_ok=True)
-        here, descriptor = self._within, os.open(self._within, os.O_RDONLY | os.O_DIRECTORY)
+        current, descriptor = self._within, os.open(self._within, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for name in self.path.relative_to(self._within).parts:
-                here /= name
+                current /= name
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(name, self._mode, dir_fd=descriptor)
                 outer, flags = descriptor, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
                 try:
                     descriptor = os.open(name, flags, dir_fd=outer)
                 except OSError:
-                    _refuse_link(here)
+                    _check_no_symlink(current)
                     raise
                 os.close(outer)
             yield descriptor
@@ -166,98 +170,96 @@ class Folder:
 
     @contextlib.contextmanager
     def replacing(self, name: str, *, private: bool = False) -> Iterator[Path]:
-        """Yield a temporary path; if the block succeeds, sync it and rename it to `name`.
+        """Yield a temporary path; if the block succeeds, sync the file and rename it to `name`.
 
-        Only its owner can read a private file. Raises StateError.
+        Only the owner can read a `private` file. Raises StateError.
         """
-        written, flags = f".{name}.{secrets.token_hex(6)}", os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        temporary, flags = f".{name}.{secrets.token_hex(6)}", os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             with self.opened() as folder:
-                os.close(os.open(written, flags, 0o600, dir_fd=folder))
+                os.close(os.open(temporary, flags, 0o600, dir_fd=folder))
                 try:
-                    yield self._place(folder) / written
-                    flags = os.O_RDONLY | _UNFOLLOWED
-                    with os.fdopen(os.open(written, flags, dir_fd=folder), "rb") as file:
+                    yield self._path_of(folder) / temporary
+                    flags = os.O_RDONLY | _NO_FOLLOW
+                    with os.fdopen(os.open(temporary, flags, dir_fd=folder), "rb") as file:
                         os.fchmod(file.fileno(), 0o600 if private else 0o644)
                         os.fsync(file.fileno())
-                    os.replace(written, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                     os.fsync(folder)
                 finally:
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(written, dir_fd=folder)
+                        os.unlink(temporary, dir_fd=folder)
         except (OSError, SafetensorError) as error:
             raise StateError(
-                f"cannot write {self.path / name}: {reason_of(error)}; the file before it is "
-                "unchanged"
+                f"cannot write {self.path / name}: {reason_of(error)}; the file is unchanged"
             ) from error
 
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:
-        """Return a descriptor of a file in the folder, which is made if it is absent.
+        """Open a file in the directory, and return its descriptor; creates a missing file.
 
-        Raises OSError, and StateError if it is a link, or no file that can be written.
+        Raises OSError, and StateError if it is a symlink or not a regular file.
         """
         with self.opened() as folder:
             try:
-                found = os.open(name, flags | _UNFOLLOWED | os.O_CREAT, mode, dir_fd=folder)
+                descriptor = os.open(name, flags | _NO_FOLLOW | os.O_CREAT, mode, dir_fd=folder)
             except OSError:
-                _refuse_link(self.path / name)
+                _check_no_symlink(self.path / name)
                 raise
-        if not stat.S_ISREG(os.fstat(found).st_mode):
-            os.close(found)
-            raise StateError(f"{self.path / name} is not a regular file: nothing is written")
-        return found
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise StateError(f"cannot write {self.path / name}: expected a regular file")
+        return descriptor
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file of the folder. Raises OSError or StateError."""
+        """Rename a file in the directory. Raises OSError or StateError."""
         with self.opened() as folder:
             os.replace(name, new, src_dir_fd=folder, dst_dir_fd=folder)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files of the folder, as far as they are there. Raises OSError or StateError."""
+        """Remove files in the directory that exist. Raises OSError or StateError."""
         with self.opened() as folder:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
 
     def clear(self) -> None:
-        """Remove all files of the folder, if it is there. Raises OSError or StateError."""
+        """Remove all files in the directory if it exists. Raises OSError or StateError."""
         if os.path.lexists(self.path):
             self.remove(sorted(path.name for path in self.path.iterdir()))
 
-    def remove_left_behind(self, suffix: str) -> None:
-        """Remove what killed writers of files with this suffix have left, after an hour.
+    def remove_stale_temporaries(self, suffix: str) -> None:
+        """Remove old temporary files with this suffix, left behind by killed processes.
 
         Raises OSError or StateError.
         """
-        with self.opened() as folder, os.scandir(folder) as found:
-            for entry in found:
-                temporary = entry.name.startswith(".") and f"{suffix}." in entry.name
-                if temporary or entry.name.startswith(".tmp"):  # of save_file
+        with self.opened() as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                is_temporary = entry.name.startswith(".") and f"{suffix}." in entry.name
+                if is_temporary or entry.name.startswith(".tmp"):  # safetensors uses .tmp
                     with contextlib.suppress(OSError):
-                        if time.time() - entry.stat(follow_symlinks=False).st_mtime > LEFT_BEHIND:
+                        modified = entry.stat(follow_symlinks=False).st_mtime
+                        if time.time() - modified > MAX_TEMPORARY_AGE:
                             os.unlink(entry.name, dir_fd=folder)
 
-    def _place(self, descriptor: int) -> Path:
-        """Return a path of the open folder for libraries that take no descriptor."""
-        open_folder = _OPEN_FOLDERS / str(descriptor)
-        return open_folder if open_folder.exists() else self.path
+    def _path_of(self, descriptor: int) -> Path:
+        """Return a path of the open directory, for libraries that need a path."""
+        path = _DESCRIPTORS / str(descriptor)
+        return path if path.exists() else self.path
 
 
 def write_text(path: Path, text: str, *, within: Path | None = None, private: bool = False) -> Path:
-    """Write a text atomically, as `Folder.replacing` does, and return its path."""
+    """Write a text file atomically with `Folder.replacing`, and return its path."""
     with Folder(path.parent, within).replacing(path.name, private=private) as temporary:
         temporary.write_text(text, "utf-8")
     return path
 
 
-def refuse_links(folder: Path) -> None:
-    """Raise StateError, which names the link, if an entry of the folder is one."""
-    for path in sorted(folder.iterdir()):
-        _refuse_link(path)
+def check_no_symlinks(directory: Path) -> None:
+    """Raise StateError if an entry of the directory is a symlink."""
+    for path in sorted(directory.iterdir()):
+        _check_no_symlink(path)
 
 
-def _refuse_link(path: Path) -> None:
+def _check_no_symlink(path: Path) -> None:
     if path.is_symlink():
-        raise StateError(
-            f"{path} is a link: nothing is written through a link in a folder of a run; remove it"
-        )
+        raise StateError(f"{path}: expected no symlink in a run directory. Remove it.")

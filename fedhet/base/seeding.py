@@ -1,9 +1,9 @@
-"""Seeds for all random draws of a run, derived from names instead of global state.
+"""Seeds of random draws, derived from names instead of global state.
 
-`derive(seed, "client-3", 7, "batches")` is the same number on every machine and in every process,
-whatever ran before. A run therefore gives the same results however it is distributed, and a resumed
-run continues as if it had never stopped. PyTorch is imported by the functions that need it, because
-some commands do without.
+`derive(seed, "client-3", 7, "batches")` returns the same number on every machine and in every
+process. The results of a run therefore do not depend on how it is distributed, and a resumed run
+continues as if it had never stopped. PyTorch is imported lazily, because some commands do not need
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """Return a seed in [0, 2**63) for the run's `seed` and the use named by `names`."""
-    # Doubled inside a name, so that no name can contain the separator.
+    """Derive a seed in [0, 2**63) from the run's `seed` and the `names` of its purpose."""
+    # Double the separator inside names, so that different names never result in the same path.
     parts = [f"{type(n).__name__}:{n}".replace("\x1f", "\x1f\x1f") for n in names]
     path = "\x1f".join([str(seed), *parts])
     digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
@@ -29,23 +29,23 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 def torch_generator(seed: int, *names: str | int) -> torch.Generator:
-    """Return a CPU generator seeded by `derive`."""
+    """Create a CPU generator seeded with `derive`."""
     import torch
 
     return torch.Generator().manual_seed(derive(seed, *names))
 
 
 def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
-    """Return a numpy generator seeded by `derive`."""
+    """Create a NumPy generator seeded with `derive`."""
     return np.random.default_rng(derive(seed, *names))
 
 
 @contextmanager
 def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's global generators inside the block, and restore their state afterwards.
+    """Seed PyTorch's global generators inside the block, and restore their state afterwards.
 
-    These are the generators of the CPU and of `device`. For draws that torch makes from global
-    state only: weight initialization and dropout.
+    Affects the generators of the CPU and of `device`. Use it only for draws that PyTorch makes from
+    global state: weight initialization and dropout.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Tensors on their way between the processor and an accelerator: in one piece, and without waiting.
+"""Efficient transfer of tensors between CPU and accelerator.
 
-A copy to a GPU of which nothing is said makes the host wait for all that the GPU has been given; so
-does each copy back. On a processor nothing is copied.
+By default, a copy to or from a GPU blocks the host until the GPU has finished all queued work. The
+functions in this module combine copies and avoid blocking. On a CPU, nothing is copied.
 """
 
 from __future__ import annotations
@@ -12,55 +12,53 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
-PINNED_FROM = 2**16
-"""Bytes from which a tensor is copied by way of pinned memory; below, that is no faster."""
-DRAWN = 4096
-"""Numbers drawn at a time for an accelerator."""
+MIN_PINNED_BYTES = 2**16
+"""Minimum size of tensors copied via pinned memory, which does not help smaller ones."""
+DRAW_CHUNK = 4096
+"""Number of random values copied to an accelerator at a time."""
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return `x` on `device`; the host does not wait for a GPU to take it.
+    """Move `x` to `device`, without blocking the host for a copy to a GPU.
 
-    A GPU fetches large tensors from pinned memory while the host goes on. From a GPU to the host it
-    waits, as the values may be read at once.
+    A copy from a GPU to the host blocks, because the values may be read immediately.
     """
     if device.type != "cuda":
         return x.to(device)
-    if x.device.type == "cpu" and x.nbytes >= PINNED_FROM:
+    if x.device.type == "cpu" and x.nbytes >= MIN_PINNED_BYTES:
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows], where `x` [N, ...] is: either may be on the host, or on a device."""
+    """Return x[rows] on the device of `x` [N, ...]; `rows` may be on another device."""
     return x[to_device(rows, x.device)]
 
 
 def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return tensors on `device`, without gradients: one copy for all of a type.
+    """Move detached tensors to `device`, with a single copy per dtype.
 
-    Those that are there already are returned as they are, others are contiguous.
+    Tensors that are already on the device are unchanged; moved tensors are contiguous.
     """
-    found = {name: tensor.detach() for name, tensor in tensors.items()}
-    away = {
+    moved = {name: tensor.detach() for name, tensor in tensors.items()}
+    remote = {
         name: each
-        for name, each in found.items()
+        for name, each in moved.items()
         if each.device.type != device.type or device.index not in (None, each.device.index)
     }
-    for kind in dict.fromkeys(each.dtype for each in away.values()):
-        named = {name: each for name, each in away.items() if each.dtype == kind}
+    for kind in dict.fromkeys(each.dtype for each in remote.values()):
+        named = {name: each for name, each in remote.items() if each.dtype == kind}
         block = to_device(torch.cat([each.reshape(-1) for each in named.values()]), device)
         pieces = torch.split(block, [each.numel() for each in named.values()])
         for (name, each), piece in zip(named.items(), pieces, strict=True):
-            found[name] = piece.view(each.shape)
-    return found
+            moved[name] = piece.view(each.shape)
+    return moved
 
 
 def joined(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of one device as one vector, if that is an accelerator.
+    """Concatenate tensors on an accelerator into one vector, to reduce kernel launches.
 
-    There, an operation on many small tensors takes as long as the operations' starts. Gradients
-    pass through. On a processor the tensors are returned as they are.
+    Supports gradients. On a CPU, the tensors are returned unchanged.
     """
     if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
@@ -68,7 +66,7 @@ def joined(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def separated(joint: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors of which `joined` made `joint`, with the shapes of `like`."""
+    """Split the result of `joined` into tensors with the shapes of `like`."""
     if len(joint) == len(like):
         pieces = list(joint)
     else:
@@ -77,28 +75,30 @@ def separated(joint: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Numbers:
-    """Random numbers of the host on a device: for an accelerator, many are copied at a time."""
+    """Stream of random numbers drawn on the host, and copied to an accelerator in chunks.
+
+    `draw(N)` must return the next N numbers, regardless of how the draws are divided.
+    """
 
     def __init__(self, draw: Callable[[int], Tensor], device: torch.device) -> None:
-        """`draw` returns so many numbers, [N], as if they were drawn one after the other."""
         self._draw, self._device = draw, device
-        self._left: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
-        """Return the next `count` numbers, [count]: the same ones on every device."""
+        """Return the next `count` numbers, of shape [count]; equal on every device."""
         if self._device.type == "cpu":
             return self._draw(count)
-        left = self._left
-        if left is None or len(left) < count:
-            drawn = to_device(self._draw(max(count, DRAWN)), self._device)
-            left = drawn if left is None else torch.cat([left, drawn])
-        found, self._left = left[:count], left[count:]
-        return found
+        buffer = self._buffer
+        if buffer is None or len(buffer) < count:
+            chunk = to_device(self._draw(max(count, DRAW_CHUNK)), self._device)
+            buffer = chunk if buffer is None else torch.cat([buffer, chunk])
+        numbers, self._buffer = buffer[:count], buffer[count:]
+        return numbers
 
     def get_state(self) -> Tensor | None:
-        """Return the numbers that are drawn and not taken; the generator has a state of its own."""
-        return self._left
+        """Return the buffered numbers; does not include the state of the generator."""
+        return self._buffer
 
     def set_state(self, state: Tensor | None) -> None:
-        """Restore what `get_state` returned."""
-        self._left = state
+        """Restore the state returned by `get_state`."""
+        self._buffer = state

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.base.disk import read_tables
+from fedhet.base.disk import read_toml_tables
 from fedhet.base.errors import SettingsError, StateError, reason_of, unknown_name
 from fedhet.methods.registry import (
     Method,
@@ -160,7 +160,7 @@ def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
 def read_toml(path: Path) -> dict[str, object]:
     """Read settings by full name from a TOML file. Raises SettingsError."""
     try:
-        return flatten(read_tables(path))
+        return flatten(read_toml_tables(path))
     except StateError as error:  # names the file
         raise SettingsError(f"cannot read settings from {error}") from None
     except (OSError, RecursionError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedhet.base.disk import expanded, read_tables
+from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, StateError, reason_of
 from fedhet.data.cells import find_rows, read_table
 from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, find_tree, holds
@@ -80,7 +80,7 @@ class Declaration:
         root = expanded(folder)
         path = root / DECLARATION
         try:
-            given = dict(read_tables(path)) if path.exists() else {}
+            given = dict(read_toml_tables(path)) if path.exists() else {}
         except (OSError, StateError) as error:
             raise DataError(f"{path}: not a readable TOML file ({reason_of(error)})") from None
         schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedhet.base.disk import read_tables
+from fedhet.base.disk import read_toml_tables
 from fedhet.base.errors import DataError, StateError, nearest, one_line, reason_of
 from fedhet.data.cells import NO_NAME, Cells
 from fedhet.data.spec import DataSpec, Split, check_max_bytes
@@ -128,7 +128,7 @@ class TableSchema(_Frozen):
 def read_schema(path: Path) -> TableSchema:
     """Return the schema in a file. Raises DataError."""
     try:
-        return TableSchema.model_validate(read_tables(path))
+        return TableSchema.model_validate(read_toml_tables(path))
     except (OSError, StateError) as error:
         fault = f"{path}: {reason_of(error)}" if isinstance(error, OSError) else str(error)
         raise DataError(

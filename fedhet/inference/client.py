@@ -1,4 +1,4 @@
-"""A client as a run left it: where its states are, its models, and what they predict of samples."""
+"""Trained clients of a run: loading their models from disk, and predicting samples."""
 
 from __future__ import annotations
 
@@ -37,42 +37,45 @@ from fedhet.runs.storage import ClientStore
 from fedhet.runs.units import natural
 from fedhet.wire.identity import client_name
 
-TIMES_ITS_STATE = 8
-"""How many times the bytes of a client's state its models may take while they are built."""
+MAX_STATE_FACTOR = 8
+"""Maximum memory for building a client's models, as a multiple of the size of its state."""
 STATE = "state"
-"""The folder of the private states in the directory of a simulated run."""
+"""Directory of the client states in the directory of a simulated run."""
 ROUNDING = 1e-3
-"""By how much a scaled pixel may be outside -1 to 1."""
+"""Tolerance for scaled pixels outside [-1, 1]."""
 MAX_BYTES = 2**29
-"""Bytes of samples, as the model takes them, that are read at once."""
+"""Default maximum size of model inputs in memory, in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a model predicts for N samples."""
+    """Predictions of a model for N samples."""
 
     labels: NDArray[np.int64]
-    """The number [N] of each sample's most probable class."""
+    """Index of the most probable class of each sample, of shape [N]."""
     probabilities: NDArray[np.float32]
-    """The probability [N, C] of each class; 0 for a class outside the client's label space."""
+    """Class probabilities, of shape [N, C]; 0 for classes outside the client's label space."""
     classes: tuple[str, ...]
-    """The names of the classes."""
+    """Class names."""
 
     def __len__(self) -> int:
-        """Return N."""
+        """Return the number of samples."""
         return len(self.labels)
 
     @property
     def names(self) -> list[str]:
-        """Return the name of each sample's most probable class."""
+        """Name of the most probable class of each sample."""
         return [self.classes[label] for label in self.labels]
 
     def to_frame(self, index: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return a row a sample: its class, that class's probability, and those of all classes."""
+        """Return a data frame with one row per sample.
+
+        The columns are the predicted class, its probability, and the probability of each class.
+        """
         top = self.probabilities[np.arange(len(self)), self.labels]
-        first = pd.DataFrame({"class": self.names, "probability": top}, index=index)
-        every = pd.DataFrame(self.probabilities, columns=list(self.classes), index=first.index)
-        return pd.concat([first, every], axis=1)
+        frame = pd.DataFrame({"class": self.names, "probability": top}, index=index)
+        by_class = pd.DataFrame(self.probabilities, columns=list(self.classes), index=frame.index)
+        return pd.concat([frame, by_class], axis=1)
 
     def _repr_html_(self) -> str:
         return str(self.to_frame().to_html(max_rows=20, float_format="{:.4f}".format))
@@ -80,94 +83,110 @@ class Predictions:
 
 @dataclass(frozen=True, eq=False)
 class TrainedClient:
-    """A client of a run, its models restored."""
+    """Client of a finished or unfinished run, with its models restored."""
 
     record: ClientRecord
     config: Config
     round: int
-    """The round whose state was restored."""
+    """Round after which the restored state was saved."""
     participations: int
-    """The number of rounds in which the client has trained."""
-    _half: Any
-    """The client half of the run's method."""
+    """Number of rounds in which the client trained."""
+    _client: Any
+    """The method's client, a HetClient."""
     _trust: str = ""
-    """The modules that its settings may import."""
+    """Comma-separated modules that the settings may import."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of model that the client keeps: `private`, with some methods also others."""
-        return tuple(self._half.models)
+        """Kinds of model that the client stores: `private`, and others for some methods."""
+        return tuple(self._client.models)
 
     def model(self, kind: str = "private") -> nn.Module:
-        """Return a model in evaluation mode: x [N, *shape], scaled, to logits [N, C].
+        """Return a model in evaluation mode.
 
-        The logits of classes outside the client's label space are minus infinity. Raises StateError
-        for a kind that the client does not keep.
+        It maps scaled inputs of shape [N, *shape] to logits of shape [N, C], which are minus
+        infinity for classes outside the client's label space. Raises StateError if the client does
+        not store this kind of model.
         """
         if kind not in self.kinds:
             raise StateError(
-                f"{self.record.client} keeps no model of kind '{kind}', but "
-                f"{', '.join(self.kinds) or 'none'}{nearest(kind, self.kinds)}; models that all "
-                "clients share are the server's"
+                f"{self.record.client}: expected a kind of model from "
+                f"{', '.join(self.kinds) or 'none'}, got '{kind}'{nearest(kind, self.kinds)}. "
+                "Shared models are stored by the server."
             )
-        model: nn.Module = self._half.models[kind]
+        model: nn.Module = self._client.models[kind]
         if not isinstance(model, Refitted):
-            model = self._half.samples.within_space(model)
+            model = self._client.samples.within_space(model)
         return model.eval()
 
     def network(self, kind: str = "private") -> nn.Module:
-        """Return a network as it was trained, without the restriction to the label space."""
+        """Return a network as trained, without masking classes outside the label space."""
         self.model(kind)
-        network: nn.Module = self._half.models[kind]
+        network: nn.Module = self._client.models[kind]
         return network
 
     def predict(self, x: Tensor, kind: str = "private") -> Predictions:
-        """Predict samples x [N, *shape], scaled as in training (`samples_for` scales them)."""
-        model, compute = self.model(kind), self._half.compute
+        """Predict samples of shape [N, *shape], already scaled by `samples_for`."""
+        model, compute = self.model(kind), self._client.compute
         with torch.no_grad():
             if isinstance(model, Refitted):
-                found = model.probabilities(x)
+                probabilities = model.probabilities(x)
                 labels = model.predict(x)
             else:
-                found = logits_of(model, x, compute).softmax(1)
-                labels = found.argmax(1)
+                probabilities = logits_of(model, x, compute).softmax(1)
+                labels = probabilities.argmax(1)
         names = tuple(self.record.classes)
-        return Predictions(labels.cpu().numpy(), found.cpu().numpy(), names)
+        return Predictions(labels.cpu().numpy(), probabilities.cpu().numpy(), names)
 
     def accuracy(self, kind: str = "private") -> dict[str, float]:
-        """Return the model's accuracy on the client's own test split and the common test set.
+        """Return the model's accuracy on the client's local test split and the common test set.
 
-        It is measured on the data that the run names. Raises DataError if that is not there, and
-        SettingsError if it is a function of a module that is not trusted.
+        Loads the data named by the run's settings. Raises DataError if it is not found, and
+        SettingsError if it is a function of an untrusted module.
         """
         check_trusted(self.record.settings, self._trust, Path(self.record.client))
-        kept = self._half.node
-        node = self.record.node(self.config, kept.state_dir, data=kept.data)
-        tested = self._half.config.method.client(self.config, node)
-        if tuple(tested.info.shape) != tuple(self.record.shape):
-            raise DataError(f"{self.record.client}: its data differs from what it was trained on")
+        saved = self._client.node
+        node = self.record.node(self.config, saved.state_dir, data=saved.data)
+        client = self._client.config.method.client(self.config, node)
+        if tuple(client.info.shape) != tuple(self.record.shape):
+            raise DataError(
+                f"{self.record.client}: expected data of shape {tuple(self.record.shape)} as in "
+                f"training, got {tuple(client.info.shape)}"
+            )
         model = self.model(kind)
         return {
-            protocol: evaluate(model, split.x, split.y, self._half.compute).accuracy
-            for protocol, split in tested.tests.items()
+            protocol: evaluate(model, split.x, split.y, self._client.compute).accuracy
+            for protocol, split in client.tests.items()
         }
 
 
 def open_client(
     directory: Path | str, client: str, *, best: bool = False, trust: str = ""
 ) -> TrainedClient:
-    """Restore a client's models from a run's directory, or from a site's state folder.
+    """Restore a client's models from a run directory, or from the state directory of a site.
 
-    `best`: as they were after the best round, which takes a run's directory. `trust`: the modules
-    that the settings may import (`check_trusted`). A network takes no data. A model without
-    gradients is never stored: it is fitted again on what it was fitted on, which must still be
-    there. Raises StateError, DataError, or SettingsError for what is not trusted.
+    Networks are restored without data. Models without gradients are not stored; they are fitted
+    again on their training data, which must still exist.
+
+    Args:
+        directory: Run directory, or state directory of a site.
+        client: Client name.
+        best: Whether to restore the best round instead of the last; requires a run directory.
+        trust: Comma-separated modules that the settings may import (see `check_trusted`).
+
+    Raises:
+        StateError: If the client's state is not found or does not match its record.
+        DataError: If the data of a model without gradients is not found.
+        SettingsError: If the settings would import untrusted code.
     """
     root = Path(directory)
     store = find_store(root, client)
-    record = read_record(store.folder) or _record_of(root, store, trust)
+    record = read_record(store.folder) or _rebuild_record(root, store, trust)
     if (record.run, record.client) != (store.run, store.client):
-        raise StateError(f"{store.folder} holds the record of {record.client} of {record.run}")
+        raise StateError(
+            f"{store.folder / FILE}: expected client '{store.client}' of run {store.run}, got "
+            f"'{record.client}' of {record.run}"
+        )
     settings = {k: v for k, v in record.settings.items() if k not in DATASETS}
     check_trusted(settings, trust, store.folder / FILE)
     config = record.config()
@@ -175,141 +194,147 @@ def open_client(
     round = best_round_of(root, trust) if best else MAX_ROUNDS
     largest = max(store.path(each).stat().st_size for each in store.rounds())
     try:
-        # A record may name any shape; its models cannot be larger than what was saved of them.
-        with AllocationLimit(TIMES_ITS_STATE * largest + 2**26):
-            half = config.method.client(config, node, samples=record.without_data(config))
-            half.state.restore(store.run, before=round + 1)
+        # The record may state any shape, but the models cannot exceed their saved state.
+        with AllocationLimit(MAX_STATE_FACTOR * largest + 2**26):
+            restored = config.method.client(config, node, samples=record.without_data(config))
+            restored.state.restore(store.run, before=round + 1)
     except (ModelError, RuntimeError) as error:
         fault = words_of(error)
         raise StateError(
-            f"{store.folder / FILE} does not fit the client's states: {fault}"
+            f"{store.folder / FILE}: does not match the client's saved state: {fault}"
         ) from None
-    if any(isinstance(model, Refitted) for model in half.models.values()):
+    if any(isinstance(model, Refitted) for model in restored.models.values()):
         check_trusted(record.settings, trust, store.folder / FILE)
-        half = config.method.client(config, node)
-        half.state.restore(store.run, before=round + 1)
-    if best and not half.state.round:
+        restored = config.method.client(config, node)
+        restored.state.restore(store.run, before=round + 1)
+    state = restored.state
+    if best and not state.round:
         raise StateError(
-            f"{store.folder} no longer has the models of round {round}, the best one: a run keeps "
-            "them with --set keep-best=true"
+            f"{store.folder}: models of round {round}, the best round, not found. Train with --set "
+            "keep-best=true to keep them."
         )
-    return TrainedClient(record, config, half.state.round, half.state.participations, half, trust)
+    return TrainedClient(record, config, state.round, state.participations, restored, trust)
 
 
-def _record_of(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
-    """Return the record of a client of a run that left none, from the run's settings and data.
+def _rebuild_record(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
+    """Rebuild the missing record of a client from the settings and the data of its run.
 
-    Raises StateError outside a run's directory.
+    Raises StateError if `directory` is not a run directory.
     """
     if not (directory / "config.toml").exists():
-        raise StateError(
-            f"{store.folder} has no record of the client, as runs of older versions: name the "
-            "run's directory instead"
-        )
+        raise StateError(f"{store.folder / FILE} not found. Use the run directory instead.")
     config = _config_of(directory, trust)
     clients = config.run.clients
     names = [client_name(index, clients) for index in range(clients)]
     if store.client not in names:
-        raise StateError(f"{directory / 'config.toml'} names no client '{store.client}'")
-    place = {"partition-id": names.index(store.client), "num-partitions": clients}
-    node = read_node({**place, "device": "cpu"}, config.run, str(store.root))
-    half = config.method.client(config, node)
-    record: ClientRecord = half.record(store.run)
+        raise StateError(f"{directory / 'config.toml'}: client '{store.client}' not found")
+    partition = {"partition-id": names.index(store.client), "num-partitions": clients}
+    node = read_node({**partition, "device": "cpu"}, config.run, str(store.root))
+    record: ClientRecord = config.method.client(config, node).record(store.run)
     return record
 
 
-# --- where a client's states are: in a run's directory, or in a site's own state folder
+# --- location of client states: in a run directory, or in the state directory of a site
 
 
 def find_store(directory: Path, client: str) -> ClientStore:
-    """Return the states of `client`.
+    """Find the saved states of a client.
 
-    `directory` is a run's, or a folder of states: one that holds runs, that of one run, or that of
-    one client. Raises StateError, with the clients that are there, if there is not exactly one.
+    `directory` is a run directory, or a state directory: of a site, of one run, or of one client.
+    Raises StateError if the states are not found or ambiguous.
     """
     stores = list(_stores(directory))
-    found = [store for store in stores if store.client == client]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        runs = ", ".join(sorted(store.run for store in found))
+    matches = [store for store in stores if store.client == client]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        runs = ", ".join(sorted(store.run for store in matches))
         raise StateError(
-            f"{directory} holds {client} of several runs: {runs}; name one of them, as in "
-            f"{directory / found[0].run}"
+            f"{directory}: expected one run of {client}, got {runs}. Select one, as in "
+            f"{directory / matches[0].run}."
         )
     names = sorted({store.client for store in stores}, key=natural)
     if not names:
         if not directory.is_dir():
-            raise StateError(f"{directory}: no such folder")
+            raise StateError(f"directory {directory} not found")
         if (directory / "run.json").exists():
             raise StateError(
-                f"{directory} holds no states of clients: those of a deployed run are at its "
-                "sites, in their own state folders"
+                f"{directory}: client states not found. The states of a deployed run are stored at "
+                "its sites."
             )
-        raise StateError(f"{directory} holds no clients' states and is not a run's directory")
+        raise StateError(f"{directory}: expected a run directory or the state directory of a site")
     raise StateError(
-        f"{directory} holds no client '{client}', but {', '.join(names)}{nearest(client, names)}"
+        f"{directory}: client '{client}' not found, expected one of {', '.join(names)}"
+        f"{nearest(client, names)}"
     )
 
 
 def clients_in(directory: Path) -> list[str]:
-    """Return the names of the clients whose states are in a run's directory, or state folder."""
+    """Return the names of the clients with saved states in a run or state directory."""
     return sorted({store.client for store in _stores(directory)}, key=natural)
 
 
 def best_round_of(directory: Path, trust: str = "") -> int:
-    """Return the round with the best headline accuracy of a run.
+    """Return the round of a run with the best headline accuracy.
 
-    Raises StateError, and SettingsError if the method is in a module that `trust` does not name.
+    Raises StateError if `directory` is not the directory of an evaluated run, and SettingsError if
+    the method is in an untrusted module.
     """
     if not (directory / "metrics.jsonl").exists():
-        raise StateError(f"{directory} is not a run's directory, which names the best round")
+        raise StateError(f"{directory}: expected a run directory, which records the best round")
     headline = _config_of(directory, trust).method.spec.headline
-    found = best_round(read_records(directory / "metrics.jsonl")[0], headline)
-    if not found:
-        raise StateError(f"{directory}: no round was evaluated, so there is no best one")
-    return found
+    round = best_round(read_records(directory / "metrics.jsonl")[0], headline)
+    if not round:
+        raise StateError(f"{directory}: no best round, because no round was evaluated")
+    return round
 
 
 def _config_of(directory: Path, trust: str) -> Config:
-    """Return the settings of a run, if they import no module that `trust` does not name."""
+    """Read the settings of a run. Raises SettingsError if they would import untrusted code."""
     settings = read_toml(directory / "config.toml")
     check_trusted(settings, trust, directory / "config.toml")
     return resolve(settings)
 
 
 def _stores(directory: Path) -> Iterator[ClientStore]:
-    """Yield the clients that have a state, in a folder of any of the four kinds."""
-    here = directory.resolve()
+    """Yield the stores of all clients with a saved state in a run or state directory."""
+    root = directory.resolve()
     if (directory / "run.json").exists():
-        folders = sorted((directory / STATE / read_run_name(directory)).glob("*"))
+        candidates = sorted((directory / STATE / read_run_name(directory)).glob("*"))
     elif any(directory.glob("round-*.safetensors")):
-        folders = [here]
+        candidates = [root]
     else:
-        folders = [*sorted(here.glob("*")), *sorted(here.glob("*/*"))]
-    for folder in filter(Path.is_dir, folders):
+        candidates = [*sorted(root.glob("*")), *sorted(root.glob("*/*"))]
+    for path in filter(Path.is_dir, candidates):
         try:
-            store = ClientStore(folder.parents[1], folder.parent.name, folder.name)
-        except (StateError, IndexError):  # a folder whose name no run or client can have
+            store = ClientStore(path.parents[1], path.parent.name, path.name)
+        except (StateError, IndexError):  # not a valid name of a run or client
             continue
         if store.rounds():
             yield store
 
 
-# --- samples to predict: files of images or texts, folders of them, tables, npz files and arrays
+# --- samples to predict
 
 
 def read_inputs(
     paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, max_bytes: int = MAX_BYTES
 ) -> tuple[list[str], Tensor]:
-    """Return a name for each sample, and the samples [N, *shape], scaled as in training.
+    """Read the samples to predict from files, scaled as in training.
 
-    `paths` are image files and directories of them, or one .npz file with an array `x`; for a
-    client with texts, text files and directories of them. Images get the client's channels; those
-    of another size are resized if `resize` is set, or if the client's own were
-    (`data.image-size`). Raises DataError, which names the file, also if the samples take more than
-    `most` bytes. The settings of the run may be somebody else's, so their `data.max-bytes` does
-    not count.
+    Args:
+        paths: Image or text files or directories of them, a single table, or a single .npz file
+            with an array `x`.
+        record: Record of the client, whose model determines the kind and the shape of samples.
+        resize: Whether to resize images of another size; implied by `data.image-size`.
+        max_bytes: Maximum size of the samples in memory. It replaces `data.max-bytes` of the run,
+            whose settings may be untrusted.
+
+    Returns:
+        The names of the samples, and the samples of shape [N, *shape].
+
+    Raises:
+        DataError: If a file is unreadable, unsuitable or too large; names the file.
     """
     bounds = DataSpec.of(record.config().run).replace(max_bytes=max_bytes)
     if record.kind == TEXT.name:
@@ -318,22 +343,22 @@ def read_inputs(
     arrays = [path for path in paths if path.suffix == ".npz"]
     if record.table is not None and not arrays:
         if len(paths) > 1:
-            raise DataError(f"{paths[1]}: give one table alone")
-        _refuse_irregular(paths[0])
+            raise DataError(f"{paths[1]}: expected a single table")
+        _check_regular(paths[0])
         cells = read_table(paths[0], bounds)
         return [f"line {line}" for line in cells.lines], encode(record.table, cells)
     if arrays and len(paths) > 1:
-        raise DataError(f"{arrays[0]}: is one file of all samples; give it alone")
+        raise DataError(f"{arrays[0]}: cannot be combined with other files")
     if arrays:
-        _refuse_irregular(arrays[0])
-        found = read_arrays(arrays[0], ("x",), bounds, scaled=True)["x"]
-        x = samples_for(record, found, str(arrays[0]))
+        _check_regular(arrays[0])
+        array = read_arrays(arrays[0], ("x",), bounds, scaled=True)["x"]
+        x = samples_for(record, array, str(arrays[0]))
         return [str(row) for row in range(len(x))], x
     files = _files_in(paths, IMAGES)
     if record.kind != IMAGE.name or record.shape[0] not in MODES:
         raise DataError(
-            f"{files[0]}: {record.client}'s model takes samples of shape {record.shape}, which "
-            "images cannot give; give an .npz file with an array x"
+            f"{files[0]}: {record.client}'s model expects samples of shape {record.shape}, got an "
+            "image. Use an .npz file with an array x."
         )
     channels, height, width = record.shape
     resize = resize or bool(record.settings.get("data.image-size"))
@@ -344,61 +369,59 @@ def read_inputs(
 
 
 def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
-    """Return samples as the client's models take them: float32 [N, *shape], or tokens of texts.
+    """Convert samples to the input of the client's models: float32 [N, *shape], or token ids.
 
-    Bytes (uint8) are scaled as the client's own images were; floats are taken as scaled already;
-    texts are a sequence of str. Raises DataError, which names `where`, for another shape, or a
-    range that cannot be meant.
+    uint8 values are scaled like the client's images; floats must already be scaled; texts are a
+    sequence of str. Raises DataError, which names `where`, for unsuitable types, shapes or ranges.
     """
     if record.kind == TEXT.name:
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
-            raise DataError(f"{where}: {record.client}'s model takes texts, a sequence of str")
+            raise DataError(f"{where}: {record.client}'s model expects texts (a sequence of str)")
         return tokenized(list(x), DataSpec.of(record.config().run), where)
     shape = tuple(record.shape)
     kind = KINDS[record.kind]
-    values, wanted = kind.checked(np.asarray(x), where), kind.blank(1, shape).shape[1:]
-    if values.shape[1:] != wanted:
+    values, expected = kind.checked(np.asarray(x), where), kind.blank(1, shape).shape[1:]
+    if values.shape[1:] != expected:
         raise DataError(
-            f"{where}: has samples of shape {list(values.shape[1:])}, {record.client}'s model "
-            f"takes {list(wanted)}"
+            f"{where}: {record.client}'s model expects samples of shape {list(expected)}, got "
+            f"{list(values.shape[1:])}"
         )
-    as_bytes = values.dtype == np.uint8
-    if as_bytes and record.stored == "given":
+    is_bytes = values.dtype == np.uint8
+    if is_bytes and record.stored == "given":
         raise DataError(
-            f"{where}: holds bytes, but {record.client} was trained on numbers as they were given: "
-            "give float32 in the range of its own samples"
+            f"{where}: {record.client} was trained on unscaled numbers, expected float32 in the "
+            "range of its training samples, got uint8"
         )
-    if not as_bytes and record.stored != "given" and np.abs(values).max(initial=0) > 1 + ROUNDING:
+    if not is_bytes and record.stored != "given" and np.abs(values).max(initial=0) > 1 + ROUNDING:
         raise DataError(
-            f"{where}: holds {values.flat[np.abs(values).argmax()]:g}, but images are bytes "
-            "(uint8), or floats already scaled to -1 to 1"
+            f"{where}: expected uint8, or floats scaled to [-1, 1], got "
+            f"{values.flat[np.abs(values).argmax()]:g}"
         )
     return scaled(torch.from_numpy(values))
 
 
 def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
-    """Return files, and the samples anywhere in directories, in natural order.
+    """Return the sample files in `paths` and, recursively, in directories, in natural order.
 
-    Files of directories that are not used are counted in one line of the log; symlinks to
-    directories are not followed. Raises DataError if there are no samples.
+    Logs a line about unused files in directories. Does not follow symlinks to directories. Raises
+    DataError if there are no samples.
     """
-    found: list[str] = []
+    names: list[str] = []
     for path in paths:
         if not path.is_dir():
-            found.append(str(path))
+            names.append(str(path))
             continue
-        folder = Scan(files, follow=False).read(path)
-        found += sorted(folder.samples(), key=natural)
-        folder.all_unused().report(path, files)
-    for file in found:
-        _refuse_irregular(Path(file))
-    if not found:
-        given = ", ".join(map(str, paths)) or "nothing given"
-        raise DataError(f"{given}: holds no {files.noun}")
-    return found
+        scan = Scan(files, follow=False).read(path)
+        names += sorted(scan.samples(), key=natural)
+        scan.all_unused().report(path, files)
+    for name in names:
+        _check_regular(Path(name))
+    if not names:
+        raise DataError(f"{', '.join(map(str, paths)) or 'no path'}: {files.noun} not found")
+    return names
 
 
-def _refuse_irregular(path: Path) -> None:
-    """Raise DataError for a pipe or a device, which may never end."""
+def _check_regular(path: Path) -> None:
+    """Raise DataError for pipes and devices, which may never end."""
     if path.exists() and not path.is_file():
-        raise DataError(f"{path}: not a regular file")
+        raise DataError(f"{path}: expected a regular file")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fedhet.base.disk import read_tables
+from fedhet.base.disk import read_toml_tables
 from fedhet.base.errors import StateError
 from fedhet.base.metrics import ACCURACY, is_shown, metric_of
 from fedhet.methods.registry import find_method, shipped_names
@@ -301,7 +301,7 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     if not root.is_dir():
         raise StateError(f"{root}: no such run directory")
     with directory.reading(root / "config.toml"):
-        tables = read_tables(root / "config.toml")
+        tables = read_toml_tables(root / "config.toml")
     settings: Mapping[str, object] = pd.json_normalize(tables, sep=".").to_dict("records")[0]
     records, notes = directory.read_records(root / "metrics.jsonl")
     if not records:

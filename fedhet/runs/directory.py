@@ -18,7 +18,14 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedhet.base.disk import Folder, parsed, read_file, read_json, refuse_links, refuse_parts
+from fedhet.base.disk import (
+    Folder,
+    check_json_size,
+    check_no_symlinks,
+    parse_json,
+    read_file,
+    read_json,
+)
 from fedhet.base.errors import StateError, reason_of
 from fedhet.config.sources import read_toml
 from fedhet.runs.measures import headline_mean
@@ -96,13 +103,13 @@ def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
     """
     with reading(path):
         text = read_file(path)
-    refuse_parts(path, text, PARTS_OF_A_RECORD * text.count(b"\n"))
+    check_json_size(path, text, PARTS_OF_A_RECORD * text.count(b"\n"))
     lines = [(n, line) for n, line in enumerate(text.split(b"\n"), 1) if line.strip()]
     records: dict[int, RoundRecord] = {}
     notes: list[str] = []
     for number, line in lines:
         try:
-            content = parsed(line.decode())
+            content = parse_json(line.decode())
         except (ValueError, RecursionError) as error:
             if number != lines[-1][0]:
                 raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
@@ -180,7 +187,7 @@ def claimed(directory: Path) -> IO[str]:
 
     Raises StateError if another process has locked the run, or if a link lies in its directory.
     """
-    refuse_links(directory)
+    check_no_symlinks(directory)
     file = os.fdopen(Folder(directory).open(LOCK, os.O_RDWR), "r+")
     for pause in LOCK_PAUSES:
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedhet.algorithms.uncertainty import Key
 from fedhet.base.arrays import Array
-from fedhet.base.disk import Folder, parsed, refuse_odd
+from fedhet.base.disk import Folder, check_mappable, parse_json
 from fedhet.base.errors import StateError, reason_of
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
@@ -248,7 +248,7 @@ def save(
     """
     folder = Folder(path.parent, within)
     with folder.replacing(path.name, private=True) as temporary:
-        folder.remove_left_behind(path.suffix)
+        folder.remove_stale_temporaries(path.suffix)
         save_file(apart(tensors), temporary, metadata={_KEY: json.dumps(dict(metadata))})
 
 
@@ -281,10 +281,10 @@ def load_metadata(path: Path) -> dict[str, int | float | str]:
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
     """Yield an open state and its metadata."""
     try:
-        refuse_odd(path)
+        check_mappable(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             try:
-                metadata = parsed((file.metadata() or {})[_KEY])
+                metadata = parse_json((file.metadata() or {})[_KEY])
             except (KeyError, ValueError, RecursionError):
                 metadata = None
             if not isinstance(metadata, dict) or not all(

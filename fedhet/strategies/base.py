@@ -21,7 +21,7 @@ from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 from torch import nn
 
-from fedhet.base.arrays import Array, refuse_other_types
+from fedhet.base.arrays import Array, check_dtypes
 from fedhet.base.errors import FedhetError, StateError
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
@@ -466,7 +466,7 @@ class HetStrategy(Strategy):
             self.collector.load_dict(pace["collector"])
             self._sampler.load_dict(pace["selection"])
             own = self._codec.encoder.load(checkpoint.tensors, checkpoint.metadata)
-            refuse_other_types(own, self.state_dict())
+            check_dtypes(own, self.state_dict())
             self.load_state_dict(own)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
