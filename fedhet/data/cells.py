@@ -26,7 +26,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from fedhet.base.disk import parsed
+from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, nearest, one_line
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.data.values import label_of
@@ -169,7 +169,7 @@ def read_objects(path: Path, spec: DataSpec) -> Numbered:
             if not line.strip():
                 continue
             try:
-                row = parsed(line)
+                row = parse_json(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}: line {number} is not JSON ({error})") from error
             if not isinstance(row, dict):
