@@ -18,7 +18,7 @@ from benchmarks.timing import seconds
 from fedhet import models
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import CrossEntropy, Optimization, optimization_for, train_epochs
-from fedhet.privacy.sgd import privately
+from fedhet.privacy.sgd import dp_sgd
 from fedhet.settings.run import TrainingSettings
 
 SAMPLES, BATCH, SHAPE, CLASSES = 512, 64, (3, 32, 32), 10
@@ -49,7 +49,7 @@ def main() -> None:
         pairs = []
         for _ in range(given.repeats):
             without = seconds(partial(epoch, plain))
-            with privately(plain, [model], 1.0, 1.0, BATCH) as private:
+            with dp_sgd(plain, [model], 1.0, 1.0, BATCH) as private:
                 pairs.append((without, seconds(partial(epoch, private))))
         ratios = sorted(after / before for before, after in pairs[1:])
         first = 1000 * median(before for before, _ in pairs[1:])

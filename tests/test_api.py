@@ -331,7 +331,7 @@ def test_files_and_presets_come_before_what_is_given(tmp_path, monkeypatch):
 def test_a_site_imports_no_data_that_it_does_not_allow():
     settings = {"method": "local", "models.pool": "mlp", "data.dataset": "python:evil:load"}
     node = {"partition-id": 0, "num-partitions": 2}
-    with pytest.raises(SettingsError, match="does not let a run import 'evil:load'"):
+    with pytest.raises(SettingsError, match="does not permit a run to import 'evil:load'"):
         permitted(node, settings)
     assert permitted({**node, "allow-models": "evil"}, settings)["data.dataset"]
     settings["data.public-dataset"] = "python:worse:load"

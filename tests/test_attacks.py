@@ -422,7 +422,8 @@ def test_poison_that_breaks_the_contract_is_dropped(tmp_path):
         patch.setattr(attacks, "far_vector", lambda mean, *_: np.full(mean.shape, 1e300))
         with np.errstate(over="ignore"):
             server.strategy.aggregate_fit(1, answers, [])
-    assert list(server.strategy.state.record.failed.values()) == ["logits: holds NaN or infinity"]
+    failed = server.strategy.state.record.failed
+    assert list(failed.values()) == ["logits: contains NaN or infinity"]
     assert len(server.strategy.state.record.answered) == 3
 
 

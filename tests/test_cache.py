@@ -47,7 +47,7 @@ def test_what_is_needed_last_is_closed_for_room(uses):
         assert (client is fresh) == (key not in clients)
         clients = {k: clients.get(k, client) for k in expected}
         clients[key] = client
-        assert cache.kept() == set(expected)
+        assert cache.keys() == set(expected)
 
 
 def test_rounds_through_more_clients_than_fit_open_only_those_that_do_not():
@@ -74,7 +74,7 @@ def test_a_client_that_cannot_be_opened_leaves_the_others():
         with pytest.raises(ValueError, match="no data"):
             cache.open(run, "a", broken)
         cache.open(run, "b", lambda: Sized(10))
-    assert cache.kept() == {(0, "b"), (1, "b")}
+    assert cache.keys() == {(0, "b"), (1, "b")}
 
 
 def test_a_use_measures_one_client_however_many_are_open():

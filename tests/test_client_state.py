@@ -238,7 +238,7 @@ def test_the_last_whole_state_is_used(tmp_path, fault, caplog):
     play(again, 4, 4.0)
     assert again.metadata["participations"] == 3, "rounds 1, 2 and 4"
     assert "round-000003" in caplog.text
-    assert "the state of round 2 is used" in caplog.text
+    assert "using the state of round 2" in caplog.text
     caplog.clear()
     play(again, 5, 5.0)
     fresh = opened(tmp_path)

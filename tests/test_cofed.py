@@ -137,11 +137,11 @@ GOOD = np.zeros(280, np.uint8)
         ({"predictions": GOOD}, "space: missing"),
         ({"predictions": GOOD, "space": uint8()}, "holds 0, not in its label space"),
         ({"predictions": GOOD, "space": uint8(1, 2)}, "holds 0, not in its label space"),
-        ({"predictions": GOOD, "space": uint8(0, 0)}, "holds 0 more than once"),
-        ({"predictions": GOOD, "space": uint8(0, 5)}, "holds 5, must be from 0 to 4"),
-        ({"predictions": GOOD + 7, "space": uint8(0)}, "holds 7, must be from 0 to 4"),
-        ({"predictions": GOOD[:9], "space": uint8(0)}, r"has shape \[9\], must be .* N = 280"),
-        ({"predictions": GOOD.astype(np.int64), "space": uint8(0)}, "is int64, must be uint8"),
+        ({"predictions": GOOD, "space": uint8(0, 0)}, "unique, got 0 more than once"),
+        ({"predictions": GOOD, "space": uint8(0, 5)}, "must be from 0 to 4, got 5"),
+        ({"predictions": GOOD + 7, "space": uint8(0)}, "must be from 0 to 4, got 7"),
+        ({"predictions": GOOD[:9], "space": uint8(0)}, r"expected .* N = 280, got shape \[9\]"),
+        ({"predictions": GOOD.astype(np.int64), "space": uint8(0)}, "dtype uint8, got int64"),
     ],
 )
 def test_a_bad_vote_is_dropped_and_the_round_goes_on(tmp_path, tensors, fault):
@@ -300,7 +300,7 @@ def test_a_federation_with_abstentions_votes_as_algorithm_1(tmp_path):
 
 @pytest.mark.parametrize(
     ("margin", "said_", "fault"),
-    [(0.0, 5, "holds 5, must be from 0 to 4"), (0.3, 6, "holds 6, must be from 0 to 5")],
+    [(0.0, 5, "must be from 0 to 4, got 5"), (0.3, 6, "must be from 0 to 5, got 6")],
 )
 def test_abstaining_is_refused_unless_participants_may(tmp_path, margin, said_, fault):
     server = Server(cofed(**{"cofed.margin": margin}), tmp_path / "run")
@@ -324,7 +324,7 @@ def test_none_takes_a_larger_type_only_where_it_needs_one(classes, margin, dtype
     wanted = {"predictions": np.array([3], dtype), "space": np.array([3], np.uint8)}
     method.spec.replies.check("client-0", wanted, {}, sizes)
     other = {**wanted, "predictions": np.array([3], "uint16" if dtype == "uint8" else "uint8")}
-    with pytest.raises(KnowledgeError, match=f"must be {dtype}"):
+    with pytest.raises(KnowledgeError, match=f"expected dtype {dtype}"):
         method.spec.replies.check("client-0", other, {}, sizes)
 
 

@@ -105,7 +105,7 @@ def test_clients_without_a_majority_keep_the_mean():
 
 @pytest.mark.parametrize(
     ("row", "fault"),
-    [([0.5, 0.6], "sums to 1.1"), ([-0.1, 1.1], "from 0 to 1"), ([0.0, 0.0], "sums to 0")],
+    [([0.5, 0.6], "1, got 1.1"), ([-0.1, 1.1], "from 0 to 1"), ([0.0, 0.0], "1, got 0")],
 )
 def test_what_is_no_distribution_is_refused(row, fault):
     field = TensorField("probabilities", "float32", ("Q", "C"), "soft", distribution=True)

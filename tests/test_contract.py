@@ -119,7 +119,7 @@ def test_the_check_leaves_the_message_and_the_sizes_as_they_were():
 
 def test_an_empty_contract_takes_an_empty_message_alone():
     check({}, {}, contract=Contract())
-    assert "nothing" in refusal("x", {"x": f32(1)}, {}, contract=Contract())
+    assert "expected no field" in refusal("x", {"x": f32(1)}, {}, contract=Contract())
     refusal("x", {}, {"x": 1}, contract=Contract())
 
 
@@ -188,7 +188,7 @@ def test_the_message_for_a_fixed_side_makes_sense():
 def test_ids_beyond_int64_are_shown_as_they_are():
     contract = Contract((TensorField("ids", "uint64", ("P",), "ids", ids="C"),))
     message = refusal("ids", {"ids": np.array([2**63], np.uint64)}, {}, contract=contract)
-    assert f"holds {2**63}," in message
+    assert f"got {2**63}" in message
 
 
 def test_ids_may_number_an_axis_that_the_message_fixes():
@@ -262,7 +262,7 @@ def test_a_variance_is_not_negative(stacked):
     for least in (-1e-30, -1.0, -1e30):
         bad = sent(**{"bn.running_var": np.float32([1, least])})
         message = refusal("weights/bn.running_var", bad, {}, contract=contract, shapes=shapes)
-        assert "the least is 0" in message
+        assert "must be at least 0" in message
 
 
 # --- names ----------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_required_weights():
 
 
 def test_weights_without_a_model_to_compare_with_are_refused():
-    with pytest.raises(KnowledgeError, match="not a tensor of this client's model"):
+    with pytest.raises(KnowledgeError, match="not a tensor of the client's model"):
         CONTRACT.check(SENDER, *sound(), Sizes(DIMS, {}))
 
 
@@ -357,7 +357,7 @@ def test_finiteness_of_every_floating_type(dtype):
     check_finite(SENDER, "x", np.array([np.finfo(dtype).max, 0], dtype))
     check_finite(SENDER, "x", np.zeros((0, 3), dtype))
     for value in (np.nan, np.inf, -np.inf):
-        with pytest.raises(KnowledgeError, match="x: holds NaN or infinity"):
+        with pytest.raises(KnowledgeError, match="x: contains NaN or infinity"):
             check_finite(SENDER, "x", np.array(value, dtype))
 
 
@@ -572,11 +572,11 @@ def test_several_models_travel_as_one(count):
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"numbers": np.arange(3)}, r"models/w: is float32 \[2, 2, 3\], must be .*\[3, 2, 3\]"),
-        ({"models/n": np.zeros(5, np.int64)}, r"models/n: is int64 \[5\], must be int64 \[2\]"),
-        ({"models/n": np.zeros((), np.int64)}, r"models/n: is int64 \[\], must be int64 \[2\]"),
-        ({"models/w": np.zeros((2, 3, 2), np.float32)}, r"models/w: is float32 \[2, 3, 2\]"),
-        ({"models/w": np.full((2, 2, 3), np.nan, np.float32)}, "holds NaN"),
+        ({"numbers": np.arange(3)}, r"models/w: expected .*\[3, 2, 3\], got float32 \[2, 2, 3\]"),
+        ({"models/n": np.zeros(5, np.int64)}, r"models/n: expected int64 \[2\], got int64 \[5\]"),
+        ({"models/n": np.zeros((), np.int64)}, r"models/n: expected int64 \[2\], got int64 \[\]"),
+        ({"models/w": np.zeros((2, 3, 2), np.float32)}, r"models/w: .*, got float32 \[2, 3, 2\]"),
+        ({"models/w": np.full((2, 2, 3), np.nan, np.float32)}, "contains NaN"),
     ],
 )
 def test_as_many_of_each_tensor_as_there_are_models(change, fault):

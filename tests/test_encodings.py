@@ -22,7 +22,7 @@ from fedhet.wire.knowledge import (
     PLAIN,
     Envelope,
     Knowledge,
-    LackingError,
+    MissingBaseError,
     Packing,
     decode,
     digest_of,
@@ -317,12 +317,12 @@ def test_what_is_held_is_not_sent():
 
 def test_weights_that_are_not_there_are_named():
     base = model()
-    with pytest.raises(LackingError, match=rf"^a: base: {digest_of(base)} names weights that"):
+    with pytest.raises(MissingBaseError, match=rf"^a: base: .* {digest_of(base)} not found"):
         came(sent({}, Packing(base=digest_of(base), held=True)))
 
 
 def test_nothing_is_held_without_a_base():
-    with pytest.raises(KnowledgeError, match=r"^a: held: is set, but there is no base"):
+    with pytest.raises(KnowledgeError, match=r"^a: held: requires base weights"):
         came(sent({}, Packing(held=True)))
 
 
@@ -387,65 +387,65 @@ def version(number):
 
 REFUSED = {
     "a scale that is not a number": (
-        altered(as_it_is, int8_of([math.nan] * 4, [1] * 400)), "w: int8: holds NaN or infinity"
+        altered(as_it_is, int8_of([math.nan] * 4, [1] * 400)), "w: int8: contains NaN or infinity"
     ),
     "an infinite scale": (
-        altered(as_it_is, int8_of([math.inf] * 4, [1] * 400)), "w: int8: holds NaN or infinity"
+        altered(as_it_is, int8_of([math.inf] * 4, [1] * 400)), "w: int8: contains NaN or infinity"
     ),
-    "a negative scale": (altered(as_it_is, int8_of([-1] * 4, [1] * 400)), "w: int8: a scale must"),
-    "a huge scale": (altered(as_it_is, int8_of([1e11] * 4, [1] * 400)), "w: int8: a scale must"),
+    "a negative scale": (altered(as_it_is, int8_of([-1] * 4, [1] * 400)), "w: int8: scales must"),
+    "a huge scale": (altered(as_it_is, int8_of([1e11] * 4, [1] * 400)), "w: int8: scales must"),
     "an integer out of range": (
-        altered(as_it_is, int8_of([1] * 4, [-128] * 400)), "w: int8: an integer must be from -127"
+        altered(as_it_is, int8_of([1] * 4, [-128] * 400)), "w: int8: integers must be from -127"
     ),
     "too few bytes": (
-        altered(as_it_is, int8_of([1] * 4, [1] * 399)), "w: int8: 415 bytes came, 416 are"
+        altered(as_it_is, int8_of([1] * 4, [1] * 399)), "w: int8: expected 416 bytes"
     ),
-    "a huge shape": (altered(shaped(10**6, 10**6)), "payload: is 4000000.0 MB, the most allowed"),
-    "a shape beyond numbers": (altered(shaped(*[2**62] * 8)), "payload: is "),
+    "a huge shape": (altered(shaped(10**6, 10**6)), "payload: must be at most "),
+    "a shape beyond numbers": (altered(shaped(*[2**62] * 8)), "payload: must be at most "),
     "an empty shape beyond numpy": (altered(shaped(0, 2**62, 2**62)), "w: int8: "),
-    "too many axes": (altered(shaped(*[1] * 9)), "w: float32 of rank 9 cannot be encoded"),
+    "too many axes": (altered(shaped(*[1] * 9)), "w: int8 encodes float32 tensors of at"),
     "a sparse tensor of a huge shape": (
         altered(shaped(9 * 10**7), bits_of([255] * 50, 400, [1] * 400), "top-k", (400,)),
-        "w: top-k: 850 bytes came, 11250000 are",
+        "w: top-k: expected 11250000 bytes",
     ),
     "more bits than numbers": (
         altered(as_it_is, bits_of([255] * 50, 400, [1] * 399), "top-k", (400,)),
-        "w: top-k: 848 bytes came, 850 are",
+        "w: top-k: expected 850 bytes for this shape, got 848",
     ),
     "a bit beyond the last number": (
         altered(as_it_is, bits_of([0] * 49 + [1], 399, [1]), "top-k", (399,)),
-        "w: top-k: a bit beyond its last number",
+        "w: top-k: padding bits of the mask",
     ),
     "a sparse infinity": (
         altered(as_it_is, bits_of([1] + [0] * 49, 400, [math.inf]), "top-k", (400,)),
-        "w: top-k: holds NaN or infinity",
+        "w: top-k: contains NaN or infinity",
     ),
     "an infinite half": (
         altered(as_it_is, np.full(400, math.inf, "<f2").view(np.uint8), "float16"),
-        "w: float16: holds NaN or infinity",
+        "w: float16: contains NaN or infinity",
     ),
     "an encoding that does not exist": (
         altered(lambda m: setattr(m.tensors[0], "encoding", "zip")),
-        "w: is encoded as 'zip', this side decodes float16, int8, top-k",
+        "w: unsupported encoding 'zip', expected one of float16, int8, top-k",
     ),
     "a type that is not encoded": (
-        altered(as_it_is, dtype="int64"), "w: int64 of rank 2 cannot be encoded as int8"
+        altered(as_it_is, dtype="int64"), "w: int8 encodes float32 tensors"
     ),
     "a difference to nothing": (
-        altered(as_it_is, difference=True), "w: is a difference to a tensor that the base lacks"
+        altered(as_it_is, difference=True), "w: no matching tensor in the base"
     ),
     "a difference without an encoding": (
         altered(lambda m: (setattr(m.tensors[0], "encoding", ""),
                            setattr(m.tensors[0], "difference", True))),
-        "w: is a difference without an encoding",
+        "w: a difference must have an encoding",
     ),
     "an array that is not bytes": (
-        altered(as_it_is, np.ones(416, np.int8)), "w: came as int8 [416], must be uint8 [bytes]"
+        altered(as_it_is, np.ones(416, np.int8)), "w: encoded data must be uint8 [bytes]"
     ),
-    "an older version": (altered(version(1)), "schema_version: is 1, encodings need 2"),
-    "a newer version": (altered(version(3)), "schema_version: is 3, this side reads 1 to 2"),
+    "an older version": (altered(version(1)), "schema_version: must be 2 for encoded"),
+    "a newer version": (altered(version(3)), "schema_version: expected 1 to 2, got 3"),
     "a base that is not there": (
-        altered(lambda m: setattr(m, "base", 77)), "base: 77 names weights that this side"
+        altered(lambda m: setattr(m, "base", 77)), "base: weights with digest 77 not found"
     ),
 }  # fmt: skip
 
@@ -477,7 +477,7 @@ def test_the_limit_is_on_what_is_decoded():
     bits = np.zeros(12_500, np.uint8)
     parts = altered(as_it_is, bits_of(bits, 0, []), "top-k", (100_000,))
     assert came(parts).tensors["w"].tolist() == [0.0] * 100_000
-    with pytest.raises(KnowledgeError, match=r"a: payload: is 0\.4 MB, the most allowed is 0\.1"):
+    with pytest.raises(KnowledgeError, match=r"a: payload: must be at most 0\.1 MB, got 0\.4 MB"):
         came(parts, limit=100_000)
 
 
@@ -485,5 +485,5 @@ def test_a_sum_beyond_half_precision_is_refused():
     base = {"w": np.full((4, 100), 65504, np.float32)}
     data = Int8().encode(np.full((4, 100), 127, np.float32), RNG(0))
     how = Encoded("int8", data, difference=True, rounded=True)
-    with pytest.raises(KnowledgeError, match="w: is beyond half precision"):
+    with pytest.raises(KnowledgeError, match="w: values exceed the range of half precision"):
         came(sent(base, Packing({"w": how}, digest_of(base))), base)

@@ -62,23 +62,23 @@ CONV = "update/conv.weight"
 REFUSED = {
     "a rank whose factors are larger": (
         {f"{CONV}/left": f32(6, 4), f"{CONV}/right": f32(4, 8)},
-        "rank 4, the most allowed is 3",
+        "must be at most 3, got 4",
     ),
     "half of a matrix": ({f"{CONV}/right": None}, "missing|not a tensor"),
-    "both": ({CONV: f32(6, 2, 2, 2)}, "not a tensor of this client's model"),
+    "both": ({CONV: f32(6, 2, 2, 2)}, "not a tensor of the client's model"),
     "factors of a vector": ({"update/fc.bias/left": f32(5, 1)}, "not a tensor"),
-    "another rank": ({f"{CONV}/right": f32(2, 8)}, r"\[2, 8\], must be float32 \[3, 8\]"),
-    "other rows": ({f"{CONV}/left": f32(7, 3)}, r"\[7, 3\], must be float32 \[6, 3\]"),
-    "no axis": ({f"{CONV}/left": np.float32(1)[()] * np.ones((), np.float32)}, "must be"),
-    "another type": ({f"{CONV}/left": np.ones((6, 3))}, "is float64"),
+    "another rank": ({f"{CONV}/right": f32(2, 8)}, r"\[3, 8\], got float32 \[2, 8\]"),
+    "other rows": ({f"{CONV}/left": f32(7, 3)}, r"\[6, 3\], got float32 \[7, 3\]"),
+    "no axis": ({f"{CONV}/left": np.float32(1)[()] * np.ones((), np.float32)}, "expected float32"),
+    "another type": ({f"{CONV}/left": np.ones((6, 3))}, "got float64"),
     "not a number": ({f"{CONV}/left": np.full((6, 3), np.nan, np.float32)}, "NaN|nan"),
     "a product beyond all measure": (
         {f"{CONV}/left": np.full((6, 3), 1e7, np.float32), f"{CONV}/right": f32(3, 8) * 1e7},
-        "together, at most 1e",
+        "product must be at most 1e",
     ),
     "a factor beyond all measure": (
         {f"{CONV}/left": np.full((6, 3), 1e20, np.float32), f"{CONV}/right": f32(3, 8) * 0},
-        "the most allowed",
+        "magnitude must be at most",
     ),
 }
 

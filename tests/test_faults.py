@@ -362,7 +362,7 @@ def test_a_million_epochs_are_refused_by_the_sites_and_end_with_the_run(deployme
     config = placed(small("felo", clients=3, local_epochs=10**6, join_timeout=20.0), tmp_path / "r")
     with pytest.raises(FedhetError):
         submit(config, deployment.connection, said.append)
-    assert "this site's limit 'max-epochs' is 1000" in " ".join(said)
+    assert "exceeds this site's limit, node-config 'max-epochs' = 1000" in " ".join(said)
     at_work = [
         process
         for name in map(site_name, range(3))

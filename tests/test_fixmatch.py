@@ -165,7 +165,7 @@ def test_the_weight_and_the_loss_of_labeled_samples():
     found = []
     for weight in (0.0, 1.0, 3.0):
         model, fixmatch = around(20, 40, semi_weight=weight, semi_threshold=0.0)
-        loss_of = fixmatch.joined_with(lambda x, y: torch.tensor(7.0), None, model)
+        loss_of = fixmatch.combined_loss(lambda x, y: torch.tensor(7.0), None, model)
         found.append(loss_of(fixmatch.x, fixmatch.y).item())
     assert found[0] == 7.0
     assert found[1] > 7.0
@@ -175,7 +175,7 @@ def test_the_weight_and_the_loss_of_labeled_samples():
 @pytest.mark.parametrize(("labeled", "unlabeled"), [(0, 40), (40, 0), (40, 1)])
 def test_who_has_one_sort_of_samples_learns_from_it(labeled, unlabeled):
     model, fixmatch = around(labeled, unlabeled, semi_threshold=0.0)
-    loss_of = fixmatch.joined_with(lambda x, y: torch.tensor(7.0), None, model)
+    loss_of = fixmatch.combined_loss(lambda x, y: torch.tensor(7.0), None, model)
     loss = loss_of(fixmatch.x, fixmatch.y)
     assert (loss == 7.0) == (labeled > 0)
 

@@ -154,9 +154,9 @@ def test_a_record_says_what_is_needed_and_is_private(trained):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "client.json is not a client's record"),
+        ("{", "client.json: invalid client record"),
         ('{"run": 3}', "run: Input should be a valid string"),
-        ("[]", "client.json is not a client's record"),
+        ("[]", "client.json: invalid client record"),
         ('{"model": "\\ud800"}', "surrogates not allowed"),
     ],
 )

@@ -17,7 +17,7 @@ from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
 from fedhet.server.members import Admission, Member, Members, commonest_task, first_of_pool
 from fedhet.settings.engine import EngineSettings
-from fedhet.wire.identity import ClientInfo, capped, order_of, read_properties
+from fedhet.wire.identity import ClientInfo, capped, class_names_digest, read_properties
 
 GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "kind": "image", "shape": "1,8,8"}
 
@@ -124,20 +124,25 @@ def test_what_a_node_says_of_its_failure_is_one_line(members, notices):
 
 def test_identity_round_trip():
     for classes in (("cat", "dog", "elk"), ("0", "1", "2")):
-        info = ClientInfo("site-a", "cnn2", 12, 3, "image", (3, 32, 32), order_of(classes))
+        info = ClientInfo(
+            "site-a", "cnn2", 12, 3, "image", (3, 32, 32), class_names_digest(classes)
+        )
         assert read_properties(info.properties(), "node") == info
 
 
 def test_the_order_of_classes_is_told_apart():
     orders = [("a", "b"), ("b", "a"), ("a", "c"), ("ab", ""), ("1", "0"), ("a", "b", "c")]
-    assert len({order_of(names) for names in orders}) == len(orders)
-    assert order_of(("a", "b")) == order_of(["a", "b"])
-    assert order_of(tuple("0123")) == ""
+    assert len({class_names_digest(names) for names in orders}) == len(orders)
+    assert class_names_digest(("a", "b")) == class_names_digest(["a", "b"])
+    assert class_names_digest(tuple("0123")) == ""
 
 
 def test_a_site_with_the_classes_in_another_order_is_left_out(members, notices):
     """The commonest order counts; who has bare numbers goes with any, and a late one is checked."""
-    right, wrong = order_of(("cat", "dog", "elk")), order_of(("dog", "cat", "elk"))
+    right, wrong = (
+        class_names_digest(("cat", "dog", "elk")),
+        class_names_digest(("dog", "cat", "elk")),
+    )
     manager = Manager(
         Node("a", order=wrong), Node("b", order=right), Node("c", order=right), Node("d")
     )
@@ -166,7 +171,11 @@ def test_sites_say_in_which_order_they_have_the_classes(tmp_path):
         given = {"name": site, "data": str(folder)}
         proxy = InlineProxy(config, read_node(given, config.run, str(tmp_path)))
         said.append(proxy.get_properties(GetPropertiesIns({}), None, 0).properties["order"])
-    assert said == [order_of(("cat", "dog", "elk")), order_of(("dog", "cat", "elk")), ""]
+    assert said == [
+        class_names_digest(("cat", "dog", "elk")),
+        class_names_digest(("dog", "cat", "elk")),
+        "",
+    ]
 
 
 def test_a_node_that_leaves_meanwhile_ends_nothing(members):
@@ -217,7 +226,7 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
         (
             Admission(),
             {"kind": "signal", "shape": "65536,65536"},
-            "one sample must have at most 268435456 values",
+            "a sample must have at most 268435456 values",
         ),
         (
             Admission(classes=3),
@@ -529,7 +538,7 @@ def test_a_client_says_that_its_data_is_its_own():
     info = read_properties({**GOOD, "own_data": True}, "node a")
     assert info.own_data
     assert read_properties(info.properties(), "node a") == info
-    with pytest.raises(KnowledgeError, match=r"own_data: is 'yes', must be true or false"):
+    with pytest.raises(KnowledgeError, match=r"own_data: must be true or false, got 'yes'"):
         read_properties({**GOOD, "own_data": "yes"}, "node a")
 
 

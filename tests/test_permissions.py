@@ -62,7 +62,7 @@ def test_a_pool_that_cannot_be_read_is_refused_as_a_site_reads_it(evil):
 )
 def test_a_server_makes_a_site_import_nothing(evil, asked):
     for node in (PARTITION, {**PARTITION, "allow-models": "other,evil_modul,evil_module.f"}):
-        with pytest.raises(SettingsError, match="this site does not let a run import 'evil_module"):
+        with pytest.raises(SettingsError, match="does not permit a run to import 'evil_module"):
             client_fn(context(node, **asked))
     assert not evil.exists()
 

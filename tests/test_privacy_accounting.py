@@ -14,7 +14,14 @@ from scipy.stats import norm
 from fedhet.base.errors import SettingsError
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
-from fedhet.privacy.accounting import Plan, Release, combined, epoch, epsilon_of, solved
+from fedhet.privacy.accounting import (
+    Plan,
+    Release,
+    calibrate_noise,
+    combined_noise,
+    epoch,
+    epsilon_of,
+)
 from fedhet.settings.defense import MIN_CLASS_NOISE, MIN_NOISE, PrivacySettings
 
 DELTA = 1e-5
@@ -40,9 +47,9 @@ def test_unsampled_noise_costs_little_more_than_the_exact_gaussian_mechanism(noi
 
 def test_sums_and_counts_of_classes_cost_what_the_design_computed():
     """z_f = 4, z_n = 8, 20 rounds: 5.7 exactly, by Gaussian differential privacy."""
-    mu = math.sqrt(20) / combined(4, 8, 1)
+    mu = math.sqrt(20) / combined_noise(4, 8, 1)
     assert gaussian_epsilon(mu) == pytest.approx(5.7, abs=0.05)
-    assert 5.68 < epsilon_of([Release(combined(4, 8, 1), count=20)], DELTA) < 6.2
+    assert 5.68 < epsilon_of([Release(combined_noise(4, 8, 1), count=20)], DELTA) < 6.2
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def test_the_published_example_of_dp_sgd_on_mnist():
 
 def test_several_gaussians_on_the_same_samples_are_one():
     apart = [Release(4.0), Release(4.0), Release(8.0)]
-    together = [Release(combined(4.0, 8.0, 2))]
+    together = [Release(combined_noise(4.0, 8.0, 2))]
     assert epsilon_of(apart, DELTA) == pytest.approx(epsilon_of(together, DELTA), rel=1e-6)
 
 
@@ -149,17 +156,19 @@ def test_settings_of_too_little_noise_are_refused(name, value, least):
 
 def test_the_least_class_noise_is_accounted_for_every_method():
     most = max(find_method(name).spec.privacy.vectors for name in shipped_names())
-    assert combined(MIN_CLASS_NOISE, MIN_CLASS_NOISE, most) >= MIN_NOISE
+    assert combined_noise(MIN_CLASS_NOISE, MIN_CLASS_NOISE, most) >= MIN_NOISE
 
 
 def test_an_entry_of_almost_no_noise_leaves_nothing_of_a_budget():
     spent = (Release(1e-154),)
-    with pytest.raises(SettingsError, match="too little for the rounds"):
-        solved(PrivacySettings(epsilon=1.0), plan(), 1.0, spent)
+    with pytest.raises(SettingsError, match="too small for the rounds"):
+        calibrate_noise(PrivacySettings(epsilon=1.0), plan(), 1.0, spent)
 
 
 def test_a_large_epsilon_does_not_lead_below_the_least_noise():
-    assert solved(PrivacySettings(epsilon=1e6), plan(vectors=0), 1e6).gradients == MIN_NOISE
+    assert (
+        calibrate_noise(PrivacySettings(epsilon=1e6), plan(vectors=0), 1e6).gradients == MIN_NOISE
+    )
 
 
 def test_an_epoch_is_as_many_steps_as_batches():
@@ -175,7 +184,7 @@ def plan(rows=500, rounds=10, vectors=2, batch=32, epochs=2):
 @given(st.sampled_from([1.0, 3.0, 8.0]), st.integers(50, 5000), st.integers(1, 30))
 def test_the_noise_for_an_epsilon_spends_nearly_all_of_it(epsilon, rows, rounds):
     chosen, wanted = plan(rows, rounds), PrivacySettings(epsilon=epsilon)
-    noise = solved(wanted, chosen, epsilon)
+    noise = calibrate_noise(wanted, chosen, epsilon)
     sums = chosen.sums(noise.sums, noise.counts)
     spent = epsilon_of([*chosen.steps(noise.gradients), *sums], DELTA)
     assert 0.98 * epsilon < spent <= epsilon
@@ -185,9 +194,9 @@ def test_the_noise_for_an_epsilon_spends_nearly_all_of_it(epsilon, rows, rounds)
 
 def test_what_was_spent_before_asks_for_more_noise():
     chosen = plan()
-    first = solved(PrivacySettings(epsilon=8.0), chosen, 8.0)
+    first = calibrate_noise(PrivacySettings(epsilon=8.0), chosen, 8.0)
     before = tuple(chosen.steps(3 * first.gradients))
-    again = solved(PrivacySettings(epsilon=8.0), chosen, 8.0, before)
+    again = calibrate_noise(PrivacySettings(epsilon=8.0), chosen, 8.0, before)
     assert again.gradients > first.gradients
     everything = [*before, *chosen.steps(again.gradients), *chosen.sums(again.sums, again.counts)]
     assert epsilon_of(everything, DELTA) <= 8.0
@@ -195,15 +204,15 @@ def test_what_was_spent_before_asks_for_more_noise():
 
 def test_noise_that_is_given_is_kept():
     given_ = PrivacySettings(noise_multiplier=1.3, class_noise=6.0, count_noise=5.0)
-    noise = solved(given_, plan(), 0.0)
+    noise = calibrate_noise(given_, plan(), 0.0)
     assert (noise.gradients, noise.sums, noise.counts) == (1.3, 6.0, 5.0)
-    assert solved(PrivacySettings(noise_multiplier=1.3), plan(), 0.0).sums == 4.0
+    assert calibrate_noise(PrivacySettings(noise_multiplier=1.3), plan(), 0.0).sums == 4.0
 
 
 def test_what_no_noise_of_training_can_reach_is_refused():
     little = PrivacySettings(epsilon=1.0, class_noise=2.0)
-    with pytest.raises(SettingsError, match=r"'privacy.epsilon': 1 is too little for the rounds"):
-        solved(little, plan(), 1.0)
+    with pytest.raises(SettingsError, match=r"'privacy.epsilon': 1 is too small for the rounds"):
+        calibrate_noise(little, plan(), 1.0)
 
 
 @pytest.mark.parametrize(

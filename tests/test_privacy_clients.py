@@ -24,16 +24,17 @@ from torch import nn
 
 from fedhet import report
 from fedhet.base.errors import PrivacyError, SettingsError, StateError
-from fedhet.client_runtime import privacy as promises
+from fedhet.client_runtime import privacy as mechanisms
 from fedhet.client_runtime.app import client_fn, permitted, within_limits
 from fedhet.client_runtime.node import Budget, NodeSettings, read_node
+from fedhet.client_runtime.privacy import REDACTED
 from fedhet.config.resolve import check_trainable, resolve
 from fedhet.data.spec import Split
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.methods.spec import Passes
 from fedhet.privacy import noise as secret_noise
 from fedhet.privacy import sgd
-from fedhet.privacy.accounting import Noise, Plan, Release, epsilon_of, solved
+from fedhet.privacy.accounting import Noise, Plan, Release, calibrate_noise, epsilon_of
 from fedhet.privacy.ledger import Ledger, digest_of, read_ledger
 from fedhet.report.comparison_report import comparison_cells, drawings
 from fedhet.settings.schema import build, kebab
@@ -253,7 +254,7 @@ def test_an_error_says_nothing_of_the_samples(tmp_path, monkeypatch, caplog):
         message = encode(Envelope("run", "felo", 1, "server"), Knowledge())
         _, count, said = client.fit(message, {})
         assert count == 0
-        assert said == {"error": "StateError at a private client, whose own log says more"} or (
+        assert said == {"error": REDACTED.format("StateError")} or (
             said == {"error": said["error"]} and "17" not in said["error"]
         )
 
@@ -348,7 +349,7 @@ def test_a_run_that_is_spent_gives_nothing_more_and_is_not_to_blame(tmp_path):
     arrays, _, said = client.fit(message, {})
     assert arrays == []
     assert said["spent"] is True
-    assert "nothing more is released: the run's 'privacy.epsilon' is 8" in said["error"]
+    assert "exhausted: the run's 'privacy.epsilon' allows epsilon = 8" in said["error"]
     assert len(entries(tmp_path)) == before
     server = Server(private("felo", clients=2, rounds=1), tmp_path / "other")
     server.play(1)
@@ -402,7 +403,7 @@ def test_what_is_left_of_a_sites_budget_is_enough_for_class_sums_too(tmp_path):
     settings, plan = private("felo").run.privacy, Plan(100, (Passes(1, 20, 1),), 1, 2)
     spent = (Release(2.0, 1.0, 5),)
     budget = epsilon_of(spent, settings.delta) + 0.3
-    noise = solved(settings, plan, budget, spent)
+    noise = calibrate_noise(settings, plan, budget, spent)
     total = [*spent, *plan.steps(noise.gradients), *plan.sums(noise.sums, noise.counts)]
     assert epsilon_of(total, settings.delta) <= budget
 
@@ -419,7 +420,7 @@ def test_a_private_site_says_nothing_of_what_it_cannot_read(tmp_path, monkeypatc
     context = Context(0, 0, node, RecordDict(), run)
     with pytest.raises(StateError) as told:
         client_fn(context)
-    assert str(told.value) == "DataError at a private client, whose own log says more"
+    assert str(told.value) == REDACTED.format("DataError")
     assert "John Smith" in caplog.text
 
 
@@ -440,7 +441,7 @@ def test_a_site_that_asks_for_privacy_refuses_a_run_without():
     own = {"privacy": "epsilon=8", "data": "/srv/data", "name": "site-a"}
     site = build(NodeSettings, own, prefix="node-config ")
     assert site.budget() == Budget(8.0, 1e-5)
-    with pytest.raises(SettingsError, match="this site asks for privacy"):
+    with pytest.raises(SettingsError, match="this site requires differential privacy"):
         within_limits(resolve({**SMALL, "method": "felo"}), site)
     within_limits(private("felo"), site)
 
@@ -454,7 +455,7 @@ def test_a_budget_that_cannot_be_read_is_refused(text):
 
 
 def test_a_delta_that_means_nothing_is_refused(tmp_path):
-    with pytest.raises(PrivacyError, match=r"'privacy.delta' = 0.05 means nothing for"):
+    with pytest.raises(PrivacyError, match=r"'privacy.delta' must be below 1 / samples"):
         opened(private("felo", **{"privacy.delta": 0.05, "privacy.epsilon": 8.0}), tmp_path)
 
 
@@ -514,7 +515,7 @@ KILLED = """
     sys.path.insert(0, {tests!r})
     from test_privacy_clients import private, opened, replied
     from fedhet.wire.knowledge import Knowledge
-    import fedhet.client_runtime.privacy as promises
+    import fedhet.client_runtime.privacy as mechanisms
     import fedhet.client_runtime.state as states
     import fedhet.privacy.ledger as ledgers
     from fedhet.privacy import sgd
@@ -536,11 +537,11 @@ PLACES = {
     "after it has paid": "(ledgers.os, 'fsync', False)",
     "before a step": "(sgd.PrivateOptimization, 'step', True)",
     "after a step": "(sgd.PrivateOptimization, 'step', False)",
-    "before its class means": "(promises, 'noised_means', True)",
+    "before its class means": "(mechanisms, 'noised_means', True)",
     "before its state is saved": "(states.ClientState, 'save', True)",
     "after its state is saved": "(states.ClientState, 'save', False)",
-    "before its answer is kept": "(promises.DifferentialPrivacy, 'keep', True)",
-    "after its answer is kept": "(promises.DifferentialPrivacy, 'keep', False)",
+    "before its answer is kept": "(mechanisms.DifferentialPrivacy, 'store_reply', True)",
+    "after its answer is kept": "(mechanisms.DifferentialPrivacy, 'store_reply', False)",
 }
 
 
@@ -588,7 +589,9 @@ def test_a_line_for_which_the_disk_has_no_room_is_not_begun(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, before[1]))
     try:
-        with pytest.raises(StateError, match=r"a.jsonl: cannot be written \(the disk is full\)"):
+        with pytest.raises(
+            StateError, match=r"a.jsonl: cannot write the file \(the disk is full\)"
+        ):
             ledger.charge([Release(2.0)], lambda past: None, **entry(round=2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -600,9 +603,9 @@ def test_a_ledger_that_is_too_large_to_be_read_whole_releases_nothing_more(tmp_p
     ledger = Ledger(tmp_path, "a")
     while not ledger.path.exists() or ledger.path.stat().st_size <= 1000:
         ledger.charge([Release(1.0)], lambda past: None, **entry())
-    with pytest.raises(StateError, match="is larger than 1000 bytes"):
+    with pytest.raises(StateError, match="must be at most 1000 bytes"):
         ledger.charge([Release(1.0)], lambda past: None, **entry())
-    with pytest.raises(StateError, match="is larger than 1000 bytes"):
+    with pytest.raises(StateError, match="must be at most 1000 bytes"):
         ledger.entries()
 
 
@@ -612,7 +615,7 @@ def test_a_damaged_ledger_releases_nothing_more(tmp_path, line):
     ledger.charge([Release(1.0)], lambda past: None, **entry())
     text = ledger.path.read_text()
     ledger.path.write_text(f"{line}\n{text}")
-    with pytest.raises(StateError, match="line 1 is damaged: what was spent is unknown"):
+    with pytest.raises(StateError, match="line 1 is damaged; the consumed budget is unknown"):
         ledger.charge([Release(1.0)], lambda past: None, **entry())
     assert ledger.path.read_text() == f"{line}\n{text}"
 
@@ -655,7 +658,7 @@ def test_a_run_that_was_begun_by_an_earlier_version_releases_nothing_more(tmp_pa
     arrays, _, said = client.fit(encode(Envelope("run", "felo", 2, "server"), Knowledge()), {})
     assert arrays == []
     assert said["spent"] is True
-    assert "nothing more is released" in said["error"]
+    assert "Nothing more was released" in said["error"]
     assert path.read_text() == before
 
 
@@ -763,7 +766,9 @@ def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
     """A run without privacy voids the guarantee, but does not end the private runs."""
     replied(at_site(open_config(), tmp_path), 1, Knowledge())
     given = []
-    monkeypatch.setattr(promises, "solved", lambda *words: given.append(words) or Noise(9.0, 9, 9))
+    monkeypatch.setattr(
+        mechanisms, "calibrate_noise", lambda *args: given.append(args) or Noise(9.0, 9, 9)
+    )
     client = at_site(private("felo", clients=2), tmp_path, privacy="epsilon=8 delta=1e-5")
     client.privacy.begin("second", 1)
     assert client.privacy.noise == Noise(9.0, 9, 9)
@@ -825,7 +830,7 @@ def test_what_is_no_copy_of_the_ledger_is_not_merged(tmp_path, call):
     for into, copy, fault in (
         (ledger.path, other.path, "expected the ledger of 'a', got 'b'"),
         (ledger.path, tmp_path / "damaged.jsonl", "line 1 is damaged"),
-        (ledger.path, tmp_path / "nothing.jsonl", "cannot be read"),
+        (ledger.path, tmp_path / "nothing.jsonl", "cannot read"),
         (tmp_path / "loose.jsonl", ledger.path, "to merge into"),
     ):
         status, _, err = call("privacy", str(into), "--merge", str(copy))
@@ -888,8 +893,8 @@ def test_a_model_of_ones_own_with_a_layer_that_does_not_fit_is_refused():
             super().__init__()
             self.inner = nn.MultiheadAttention(4, 1)
 
-    with pytest.raises(Exception, match="cannot be trained by DP-SGD"):
-        sgd.refuse_unfit(Attentive())
+    with pytest.raises(Exception, match="cannot be trained with DP-SGD"):
+        sgd.check_supports_dp(Attentive())
 
 
 @pytest.mark.parametrize(
@@ -912,7 +917,7 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(
     monkeypatch.syspath_prepend(tmp_path)
     config = private("fedavg", models=[name])
     message = (
-        f"'models.pool' = '{name}' .*another model: model '{name}' cannot be trained by DP-SGD"
+        f"'models.pool' = '{name}' .*another model: model '{name}' cannot be trained with DP-SGD"
     )
     dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc")
     with pytest.raises(SettingsError, match=message):

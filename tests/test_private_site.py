@@ -23,7 +23,7 @@ from fedhet.wire.knowledge import Envelope, Knowledge, encode
 
 DECLARED = "num-classes = 10\nshape = [1, 8, 8]\n"
 ROWS = 60
-READ_FAULT = ("StateError", "DataError at a private client, whose own log says more")
+READ_FAULT = ("StateError", "DataError at a private client; see the client's log for details")
 NOT_OF_DATA = {"engine.threads", "rounds"}
 """Settings whose values cost time and do not reach data: threads are the whole process's."""
 
@@ -423,7 +423,7 @@ def test_no_setting_of_a_private_run_names_the_sites_own_data(tmp_path):
         for setting in ("data.public-dataset", "data.dataset"):
             node = {"data": str(folder), "name": "a", "allow-paths": str(tmp_path)}
             run = {"method": "fedmd", setting: f"npz:{place}", "privacy.epsilon": 8.0}
-            with pytest.raises(SettingsError, match="does not let a private run read its own data"):
+            with pytest.raises(SettingsError, match="must not overlap with node-config"):
                 permitted(node, run)
             permitted(node, {**run, "privacy.epsilon": 0.0})
 

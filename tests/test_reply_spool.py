@@ -113,7 +113,7 @@ def test_a_reply_that_is_too_large_is_not_written(tmp_path):
     message = payload({"weights/w": np.zeros(1000)})
     reply = ReplySpool(tmp_path, 2000, SENT).put("a", message)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(KnowledgeError, match=r"a: payload: is 0\.0 MB, the most allowed"):
+    with pytest.raises(KnowledgeError, match=r"a: payload: must be at most 0\.0 MB, got"):
         reply.open()
 
 

@@ -153,18 +153,18 @@ def test_a_state_of_another_model_is_refused(felo):
 @pytest.mark.parametrize(
     ("changes", "signed", "fault"),
     [
-        ({"features": lambda x: x * np.nan}, {}, "features: holds NaN or infinity"),
-        ({"classes": lambda x: x * 0 + 10}, {}, "classes: holds 10, must be from 0 to 9"),
-        ({"classes": lambda x: x * 0 + 3}, {}, "classes: holds 3 more than once"),
-        ({"features": lambda x: x[:, :-1]}, {}, "features: has shape"),
-        ({"logits": lambda x: x.astype(float)}, {}, "logits: is float64, must be float32"),
+        ({"features": lambda x: x * np.nan}, {}, "features: contains NaN or infinity"),
+        ({"classes": lambda x: x * 0 + 10}, {}, "classes: must be from 0 to 9, got 10"),
+        ({"classes": lambda x: x * 0 + 3}, {}, "classes: values must be unique"),
+        ({"features": lambda x: x[:, :-1]}, {}, "features: expected float32 [P, D]"),
+        ({"logits": lambda x: x.astype(float)}, {}, "logits: expected dtype float32, got float64"),
         ({"counts": None}, {}, "counts: missing"),
-        ({"labels": lambda _: np.zeros(3)}, {}, "labels: not in the contract"),
+        ({"labels": lambda _: np.zeros(3)}, {}, "labels: unknown field"),
         ({"weights/classifier.weight": lambda x: x[:, :3]}, {},
-         "weights/classifier.weight: is float32 [10, 3], must be float32 [10, 64]"),
+         "weights/classifier.weight: expected float32 [10, 64], got float32 [10, 3]"),
         ({"weights/classifier.weight": None}, {}, "weights/classifier.weight: missing"),
-        ({}, {"sender": "client-0"}, "sender: signs as 'client-0'"),
-        ({}, {"round": 7}, "round: is 7, must be 1"),
+        ({}, {"sender": "client-0"}, "sender: expected 'client-1', got 'client-0'"),
+        ({}, {"round": 7}, "round: expected 1, got 7"),
     ],
 )  # fmt: skip
 def test_a_bad_reply_is_dropped_by_name_and_field(tmp_path, changes, signed, fault):
@@ -245,7 +245,7 @@ def test_a_malformed_instruction_is_answered_with_the_fault(tmp_path):
     client = open_client(config, node)
     bad = {"classes": np.array([1, 1]), "features": np.zeros((2, 64), np.float32)}
     _, _, metrics = client.fit(encode(Envelope("r", "felo", 1, "server"), Knowledge(bad)), {})
-    assert metrics["error"] == "server: classes: holds 1 more than once"
+    assert metrics["error"] == "server: classes: values must be unique, got 1 more than once"
     _, _, metrics = client.fit(encode(Envelope("../r", "felo", 1, "server"), Knowledge()), {})
     assert metrics["error"].startswith("server: run: is '../r'")
     assert not list(tmp_path.iterdir())

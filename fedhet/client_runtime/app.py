@@ -1,9 +1,9 @@
-"""Flower's entry point for clients: what a site lets a run do, and what it tells the server.
+"""Flower's ClientApp, with the permissions and limits of a site.
 
-The settings of a run come from the server. By default a site imports only code of this package and
-reads only its own data; `allow-models` and `allow-paths` allow more. What exceeds a limit of the
-node is answered by one line before it is allocated; a round that takes too long is ended. An error
-is sent without the paths of the site.
+The settings of a run come from the server and are untrusted. By default, a site imports only code
+of this package and reads only its own data; `allow-models` and `allow-paths` allow more. A request
+that exceeds a limit of the node is rejected before memory is allocated, and a round that takes too
+long is interrupted. Error messages are sent without the site's paths.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ LOG = logging.getLogger("fedhet")
 _PART = r"[^\s'\",;:()\[\]]"
 _PATH = re.compile(rf"(?<![\w/])[~.]*/{_PART}+")
 _HIDDEN = "(a path of this site)"
-AGAIN = 30.0
-"""Seconds after which what was not ended by its time limit is interrupted again."""
-PRIVATE = ("privacy.epsilon", "privacy.noise-multiplier")
-"""The settings that make a run private."""
+INTERRUPT_INTERVAL = 30.0
+"""Seconds between repeated interrupts of code that ignores its time limit."""
+PRIVACY_SETTINGS = ("privacy.epsilon", "privacy.noise-multiplier")
+"""Settings that enable differential privacy."""
 POOL, DATA_DIR = "models.pool", "data.data-dir"
 SIMULATED = ("pace.clock", "pace.drop-outs", "pace.stragglers", "pace.slowdown")
-"""Settings for simulations only, which a site ignores."""
+"""Settings that only apply to simulations; a site ignores them."""
 
 
 def client_fn(context: Context) -> Client:
-    """Return this node's client in a deployed run, as far as the site allows what it asks."""
+    """Create the client of this node in a deployed run, if the site permits the run's settings."""
     site = schema.build(NodeSettings, context.node_config, prefix="node-config ")
     with redact_paths(site):
         configure_logs()
@@ -65,14 +65,14 @@ def client_fn(context: Context) -> Client:
         config = within_limits(resolve_items(tuple(settings.items())), site)
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
-    # From here on, samples are read: what the server is told must not depend on them.
+    # From here on, samples are read, and error messages must not depend on them.
     with redact_errors() if config.run.privacy.is_on else redact_paths(site):
         return SiteClient(open_client(config, node), site).to_client()
 
 
 @lru_cache(maxsize=1)
 def data_of(spec: DataSpec) -> RunData:
-    """Return the store of a run's data: one for all clients that Flower calls in this process."""
+    """Return the data of a run, shared by all clients that Flower calls in this process."""
     return RunData(spec)
 
 
@@ -82,28 +82,34 @@ app = ClientApp(client_fn=client_fn)
 def permitted(
     node_config: Mapping[str, object], run_config: Mapping[str, schema.Scalar]
 ) -> dict[str, schema.Scalar]:
-    """Return a run's settings as this site uses them: with its own model, if it has one.
+    """Return the settings of a run as used by this site, with the site's model if it has one.
 
-    Raises SettingsError, before anything is imported or read, if the site does not allow them.
-    No setting of a private run may name the site's own data, which would become public data.
+    Args:
+        node_config: Flower's node config.
+        run_config: Settings of the run, as sent by the server.
+
+    Raises:
+        SettingsError: If the site does not permit the settings. Nothing has been imported or read
+            at this point. The settings of a private run must not name the site's own data, because
+            they would be used as public data.
     """
     site = schema.build(NodeSettings, node_config, prefix="node-config ")
     models = site.allow_models or os.environ.get(ALLOW_MODELS_VARIABLE, "")
     paths = site.allow_paths or os.environ.get(ALLOW_PATHS_VARIABLE, "")
-    private = bool(site.privacy or any(run_config.get(name) for name in PRIVATE))
-    taken = {name: value for name, value in run_config.items() if name not in SIMULATED}
+    private = bool(site.privacy or any(run_config.get(name) for name in PRIVACY_SETTINGS))
+    settings = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
-        taken[POOL] = site.model
-    for setting, name in code_named(taken):
+        settings[POOL] = site.model
+    for setting, name in code_named(settings):
         if name not in ("", site.model) and not is_listed(name, models):
-            raise _not_allowed("allow-models", models, f"import {name!r}", setting)
-    for setting, place in _places(taken):
+            raise _not_permitted("allow-models", models, f"import {name!r}", setting)
+    for setting, place in _places(settings):
         if place.path and private and site.data:
-            one, other = _resolved(place.path), _resolved(site.data)
-            if one.is_relative_to(other) or other.is_relative_to(one):
+            path, site_path = _resolved(place.path), _resolved(site.data)
+            if path.is_relative_to(site_path) or site_path.is_relative_to(path):
                 raise SettingsError(
-                    "this site does not let a private run read its own data by name: "
-                    f"'{setting}' must be a directory apart from node-config 'data'"
+                    f"'{setting}' must not overlap with node-config 'data': a private run is not "
+                    "permitted to use the site's own data as public data"
                 )
         listed = [each.strip() for each in paths.split(",")]
         if place.path:
@@ -111,15 +117,15 @@ def permitted(
             allowed = ".." not in Path(place.path).parts and any(
                 _resolved(place.path).is_relative_to(_resolved(root)) for root in roots
             )
-        else:  # a dataset of the Hugging Face Hub, by its name alone
+        else:  # a dataset on the Hugging Face Hub, identified by its name
             allowed = f"hf:{place.hub}" in listed
         if not allowed:
-            raise _not_allowed("allow-paths", paths, f"read {place.path or place.hub!r}", setting)
-    return taken
+            raise _not_permitted("allow-paths", paths, f"read {place.path or place.hub!r}", setting)
+    return settings
 
 
 def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Location]]:
-    """Yield every setting that names a path or a hub's dataset, with what it names."""
+    """Yield each setting that names a path or a dataset on a hub, with its location."""
     for setting in DATASETS:
         source, colon, place = str(settings.get(setting, "")).partition(":")
         if source not in SOURCES and colon:
@@ -127,132 +133,146 @@ def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Location]]:
         elif colon and not SOURCES[source].imports:
             yield setting, SOURCES[source].parse(place)
     default = RunSettings().data.data_dir
-    if (folder := str(settings.get(DATA_DIR, default))) != default:
-        yield DATA_DIR, Location(folder)
+    if (directory := str(settings.get(DATA_DIR, default))) != default:
+        yield DATA_DIR, Location(directory)
 
 
 def _resolved(path: str) -> Path:
     return expanded(path).resolve()
 
 
-def _not_allowed(rule: str, given: str, deed: str, setting: str) -> SettingsError:
+def _not_permitted(rule: str, value: str, action: str, setting: str) -> SettingsError:
     return SettingsError(
-        f"this site does not let a run {deed}, as the run's '{setting}' asks: "
-        f"node-config '{rule}' = {given!r}"
+        f"'{setting}': this site does not permit a run to {action}, node-config '{rule}' = "
+        f"{value!r}"
     )
 
 
 def within_limits(config: Config, site: NodeSettings) -> Config:
-    """Return a run's settings as a site carries them out.
+    """Apply a site's limits to the settings of a run.
 
-    Data, downloads and means of small classes are what both allow. Raises SettingsError for more
-    epochs or classes than it allows, for a run without the privacy that it asks for, and for a
-    private site whose samples the run would choose.
+    Args:
+        config: Configuration of the run.
+        site: Settings of the node.
+
+    Returns:
+        The configuration, with data sizes, downloads and class means limited to what the site
+        permits.
+
+    Raises:
+        SettingsError: If the run needs more epochs or classes than the site permits, if it lacks
+            the privacy that the site requires, or if a site with a privacy budget has no data
+            directory.
     """
     if site.budget() and not config.run.privacy.is_on:
-        rule = "the run has none ('privacy.epsilon')"
-        raise SettingsError(f"this site asks for privacy, {site.privacy!r}: {rule}")
+        raise SettingsError(
+            f"this site requires differential privacy, node-config 'privacy' = {site.privacy!r}. "
+            "Set 'privacy.epsilon' in the run."
+        )
     if site.budget() and not site.data:
         raise SettingsError(
-            f"node-config 'privacy' = {site.privacy!r}: expected a site with a data directory of "
-            "its own, got a partition, whose samples the run chooses. Set 'data' and 'name'."
+            f"node-config 'privacy' = {site.privacy!r}: expected a site with its own data "
+            "directory, got a partition, whose samples are chosen by the run. Set 'data' and "
+            "'name'."
         )
     for name, value in config.flat().items():
-        asked = value if isinstance(value, list) else [value]
-        if name.endswith("epochs") and max(asked) > site.max_epochs:
-            raise _over_limit("max-epochs", site.max_epochs, name, max(asked))
+        values = value if isinstance(value, list) else [value]
+        if name.endswith("epochs") and max(values) > site.max_epochs:
+            raise _over_limit("max-epochs", site.max_epochs, name, max(values))
     classes = config.run.models.num_classes
     if 4 * classes**2 > site.max_model_bytes:  # the class means of logits are [C, C]
         raise _over_limit("max-model-bytes", site.max_model_bytes, "models.num-classes", classes)
-    data = config.run.data
+    data, engine = config.run.data, config.run.engine
     allowed = {
         "max_bytes": min(data.max_bytes, site.max_data_bytes),
         "download": data.download and site.allow_downloads,
     }
-    engine = config.run.engine
-    least = max(engine.min_samples_per_class, site.min_samples_per_class)
+    min_samples = max(engine.min_samples_per_class, site.min_samples_per_class)
     return config.replacing(
         data=data.model_copy(update=allowed),
-        engine=engine.model_copy(update={"min_samples_per_class": least}),
+        engine=engine.model_copy(update={"min_samples_per_class": min_samples}),
     )
 
 
 def _over_limit(rule: str, limit: int, setting: str, value: int) -> SettingsError:
-    return SettingsError(f"this site's limit '{rule}' is {limit}: the run's '{setting}' is {value}")
+    return SettingsError(
+        f"'{setting}' = {value} exceeds this site's limit, node-config '{rule}' = {limit}"
+    )
 
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise StateError in the block after so many seconds; in the main thread alone.
+    """Raise StateError if the block runs longer than `seconds`.
 
-    There Flower calls a site's client. Code that catches the error is interrupted again.
+    Code that catches the error is interrupted again. Has no effect outside the main thread, in
+    which Flower calls the client of a site.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(*_: object) -> None:
-        raise StateError(f"the round takes longer than this site's 'max-seconds', {seconds}")
+    def interrupt(*_: object) -> None:
+        raise StateError(f"the round exceeded this site's time limit, 'max-seconds' = {seconds}")
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, INTERRUPT_INTERVAL)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def without_paths(text: str, site: NodeSettings) -> str:
-    """Return a message for the server: without the site's folders, and whatever looks like one."""
-    for folder in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
-        text = re.sub(f"{re.escape(folder)}{_PART}*", _HIDDEN, text)
+    """Replace the site's directories and anything that looks like a path in an error message."""
+    for directory in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
+        text = re.sub(f"{re.escape(directory)}{_PART}*", _HIDDEN, text)
     return _PATH.sub(_HIDDEN, text)
 
 
 @contextlib.contextmanager
 def redact_paths(site: NodeSettings) -> Iterator[None]:
-    """Replace an error of the block by one without paths; the whole one is in the site's log."""
+    """Remove paths from errors raised in the block, and log the original error at the site."""
     try:
         yield
     except Exception as error:
         LOG.warning("%s: %s", type(error).__name__, error)
-        ours = isinstance(error, FedhetError)
-        kind = type(error) if ours and not isinstance(error, KnowledgeError) else StateError
-        fault = words_of(error) if ours else f"{type(error).__name__}: {words_of(error)}"
-        raise kind(without_paths(fault, site)) from None
+        is_ours = isinstance(error, FedhetError)
+        kind = type(error) if is_ours and not isinstance(error, KnowledgeError) else StateError
+        message = words_of(error) if is_ours else f"{type(error).__name__}: {words_of(error)}"
+        raise kind(without_paths(message, site)) from None
 
 
 class SiteClient(NumPyClient):
-    """A method's client half within the limits of a site."""
+    """Client side of a method, restricted by the limits of a site."""
 
     def __init__(self, client: Any, site: NodeSettings) -> None:
         self._client, self._site = client, site
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
         """Return the client's name, model and task."""
-        return self._bounded(self._client.get_properties, config)  # type: ignore[no-any-return]
+        return self._limited(self._client.get_properties, config)  # type: ignore[no-any-return]
 
     def fit(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
-        """Train as the server's instruction says, within the site's limits."""
-        arrays, samples, said = self._bounded(self._client.fit, parameters, config)
-        return arrays, samples, self._said(said)
+        """Train on the server's instruction, within the site's limits."""
+        arrays, samples, metrics = self._limited(self._client.fit, parameters, config)
+        return arrays, samples, self._redacted(metrics)
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
         """Evaluate the current models, within the site's limits."""
-        loss, samples, said = self._bounded(self._client.evaluate, parameters, config)
-        return loss, samples, self._said(said)
+        loss, samples, metrics = self._limited(self._client.evaluate, parameters, config)
+        return loss, samples, self._redacted(metrics)
 
-    def _bounded(self, function: Callable[..., Any], *given: Any) -> Any:
+    def _limited(self, function: Callable[..., Any], *args: Any) -> Any:
         with redact_paths(self._site), time_limit(self._site.max_seconds):
-            return function(*given)
+            return function(*args)
 
-    def _said(self, measured: dict[str, Scalar]) -> dict[str, Scalar]:
-        if not (said := measured.get("error")):
-            return measured
-        LOG.warning("%s", said)
-        return {**measured, "error": without_paths(str(said), self._site)}
+    def _redacted(self, metrics: dict[str, Scalar]) -> dict[str, Scalar]:
+        if not (error := metrics.get("error")):
+            return metrics
+        LOG.warning("%s", error)
+        return {**metrics, "error": without_paths(str(error), self._site)}

@@ -1,4 +1,4 @@
-"""A client's training in a round: its recipe, unlabeled samples, measurements, and faults.
+"""Local training of a client: optimizer, schedule, semi-supervised loss, and fault injection.
 
 The batch loop is `fedhet.learning.training.train_epochs`.
 """
@@ -41,88 +41,93 @@ from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.wire.identity import ClientInfo
 
 OPTIMIZER = "optimizer"
-"""The group of tensors, and the fact, of the optimizer that `training.keep-optimizer` keeps."""
+"""Group of tensors, and metadata key, of the optimizer state kept by `training.keep-optimizer`."""
 PLATEAU = "plateau"
-"""The prefix of the metadata of the schedule `plateau`."""
+"""Prefix of the metadata of the `plateau` schedule."""
 Predict = Callable[[Tensor], Tensor]
-"""Samples x [N, ...] -> logits [N, C] of the model that learns, in its current mode."""
+"""Maps samples x [N, ...] to logits [N, C] of the model being trained, in its current mode."""
 MIN_BATCH = 2
-"""The fewest samples in a batch: batch normalization has no statistics of a single one."""
-MIN_LABELED = 8
-"""At least an eighth of a batch is labeled, as in the paper, whose mu is 7."""
+"""Minimum batch size: batch normalization cannot compute statistics of a single sample."""
+BATCH_PER_LABELED = 8
+"""Maximum ratio of batch size to labeled samples. The paper's mu is 7, plus the labeled sample."""
 
 
 class LocalTrainer:
-    """Applies a client's training settings in the round that `begin` names.
+    """Training settings of a client, applied to the current round (see `begin`).
 
-    What it needs from earlier rounds is in the client's saved state.
+    Data needed in later rounds, such as optimizer state, are kept in the client's saved state.
     """
 
     def __init__(
         self, run: RunSettings, info: ClientInfo, state: ClientState, compute: Compute
     ) -> None:
-        """Raise DataError if `training.augment` is not for the client's samples."""
+        """Create the trainer. Raises DataError if `training.augment` does not fit the samples."""
         self._seed, self._rounds, self._client = run.seed, run.rounds, info.name
         self._state, self._compute = state, compute
         self._kind, self._shape = KINDS[info.kind], info.shape
-        self._change = augmentation(run.training.augment, self._kind, self._shape)
+        self._augmentation = augmentation(run.training.augment, self._kind, self._shape)
         self._optimizing: Optimization | None = None
-        """The optimizer whose state is to be kept."""
+        """The optimizer whose state is kept, if any."""
         self._samples, self._is_simulated = info.samples, run.pace.is_simulated
         self.work = 0
-        """The samples that the round's training has used, each time that it used one."""
+        """Number of training samples processed in the round, counted in each epoch."""
         self.begin(1)
 
     def begin(self, round: int) -> None:
-        """Begin a round: its learning rate, and its random draws."""
+        """Begin a round: reset the work counter, and seed the random augmentations."""
         self._round, self._optimizing = round, None
         self.work = 0
         self.draws = torch_generator(self._seed, self._client, round, "augment")
-        """The generator of the round's augmentations."""
+        """Random generator of the round's augmentations."""
 
-    def counted(self) -> dict[str, float]:
-        """Return the samples that the round's training has used, if a simulated clock needs it."""
+    def work_metrics(self) -> dict[str, float]:
+        """Return the number of samples processed, or nothing without a simulated clock."""
         return {WORK: float(self.work or self._samples)} if self._is_simulated else {}
 
     def end(self, settings: TrainingSettings, loss: float | None) -> None:
-        """Add to the client's state what later rounds need; `loss` is the training loss.
+        """Update the client's state at the end of a round.
 
-        Raises StateError if training diverged; the state saved before remains.
+        Args:
+            settings: Training settings of the client.
+            loss: Training loss, or None if unknown.
+
+        Raises:
+            StateError: If training diverged; the last saved state remains valid.
         """
         models = self._state.models.values()
         for model in models:
-            model.zero_grad()  # gradients take as much as weights while the client waits
+            model.zero_grad()  # an idle client's gradients would use as much memory as its weights
         if not all(map(all_finite, models)) or not math.isfinite(loss or 0.0):
             raise StateError(
-                f"training diverged (loss {loss}): the client keeps its earlier models; "
-                "a smaller 'training.lr' may help"
+                f"training diverged (loss {loss}). The client's last saved models are unchanged. "
+                "Try a smaller 'training.lr'."
             )
-        self._keep(settings.optimizer)
+        self._save_optimizer(settings.optimizer)
         if settings.schedule == "plateau" and loss is not None:
-            now = self._plateau.after(loss, patience=settings.patience, decay=settings.decay)
+            plateau = self._plateau.after(loss, patience=settings.patience, decay=settings.decay)
             self._state.metadata |= {
-                f"{PLATEAU}.{name}": value for name, value in vars(now).items()
+                f"{PLATEAU}.{name}": value for name, value in vars(plateau).items()
             }
 
     def round_optimization(
         self, settings: TrainingSettings, parameters: Iterable[nn.Parameter]
     ) -> Optimization:
-        """Return an optimizer over `parameters`, at the round's rate; with its kept state, if any.
+        """Create an optimizer with the round's learning rate, and restore its state if kept.
 
-        Only its state for the private model is kept: other models, such as a proxy, are replaced
-        in each round.
+        Only the state for the private model is kept, because other models, such as a proxy, are
+        replaced in each round.
         """
         factor = rate_factor(settings, self._round, self._rounds, self._plateau)
-        now = settings.model_copy(update={"lr": settings.lr * factor})
-        made = optimization_for(parameters, now, self._compute)
+        scheduled = settings.model_copy(update={"lr": settings.lr * factor})
+        optimizing = optimization_for(parameters, scheduled, self._compute)
         if settings.keep_optimizer:
-            self._keep(settings.optimizer)
+            self._save_optimizer(settings.optimizer)
             if self._state.metadata.get(OPTIMIZER) == settings.optimizer:
-                made.load_state(
+                optimizing.load_state(
                     self._state.models["private"], group(self._state.tensors, OPTIMIZER)
                 )
-            self._optimizing = made
-        return made
+            self._optimizing = optimizing
+        return optimizing
 
     def options(
         self,
@@ -131,22 +136,25 @@ class LocalTrainer:
         augment: bool | Augment,
         chosen: TrainOptions,
     ) -> dict[str, Any]:
-        """Return the options of `train_epochs` for so many samples, and count these as used.
+        """Return the options of `train_epochs`, and add the samples to the work counter.
 
-        Those not chosen are the settings'. `augment` may be whether samples change as
-        `training.augment` says, or a function that changes them.
+        Args:
+            settings: Training settings, used for options that are not in `chosen`.
+            samples: Number of training samples.
+            augment: Augmentation function, or True to augment as set by `training.augment`.
+            chosen: Options that override the settings.
         """
         epochs = chosen.get("epochs") or settings.local_epochs
         size = chosen.get("batch_size") or settings.batch_size
         self.work += epochs * samples * chosen.get("steps", 1)
         change = (self.augment if augment else None) if isinstance(augment, bool) else augment
-        own = {"epochs": epochs, "batch_size": size, "augment": change, "compute": self._compute}
-        return {**chosen, **own}
+        common = {"epochs": epochs, "batch_size": size, "augment": change}
+        return {**chosen, **common, "compute": self._compute}
 
     @property
     def augment(self) -> Augment | None:
-        """Return the function that changes the images of a batch; None if they do not change."""
-        change = self._change
+        """The function that augments the images of a batch, or None without augmentation."""
+        change = self._augmentation
         if change is None:
             return None
         return lambda x: self._compute.to_inputs(change(x, self.draws))
@@ -154,30 +162,31 @@ class LocalTrainer:
     @property
     def _plateau(self) -> Plateau:
         metadata = self._state.metadata
-        known = {
+        saved = {
             k: metadata[f"{PLATEAU}.{k}"] for k in vars(Plateau()) if f"{PLATEAU}.{k}" in metadata
         }
-        return Plateau(**known)  # type: ignore[arg-type]
+        return Plateau(**saved)  # type: ignore[arg-type]
 
-    def _keep(self, optimizer: str) -> None:
-        """Replace the kept state by that of the round's optimizer, if it is to be kept."""
+    def _save_optimizer(self, optimizer: str) -> None:
+        """Copy the state of the round's optimizer into the client's state, if it is to be kept."""
         if self._optimizing is None:
             return
-        found = grouped(OPTIMIZER, self._optimizing.state(self._state.models["private"]))
-        kept = self._state.tensors.items()
-        others = {k: v for k, v in kept if not k.startswith(f"{OPTIMIZER}/")}
-        self._state.tensors = others | found
+        saved = grouped(OPTIMIZER, self._optimizing.state(self._state.models["private"]))
+        tensors = self._state.tensors.items()
+        remaining = {k: v for k, v in tensors if not k.startswith(f"{OPTIMIZER}/")}
+        self._state.tensors = remaining | saved
         self._state.metadata[OPTIMIZER] = optimizer
 
 
 class FixMatch:
-    """FixMatch's loss (Eqs. 3 and 4) around a supervised loss, for one round of a client.
+    """FixMatch's loss (Eqs. 3 and 4) for one round of a client, selected by `training.semi`.
 
     Kihyuk Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and
-    Confidence, NeurIPS 2020: `training.semi`, learning from unlabeled samples too.
+    Confidence, NeurIPS 2020.
 
-    A step sees one batch, labeled and unlabeled in the client's proportion, but at least an
-    eighth of it is labeled: a client with fewer labels sees them several times in an epoch.
+    Each step uses one batch of labeled and one of unlabeled samples, in the same ratio as the
+    client's data. At least an eighth of the samples of a step are labeled: if the client has fewer
+    labels, it repeats them within an epoch.
     """
 
     def __init__(
@@ -191,43 +200,59 @@ class FixMatch:
         compute: Compute,
         draws: Generator,
     ) -> None:
-        """Take samples of `shape`; `model` is put into evaluation mode for pseudo-labels.
+        """Prepare the batches of a round.
 
-        Raises DataError for samples that cannot be augmented.
+        Args:
+            labeled: Labeled samples.
+            unlabeled: Unlabeled samples.
+            kind: Kind of the samples.
+            shape: Shape of one sample.
+            model: Model that predicts the pseudo-labels, in evaluation mode.
+            settings: Training settings of the client.
+            compute: Device and precision.
+            draws: Random generator of augmentations and batches.
+
+        Raises:
+            DataError: If the samples cannot be augmented.
         """
         check_changeable(kind, shape, "FixMatch augments")
         self._weak, self._strong = (kind.changes()[name] for name in ("weak", "strong"))
         self._unlabeled, self._model, self._settings = unlabeled, model, settings
         self._compute, self._draws = compute, draws
-        every = len(labeled) + len(unlabeled)
-        steps = max(1, math.ceil(every / settings.batch_size))
-        least = max(MIN_BATCH, math.ceil(min(settings.batch_size, every) / MIN_LABELED))
-        times = max(1, math.ceil(steps * least / max(1, len(labeled))))
+        total = len(labeled) + len(unlabeled)
+        steps = max(1, math.ceil(total / settings.batch_size))
+        min_labeled = min(settings.batch_size, total) / BATCH_PER_LABELED
+        min_labeled = max(MIN_BATCH, math.ceil(min_labeled))
+        repeats = max(1, math.ceil(steps * min_labeled / max(1, len(labeled))))
         self._has_labels = len(labeled) > 0
-        learned = labeled if self._has_labels else unlabeled
-        rows = torch.arange(len(learned)).repeat(times)
-        self.x, self.y = rows_of(learned.x, rows), rows_of(learned.y, rows)
-        """The labeled samples of an epoch [N, ...], and their classes [N]."""
+        samples = labeled if self._has_labels else unlabeled
+        rows = torch.arange(len(samples)).repeat(repeats)
+        self.x, self.y = rows_of(samples.x, rows), rows_of(samples.y, rows)
+        """Labeled samples [N, ...] of an epoch, and their labels [N]."""
         self.batch_size = max(MIN_BATCH, math.ceil(len(rows) / steps))
-        """The labeled samples of a step."""
+        """Number of labeled samples per step."""
         size = max(MIN_BATCH, math.ceil(len(unlabeled) / steps))
-        # Batch after batch, in an order drawn each epoch.
+        # Yield unlabeled batches indefinitely, reshuffled every epoch.
         epochs = (batches(len(unlabeled), size, draws, unlabeled.x.device) for _ in count())
         self._batches = chain.from_iterable(epochs)
         self._counts = torch.zeros(4, device=compute.device)
-        """Counts of predictions, of pseudo-labels, of those of known class, and of wrong ones."""
+        """Numbers of predictions, pseudo-labels, pseudo-labels with known truth, and errors."""
 
     def augment(self, x: Tensor) -> Tensor:
-        """Return weakly augmented samples [N, ...], as labeled ones are learned."""
+        """Apply the weak augmentation, as used for labeled samples, to x [N, ...]."""
         return self._compute.to_inputs(self._weak(x, self._draws))
 
-    def joined_with(
+    def combined_loss(
         self, loss_of: BatchLoss, penalty: Penalty | None, predict: Predict
     ) -> BatchLoss:
-        """Return the loss of a labeled batch, plus the weighted one of the next unlabeled batch.
+        """Return the loss of a labeled batch plus the weighted loss of the next unlabeled batch.
 
-        A client with only labeled or only unlabeled samples learns from those. `penalty` is a
-        term of the weights alone, which is added to the loss of a labeled batch.
+        If the client has only labeled or only unlabeled samples, the other loss is omitted.
+
+        Args:
+            loss_of: Supervised loss of a labeled batch.
+            penalty: Term that depends only on the weights, added to the supervised loss.
+            predict: Returns the logits of the model being trained.
         """
         weight = self._settings.semi_weight
         if not self._has_labels:
@@ -242,73 +267,76 @@ class FixMatch:
         rows = next(self._batches)
         x = self._compute.to_inputs(self._unlabeled.x[rows])
         with torch.no_grad(), evaluating(self._model):
-            guessed, confident = confident_labels(
+            labels, confident = confident_labels(
                 predict(self._compute.to_inputs(self._weak(x, self._draws))),
                 self._settings.semi_threshold,
             )
         truth = rows_of(self._unlabeled.y, rows)
-        checked, seen = confident & (truth != UNKNOWN), torch.ones_like(confident)
-        counted = torch.stack([seen, confident, checked, checked & (guessed != truth)])
-        self._counts += counted.sum(1)
+        has_truth, predicted = confident & (truth != UNKNOWN), torch.ones_like(confident)
+        masks = torch.stack([predicted, confident, has_truth, has_truth & (labels != truth)])
+        self._counts += masks.sum(1)
         logits = predict(self._compute.to_inputs(self._strong(x, self._draws)))
-        return unlabeled_loss(logits, guessed, confident)
+        return unlabeled_loss(logits, labels, confident)
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of pseudo-labels among predictions, and of wrong ones among those."""
-        seen, used, checked, wrong = self._counts.tolist()
-        found = {"pseudo_labels": used / max(1, seen)}
-        return found | ({"pseudo_error": wrong / checked} if checked else {})
+        """Return the fraction of predictions used as pseudo-labels, and the error rate of these."""
+        predicted, used, with_truth, wrong = self._counts.tolist()
+        metrics = {"pseudo_labels": used / max(1, predicted)}
+        return metrics | ({"pseudo_error": wrong / with_truth} if with_truth else {})
 
 
 class EpochMeans:
-    """Named sums over an epoch's batches, which stay on the device until they are read."""
+    """Running means over the batches of an epoch, kept on the device until they are read."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self._names, self._count = names, 0
         self._sums = torch.zeros(len(names), device=device)
 
     def clear(self, epoch: int = 0) -> None:
-        """Begin an epoch: forget all batches."""
+        """Reset the means at the start of an epoch."""
         self._count = 0
         self._sums.zero_()
 
     @torch.no_grad()
     def add(self, means: Tensor, samples: int) -> None:
-        """Add a batch of `samples`, by its means of each of the names."""
+        """Add the means of a batch of `samples` samples, in the order of the names."""
         self._count += samples
         self._sums += means.detach().float() * samples
 
     def read(self) -> dict[str, float]:
-        """Return the means by name; nothing if there was no batch."""
+        """Return the means by name, or an empty dictionary if no batch was added."""
         if not self._count:
             return {}
         return dict(zip(self._names, (self._sums / self._count).tolist(), strict=True))
 
 
 def drops_out(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether a client drops out of a round."""
+    """Return whether the client is simulated to drop out of the round."""
     return _is_hit(run, client, round, "drop-out", run.pace.drop_outs)
 
 
 def straggles(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether a client takes longer for a round."""
+    """Return whether the client is simulated to be a straggler in the round."""
     return _is_hit(run, client, round, "straggler", run.pace.stragglers)
 
 
 @contextlib.contextmanager
 def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]:
-    """Make the block take 'pace.slowdown' times as long if the client straggles in the round.
+    """Inject the faults `pace.drop-outs` and `pace.stragglers` into the block.
 
-    With a simulated clock that is the clock's part (`fedhet.server.pace`), and no time is lost.
-    Raises DropOutError, before the block, if the client drops out of the round.
+    A straggler's block takes `pace.slowdown` times as long. With a simulated clock, the clock
+    (`fedhet.server.pace`) adds this time instead. Raises DropOutError before the block if the
+    client drops out of the round.
     """
     if drops_out(run, client, round):
-        raise DropOutError(f"drops out of round {round} ('pace.drop-outs')")
+        raise DropOutError(f"dropped out of round {round} ('pace.drop-outs')")
     started = time.perf_counter()
     yield
     if straggles(run, client, round) and not run.pace.is_simulated:
         time.sleep((run.pace.slowdown - 1) * (time.perf_counter() - started))
 
 
-def _is_hit(run: RunSettings, client: str, round: int, what: str, share: float) -> bool:
-    return share > 0 and bool(numpy_rng(run.seed, client, round, what).random() < share)
+def _is_hit(run: RunSettings, client: str, round: int, fault: str, probability: float) -> bool:
+    if probability <= 0:
+        return False
+    return bool(numpy_rng(run.seed, client, round, fault).random() < probability)

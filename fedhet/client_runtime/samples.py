@@ -1,7 +1,7 @@
-"""A client's samples on its device, and the record by which its models can be used after a run.
+"""Samples of a client on its device, and the client record for using its models after a run.
 
-A client writes ROOT/<run>/<client>/client.json by its states. Together they suffice to build its
-models and to use them as in training, without the run's directory and, for networks, without
+A client writes its record to ROOT/<run>/<client>/client.json, next to its saved states. Together,
+they are sufficient to rebuild its models without the run's directory and, for networks, without
 the data.
 """
 
@@ -28,40 +28,42 @@ from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel
 from fedhet.settings.run import PLACE
-from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, order_of
+from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, class_names_digest
 
 LOG = logging.getLogger("fedhet")
-"""The node's logger: its messages appear in the log of Flower's node."""
+"""Logger of the node; its messages appear in the log of Flower's SuperNode."""
 FILE = "client.json"
 MAX_BYTES = 2**24
-"""A longer record is refused: one of a hundred thousand classes is shorter."""
+"""Maximum size of a record; one with a hundred thousand classes is smaller."""
 
 
 @dataclass
 class ClientSamples:
-    """A client's training and test data."""
+    """Training and test samples of a client."""
 
     info: ClientInfo
     own: Split
-    """The labeled training samples: on the device, but `x` on the host where it has no room."""
+    """Labeled training samples on the device; `x` is on the host if it does not fit."""
     unlabeled: Split
-    """Unlabeled samples, where the labeled ones are; often none. Their labels (UNKNOWN at a real
-    site) are used for measurements only, never for training."""
+    """Unlabeled training samples, on the same device as the labeled samples.
+
+    Their labels (UNKNOWN at a real site) are only used for metrics, never for training.
+    """
     tests: dict[str, Split]
-    """The test splits by protocol: "personal" and "common", or the one of them that exists."""
+    """Test splits by protocol, "personal" and "common"; one of them may be absent."""
     space: Tensor
-    """The client's label space: its classes [P], ascending."""
+    """Label space of the client: its classes [P] in ascending order."""
     num_unused_unlabeled: int
-    """Number of samples without a label that the method cannot use."""
+    """Number of unlabeled samples that the method cannot use."""
     classes: tuple[str, ...] = ()
-    """The names of all classes of the run, in order."""
+    """Names of all classes of the run, in order."""
     stored: Stored = "given"
-    """How the samples are stored, which says how new ones are scaled."""
+    """Storage format of the samples, which determines how new samples are scaled."""
     schema: TableSchema | None = None
-    """Of a table of its owner's: what its columns became."""
+    """Schema of the columns if the samples come from a user's table."""
 
     def within_space(self, model: nn.Module) -> nn.Module:
-        """Return `model` with its predictions restricted to the client's own classes."""
+        """Restrict the predictions of `model` to the client's classes."""
         if len(self.space) == self.info.classes:
             return model
         outside = torch.ones(self.info.classes, dtype=torch.bool, device=self.space.device)
@@ -72,40 +74,40 @@ class ClientSamples:
         """Return the columns of logits [N, C] that belong to the client's label space."""
         return logits if len(self.space) == logits.shape[1] else logits[:, self.space]
 
-    def warn_of_left_aside(self, method: str) -> None:
-        """Log the number of unlabeled samples that the method does not use, if any."""
+    def warn_of_unused_unlabeled(self, method: str) -> None:
+        """Log a warning if there are unlabeled samples that the method does not use."""
         if self.num_unused_unlabeled:
             LOG.warning(
-                "%s: %d samples without a class are left aside: %s learns from labeled ones alone",
+                "%s: %d unlabeled samples are not used, because %s uses labeled samples only",
                 self.info.name,
                 self.num_unused_unlabeled,
                 method,
             )
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of samples that only this client holds."""
+        """Yield the tensors of samples that are not shared with other clients."""
         yield from (split.x for split in self.own_splits())
 
     def own_splits(self) -> Iterator[Split]:
-        """Yield the splits of samples that belong to this client."""
+        """Yield the splits that are not shared with other clients."""
         yield from (self.own, self.unlabeled)
         if "personal" in self.tests:
             yield self.tests["personal"]
 
 
 def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
-    """Return a node's samples. Raises DataError if they cannot be read or are too few."""
+    """Load a node's samples. Raises DataError if they cannot be read or are too few."""
     run, data = config.run, node.load_data(config)
-    own, rest = labeled_parts(data, run.data, run.seed, node.name)
-    count, order = len(own) + len(rest), order_of(data.classes)
-    if data.schema is not None:  # the same features, besides the same classes
-        order = order_of([*data.classes, data.schema.digest])
-    own, rest = _placed(compute, own, rest)
+    labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
+    count, order = len(labeled) + len(unlabeled), class_names_digest(data.classes)
+    if data.schema is not None:  # clients must also agree on the features
+        order = class_names_digest([*data.classes, data.schema.digest])
+    labeled, unlabeled = _placed(compute, labeled, unlabeled)
     tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
     if (common := data.common) is not None:
-        if len(data.space) < len(data.classes):  # its rows are this client's alone
+        if len(data.space) < len(data.classes):  # the rows differ between clients
             tests["common"] = _placed(compute, common)[0]
-        else:  # the clients of a process have one copy
+        else:  # share one copy among the clients of the process
             key = f"test set on {compute.device}"
             tests["common"] = node.data.once(key, lambda: _placed(compute, common)[0])
     return ClientSamples(
@@ -120,8 +122,8 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             node.training.describe(),
             bool(node.folder),
         ),
-        own,
-        rest,
+        labeled,
+        unlabeled,
         tests,
         torch.tensor(data.space, device=compute.device),
         data.num_unused_unlabeled,
@@ -134,16 +136,16 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
 def public_samples(
     config: Config, node: Node, samples: ClientSamples, *, labeled: bool
 ) -> tuple[Split, DataError | None]:
-    """Return the public set, and an error if it contains any sample of this client.
+    """Return the public set, and an error if it contains samples of this client.
 
     Set `labeled` if the labels of the public set are used.
     """
-    info, named = samples.info, config.run.data.public_dataset
+    info, name = samples.info, config.run.data.public_dataset
     classes = info.classes if labeled else None
     public = node.data.public_set(info.kind, info.shape, classes)
-    # A public part of the run's dataset cannot overlap its partitions, only a site's own data.
-    cut_here = named in ("", UNUSED)
-    if named != GENERATED and (node.folder or not cut_here):
+    # A public part of the run's dataset can only overlap with a site's data, not with partitions.
+    is_part_of_dataset = name in ("", UNUSED)
+    if name != GENERATED and (node.folder or not is_part_of_dataset):
         try:
             for split in samples.own_splits():
                 check_no_overlap(public, split, info.name)
@@ -153,19 +155,19 @@ def public_samples(
 
 
 def placed_public(public: Split, compute: Compute, data: RunData) -> Split:
-    """Return the public set on the device; the clients of a process have one copy."""
+    """Return the public set on the device; the clients of a process share one copy."""
     name = f"public set on {compute.device}"
     return data.once(name, lambda: Split(compute.to_device(public.x), compute.to_device(public.y)))
 
 
 def _placed(compute: Compute, *splits: Split) -> list[Split]:
-    """Return splits with their classes on the device, and their samples too if all have room."""
+    """Move the labels of splits to the device, and also the samples if all of them fit."""
     samples = compute.fit_on_device(*(split.x for split in splits))
     return [Split(x, compute.to_device(split.y)) for x, split in zip(samples, splits, strict=True)]
 
 
 class ClientRecord(BaseModel):
-    """A client of one run: its settings, its model, and the model's inputs and classes."""
+    """Record of a client in one run: settings, model, inputs and classes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -174,37 +176,38 @@ class ClientRecord(BaseModel):
     model: str
     partition: int = Field(ge=-1, le=MAX_SAMPLES)
     folder: str
-    """The site's own data folder; "" for a partition of the run's dataset."""
+    """Data directory of the site, or "" for a partition of the run's dataset."""
     settings: dict[str, JsonValue]
-    """The settings with which the client trained, by their full names."""
+    """Settings with which the client trained, by full name."""
     classes: list[str] = Field(min_length=2, max_length=MAX_CLASSES)
-    """The names of all classes of the run, in order."""
+    """Names of all classes of the run, in order."""
     space: list[int] = Field(min_length=1)
-    """The client's label space: its classes, ascending."""
+    """Label space of the client: its classes in ascending order."""
     kind: str
-    """The kind of its samples."""
+    """Kind of the samples."""
     shape: list[int] = Field(min_length=1, max_length=4)
-    """The shape of one sample."""
+    """Shape of one sample."""
     stored: Stored
+    """Storage format of the samples."""
     samples: int = Field(ge=0, le=MAX_SAMPLES)
-    """The number of training samples."""
+    """Number of training samples."""
     table: TableSchema | None = Field(None, strict=False)
-    """What the columns of a table of its owner's became."""
+    """Schema of the columns if the samples come from a user's table."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ClientRecord:
         if self.space != sorted(set(self.space) & set(range(len(self.classes)))):
-            raise ValueError("space must be numbers of classes, ascending")
+            raise ValueError("space must be class indices in ascending order")
         if (kind := KINDS.get(self.kind)) is None:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}")
         shape = tuple(self.shape)
         if not kind.fits(shape) or not all(1 <= size <= MAX_SIDE for size in kind.sizes(shape)):
-            raise ValueError(f"shape must be a {kind.name}'s, of sizes from 1 to {MAX_SIDE}")
+            raise ValueError(f"shape must fit kind {kind.name}, with sizes from 1 to {MAX_SIDE}")
         return self
 
     @classmethod
     def of(cls, run: str, config: Config, node: Node, samples: ClientSamples) -> ClientRecord:
-        """Return the record of an open client; `config` has the client's own training."""
+        """Create the record of a client; `config` includes its training settings."""
         values = absolute(config).flat() | (node.declared.settings if node.declared else {})
         return cls(
             run=run,
@@ -223,9 +226,9 @@ class ClientRecord(BaseModel):
         )
 
     def config(self) -> Config:
-        """Return the client's settings, in a precision that a CPU supports.
+        """Return the client's configuration, with a precision that CPUs support.
 
-        The kind of samples is known, so that a dataset of the user's is not imported for it.
+        Sets the sample kind, which would otherwise be looked up by importing the user's dataset.
         """
         config = resolve({**self.settings, "data.sample-kind": self.kind})
         if config.run.engine.precision != "float16":
@@ -235,7 +238,7 @@ class ClientRecord(BaseModel):
     def node(
         self, config: Config, state_dir: Path, device: str = "cpu", data: RunData | None = None
     ) -> Node:
-        """Return the client's node, with its states in `state_dir`; as `read_node` does."""
+        """Return the client's node with the given state directory (compare `read_node`)."""
         training = config.run.training
         return Node(
             self.client,
@@ -249,8 +252,8 @@ class ClientRecord(BaseModel):
         )
 
     def without_data(self, config: Config) -> ClientSamples:
-        """Return the client's task without any samples, which is enough to build its networks."""
-        nothing = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
+        """Return the client's task with empty splits, sufficient to build its networks."""
+        empty = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
         info = ClientInfo(
             self.client,
             self.model,
@@ -258,23 +261,23 @@ class ClientRecord(BaseModel):
             len(self.classes),
             self.kind,
             tuple(self.shape),
-            order_of(self.classes),
+            class_names_digest(self.classes),
             config.run.training.describe(),
         )
         space: Tensor = torch.tensor(self.space)
         names = tuple(self.classes)
-        return ClientSamples(info, nothing, nothing, {}, space, 0, names, self.stored)
+        return ClientSamples(info, empty, empty, {}, space, 0, names, self.stored)
 
 
-def write_record(folder: Path, record: ClientRecord) -> None:
-    """Write the record into the client's folder of the run, atomically. Raises StateError."""
-    root = folder.parents[1]  # of the states of all runs
-    write_text(folder / FILE, record.model_dump_json(indent=1), within=root, private=True)
+def write_record(directory: Path, record: ClientRecord) -> None:
+    """Write a client's record atomically into its directory of the run. Raises StateError."""
+    root = directory.parents[1]  # directory of the states of all runs
+    write_text(directory / FILE, record.model_dump_json(indent=1), within=root, private=True)
 
 
-def read_record(folder: Path) -> ClientRecord | None:
-    """Return the record in a client's folder; None if it has none. Raises StateError."""
-    path = folder / FILE
+def read_record(directory: Path) -> ClientRecord | None:
+    """Read a client's record, or return None if the file does not exist. Raises StateError."""
+    path = directory / FILE
     if not path.exists():
         return None
     try:
@@ -284,4 +287,4 @@ def read_record(folder: Path) -> ClientRecord | None:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise StateError(f"{path} is not a client's record: {fault}") from None
+        raise StateError(f"{path}: invalid client record: {fault}") from None

@@ -55,11 +55,18 @@ from fedhet.models import (
     build_any,
     evaluate_models,
 )
-from fedhet.runs.measures import LACKS, Measured, peak_memory_mb, placed, timed, write_measures
+from fedhet.runs.measures import (
+    MISSING_BASE,
+    Measured,
+    peak_memory_mb,
+    placed,
+    timed,
+    write_measures,
+)
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
-from fedhet.wire.knowledge import Knowledge, LackingError
+from fedhet.wire.knowledge import Knowledge, MissingBaseError
 
 
 class HetClient(NumPyClient):
@@ -87,7 +94,7 @@ class HetClient(NumPyClient):
             self.compute = replace(self.compute, channels_last=False)
         self.samples = samples or load_samples(config, node, self.compute)
         self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
-        self.info, self.space = self.privacy.described(self.samples.info), self.samples.space
+        self.info, self.space = self.privacy.public_info(self.samples.info), self.samples.space
         self.unlabeled, self.tests = self.samples.unlabeled, self.samples.tests
         self.loss: float | None = None
         """Mean training loss of the last epoch."""
@@ -244,7 +251,7 @@ class HetClient(NumPyClient):
         """
         public, overlap = public_samples(self.config, self.node, self.samples, labeled=labeled)
         if overlap is not None:
-            self.privacy.overlap(overlap)
+            self.privacy.handle_overlap(overlap)
         return public
 
     def generator(self, round: int, use: str) -> torch.Generator:
@@ -320,7 +327,7 @@ class HetClient(NumPyClient):
                 self.recipe.draws,
             )
             x, y, augment, options["batch_size"] = semi.x, semi.y, semi.augment, semi.batch_size
-            loss_of = semi.joined_with(loss_of, options.pop("penalty", None), predict)
+            loss_of = semi.combined_loss(loss_of, options.pop("penalty", None), predict)
         kwargs = self.recipe.options(training, len(y), augment, options)
         steps = kwargs["epochs"], kwargs["batch_size"]
         with self.privacy.training(optimizing, self.models.values(), len(y), *steps) as protected:
@@ -365,7 +372,7 @@ class HetClient(NumPyClient):
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
         """Return the properties that describe the client: its name, model and task."""
-        self.samples.warn_of_left_aside(self.run.method)
+        self.samples.warn_of_unused_unlabeled(self.run.method)
         return dict(self.info.properties())
 
     def fit(
@@ -375,26 +382,28 @@ class HetClient(NumPyClient):
         best = config.get("best", 0)
         evaluate = self.evaluation if config.get("evaluate", True) else lambda _: Evaluations()
         try:
-            with self.state.resting(), self.privacy.guarded():
+            with self.state.offloading(), self.privacy.redacting_errors():
                 envelope, instruction = self.codec.read(parameters, self.sizes)
                 run, round = envelope.run, envelope.round
                 self.privacy.begin(run, round)
-                arrays, train_seconds = self.privacy.sent_before(), 0.0
+                arrays, train_seconds = self.privacy.stored_reply(), 0.0
                 if arrays is not None:  # a private reply is sent again, not computed again
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)
                     with injected_faults(self.run, self.info.name, round):
                         reply, train_seconds = self._train(round, instruction)
-                    arrays = self.codec.encode(envelope, instruction, self.privacy.sent(reply))
+                    reply = self.privacy.filter_reply(reply)
+                    arrays = self.codec.encode(envelope, instruction, reply)
                     self.state.save(round, best if isinstance(best, int) else 0)
                     if self._recorded_in != run:
                         write_record(self.state.folder, self.record(run))
                         self._recorded_in = run
-                    self.privacy.keep(arrays)
-                scores, seconds = timed(self.privacy.evaluated, evaluate, instruction)
+                    self.privacy.store_reply(arrays)
+                scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
                 measured = _measured(scores, train_seconds, seconds, self.loss, self.metrics)
-                metrics = write_measures(self.privacy.measured(measured)) | self.recipe.counted()
+                measured = self.privacy.filter_measurements(measured)
+                metrics = write_measures(measured) | self.recipe.work_metrics()
         except UserModelError:
             raise
         except FedhetError as error:
@@ -411,7 +420,7 @@ class HetClient(NumPyClient):
         does not, because its local epoch would not be protected.
         """
         try:
-            with self.state.resting(), self.privacy.guarded():
+            with self.state.offloading(), self.privacy.redacting_errors():
                 envelope, instruction = self.codec.read(parameters, self.sizes, may_be_empty=True)
                 run, round = envelope.run, envelope.round
                 self.privacy.begin(run, round, charged=round + 1)
@@ -426,8 +435,8 @@ class HetClient(NumPyClient):
                     and not self.privacy.is_on
                 )
                 evaluate = partial(self._evaluate_held_out, round) if held_out else self.evaluation
-                scores, seconds = timed(self.privacy.evaluated, evaluate, instruction)
-                measured = self.privacy.measured(_measured(scores, 0.0, seconds))
+                scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
+                measured = self.privacy.filter_measurements(_measured(scores, 0.0, seconds))
         except UserModelError:
             raise
         except FedhetError as error:
@@ -473,8 +482,8 @@ class HetClient(NumPyClient):
 
     def _fault(self, error: FedhetError) -> dict[str, Scalar]:
         """Return the metrics that report an error, and request full weights if they are missing."""
-        request: dict[str, Scalar] = {LACKS: True} if isinstance(error, LackingError) else {}
-        return self.privacy.fault(error) | request
+        report = self.privacy.error_report(error)
+        return report | ({MISSING_BASE: True} if isinstance(error, MissingBaseError) else {})
 
 
 def _measured(

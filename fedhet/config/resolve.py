@@ -25,7 +25,7 @@ from fedhet.data.store import GENERATED, NO_DATASET, RunData
 from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
-from fedhet.privacy.sgd import refuse_unfit
+from fedhet.privacy.sgd import check_supports_dp
 from fedhet.settings.engine import SIMULATED_ONLY
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import A_MODEL, MethodSettings, Scalar, invalid_setting, kebab, nest
@@ -323,7 +323,7 @@ def check_trainable(config: Config, dataset: Dataset) -> None:
             try:
                 kind, shape, classes = dataset.kind, dataset.shape, len(dataset.classes)
                 built = models.build(model, shape, classes, seed=config.run.seed, kind=kind)
-                refuse_unfit(built, kind, shape, model)
+                check_supports_dp(built, kind, shape, model)
             except ModelError as error:
                 raise invalid_setting(setting, model, "another model", str(error)) from None
 

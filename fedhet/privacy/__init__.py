@@ -1,1 +1,1 @@
-"""Differential privacy of a client's samples: the noise, what it costs, and what was spent."""
+"""Differential privacy for client samples: noise mechanisms, accounting, and the budget ledger."""

@@ -1,22 +1,21 @@
-"""Secret randomness for differential privacy: Gaussian noise and Poisson samples.
+"""Noise mechanisms for differential privacy: Gaussian noise, Poisson samples, and class means.
 
-All bits come from AES-256 in counter mode, with a fresh key from the operating system. The noise
-cannot be removed by searching for a seed, unlike the noise of PyTorch's generators: the CPU
-generator uses only 32 bits of its seed, and no generator of PyTorch is cryptographic.
+All bits come from AES-256 in counter mode, with a fresh key from the operating system. Thus the
+noise cannot be removed by searching for the seed. PyTorch's generators are not cryptographic, and
+the CPU generator uses only 32 bits of its seed.
 
-Noise is added on a grid, because floating-point addition of a value and of noise leaves traces of
-both in the last bits of the sum (Ilya Mironov, On Significance of the Least Significant Bits for
+Noise is added on a grid, because the floating-point sum of a value and noise reveals information
+about both in its last bits (Ilya Mironov, On Significance of the Least Significant Bits for
 Differential Privacy, CCS 2012). `SecretNoise.add` rounds the values to multiples of a power of two,
-rounds the noise to the same grid, and adds the two without a rounding error. For values q on the
-grid and Gaussian noise Z, q + round(Z) = round(q + Z): rounding the noise only postprocesses the
-Gaussian mechanism. Rounding the values adds at most sqrt(d) grid widths to the L2 sensitivity of d
-values, and the noise is widened to cover this.
+rounds the noise to the same grid, and adds both without rounding error. For values q on the grid
+and Gaussian noise Z, q + round(Z) = round(q + Z), so that rounding the noise is a postprocessing
+step of the Gaussian mechanism. Rounding the values increases the L2 sensitivity of d values by at
+most sqrt(d) grid widths, which is compensated by a larger standard deviation.
 
-Class means from clipped and noised sums: what Felo, Velo, FedHe and FedProto send privately.
-
-For every class c, present or not: S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I), and
-n_c = count + N(0, z_n^2). The mean is S_c / n_c, left out where n_c is small: to divide what is
-noised already costs nothing more.
+Felo, Velo, FedHe and FedProto send private class means, computed from clipped and noised sums. For
+every class c, present or not, S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I) and
+n_c = count + N(0, z_n^2). The mean S_c / n_c is postprocessing and consumes no further budget.
+Classes with a small n_c are omitted.
 """
 
 from __future__ import annotations
@@ -33,32 +32,37 @@ from fedhet.algorithms.classwise import ClassMeans
 from fedhet.privacy.accounting import Noise
 
 CIPHER = "AES-256-CTR"
-"""Name of the source of noise in a ledger's entries."""
+"""Name of the noise source in the ledger."""
 GRID = 1024
-"""Reciprocal of the largest relative increase of the noise that covers the rounding to the grid."""
+"""Reciprocal of the maximum relative increase of the noise that compensates for rounding."""
 HOST_PART, DEVICE_PART = 2**14, 2**22
-"""Number of values that receive noise at a time: the buffers fit into a CPU's cache."""
+"""Number of values processed at a time, on the host (within the CPU cache) and on a device."""
 DEVIATIONS = 3.0
-"""A class is sent if its noised count is at least this many standard deviations of the noise."""
+"""Minimum noised count of a class, in standard deviations of the noise, to be sent."""
 
 
 class SecretNoise:
     """Cryptographic stream of Gaussian noise and Poisson samples.
 
-    Create an object for each use. It must not be shared by processes: both would draw equal bits.
+    Create a new object for each use. Do not share it between processes, which would then draw the
+    same bits.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        """Start the stream of `key` (32 bytes), by default of a new key that is never stored."""
+        """Start a stream with `key` (32 bytes), by default a random key that is never stored."""
         cipher = Cipher(algorithms.AES256(key or secrets.token_bytes(32)), modes.CTR(bytes(16)))
         self._stream = cipher.encryptor()
 
     def add(self, values: Sequence[Tensor], noise: float, norm: float) -> list[Tensor]:
-        """Return `values` with Gaussian noise of standard deviation `noise * norm`.
+        """Add Gaussian noise of standard deviation `noise * norm` to `values`.
 
-        `norm` is the L2 sensitivity of all values together. The standard deviation is widened by
-        at most 1 / GRID for rounding. The bits are drawn on the host, and become Gaussians on the
-        values' device. Without noise (0), the values are returned unchanged.
+        The standard deviation is increased by a factor of at most 1 + 1 / GRID to compensate for
+        rounding. Random bits are drawn on the host and transformed on the values' device.
+
+        Args:
+            values: Tensors, which together have the L2 sensitivity `norm`.
+            noise: Noise multiplier; 0 returns the values unchanged.
+            norm: L2 sensitivity.
         """
         if noise == 0:
             return list(values)
@@ -70,27 +74,27 @@ class SecretNoise:
         device = flat.device if flat.device.type in ("cpu", "cuda") else torch.device("cpu")
         for part in torch.split(flat, HOST_PART if device.type == "cpu" else DEVICE_PART):
             drawn = self._gaussians(len(part), device).mul_(width).round_()
-            # Integers below 2**53 and powers of two: these steps are exact, up to the last copy.
+            # All steps but the last copy are exact: integers below 2**53 and powers of two.
             part.copy_(part.to(device, torch.float64).div_(grid).round_().add_(drawn).mul_(grid))
         sizes = [value.numel() for value in values]
         parts = torch.split(flat, sizes)
         return [part.view_as(value) for part, value in zip(parts, values, strict=True)]
 
     def sample(self, rows: int, rate: float) -> Tensor:
-        """Return a Poisson sample of `rows`: indices [B], each with probability `rate`.
+        """Draw a Poisson sample of row indices [B], each included with probability `rate`.
 
         The probability is `rate` rounded down to a multiple of 2**-64.
         """
         if rate >= 1:
             return torch.arange(rows)
-        bound = int(rate * 2**64) - 2**63  # a signed integer: the lowest is -2**63
+        bound = int(rate * 2**64) - 2**63  # relative to the smallest int64
         return (self._bits(rows) < bound).nonzero().flatten()
 
     def _gaussians(self, count: int, device: torch.device) -> Tensor:
-        """Return independent standard Gaussians [count] in float64, by Box and Muller (1958).
+        """Draw independent standard Gaussians [count] in float64 (Box and Muller 1958).
 
-        The radius comes from 63 random bits and the angle from 64, so that the tail reaches to
-        9.4 standard deviations, beyond which the probability is 2**-63.
+        The radius uses 63 random bits and the angle 64. The tail thus extends to 9.4 standard
+        deviations, beyond which the probability is 2**-63.
         """
         pairs = (count + 1) // 2
         bits = self._bits(2 * pairs)
@@ -99,24 +103,24 @@ class SecretNoise:
         radius = bits[:pairs].double().add_(0.5).mul_(2.0**-63)
         radius.log_().mul_(-2).sqrt_()
         angle = bits[pairs:].double().mul_(math.pi * 2.0**-63)
-        found = torch.empty(2 * pairs, dtype=torch.float64, device=device)
-        torch.cos(angle, out=found[:pairs])
-        torch.sin(angle, out=found[pairs:])
-        found.view(2, pairs).mul_(radius)
-        return found[:count]
+        gaussians = torch.empty(2 * pairs, dtype=torch.float64, device=device)
+        torch.cos(angle, out=gaussians[:pairs])
+        torch.sin(angle, out=gaussians[pairs:])
+        gaussians.view(2, pairs).mul_(radius)
+        return gaussians[:count]
 
     def _bits(self, count: int) -> Tensor:
         """Return the next bits of the stream as uniform integers [count], int64."""
-        # The cipher requires a buffer that is a block, less a byte, larger than its output.
-        found = bytearray(8 * count + 15)
-        self._stream.update_into(bytes(8 * count), found)
-        return torch.frombuffer(found, dtype=torch.int64, count=count)
+        # The cipher requires 15 bytes of buffer (a block less a byte) in addition to its output.
+        buffer = bytearray(8 * count + 15)
+        self._stream.update_into(bytes(8 * count), buffer)
+        return torch.frombuffer(buffer, dtype=torch.int64, count=count)
 
 
 def clipped(vectors: Tensor, norm: float) -> Tensor:
-    """Return vectors [N, D], each scaled down to an L2 norm of at most `norm`.
+    """Clip each row of `vectors` [N, D] to an L2 norm of at most `norm`.
 
-    One that is not finite becomes zeros.
+    Rows with NaN or infinity become zeros.
     """
     finite = torch.where(vectors.isfinite().all(1, keepdim=True), vectors, 0)
     lengths: Tensor = torch.linalg.vector_norm(finite, dim=1, keepdim=True)
@@ -129,21 +133,29 @@ def noised_means(
     counts: Tensor,
     noise: Noise,
     norm: float,
-    least: int,
+    min_samples: int,
     secret: SecretNoise,
 ) -> ClassMeans:
-    """Return noised means from sums of clipped features [C, D] and logits [C, K], and counts [C].
+    """Compute noised class means from sums of clipped vectors.
 
-    Only classes whose noised count is at least `least`, and exceeds the noise, are included.
+    Args:
+        features: Sums of clipped features [C, D].
+        logits: Sums of clipped logits [C, K].
+        counts: Numbers of samples [C].
+        noise: Noise multipliers of sums and counts.
+        norm: Clipping norm.
+        min_samples: Minimum noised count. Classes below it, or with a count that does not clearly
+            exceed the noise, are omitted.
+        secret: Source of the noise.
     """
-    # One sample changes one row of each sum, by at most `norm`, and one count, by 1.
+    # One sample changes one row of each sum by at most `norm`, and one count by 1.
     sums = [secret.add([each], noise.sums, norm)[0] for each in (features, logits)]
-    number = secret.add([counts], noise.counts, 1.0)[0]
-    kept = number >= max(float(least), DEVIATIONS * noise.counts, 1.0)
-    means = [(each[kept] / number[kept].unsqueeze(1)).cpu().numpy() for each in sums]
+    noised = secret.add([counts], noise.counts, 1.0)[0]
+    kept = noised >= max(float(min_samples), DEVIATIONS * noise.counts, 1.0)
+    means = [(each[kept] / noised[kept].unsqueeze(1)).cpu().numpy() for each in sums]
     return ClassMeans(
         classes=kept.nonzero().flatten().cpu().numpy(),
         features=means[0],
         logits=means[1],
-        counts=number[kept].round().long().cpu().numpy(),
+        counts=noised[kept].round().long().cpu().numpy(),
     )

@@ -1,8 +1,8 @@
-"""DP-SGD: Poisson samples, clipped per-sample gradients from Opacus, and secret noise.
+"""DP-SGD with Poisson samples, clipped per-sample gradients from Opacus, and secret noise.
 
 Martin Abadi et al., Deep Learning with Differential Privacy, CCS 2016, Algorithm 1. Noise and
-samples come from `SecretNoise`, never from the run's seed, which the server knows, and never from
-a generator of PyTorch. Opacus computes the gradient of each sample; its optimizer is not used.
+samples are drawn from `SecretNoise`, since the server knows the run's seed and PyTorch's generators
+are not cryptographic. Only Opacus' per-sample gradients are used, not its optimizer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ from fedhet.privacy.noise import SecretNoise
 
 
 class PrivateOptimization(Optimization):
-    """Optimizer whose steps are steps of DP-SGD; `privately` creates it."""
+    """DP-SGD optimizer, created by `dp_sgd`."""
 
-    compiles = False  # Opacus' hooks compute the gradients of samples; compiling skips hooks.
+    compiles = False  # torch.compile would skip Opacus' hooks.
 
     def __init__(self, plain: Optimization, noise: float, norm: float, batch_size: int) -> None:
-        """Take over `plain`; `noise` is in units of `norm`, the bound of a sample's gradient."""
+        """Wrap an optimizer.
+
+        Args:
+            plain: Optimizer that applies the noised gradients.
+            noise: Noise multiplier, in units of `norm`.
+            norm: Maximum L2 norm of a sample's gradient.
+            batch_size: Expected size of a Poisson sample.
+        """
         super().__init__(plain.optimizer, plain.scaler)
         self._secret = SecretNoise()
         self._noise, self._norm, self._batch_size = noise, norm, batch_size
@@ -39,15 +46,17 @@ class PrivateOptimization(Optimization):
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
     ) -> Iterator[Tensor]:
-        """Yield the row indices of an epoch's Poisson samples; a sample may be empty."""
+        """Yield the row indices of the Poisson samples of an epoch, some of which may be empty."""
         rate = min(1.0, batch_size / samples)
         for _ in range(-(-samples // batch_size)):
             yield self._secret.sample(samples, rate).to(device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Do one noised step on the mean loss of a Poisson sample, None if it is empty.
+        """Perform a noised optimization step.
 
-        `penalty` is a term of the weights alone: its gradient is added after the noise.
+        Args:
+            loss: Mean loss of a Poisson sample, or None if the sample is empty.
+            penalty: Term that depends only on the weights; its gradient is added after the noise.
         """
         parameters = [p for p in self.parameters() if p.requires_grad]
         for parameter in parameters:
@@ -67,12 +76,12 @@ class PrivateOptimization(Optimization):
         self.optimizer.step()
 
     def _clipped_sums(self, parameters: list[nn.Parameter]) -> list[Tensor]:
-        """Return the sum over samples of the clipped gradients, for each parameter.
+        """Return the sum of the clipped per-sample gradients for each parameter.
 
-        A sample counts as zero if its gradient is not finite: it would exceed the bound.
+        A gradient with NaN or infinity cannot be clipped and is replaced by zeros.
         """
-        found: list[Any] = [getattr(parameter, "grad_sample", None) for parameter in parameters]
-        used = [grads for grads in found if grads is not None]
+        per_sample: list[Any] = [getattr(p, "grad_sample", None) for p in parameters]
+        used = [grads for grads in per_sample if grads is not None]
         if not used:  # an empty sample
             return [torch.zeros_like(parameter) for parameter in parameters]
         norms = torch.stack([grads.flatten(1).norm(dim=1) for grads in used]).norm(dim=0)
@@ -84,12 +93,12 @@ class PrivateOptimization(Optimization):
         sums = iter(torch.einsum("i,i...", scale, grads) for grads in used)
         return [
             torch.zeros_like(parameter) if grads is None else next(sums)
-            for parameter, grads in zip(parameters, found, strict=True)
+            for parameter, grads in zip(parameters, per_sample, strict=True)
         ]
 
 
 @contextmanager
-def privately(
+def dp_sgd(
     plain: Optimization,
     models: Iterable[nn.Module],
     noise: float,
@@ -98,22 +107,30 @@ def privately(
     kind: str = "",
     shape: Shape | None = None,
 ) -> Iterator[PrivateOptimization]:
-    """Yield `plain` as DP-SGD; in the block, `models` give the gradient of each sample.
+    """Convert an optimizer to DP-SGD, with per-sample gradients in the block.
 
-    Every trained parameter must belong to one of `models`. Raises ModelError for a model in which
-    one sample's gradient depends on the others; `kind` and `shape` are those of a sample, as
-    `refuse_unfit` has them.
+    Args:
+        plain: Optimizer whose parameters all belong to one of `models`.
+        models: Models that compute per-sample gradients in the block.
+        noise: Noise multiplier, in units of `norm`.
+        norm: Maximum L2 norm of a sample's gradient.
+        batch_size: Expected size of a Poisson sample.
+        kind: Kind of the samples (see `check_supports_dp`).
+        shape: Shape of one sample.
+
+    Raises:
+        ModelError: If a sample's gradient depends on other samples.
     """
     trained = {id(parameter) for parameter in plain.parameters()}
     hooked = [m for m in models if any(id(p) in trained for p in m.parameters())]
     covered = {id(p) for model in hooked for p in model.parameters()}
     if not trained <= covered:
-        raise ModelError("a parameter that is trained belongs to no model of the client's own")
+        raise ModelError("DP-SGD: a trained parameter belongs to none of the client's models")
     for model in hooked:
-        refuse_unfit(model, kind, shape)
+        check_supports_dp(model, kind, shape)
     hooks = [_opacus().grad_sample.GradSampleHooks(model, strict=False) for model in hooked]
     try:
-        # A model's input has no gradient, which is what its first layer's hook is told.
+        # PyTorch warns because the input of a model's first layer has no gradient.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
         yield PrivateOptimization(plain, noise, norm, batch_size)
     finally:
@@ -121,16 +138,22 @@ def privately(
             each.cleanup()
 
 
-def refuse_unfit(
+def check_supports_dp(
     model: nn.Module, kind: str = "", shape: Shape | None = None, name: str = ""
 ) -> None:
-    """Raise ModelError unless `model` computes each sample independently of the others.
+    """Raise ModelError if a model does not process each sample independently.
 
-    Rejects layers that Opacus does not support. If the kind and the `shape` of a sample are given,
-    a network is also tested on random inputs of it, once for each architecture in a process.
+    Rejects layers that Opacus does not support. If `kind` and `shape` are given, a network is also
+    tested on random inputs, once for each architecture in a process.
+
+    Args:
+        model: Model to check.
+        kind: Kind of the samples.
+        shape: Shape of one sample.
+        name: Name of the model in error messages.
     """
-    faults = _opacus().validators.ModuleValidator.validate(model, strict=False)
-    fault = str(faults[0]) if faults else ""
+    errors = _opacus().validators.ModuleValidator.validate(model, strict=False)
+    fault = str(errors[0]) if errors else ""
     if not fault and shape is not None and isinstance(model, HetModel):
         # The same classes with the same arguments compute the same function.
         layout = tuple(each.is_contiguous() for each in model.parameters())
@@ -139,16 +162,16 @@ def refuse_unfit(
             _TESTED[key] = _dependence(model, KINDS[kind], tuple(shape))
         fault = _TESTED[key]
     if fault:
-        own = f"model '{name}'" if name else "the model"
-        raise ModelError(f"{own} cannot be trained by DP-SGD: {fault}")
+        label = f"model '{name}'" if name else "the model"
+        raise ModelError(f"{label} cannot be trained with DP-SGD: {fault}")
 
 
 _TESTED: dict[tuple[object, ...], str] = {}
-"""The fault of each architecture that was tested in this process, empty for independent samples."""
+"""Test results of this process by architecture: a fault, or "" if samples are independent."""
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Replaces dropout and stochastic depth by the identity, in layers and in functions."""
+    """Replaces dropout and stochastic depth by the identity, in layers and functions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -162,9 +185,9 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
-    """Return how a sample's outputs or gradients depend on other samples, or "" if they do not."""
-    own, secret, tolerance = copy.deepcopy(model).cpu().double(), SecretNoise(bytes(32)), 1e-6
-    buffers = [each.clone() for each in own.buffers()]
+    """Describe how a sample's outputs or gradients depend on other samples; "" if they do not."""
+    tested, secret, tolerance = copy.deepcopy(model).cpu().double(), SecretNoise(bytes(32)), 1e-6
+    buffers = [each.clone() for each in tested.buffers()]
     with (
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
@@ -173,64 +196,68 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
     ):
         warnings.simplefilter("ignore")
         try:
-            fault = _fault_on_inputs(own, kind, shape, secret, torch.float64, tolerance)
-        except Exception:  # perhaps the model computes in float32 alone
-            own, tolerance = copy.deepcopy(model).cpu().float(), 1e-3
-            buffers = [each.clone() for each in own.buffers()]
+            fault = _dependence_on_random_inputs(
+                tested, kind, shape, secret, torch.float64, tolerance
+            )
+        except Exception:  # perhaps the model only supports float32
+            tested, tolerance = copy.deepcopy(model).cpu().float(), 1e-3
+            buffers = [each.clone() for each in tested.buffers()]
             try:
-                fault = _fault_on_inputs(own, kind, shape, secret, torch.float32, tolerance)
-            except Exception as error:  # such as a batch norm of one sample
+                fault = _dependence_on_random_inputs(
+                    tested, kind, shape, secret, torch.float32, tolerance
+                )
+            except Exception as error:  # such as batch normalization of a single sample
                 fault = f"it fails on random samples ({type(error).__name__})"
-        pairs = zip(buffers, own.buffers(), strict=True)
+        pairs = zip(buffers, tested.buffers(), strict=True)
         if not fault and any(_differ(before, after, tolerance) for before, after in pairs):
-            fault = "its buffers change when it computes outputs"
+            fault = "a forward pass changes its buffers"
     return fault
 
 
-def _fault_on_inputs(
-    own: HetModel,
+def _dependence_on_random_inputs(
+    model: HetModel,
     kind: Kind,
     shape: Shape,
     secret: SecretNoise,
     dtype: torch.dtype,
     tolerance: float,
 ) -> str:
-    """Return how a sample depends on others on random inputs, or "".
+    """Describe how outputs or gradients on random inputs depend on other samples; "" if not.
 
-    Each sample goes through the model alone, in batches of several sizes, in another order, next to
-    other samples, and again. What is compared must be equal but for rounding. Forward passes and
-    per-sample gradients are tested, in training mode and evaluation mode.
+    Compares the outputs of each sample alone, in batches of several sizes, in reverse order, next
+    to other samples, and on a repeated call. They must be equal up to rounding errors. Forward
+    passes are tested in training and evaluation mode, per-sample gradients in training mode.
     """
 
     def inputs(count: int) -> Tensor:
         size = (count, *(shape if kind.is_numeric else shape[1:2]))
-        drawn = secret.add([torch.zeros(size, dtype=torch.float64)], 1.0, 1.0)[0]
+        noise = secret.add([torch.zeros(size, dtype=torch.float64)], 1.0, 1.0)[0]
         if kind.is_numeric:
-            return drawn.to(dtype)
-        return 1 + (drawn.abs() * 1e4).long() % (shape[2] - 1)
+            return noise.to(dtype)
+        return 1 + (noise.abs() * 1e4).long() % (shape[2] - 1)
 
     def set_mode(*, training: bool) -> None:
-        own.train(training)
-        for each in own.modules():
+        model.train(training)
+        for each in model.modules():
             if isinstance(each, nn.modules.dropout._DropoutNd):
                 each.eval()
 
     def outputs(x: Tensor) -> Tensor:
-        features, logits = own.features_and_logits(x)
-        return torch.cat([features.flatten(1), logits.flatten(1), own(x).flatten(1)], dim=1)
+        features, logits = model.features_and_logits(x)
+        return torch.cat([features.flatten(1), logits.flatten(1), model(x).flatten(1)], dim=1)
 
-    def gradients(x: Tensor) -> list[Tensor]:
+    def first_gradients(x: Tensor) -> list[Tensor]:
         """Return the gradients of the first sample."""
-        hooks = _opacus().grad_sample.GradSampleHooks(own, strict=False, loss_reduction="sum")
+        hooks = _opacus().grad_sample.GradSampleHooks(model, strict=False, loss_reduction="sum")
         try:
-            logits = own(x)
+            logits = model(x)
             weights = torch.arange(1.0, logits.shape[1] + 1, dtype=dtype)
             (logits.log_softmax(1) * weights).sum().backward()
-            found = [getattr(p, "grad_sample", None) for p in own.parameters()]
-            return [each[0].clone() for each in found if each is not None]
+            per_sample = [getattr(p, "grad_sample", None) for p in model.parameters()]
+            return [each[0].clone() for each in per_sample if each is not None]
         finally:
             hooks.cleanup()
-            own.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
 
     for training in (True, False):
         set_mode(training=training)
@@ -238,26 +265,27 @@ def _fault_on_inputs(
         with torch.no_grad():
             for count in (2, 7, 40):
                 x = inputs(count)
-                found, others = outputs(x), x.clone()
-                if len(found) != count:
-                    return f"{count} samples have {len(found)} outputs {where}"
-                others[1:] = inputs(count - 1) * (100 if kind.is_numeric else 1)
+                expected, changed = outputs(x), x.clone()
+                if len(expected) != count:
+                    return f"{count} samples have {len(expected)} outputs {where}"
+                changed[1:] = inputs(count - 1) * (100 if kind.is_numeric else 1)
                 pairs = (
-                    (found[:1], outputs(x[:1])),
-                    (found[-1:], outputs(x[-1:])),
-                    (found.flip(0), outputs(x.flip(0))),
-                    (found[:1], outputs(others)[:1]),
+                    (expected[:1], outputs(x[:1])),
+                    (expected[-1:], outputs(x[-1:])),
+                    (expected.flip(0), outputs(x.flip(0))),
+                    (expected[:1], outputs(changed)[:1]),
                 )
                 if any(_differ(*pair, tolerance) for pair in pairs):
                     return f"a sample's outputs depend on the other samples {where}"
-                if _differ(found, outputs(x), tolerance):
+                if _differ(expected, outputs(x), tolerance):
                     return f"outputs depend on earlier calls or on random draws {where}"
     x = inputs(5)
-    others = torch.cat([x[:1], inputs(3)])
+    changed = torch.cat([x[:1], inputs(3)])
     set_mode(training=True)
-    alone = gradients(x[:1])
-    for batch in (x, others):
-        if any(_differ(*pair, tolerance) for pair in zip(alone, gradients(batch), strict=True)):
+    alone = first_gradients(x[:1])
+    for batch in (x, changed):
+        pairs = tuple(zip(alone, first_gradients(batch), strict=True))
+        if any(_differ(*pair, tolerance) for pair in pairs):
             return "a sample's gradient depends on the other samples"
     return ""
 
@@ -270,11 +298,13 @@ def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def _opacus() -> Any:
-    """Return Opacus. Raises SettingsError if it is missing."""
+    """Import Opacus. Raises SettingsError if it is not installed."""
     try:
         with root_handlers_kept():
             import opacus.grad_sample
             import opacus.validators
     except ImportError as error:
-        raise SettingsError(f"'privacy.epsilon' needs an extra: {EXTRA} ({error})") from None
+        raise SettingsError(
+            f"setting 'privacy.epsilon' requires Opacus: {EXTRA} ({error})"
+        ) from None
     return opacus

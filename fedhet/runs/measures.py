@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
-MOST = 1e15
+MAX_REPORTED = 1e15
 """The largest loss, time or size that a client may report; keeps sums and squares finite."""
 ScoreKey = tuple[str, str, str]
 """A metric, the protocol of the test split, and the kind of model."""
-SPENT = "spent"
+BUDGET_EXHAUSTED = "spent"
 """Set beside an error: the client has no privacy left to spend."""
-LACKS = "lacks"
+MISSING_BASE = "lacks"
 """Set beside an error: the client does not have the weights on which its instruction builds."""
-FIGURES = ("pseudo_labels", "pseudo_error")
+SEMI_METRICS = ("pseudo_labels", "pseudo_error")
 """With `training.semi`: the share of predictions that became pseudo-labels, and of these that are
 wrong, where the truth is known."""
 WORK = "work"
@@ -56,7 +56,7 @@ WORK = "work"
 MAJORITY = "majority"
 """Before a protocol: the accuracy of always predicting the most frequent class there."""
 MEASURES = (
-    "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *FIGURES,
+    "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
 )  # fmt: skip
 """The names of `write_measures` besides the scores."""
@@ -105,7 +105,7 @@ class Measured:
     evaluate_seconds: float = 0.0
     memory_mb: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of `FIGURES`, those that there are; each in [0, 1]."""
+    """Of `SEMI_METRICS`, those that there are; each in [0, 1]."""
     epsilon: float | None = None
     """What the run has cost the client's samples so far; None: they are not protected."""
     majority: dict[str, float] = field(default_factory=dict)
@@ -161,11 +161,11 @@ def read_measures(
             raise KnowledgeError(sender, name, fault)
     return Measured(
         scores,
-        number("loss", low=-MOST) if "loss" in metrics else None,
+        number("loss", low=-MAX_REPORTED) if "loss" in metrics else None,
         number("seconds.train"),
         number("seconds.evaluate"),
         number("memory"),
-        {name: number(name, high=1.0) for name in FIGURES if name in metrics},
+        {name: number(name, high=1.0) for name in SEMI_METRICS if name in metrics},
         number("epsilon") if "epsilon" in metrics else None,
         {
             protocol: number(name, high=1.0)
@@ -176,7 +176,11 @@ def read_measures(
 
 
 def _number(
-    sender: str, metrics: Mapping[str, object], name: str, low: float = 0.0, high: float = MOST
+    sender: str,
+    metrics: Mapping[str, object],
+    name: str,
+    low: float = 0.0,
+    high: float = MAX_REPORTED,
 ) -> float:
     value = metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:

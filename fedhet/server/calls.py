@@ -36,7 +36,7 @@ from fedhet.base.errors import (
     typed,
     words_of,
 )
-from fedhet.runs.measures import LACKS, MOST, WORK
+from fedhet.runs.measures import MAX_REPORTED, MISSING_BASE, WORK
 from fedhet.server.reply import ReplySpool
 from fedhet.wire.knowledge import payload_bytes
 
@@ -154,7 +154,8 @@ class NamedProxy(DirectProxy):
                     message = replace(message, parameters=self.make_payload())
                 bytes_sent = payload_bytes(message.parameters)
                 result = self._forward(message, timeout, round)
-                if result.metrics.get(LACKS) is True and (full := self._message_without_base()):
+                lacks_base = result.metrics.get(MISSING_BASE) is True
+                if lacks_base and (full := self._message_without_base()):
                     result = self._forward(replace(message, parameters=full), timeout, round)
                 if isinstance(result, FitRes) and is_on_time() and self._spool:
                     stored = self._spool.put(self.name, result.parameters)
@@ -224,9 +225,11 @@ class CallOutcome:
 
     @property
     def samples_processed(self) -> float:
-        """Number of training samples processed, as reported by the client, clamped to [0, MOST]."""
+        """Number of training samples processed, as reported by the client and clamped."""
         reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
-        return min(max(float(reported), 0.0), MOST) if isinstance(reported, int | float) else 0.0
+        if not isinstance(reported, int | float):
+            return 0.0
+        return min(max(float(reported), 0.0), MAX_REPORTED)
 
 
 class CallPool:

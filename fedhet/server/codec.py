@@ -16,7 +16,7 @@ from fedhet.base.arrays import Arrays
 from fedhet.base.errors import ReportedError
 from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
-from fedhet.runs.measures import SPENT, Measured, read_measures
+from fedhet.runs.measures import BUDGET_EXHAUSTED, Measured, read_measures
 from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.instructions import Instruction, InstructionEncoder
 from fedhet.server.members import Member
@@ -259,4 +259,4 @@ class Codec:
 def _reported_error(client: str, metrics: Mapping[str, object], message: str = "") -> ReportedError:
     """Return the error that a client reported."""
     fault = str(metrics.get("error", message))[:300]
-    return ReportedError(client, fault, spent=metrics.get(SPENT) is True)
+    return ReportedError(client, fault, spent=metrics.get(BUDGET_EXHAUSTED) is True)

@@ -111,7 +111,7 @@ class InstructionEncoder:
             version = self._version(self._coder, key, weights, clients) if weights else NO_VERSION
         decoded = {name: value.values for name, value in values.items()}
         content = knowledge.replacing({**decoded, **version.tensors})
-        encoded = {name: value.travels for name, value in values.items()}
+        encoded = {name: value.encoded for name, value in values.items()}
         return Instruction(envelope, content, version, encoded)
 
     def payload(self, client: str, instruction: Instruction) -> Parameters:
@@ -168,7 +168,7 @@ class InstructionEncoder:
             return self._add(replace(_full_version(coder, key, weights), source=source))
         changes = coder.differences(key, weights, previous.tensors)
         decoded = {name: change.values for name, change in changes.items()}
-        differences = {name: change.travels for name, change in changes.items()}
+        differences = {name: change.encoded for name, change in changes.items()}
         full = _full_version(coder, key, {**weights, **decoded})
         return self._add(
             replace(full, source=source, previous=previous.digest, differences=differences)
@@ -193,7 +193,7 @@ def _full_version(coder: Coder, key: RngKey, weights: Arrays) -> Version:
     """Return a version of weights whose tensors are rounded to half precision where possible."""
     halves = coder.values(key, weights)
     tensors = {**weights, **{name: half.values for name, half in halves.items()}}
-    encoded = {name: half.travels for name, half in halves.items()}
+    encoded = {name: half.encoded for name, half in halves.items()}
     return Version(digest_of(tensors), 0, tensors, encoded)
 
 

@@ -1,7 +1,8 @@
-"""Contracts: a method's declaration of the fields of its messages, and the check against it.
+"""Contracts: declarations of the fields of a method's messages, and their validation.
 
-Each half of a method declares the fields of the knowledge it sends. This one declaration is used to
-validate every message, by `fedhet methods NAME` and by the reference page.
+The server side and the client side of a method each declare the fields that they send. Every
+message is validated against this declaration, which is also shown by `fedhet methods NAME` and in
+the reference documentation.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from fedhet.base.arrays import Array, Arrays, Shapes, group_of, grouped
 from fedhet.base.errors import KnowledgeError, nearest
 
 MAX_MAGNITUDE = 1e12
-"""The largest absolute value of a number that travels, unless its field allows another.
+"""Maximum absolute value of a number in a message, unless its field sets another limit.
 
-No model or logit comes near it. Sums of squares of such numbers, and their sums over a million
-clients, are finite in float32; sums of such integers fit into int64.
+Weights and logits are far smaller. Sums of squares of such numbers over a million clients are
+finite in float32, and sums of such integers fit into int64.
 """
 VARIANCES = "running_var"
-"""The name in a state dict under which batch normalization keeps its variances."""
+"""Name of the variances of batch normalization in a state dict."""
 SUM_TOLERANCE = 1e-3
-"""How far the sum of a probability distribution in float32 may be from 1."""
+"""Maximum deviation from 1 of the sum of a probability distribution in float32."""
 
 
 def require(owner: object, **expected: type | tuple[type, ...]) -> None:
-    """Raise TypeError if an attribute of a declaration has a type other than the expected ones.
+    """Raise TypeError if an attribute of a declaration does not have the expected type.
 
-    A method is declared in its author's module: a fault is reported there, not in a later round.
+    The error is raised when the method's module is imported, rather than in a later round.
     """
     for name, types in expected.items():
         value = getattr(owner, name)
@@ -52,31 +53,42 @@ _LIMIT = (int, float, type(None))
 
 @dataclass(frozen=True)
 class TensorField:
-    """A named tensor.
+    """Declaration of a tensor in a message.
 
-    An axis is a number or a letter. Letters that the run fixes (C classes, D feature width) must
-    have the run's size; other letters must have one size throughout a message. The dtype "uint" is
-    the smallest unsigned integer type for values below the size that `ids` or `numbers` names.
+    Example:
+        >>> TensorField("means", "float32", ("P", "D"), "mean features of each class").describe()
+        'float32 [P, D]'
     """
 
     name: str
     dtype: str
+    """A NumPy dtype, or "uint" for the smallest unsigned type that can hold all valid values.
+
+    For "uint", `ids` or `numbers` must be set.
+    """
     axes: tuple[str | int, ...]
+    """Axis sizes, each a number or a letter.
+
+    Letters fixed by the run (such as C classes and D features) must match the run's sizes. Any
+    other letter must have the same size throughout a message.
+    """
     help: str
+    """Description shown by `fedhet methods NAME`."""
     required: bool = True
+    """Whether the message must contain the tensor."""
     ids: str = ""
-    """Letter of the axis that the values index: each value in [0, size), without repetition."""
+    """Letter of a size that bounds the values: unique integers in [0, size)."""
     numbers: str = ""
-    """Letter of a size that bounds the values: each in [0, size), possibly repeated."""
+    """Letter of a size that bounds the values: integers in [0, size), possibly repeated."""
     low: float | None = None
-    """Minimum value."""
+    """Minimum value, or None for -MAX_MAGNITUDE."""
     distribution: bool = False
     """Whether each row along the last axis is a probability distribution."""
     needs: tuple[str, ...] = ()
-    """Fields that must be present if this one is."""
+    """Fields that must be present if this field is present."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for a declaration that no message could satisfy."""
+        """Raise TypeError or ValueError if the declaration is invalid."""
         require(self, name=str, dtype=str, axes=tuple, help=str, ids=str, numbers=str, needs=tuple)
         require(self, required=bool, distribution=bool, low=_LIMIT)
         if not all(isinstance(axis, int | str) for axis in self.axes):
@@ -85,7 +97,7 @@ class TensorField:
             try:
                 np.dtype(self.dtype)
             except TypeError:
-                rule = "'uint' or a dtype of NumPy"
+                rule = "'uint' or a NumPy dtype"
                 raise ValueError(_declared(self, "dtype", rule, self.dtype)) from None
 
     def describe(self) -> str:
@@ -95,58 +107,79 @@ class TensorField:
 
 @dataclass(frozen=True)
 class WeightsField:
-    """A whole model: tensors `name/<name in the state dict>`, either all of them or none."""
+    """Declaration of the weights of a model in a message.
+
+    The tensors are named `name/<name in the state dict>`. A message contains either all tensors of
+    the model or, if `required` is False, none.
+
+    Example:
+        >>> WeightsField("models", "stacked weights", stacked="K").describe()
+        'weights [K, ...]'
+    """
 
     name: str
     help: str
+    """Description shown by `fedhet methods NAME`."""
     required: bool = True
+    """Whether the message must contain the weights."""
     low: float | None = None
-    """Minimum value."""
+    """Minimum value, or None for -MAX_MAGNITUDE. Variances must always be at least 0."""
     stacked: str = ""
-    """Letter of an additional first axis of every tensor: the number of models stacked along it."""
+    """Letter of an additional leading axis that stacks the weights of several models."""
     nested: bool = False
-    """Whether the tensors of smaller models are the leading parts of those of larger ones."""
+    """Whether the tensors of a smaller model are leading slices of those of a larger model."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a declaration that no message could satisfy."""
+        """Raise TypeError if the declaration is invalid."""
         require(self, name=str, help=str, required=bool, stacked=str, nested=bool, low=_LIMIT)
 
     def describe(self) -> str:
-        """Return a short name of the type."""
+        """Return a short description of the type."""
         return f"weights [{self.stacked}, ...]" if self.stacked else "weights"
 
-    def expected(self, sender: str, found: Arrays, shapes: Shapes) -> Shapes:
-        """Return the tensors that a message must have, by their names after `name/`.
+    def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
+        """Return the shapes and dtypes that the tensors of a message must have.
 
-        `found` are those that it has, `shapes` those of the model.
+        Args:
+            sender: Name of the sender in error messages.
+            received: The received tensors by their names after `name/`.
+            shapes: Shapes and dtypes of the model's tensors.
         """
         return shapes
 
-    def least(self, name: str) -> float | None:
-        """Return the minimum value of a tensor."""
+    def min_value(self, name: str) -> float | None:
+        """Return the minimum value of the tensor `name`, or None for -MAX_MAGNITUDE."""
         return 0.0 if name.endswith(VARIANCES) else self.low
 
 
 @dataclass(frozen=True)
 class ScalarField:
-    """A scalar."""
+    """Declaration of a scalar in a message.
+
+    Example:
+        >>> ScalarField("samples", int, "number of training samples", low=1).describe()
+        'int'
+    """
 
     name: str
     type: type[bool] | type[int] | type[float] | type[str]
     help: str
+    """Description shown by `fedhet methods NAME`."""
     required: bool = True
+    """Whether the message must contain the scalar."""
     low: float | None = None
+    """Minimum value, or None for -MAX_MAGNITUDE."""
     high: float | None = None
-    """Maximum value; None: MAX_MAGNITUDE."""
+    """Maximum value, or None for MAX_MAGNITUDE."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a declaration that no message could satisfy."""
+        """Raise TypeError if the declaration is invalid."""
         require(self, name=str, help=str, required=bool, low=_LIMIT, high=_LIMIT)
         if self.type not in (bool, int, float, str):
             raise TypeError(_declared(self, "type", "bool, int, float or str", self.type))
 
     def describe(self) -> str:
-        """Return the type's name."""
+        """Return the name of the type."""
         return self.type.__name__
 
 
@@ -155,40 +188,45 @@ Field = TensorField | WeightsField | ScalarField
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes against which the fields of a message are checked.
-
-    `axes`: the run's sizes by letter, e.g. {"C": 10, "D": 64}; `models`: for each WeightsField, the
-    tensors of its model; `rows`: for a letter whose rows are some of a larger set, such as the
-    public samples, their numbers in it.
-    """
+    """Sizes against which the fields of a message are validated."""
 
     axes: Mapping[str, int]
+    """Sizes of the run by letter, e.g. {"C": 10, "D": 64}."""
     models: Mapping[str, Shapes] = dataclass_field(default_factory=dict)
+    """Shapes and dtypes of the model's tensors, by WeightsField."""
     rows: Mapping[str, Array] = dataclass_field(default_factory=dict)
+    """Row indices, by letter, for axes that cover a subset of the public samples."""
 
 
 @dataclass(frozen=True)
 class Contract:
-    """The fields of the knowledge that one half of a method sends."""
+    """Fields of the messages that one side of a method sends, the server or the client.
+
+    Example:
+        >>> Contract((
+        ...     TensorField("classes", "uint", ("P",), "class ids", ids="C"),
+        ...     TensorField("means", "float32", ("P", "D"), "mean features of each class"),
+        ... ))
+    """
 
     fields: tuple[Field, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError unless `fields` holds fields with different names."""
+        """Raise TypeError or ValueError unless all `fields` are fields with unique names."""
         require(self, fields=tuple)
         for index, field in enumerate(self.fields):
             if not isinstance(field, TensorField | WeightsField | ScalarField):
                 raise TypeError(_declared(self, "fields", "a tuple of fields", self.fields))
             if any(field.name == other.name for other in self.fields[:index]):
-                raise ValueError(f"Contract: two fields are named {field.name!r}")
+                raise ValueError(f"Contract: duplicate field {field.name!r}")
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The names of the fields that hold the weights of models."""
+        """Names of the fields that contain model weights."""
         return tuple(field.name for field in self.fields if isinstance(field, WeightsField))
 
     def replacing(self, field: Field) -> Contract:
-        """Return this contract with the field of the same name replaced by `field`."""
+        """Return a copy of the contract in which `field` replaces the field of the same name."""
         return Contract(tuple(field if old.name == field.name else old for old in self.fields))
 
     def check(
@@ -198,7 +236,18 @@ class Contract:
         scalars: Mapping[str, bool | int | float | str],
         sizes: Sizes,
     ) -> None:
-        """Raise KnowledgeError for the first violation in a message."""
+        """Validate the content of a message.
+
+        Args:
+            sender: Name of the sender in error messages.
+            tensors: Tensors of the message by name.
+            scalars: Scalars of the message by name.
+            sizes: Sizes of the run, of its models, and of its public samples.
+
+        Raises:
+            KnowledgeError: If the message violates the contract. The error describes the first
+                violation.
+        """
         scalar_names = {f.name for f in self.fields if isinstance(f, ScalarField)}
         tensor_names = {f.name for f in self.fields if isinstance(f, TensorField)}
         models = set(self.weights)
@@ -223,7 +272,7 @@ class Contract:
 
 
 def all_or_none(first: TensorField, *others: TensorField) -> tuple[TensorField, ...]:
-    """Return these fields as optional: a message has all of them, or none."""
+    """Return the given fields as optional fields that must occur together in a message."""
     needs = tuple(field.name for field in others)
     return (
         replace(first, required=False, needs=needs),
@@ -232,9 +281,9 @@ def all_or_none(first: TensorField, *others: TensorField) -> tuple[TensorField, 
 
 
 def poisonable(contract: Contract) -> tuple[Field, ...]:
-    """Return the fields of a message that are logits, probabilities or weights.
+    """Return the fields that contain logits, probabilities or weights.
 
-    Fields with a minimum value are excluded: poisoned values below it would be rejected.
+    Fields with a minimum value are excluded because poisoned values below it would be rejected.
     """
     return tuple(
         field
@@ -245,7 +294,7 @@ def poisonable(contract: Contract) -> tuple[Field, ...]:
 
 
 def floating(contract: Contract) -> tuple[Field, ...]:
-    """Return the fields of a message that hold floating-point numbers of each client's own."""
+    """Return the fields that contain floating-point numbers of a single client."""
     return tuple(
         field
         for field in contract.fields
@@ -255,12 +304,18 @@ def floating(contract: Contract) -> tuple[Field, ...]:
 
 
 def ids_of(contract: Contract, field: Field) -> str:
-    """Return the field that numbers the rows of a tensor field, such as Felo's classes, or ""."""
+    """Return the name of the field with unique ids of the rows of `field`, or "" if none exists.
+
+    In Felo, for example, each row of class means has a class id.
+    """
     return _same_rows(contract, field, "ids")
 
 
 def labels_of(contract: Contract, field: Field) -> str:
-    """Return the field with the class of each row of a tensor field, such as FedGKT's, or ""."""
+    """Return the name of the field with class labels of the rows of `field`, or "" if none exists.
+
+    In FedGKT, for example, each row of features has a class label.
+    """
     return _same_rows(contract, field, "numbers")
 
 
@@ -272,30 +327,28 @@ def _same_rows(contract: Contract, field: Field, meaning: str) -> str:
 
 
 def smallest_uint(size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned integer type for the values 0 to size - 1."""
+    """Return the smallest unsigned integer dtype for the values 0 to size - 1."""
     return np.min_scalar_type(max(size, 1) - 1)
 
 
 def _undeclared(sender: str, name: str, names: set[str]) -> KnowledgeError:
-    known = ", ".join(sorted(names)) or "nothing"
-    return KnowledgeError(
-        sender, name, f"not in the contract, which has {known}{nearest(name, names)}"
-    )
+    rule = f"expected one of {', '.join(sorted(names))}" if names else "expected no field"
+    return KnowledgeError(sender, name, f"unknown field, {rule}{nearest(name, names)}")
 
 
 def _check_scalar(sender: str, field: ScalarField, value: bool | int | float | str) -> None:
     fault = ""
     if type(value) is not field.type:
-        fault = f"is {type(value).__name__}, must be {field.type.__name__}"
+        fault = f"expected {field.type.__name__}, got {type(value).__name__}"
     elif isinstance(value, float) and not np.isfinite(value):
-        fault = f"is {value}, must be finite"
+        fault = f"must be finite, got {value}"
     elif isinstance(value, int | float):
         low = -MAX_MAGNITUDE if field.low is None else field.low
         high = MAX_MAGNITUDE if field.high is None else field.high
         if value < low:
-            fault = f"is {value}, must be at least {low}"
+            fault = f"must be at least {low}, got {value}"
         elif value > high:
-            fault = f"is {value}, must be at most {high}"
+            fault = f"must be at most {high}, got {value}"
     if fault:
         raise KnowledgeError(sender, field.name, fault)
 
@@ -311,35 +364,35 @@ def _check_tensor(
     if dtype == "uint":
         dtype = smallest_uint(sizes[field.ids or field.numbers]).name
     if value.dtype != np.dtype(dtype):
-        raise fault(f"is {value.dtype}, must be {dtype}")
+        raise fault(f"expected dtype {dtype}, got {value.dtype}")
     if value.ndim != len(field.axes):
-        raise fault(f"has shape {list(value.shape)}, must be {field.describe()}")
+        raise fault(f"expected {field.describe()}, got shape {list(value.shape)}")
     for axis, size in zip(field.axes, value.shape, strict=True):
         expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
         if size != expected:
             where = "" if isinstance(axis, int) else f" with {axis} = {expected}"
-            raise fault(f"has shape {list(value.shape)}, must be {field.describe()}{where}")
+            raise fault(f"expected {field.describe()}{where}, got shape {list(value.shape)}")
     check_finite(sender, field.name, value)
     for letter in filter(None, (field.numbers, field.ids)):
         outside = value[(value < 0) | (value >= sizes[letter])]
         if outside.size:
-            raise fault(f"holds {outside[0]}, must be from 0 to {sizes[letter] - 1}")
+            raise fault(f"must be from 0 to {sizes[letter] - 1}, got {outside[0]}")
     if field.ids:
         ids, counts = np.unique(value, return_counts=True)
         if (counts > 1).any():
-            raise fault(f"holds {ids[counts > 1][0]} more than once")
+            raise fault(f"values must be unique, got {ids[counts > 1][0]} more than once")
     _check_range(sender, field.name, value, field.low)
     if field.distribution:
         outside = value[(value < 0) | (value > 1)]
         if outside.size:
-            raise fault(f"holds {outside[0]:.6g}, must be from 0 to 1")
+            raise fault(f"probabilities must be from 0 to 1, got {outside[0]:.6g}")
         sums = value.sum(-1, dtype=np.float64)
         wrong = sums[np.abs(sums - 1) > SUM_TOLERANCE]
         if wrong.size:
-            raise fault(f"has a row that sums to {wrong[0]:.6g}, must be 1")
+            raise fault(f"each row must sum to 1, got {wrong[0]:.6g}")
     for name in field.needs:
         if name not in tensors:
-            raise KnowledgeError(sender, name, f"missing, {field.name} needs it")
+            raise KnowledgeError(sender, name, f"missing, required by {field.name}")
 
 
 def _check_weights(
@@ -349,12 +402,12 @@ def _check_weights(
     shapes: Shapes,
     sizes: dict[str, int],
 ) -> None:
-    found = {name for name in tensors if name.startswith(field.name + "/")}
-    if not found and not field.required:
+    received = {name for name in tensors if name.startswith(field.name + "/")}
+    if not received and not field.required:
         return
     expected = grouped(field.name, field.expected(sender, group_of(tensors, field.name), shapes))
-    for name in sorted(expected.keys() ^ found):
-        fault = "missing" if name in expected else "not a tensor of this client's model"
+    for name in sorted(expected.keys() ^ received):
+        fault = "missing" if name in expected else "not a tensor of the client's model"
         raise KnowledgeError(sender, name, fault)
     for name, (shape, dtype) in expected.items():
         value = tensors[name]
@@ -362,27 +415,27 @@ def _check_weights(
             count = sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
             shape = (count, *shape)
         if value.shape != shape or value.dtype != np.dtype(dtype):
-            fault = f"is {value.dtype} {list(value.shape)}, must be {dtype} {list(shape)}"
+            fault = f"expected {dtype} {list(shape)}, got {value.dtype} {list(value.shape)}"
             raise KnowledgeError(sender, name, fault)
         check_finite(sender, name, value)
-        _check_range(sender, name, value, field.least(name))
+        _check_range(sender, name, value, field.min_value(name))
 
 
 def _check_range(sender: str, name: str, value: Array, low: float | None) -> None:
     if not value.size:
         return
-    # As Python's numbers: numpy would compare in the tensor's type, where the limit may be inf.
-    least, most = value.min().item(), value.max().item()
-    if low is not None and least < low:
-        raise KnowledgeError(sender, name, f"holds {least}, the least is {low}")
-    if least < -MAX_MAGNITUDE or most > MAX_MAGNITUDE:
-        odd = least if least < -MAX_MAGNITUDE else most
+    # Compare Python numbers: numpy would convert the limit to the tensor's dtype, perhaps to inf.
+    smallest, largest = value.min().item(), value.max().item()
+    if low is not None and smallest < low:
+        raise KnowledgeError(sender, name, f"must be at least {low}, got {smallest}")
+    if smallest < -MAX_MAGNITUDE or largest > MAX_MAGNITUDE:
+        outside = smallest if smallest < -MAX_MAGNITUDE else largest
         raise KnowledgeError(
-            sender, name, f"holds {odd}, the most allowed is {MAX_MAGNITUDE:g} either way"
+            sender, name, f"magnitude must be at most {MAX_MAGNITUDE:g}, got {outside}"
         )
 
 
 def check_finite(sender: str, name: str, value: Array) -> None:
-    """Raise KnowledgeError if a floating-point tensor holds NaN or infinity."""
+    """Raise KnowledgeError if a floating-point tensor contains NaN or infinity."""
     if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
-        raise KnowledgeError(sender, name, "holds NaN or infinity")
+        raise KnowledgeError(sender, name, "contains NaN or infinity")

@@ -1,22 +1,23 @@
-"""Encodings: how tensors of float32 travel in fewer bytes, and which ones, by `wire.encoding`.
+"""Compressed encodings of float32 tensors in messages, selected by `wire.encoding`.
 
-An encoding turns values into uint8 [bytes] and back. How many bytes there are follows from the
-shape (of top-k, from the bits that they begin with), so that this is checked before anything is
-allocated, and nothing decodes to more than 32 times its bytes.
+An encoding converts values to uint8 [bytes] and back. The number of bytes follows from the shape
+(for top-k, also from the leading bit mask). It is checked before any memory is allocated, and no
+data decode to more than 32 times their size.
 
-| encoding | bytes of a tensor of N numbers in R rows |
+| encoding | bytes for a tensor of N values in R rows |
 |---|---|
 | float16 | 2 N: half precision, little endian |
-| int8 | 4 R + N: a float32 scale of each row, then each number in units of it |
-| top-k | N / 8, rounded up, + 2 K: a bit for each number (is it sent?), then K of float16 |
+| int8 | 4 R + N: a float32 scale for each row, then each value in units of its row's scale |
+| top-k | N / 8, rounded up, + 2 K: a bit mask of the K values sent, then these values in float16 |
 
-Bits say which numbers of a sparse tensor follow, not indices: none is out of range, or twice.
+Top-k uses a bit mask rather than indices, so an index can be neither out of range nor repeated.
 
-Weights are encoded as differences to weights that both sides have, since these are small. Without
-such a base they travel in half precision: integers of one byte of the weights themselves cost
-accuracy. Other large tensors (class means, logits, features) are encoded as they are. Whole travel:
-integers, probabilities and whatever else has a minimum or a sum to keep, statistics of batch
-normalization, tensors of less than half a kilobyte, and what an encoding cannot represent.
+Weights are encoded as differences to base weights that both sides have, because differences are
+small. Without a base, weights are sent in half precision: int8 weights would reduce accuracy. Other
+large tensors (class means, logits, features) are encoded directly.
+
+The following are never encoded: integers, fields with a minimum value, probabilities, statistics of
+batch normalization, tensors below 512 bytes, and values that the encoding cannot represent.
 """
 
 from __future__ import annotations
@@ -37,51 +38,51 @@ from fedhet.wire.contract import VARIANCES, Contract, Field, TensorField, Weight
 
 Shape = tuple[int, ...]
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
-"""The number of bits that are set in each byte."""
-MOST = 1e12
-"""The largest absolute value that int8 encodes or decodes, as of a number that travels."""
+"""Number of set bits, by byte value."""
+MAX_MAGNITUDE = 1e12
+"""Maximum absolute value for int8, equal to the limit on all numbers in messages."""
 
 
 class EncodingError(ValueError):
-    """Bytes that do not decode to the tensor that they are said to be."""
+    """Raised if data are not a valid encoding of the declared tensor."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as it travels under an encoding."""
+    """Encoded tensor, ready to be sent."""
 
     encoding: str
     data: Array
     """uint8 [bytes]."""
     difference: bool = False
-    """Whether it is the difference to the base's tensor of its name."""
+    """Whether the values are a difference to the tensor of the same name in the base weights."""
     rounded: bool = False
-    """Whether the sum of base and difference is rounded to half precision."""
+    """Whether the receiver rounds the sum of base and difference to half precision."""
 
 
 class Encoding(ABC):
-    """A way to write a tensor of float32 as bytes."""
+    """Base class of the encodings of float32 tensors."""
 
     name: ClassVar[str]
     is_biased: ClassVar[bool] = False
-    """Whether what it leaves out must be sent later, lest it is lost."""
+    """Whether the encoding is biased, so that the sender must use error feedback."""
 
     @abstractmethod
     def size(self, shape: Shape) -> int:
-        """Return the bytes of a tensor of this shape."""
+        """Return the size in bytes of an encoded tensor of this shape."""
 
     @abstractmethod
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Return float32 values as uint8 [bytes]; None: they are beyond its range."""
+        """Encode float32 values as uint8 [bytes], or return None if they are out of range."""
 
     def decode(self, data: Array, shape: Shape) -> Array:
-        """Return the float32 tensor. Raises EncodingError; allocates nothing before the check."""
+        """Decode a float32 tensor. Raises EncodingError before allocating if the size is wrong."""
         expected = self._expected(data, shape)
         if data.size != expected:
-            raise EncodingError(f"{data.size} bytes came, {expected} are of its shape")
+            raise EncodingError(f"expected {expected} bytes for this shape, got {data.size}")
         try:
             return self._decoded(data, shape).reshape(shape)
-        except ValueError as error:  # numpy has limits of its own for empty shapes
+        except ValueError as error:  # numpy also limits the size of empty arrays
             raise EncodingError(str(error)) from None
 
     def _expected(self, data: Array, shape: Shape) -> int:
@@ -89,159 +90,159 @@ class Encoding(ABC):
 
     @abstractmethod
     def _decoded(self, data: Array, shape: Shape) -> Array:
-        """Return the values of data of the expected size."""
+        """Decode data whose size has been checked."""
 
 
 class Float16(Encoding):
-    """Half precision: up to 65504, with a relative error of at most 2^-11 from 6e-5 on."""
+    """Half precision: values up to 65504, with a relative error of at most 2^-11 above 6e-5."""
 
     name = "float16"
 
     def size(self, shape: Shape) -> int:
-        """Return two bytes for each number."""
+        """Return the size in bytes: two for each value."""
         return 2 * math.prod(shape)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Return the nearest numbers of half precision; None if one would be infinite."""
-        halves = halved(values)
+        """Round values to half precision, or return None if one would become infinite."""
+        halves = to_half(values)
         return halves.reshape(-1).view(np.uint8) if np.isfinite(halves).all() else None
 
     def _decoded(self, data: Array, shape: Shape) -> Array:
-        return _finite(data.view("<f2")).astype(np.float32)
+        return _check_finite(data.view("<f2")).astype(np.float32)
 
 
 class Int8(Encoding):
-    """Integers in units of a row's scale, rounded at random without bias."""
+    """Integers in units of the row's scale, with unbiased stochastic rounding."""
 
     name = "int8"
 
     def size(self, shape: Shape) -> int:
-        """Return four bytes for each row, and one for each number."""
-        return 4 * _rows(shape) + math.prod(shape)
+        """Return the size in bytes: four for each row, and one for each value."""
+        return 4 * _num_rows(shape) + math.prod(shape)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Return the scales and the rounded numbers; None if one is not finite, or beyond 1e12."""
+        """Return scales and integers, or None if a value is not finite or exceeds 1e12."""
         rows = _in_rows(values, values.shape)
         scales = scales_of(rows)
-        if not (scales <= MOST / LEVELS).all():  # False for NaN
+        if not (scales <= MAX_MAGNITUDE / LEVELS).all():  # False for NaN
             return None
         numbers = rounded(rows, scales, rng)
-        return np.concatenate([_bytes(scales.astype("<f4")), _bytes(numbers)])
+        return np.concatenate([_as_bytes(scales.astype("<f4")), _as_bytes(numbers)])
 
     def _decoded(self, data: Array, shape: Shape) -> Array:
-        rows = _rows(shape)
-        scales = _finite(data[: 4 * rows].view("<f4"))
-        if (scales < 0).any() or (scales > MOST / LEVELS).any():
-            raise EncodingError(f"a scale must be from 0 to {MOST / LEVELS:.3g}")
+        rows = _num_rows(shape)
+        scales = _check_finite(data[: 4 * rows].view("<f4"))
+        if (scales < 0).any() or (scales > MAX_MAGNITUDE / LEVELS).any():
+            raise EncodingError(f"scales must be from 0 to {MAX_MAGNITUDE / LEVELS:.3g}")
         numbers = data[4 * rows :].view(np.int8)
         if (numbers < -LEVELS).any():
-            raise EncodingError(f"an integer must be from {-LEVELS} to {LEVELS}")
+            raise EncodingError(f"integers must be from {-LEVELS} to {LEVELS}")
         return _in_rows(numbers, shape) * scales.astype(np.float32)[:, None]
 
 
 @dataclass(frozen=True)
 class TopK(Encoding):
-    """The largest numbers of a tensor; the others count as zero."""
+    """Sparse encoding of the values with the largest magnitudes; all other values become zero."""
 
     name = "top-k"
     is_biased = True
     keep: float = 0.15
-    """The share of the numbers that is kept, at least one; decoding does not need it."""
+    """Fraction of the values to keep, at least one value. Not needed for decoding."""
 
     def size(self, shape: Shape) -> int:
-        """Return the bits of all numbers, and two bytes for each that is kept."""
+        """Return the size in bytes: one bit for each value, and two bytes for each value kept."""
         count = math.prod(shape)
-        return _bits(count) + 2 * self._kept(count)
+        return _mask_bytes(count) + 2 * self._num_kept(count)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Return which numbers are kept, and these; None if one is not finite, or would not be."""
+        """Return the bit mask and the kept values, or None if a value is out of range."""
         flat = values.reshape(-1)
         if not np.isfinite(flat).all():
             return None
-        chosen = largest(flat, self._kept(len(flat))) if len(flat) else flat > 0
-        halves = halved(flat[chosen])
+        mask = largest(flat, self._num_kept(len(flat))) if len(flat) else flat > 0
+        halves = to_half(flat[mask])
         if not np.isfinite(halves).all():
             return None
-        return np.concatenate([np.packbits(chosen), _bytes(halves)])
+        return np.concatenate([np.packbits(mask), _as_bytes(halves)])
 
-    def _kept(self, count: int) -> int:
+    def _num_kept(self, count: int) -> int:
         return min(count, max(1, round(self.keep * count)))
 
     def _expected(self, data: Array, shape: Shape) -> int:
-        bits = _bits(math.prod(shape))
-        if data.size < bits:
-            return bits
-        return bits + 2 * int(_ONES[data[:bits]].sum(dtype=np.int64))
+        mask_bytes = _mask_bytes(math.prod(shape))
+        if data.size < mask_bytes:
+            return mask_bytes
+        return mask_bytes + 2 * int(_ONES[data[:mask_bytes]].sum(dtype=np.int64))
 
     def _decoded(self, data: Array, shape: Shape) -> Array:
         count = math.prod(shape)
-        bits = np.unpackbits(data[: _bits(count)])
+        bits = np.unpackbits(data[: _mask_bytes(count)])
         if bits[count:].any():
-            raise EncodingError("a bit beyond its last number is set")
+            raise EncodingError("padding bits of the mask must be 0")
         values = np.zeros(count, np.float32)
-        values[bits[:count].view(np.bool_)] = _finite(data[_bits(count) :].view("<f2"))
+        values[bits[:count].view(np.bool_)] = _check_finite(data[_mask_bytes(count) :].view("<f2"))
         return values
 
 
 ENCODINGS: Mapping[str, Encoding] = {each.name: each for each in (Float16(), Int8(), TopK())}
-"""What this side decodes, by name."""
+"""Supported encodings by name."""
 
 
-def halved(values: Array) -> Array:
-    """Return values in half precision, infinite where they are beyond it."""
+def to_half(values: Array) -> Array:
+    """Convert values to half precision. Values out of range become infinite."""
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(values).astype("<f2")
 
 
-def _rows(shape: Shape) -> int:
-    """Return the number of rows with a scale of their own: of outputs, or of samples."""
+def _num_rows(shape: Shape) -> int:
+    """Return the number of rows with separate scales, such as the outputs of a linear layer."""
     return shape[0] if len(shape) > 1 else 1
 
 
 def _in_rows(values: Array, shape: Shape) -> Array:
-    rows = _rows(shape)
+    rows = _num_rows(shape)
     return values.reshape(rows, math.prod(shape) // max(rows, 1))
 
 
-def _bits(count: int) -> int:
+def _mask_bytes(count: int) -> int:
     return -(-count // 8)
 
 
-def _bytes(values: Array) -> Array:
+def _as_bytes(values: Array) -> Array:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
-def _finite(values: Array) -> Array:
+def _check_finite(values: Array) -> Array:
     if not np.isfinite(values).all():
-        raise EncodingError("holds NaN or infinity")
+        raise EncodingError("contains NaN or infinity")
     return values
 
 
 RngKey = tuple[str | int, ...]
-"""Who sends a message, in which round, and what for: from it and the seed come its draws."""
+"""Sender, round and purpose of a message, from which its random generators are derived."""
 STATISTICS = ("running_mean", VARIANCES)
-"""The ends of the names of what batch normalization keeps: no sum of changes, but averages."""
+"""Suffixes of the names of batch normalization's statistics, which are averages, not weights."""
 MIN_BYTES = 512
-"""A smaller tensor travels whole."""
+"""Minimum size of an encoded tensor; smaller tensors are sent unchanged."""
 HALF = Float16()
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The encodings that one value of `wire.encoding` stands for."""
+    """Encodings of the tensors of a message, for one value of `wire.encoding`."""
 
     sent: Encoding | None
-    """Of differences of weights that a client sends; None: it sends them as they are."""
+    """Encoding of weight differences in replies; None = unchanged."""
     received: Encoding | None
-    """Of differences of weights that it is sent; None: it is sent them in half precision."""
+    """Encoding of weight differences in instructions; None = weights in half precision."""
     values: Encoding | None
-    """Of tensors other than weights; None: they travel as they are."""
+    """Encoding of tensors other than weights; None = unchanged."""
     weights: Encoding | None = HALF
-    """Of weights without a base; None: they travel as they are."""
+    """Encoding of weights without a base; None = unchanged."""
 
 
 def rules_of(settings: WireSettings) -> Rules | None:
-    """Return the rules that the settings stand for; None: everything travels as it is."""
+    """Return the encoding rules of the settings, or None if all tensors are sent unchanged."""
     return {
         "float32": None if settings.resend else Rules(None, None, None, None),
         "float16": Rules(HALF, None, HALF),
@@ -252,15 +253,15 @@ def rules_of(settings: WireSettings) -> Rules | None:
 
 @dataclass(frozen=True)
 class Coded:
-    """A tensor under an encoding."""
+    """Encoded tensor together with its decoded values."""
 
-    travels: Encoded
+    encoded: Encoded
     values: Array
-    """What the receiver decodes."""
+    """Values as decoded by the receiver."""
 
 
 class Coder:
-    """Encodes the tensors of one half's messages."""
+    """Encodes the tensors of the messages of one side, server or client."""
 
     def __init__(self, rules: Rules, contract: Contract, seed: int) -> None:
         self.rules, self._seed = rules, seed
@@ -268,65 +269,70 @@ class Coder:
 
     @classmethod
     def of(cls, settings: WireSettings, contract: Contract, seed: int) -> Coder | None:
-        """Return the coder of a contract's messages; None if they travel as they are."""
+        """Create the coder of a contract, or return None if all tensors are sent unchanged."""
         rules = rules_of(settings)
         return cls(rules, contract, seed) if rules else None
 
     def weights_of(self, tensors: Arrays) -> dict[str, Array]:
-        """Return the weights of single models, on which other messages may build."""
+        """Return the tensors that can be base weights: those of single models."""
         return {name: value for name, value in tensors.items() if self._is_one_model(name)}
 
     def reply(
-        self, place: RngKey, tensors: Arrays, base: Arrays, unsent: Arrays
+        self, key: RngKey, tensors: Arrays, base: Arrays, unsent: Arrays
     ) -> tuple[dict[str, Encoded], dict[str, Array]]:
-        """Return a reply's tensors under their encodings, and what is left unsent of them.
+        """Encode the tensors of a reply, and return them with the new compression errors.
 
-        `base` are the weights that the client was sent, `unsent` what earlier replies left: error
-        feedback adds it to what an encoding with a bias sends.
+        Args:
+            key: Key of the random generators.
+            tensors: Tensors of the reply.
+            base: Weights in the instruction.
+            unsent: Compression errors of earlier replies. With a biased encoding, they are added to
+                the weights before encoding (error feedback).
         """
-        encoded, left = {}, {}
+        encoded, errors = {}, {}
         for name, value in self._encodable(tensors):
             before = base.get(name) if self._is_one_model(name) else None
             if before is None or (before.dtype, before.shape) != (value.dtype, value.shape):
-                found = self._value(place, name, value)
+                coded = self._value(key, name, value)
             elif self.rules.sent is None or not self.rules.sent.is_biased:
-                found = coded(self.rules.sent, value, self._rng(place, name), before)
+                coded = encode_tensor(self.rules.sent, value, self._rng(key, name), before)
             else:
-                whole = value + unsent[name] if name in unsent else value
-                found = coded(self.rules.sent, whole, self._rng(place, name), before)
-                if found:
-                    left[name] = whole - found.values
-            if found:
-                encoded[name] = found.travels
-        return encoded, left
+                target = value + unsent[name] if name in unsent else value
+                coded = encode_tensor(self.rules.sent, target, self._rng(key, name), before)
+                if coded:
+                    errors[name] = target - coded.values
+            if coded:
+                encoded[name] = coded.encoded
+        return encoded, errors
 
-    def values(self, place: RngKey, tensors: Arrays) -> dict[str, Coded]:
-        """Return those of a message's tensors that are encoded without a base."""
-        found = {name: self._value(place, name, each) for name, each in self._encodable(tensors)}
-        return {name: each for name, each in found.items() if each}
+    def values(self, key: RngKey, tensors: Arrays) -> dict[str, Coded]:
+        """Encode tensors without base weights. Tensors that are not encoded are omitted."""
+        coded = {name: self._value(key, name, value) for name, value in self._encodable(tensors)}
+        return {name: each for name, each in coded.items() if each}
 
-    def differences(self, place: RngKey, weights: Arrays, base: Arrays) -> dict[str, Coded]:
-        """Return the weights that a client is sent, as differences to those that it has.
+    def differences(self, key: RngKey, weights: Arrays, base: Arrays) -> dict[str, Coded]:
+        """Encode weights as differences to the base weights that a client has.
 
-        Their sums are rounded to half precision, in which they may also travel whole.
+        The sums are rounded to half precision, so that clients which receive the full weights in
+        half precision get the same values.
         """
         assert self.rules.received is not None
-        found: dict[str, Coded] = {}
+        differences: dict[str, Coded] = {}
         for name, value in self._encodable(weights):
-            difference = coded(self.rules.received, value, self._rng(place, name), base[name])
-            whole = halved(difference.values) if difference else None
-            if difference and whole is not None and np.isfinite(whole).all():
-                travels = replace(difference.travels, rounded=True)
-                found[name] = Coded(travels, whole.astype(np.float32))
-        return found
+            coded = encode_tensor(self.rules.received, value, self._rng(key, name), base[name])
+            half = to_half(coded.values) if coded else None
+            if coded and half is not None and np.isfinite(half).all():
+                encoded = replace(coded.encoded, rounded=True)
+                differences[name] = Coded(encoded, half.astype(np.float32))
+        return differences
 
-    def _value(self, place: RngKey, name: str, value: Array) -> Coded | None:
+    def _value(self, key: RngKey, name: str, value: Array) -> Coded | None:
         is_weights = isinstance(self._field(name), WeightsField)
         encoding = self.rules.weights if is_weights else self.rules.values
-        return coded(encoding, value, self._rng(place, name))
+        return encode_tensor(encoding, value, self._rng(key, name))
 
     def _encodable(self, tensors: Arrays) -> Iterator[tuple[str, Array]]:
-        """Yield the tensors of which the contract holds after their encoding, and that it pays."""
+        """Yield the tensors that still satisfy the contract after encoding, except small ones."""
         for name, value in tensors.items():
             field = self._field(name)
             if isinstance(field, WeightsField):
@@ -345,17 +351,17 @@ class Coder:
     def _field(self, name: str) -> Field | None:
         return self._fields.get(name.partition("/")[0])
 
-    def _rng(self, place: RngKey, name: str) -> np.random.Generator:
-        """Return the draws of a tensor: its own, whatever else the message holds."""
-        return numpy_rng(self._seed, "wire", *place, name)
+    def _rng(self, key: RngKey, name: str) -> np.random.Generator:
+        """Return the random generator of a tensor, independent of other tensors in the message."""
+        return numpy_rng(self._seed, "wire", *key, name)
 
 
-def coded(
+def encode_tensor(
     encoding: Encoding | None, values: Array, rng: np.random.Generator, base: Array | None = None
 ) -> Coded | None:
-    """Return values, or their difference to a base, under an encoding; None: they are sent whole.
+    """Encode values, or their difference to `base` if given.
 
-    That is so without an encoding, and if the values are beyond its range.
+    Returns None if `encoding` is None or cannot represent the values; they are then sent unchanged.
     """
     if encoding is None:
         return None
@@ -364,5 +370,5 @@ def coded(
     if data is None:
         return None
     decoded = encoding.decode(data, values.shape)
-    travels = Encoded(encoding.name, data, difference=base is not None)
-    return Coded(travels, decoded if base is None else base + decoded)
+    encoded = Encoded(encoding.name, data, difference=base is not None)
+    return Coded(encoded, decoded if base is None else base + decoded)

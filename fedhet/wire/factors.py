@@ -1,8 +1,8 @@
-"""Changes of a model in messages, of which a matrix may travel as two factors that are smaller.
+"""Low-rank factorization of model updates in messages.
 
-A tensor with several axes counts as the matrix [P, Q] of its first axis and of all others. Its
-factors, `<name>/left` [P, K] and `<name>/right` [K, Q], must together be smaller than itself: so a
-message bounds what the receiver allocates.
+A tensor with two or more axes is treated as a matrix [P, Q], where P is the size of its first axis.
+It may be sent as two factors, `<name>/left` [P, K] and `<name>/right` [K, Q]. Together they must be
+smaller than the matrix, so that the size of a message bounds the memory that the receiver needs.
 """
 
 from __future__ import annotations
@@ -25,69 +25,71 @@ Factors = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class FactorsField(WeightsField):
-    """The change of a whole model: tensors `name/<name in the state dict>`, or their factors."""
+    """Declaration of a model update: tensors `name/<name in the state dict>`, or their factors."""
 
     def describe(self) -> str:
-        """Return a short name of the type."""
-        return "changes of weights, a matrix whole or as [P, K] and [K, Q]"
+        """Return a short description of the type."""
+        return "weight updates; a matrix [P, Q] may be sent as factors [P, K] and [K, Q]"
 
-    def expected(self, sender: str, found: Arrays, shapes: Shapes) -> Shapes:
-        """Return the tensors that a message must have: of a matrix, itself or its factors.
+    def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
+        """Return the shapes and dtypes of each tensor, or of its factors if these were received.
 
-        Raises KnowledgeError for factors that are not smaller than the matrix, or whose product may
-        be larger than any number may be.
+        Raises KnowledgeError if the factors are not smaller than the matrix, or if their product
+        might exceed MAX_MAGNITUDE.
         """
-        wanted: dict[str, tuple[tuple[int, ...], str]] = {}
+        expected: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, (shape, dtype) in shapes.items():
-            left, right = found.get(name + LEFT), found.get(name + RIGHT)
+            left, right = received.get(name + LEFT), received.get(name + RIGHT)
             if left is None or right is None or not _is_matrix(shape, dtype):
-                wanted[name] = shape, dtype
+                expected[name] = shape, dtype
                 continue
             rows, columns = as_matrix(shape)
-            rank, most = left.shape[-1] if left.ndim else 0, max_rank(shape)
-            if rank > most:
-                fault = f"has rank {rank}, the most allowed is {most}"
+            rank, limit = left.shape[-1] if left.ndim else 0, max_rank(shape)
+            if rank > limit:
+                fault = f"rank of the factors must be at most {limit}, got {rank}"
                 raise KnowledgeError(sender, f"{self.name}/{name}", fault)
-            largest = [float(np.abs(each).max(initial=0.0)) for each in (left, right)]
-            product = rank * largest[0] * largest[1]
-            if not product <= contract.MAX_MAGNITUDE:  # also if one is NaN
-                fault = f"its factors may be {product:.3g} together"
-                fault = f"{fault}, at most {contract.MAX_MAGNITUDE:g}"
-                raise KnowledgeError(sender, f"{self.name}/{name}", fault)
-            wanted |= {name + LEFT: ((rows, rank), dtype), name + RIGHT: ((rank, columns), dtype)}
-        return wanted
+            largest = [float(np.abs(factor).max(initial=0.0)) for factor in (left, right)]
+            bound = rank * largest[0] * largest[1]
+            if not bound <= contract.MAX_MAGNITUDE:  # also true if the bound is NaN
+                fault = f"magnitude bound of the product must be at most {contract.MAX_MAGNITUDE:g}"
+                raise KnowledgeError(sender, f"{self.name}/{name}", f"{fault}, got {bound:.3g}")
+            expected |= {name + LEFT: ((rows, rank), dtype), name + RIGHT: ((rank, columns), dtype)}
+        return expected
 
-    def least(self, name: str) -> float | None:
-        """Return no minimum value, as a variance may fall."""
+    def min_value(self, name: str) -> float | None:
+        """Return the minimum value of the update `name`. An update may decrease a variance."""
         return self.low
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return P and Q of a tensor with two axes or more."""
+    """Return the matrix size (P, Q) of a tensor with at least two axes."""
     return shape[0], math.prod(shape[1:])
 
 
 def max_rank(shape: tuple[int, ...]) -> int:
-    """Return the greatest K for which both factors are smaller than the matrix: K(P + Q) < PQ."""
+    """Return the largest rank K whose factors are smaller than the matrix: K(P + Q) < PQ."""
     rows, columns = as_matrix(shape)
     return max(0, (rows * columns - 1) // (rows + columns))
 
 
 def packed(changes: Arrays, factors_of: Callable[[Array], Factors]) -> dict[str, Array]:
-    """Return what is sent of changes: the factors of each matrix, where these are smaller."""
-    sent: dict[str, Array] = {}
+    """Replace each matrix of a model update by its factors if these are smaller."""
+    tensors: dict[str, Array] = {}
     for name, change in changes.items():
         if _is_matrix(change.shape, change.dtype.name):
             left, right = factors_of(change.reshape(as_matrix(change.shape)))
             if left.shape[1] <= max_rank(change.shape):
-                sent |= {name + LEFT: left, name + RIGHT: right}
+                tensors |= {name + LEFT: left, name + RIGHT: right}
                 continue
-        sent[name] = change
-    return sent
+        tensors[name] = change
+    return tensors
 
 
 def unpacked(sent: Arrays, shapes: Shapes) -> OnDemand:
-    """Return the changes of a whole model, the inverse of `packed`: products when they are used."""
+    """Reconstruct the full model update from its low-rank factors (inverse of `packed`).
+
+    Products are computed on access.
+    """
 
     def change(name: str) -> Array:
         if name in sent:

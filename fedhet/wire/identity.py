@@ -1,4 +1,4 @@
-"""A client's description before a run: its name, model and task."""
+"""Client description at the start of a run: name, model and task."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedhet.base.errors import KnowledgeError, shown
 from fedhet.kinds import KINDS, Kind
 
 SERVER = "server"
-"""The sender's name in the server's messages; no client may have it."""
+"""Sender name of the server, reserved: no client may use it."""
 MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
 MAX_VALUES = 2**28
-"""Values in one sample."""
+"""Maximum number of values in one sample."""
 MIN_SAMPLES, MAX_SAMPLES = 2, 10**9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
@@ -28,7 +28,7 @@ _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """A client's description of itself, without samples or label counts."""
+    """Self-description of a client. Contains neither samples nor label counts."""
 
     name: str
     model: str
@@ -36,35 +36,35 @@ class ClientInfo:
     """Number of training samples."""
     classes: int
     kind: str
-    """The kind of its samples, a name in `fedhet.kinds.KINDS`."""
+    """Kind of samples, a name in `fedhet.kinds.KINDS`."""
     shape: tuple[int, ...]
-    """The shape of one sample, as its kind has it."""
+    """Shape of one sample, in the format of its kind."""
     order: str = ""
-    """A digest of the class names in their order (`order_of`)."""
+    """Digest of the ordered class names (`class_names_digest`)."""
     training: str = ""
-    """Its optimizer, rate, epochs and batch size, as text for the run's records."""
+    """Optimizer, learning rate, epochs and batch size, as text for the run's records."""
     own_data: bool = False
-    """Whether its samples are its own, and not a part of the run's data set."""
+    """Whether the client reads its own data instead of a partition of the run's data set."""
 
     def properties(self) -> dict[str, int | str | bool]:
-        """Return the description as flat properties; `read_properties` is the inverse."""
+        """Return the description as a flat dictionary (inverse of `read_properties`)."""
         return {**vars(self), "shape": ",".join(map(str, self.shape))}
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` is a valid name of a run or a client, which is also a folder's name."""
+    """Return whether `text` is a valid name of a run or client, and thus of its directory."""
     return _NAME.fullmatch(text) is not None
 
 
 def client_name(index: int, clients: int) -> str:
-    """Return "client-07": the index, zero-padded to the width of the last client's."""
+    """Return a default client name such as "client-07", with a zero-padded index."""
     return f"client-{index:0{len(str(clients - 1))}d}"
 
 
-def order_of(classes: Sequence[str]) -> str:
-    """Return a digest of the ordered class names; "" for plain numbers 0, 1, ... or no names.
+def class_names_digest(classes: Sequence[str]) -> str:
+    """Return a digest of the ordered class names, or "" if they are 0, 1, … or absent.
 
-    It shows whether two clients' numbers refer to the same classes.
+    Equal digests show that two clients assign the same labels to the same classes.
     """
     if list(classes) == [str(number) for number in range(len(classes))]:
         return ""
@@ -72,65 +72,69 @@ def order_of(classes: Sequence[str]) -> str:
 
 
 def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
-    """Return a client's description. Raises KnowledgeError naming the node and the field."""
+    """Validate a client's description. Raises KnowledgeError naming the node and the field."""
     if "error" in properties:
         raise KnowledgeError(node, "properties", str(properties["error"])[:300])
     name = properties.get("name")
     if not isinstance(name, str) or not is_name(name) or name == SERVER:
-        raise KnowledgeError(
-            node, "name", f"is {shown(name)}, must be letters, digits, '.', '_', '-'"
-        )
-    model = _text(name, "model", properties.get("model"), _MODEL, "a model's name")
+        rule = "must consist of letters, digits, '.', '_' and '-'"
+        raise KnowledgeError(node, "name", f"{rule}, got {shown(name)}")
+    model = _text(name, "model", properties.get("model"), _MODEL, "a model name")
     kind = properties.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise KnowledgeError(name, "kind", f"is {shown(kind)}, must be one of {', '.join(KINDS)}")
+        rule = f"must be one of {', '.join(KINDS)}"
+        raise KnowledgeError(name, "kind", f"{rule}, got {shown(kind)}")
     shape = _shape(name, KINDS[kind], properties.get("shape"))
-    samples = _whole(name, "samples", properties.get("samples"), MIN_SAMPLES, MAX_SAMPLES)
-    classes = _whole(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
-    rule = "16 hexadecimal digits, or empty"
+    samples = _integer(name, "samples", properties.get("samples"), MIN_SAMPLES, MAX_SAMPLES)
+    classes = _integer(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
+    rule = "empty or 16 hexadecimal digits"
     order = _text(name, "order", properties.get("order", ""), _ORDER, rule)
     rule = "at most 200 letters, digits and ' ,.+-'"
     training = _text(name, "training", properties.get("training", ""), _WORDS, rule)
     own_data = properties.get("own_data", False)
     if not isinstance(own_data, bool):
-        raise KnowledgeError(name, "own_data", f"is {shown(own_data)}, must be true or false")
+        raise KnowledgeError(name, "own_data", f"must be true or false, got {shown(own_data)}")
     return ClientInfo(name, model, samples, classes, kind, shape, order, training, own_data)
 
 
 def _text(sender: str, field: str, value: object, pattern: re.Pattern[str], rule: str) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise KnowledgeError(sender, field, f"must be {rule}")
+        raise KnowledgeError(sender, field, f"must be {rule}, got {shown(value)}")
     return value
 
 
-def _whole(sender: str, field: str, value: object, low: int, high: int) -> int:
+def _integer(sender: str, field: str, value: object, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        fault = f"is {shown(value)}, must be an integer from {low} to {high}"
+        fault = f"must be an integer from {low} to {high}, got {shown(value)}"
         raise KnowledgeError(sender, field, fault)
     return value
 
 
 def _shape(sender: str, kind: Kind, text: object) -> tuple[int, ...]:
     if not isinstance(text, str) or not _SHAPE.fullmatch(text):
-        fault = f"is {shown(text)}, must be 1 to 4 sizes like '3,32,32'"
+        fault = f"must be 1 to 4 sizes like '3,32,32', got {shown(text)}"
         raise KnowledgeError(sender, "shape", fault)
     shape = tuple(map(int, text.split(",")))
     if not kind.fits(shape):
-        raise KnowledgeError(sender, "shape", f"is {text}, which no {kind.name} has")
+        raise KnowledgeError(
+            sender, "shape", f"invalid shape {text} for samples of kind {kind.name}"
+        )
     for size in kind.sizes(shape):
-        _whole(sender, "shape", size, 1, MAX_SIDE)
+        _integer(sender, "shape", size, 1, MAX_SIDE)
     if kind.is_numeric and math.prod(shape) > MAX_VALUES:
-        fault = f"is {text}, one sample must have at most {MAX_VALUES} values"
+        fault = f"a sample must have at most {MAX_VALUES} values, got shape {text}"
         raise KnowledgeError(sender, "shape", fault)
     return shape
 
 
-def capped(infos: Iterable[ClientInfo], most: float) -> dict[str, int]:
-    """Return the number of samples with which each client is weighted, by name.
+def capped(infos: Iterable[ClientInfo], max_ratio: float) -> dict[str, int]:
+    """Return the number of samples by which each client is weighted, by client name.
 
-    It is what the client reports, but no more than `most` times the median client's (of an even
-    number of clients, the lower median); 0: no limit. A server cannot verify what they report.
+    A server cannot verify the reported numbers. They are therefore limited to `max_ratio` times the
+    lower median of all clients; 0 = no limit.
     """
     reported = {info.name: info.samples for info in infos}
-    limit = int(most * median_low(reported.values())) if reported and most else MAX_SAMPLES
+    limit = (
+        int(max_ratio * median_low(reported.values())) if reported and max_ratio else MAX_SAMPLES
+    )
     return {name: min(samples, limit) for name, samples in reported.items()}

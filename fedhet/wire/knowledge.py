@@ -1,11 +1,11 @@
-"""Knowledge <-> Flower arrays: the one place that encodes and decodes messages.
+"""Serialization of messages: converts `Knowledge` to Flower's arrays and back.
 
-The first array is the manifest (proto/fedhet/v1/knowledge.proto), the others are the tensors it
-lists: as they are, or under an encoding, as values or as differences. A message that builds on
-weights names them by their digest; both sides compute it from what they have, and none is taken for
-another.
+The first array is the manifest (proto/fedhet/v1/knowledge.proto). It is followed by the tensors
+that it lists, either unchanged or encoded, and either as values or as differences to base weights.
+A message identifies its base weights by their digest, which both sides compute from their own copy.
 
-Decoding never unpickles, never allocates by a header's claim, and never relies on an order.
+Decoding never unpickles, never trusts a header's size before allocating memory, and does not depend
+on the order of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from fedhet._generated import knowledge_pb2 as wire
 from fedhet.base.arrays import Array, Arrays, OnDemand, group_of
 from fedhet.base.errors import KnowledgeError
-from fedhet.wire.encodings import ENCODINGS, Encoded, EncodingError, halved
+from fedhet.wire.encodings import ENCODINGS, Encoded, EncodingError, to_half
 from fedhet.wire.identity import is_name
 
 if TYPE_CHECKING:
@@ -34,34 +34,34 @@ DTYPES = frozenset(
 )
 MAX_RANK = 8
 DIGEST_BITS = 59
-"""Bits of a digest of weights: 18 decimal digits, which may be a part of a file's name."""
+"""Bits of a digest of weights: at most 18 decimal digits, short enough for a file name."""
 SCHEMA_VERSION = 2
-"""Version of a message with encodings."""
+"""Schema version of messages with encoded tensors."""
 PLAIN_VERSION = 1
-"""Version of a message without, which a reader of that version understands."""
+"""Schema version of messages without encoded tensors, which older peers can also read."""
 MAX_MANIFEST_BYTES = 2**16
-"""Limit on a manifest without tensors: once read, fields cost many times their bytes."""
+"""Maximum size of a manifest without tensors: parsed fields need many times their size."""
 MAX_SPEC_BYTES = 1024
-"""By how much a manifest may be larger for each tensor that came with it."""
+"""Additional size allowed for a manifest per tensor in the message."""
 MAX_HEADER_BYTES = 1024
-"""Limit on an .npy header, read before anything in it; numpy writes 118 bytes for most shapes."""
+"""Maximum size of an .npy header, checked before parsing; numpy usually writes 118 bytes."""
 _DTYPES = {np.dtype(name).str.encode(): np.dtype(name) for name in DTYPES}
 _MAGIC = b"\x93NUMPY\x01\x00"
 _HEADER = re.compile(
     rb"\{'descr': '(..\d)', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n"
 )
-"""The header that numpy writes for the allowed types; any other valid header is rejected."""
+"""Header as written by numpy for the supported dtypes; any other valid header is rejected."""
 
 _SCALARS = {bool: "flag", int: "integer", float: "real", str: "text"}
-"""The field of a manifest's scalar for each type; a truth is an integer too, so it comes first."""
+"""Protobuf field of a scalar by type. bool comes first because it is a subclass of int."""
 
 Scalars = Mapping[str, bool | int | float | str]
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """The sender, run, method and round (from 1) of a message."""
+    """Run, method, round (starting at 1) and sender of a message."""
 
     run: str
     method: str
@@ -71,39 +71,59 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """The content of a message: named tensors and named scalars."""
+    """Content of a message: named tensors and named scalars.
+
+    Example:
+        >>> reply = Knowledge({"means": means}, {"samples": 120})
+        >>> reply.tensors["means"].shape
+        (10, 64)
+    """
 
     tensors: Mapping[str, Array] = field(default_factory=dict)
+    """NumPy arrays by name. The weights of a model are named `<field>/<name in the state dict>`."""
     scalars: Scalars = field(default_factory=dict)
+    """Numbers, booleans and strings by name."""
 
     def group(self, name: str) -> Arrays:
-        """Return the tensors `name/<key>` by key: a model's weights.
+        """Return the weights of one model: the tensors named `name/<key>`, by key.
 
-        Those of a reply on disk are read each time they are used, and only during the round.
+        If the reply is stored on disk, each access reads the tensor again. The file is deleted at
+        the end of the round.
+
+        Args:
+            name: Name of a `WeightsField` in the contract.
+
+        Returns:
+            A mapping from names in the model's state dict to arrays.
         """
         return group_of(self.tensors, name)
 
     def replacing(self, tensors: Arrays) -> Knowledge:
-        """Return the same with `tensors` in the places of those of the same names."""
-        own = self.tensors
-        if isinstance(own, OnDemand):
-            return Knowledge(own.replacing(tensors), self.scalars)
-        return Knowledge({**own, **tensors}, self.scalars)
+        """Return a copy in which `tensors` replace the tensors of the same names.
+
+        Args:
+            tensors: New arrays by name. Tensors not named here are unchanged.
+        """
+        current = self.tensors
+        if isinstance(current, OnDemand):
+            return Knowledge(current.replacing(tensors), self.scalars)
+        return Knowledge({**current, **tensors}, self.scalars)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which tensors of a message travel under an encoding, and on which weights it builds."""
+    """Encoded tensors of a message, and the base weights of its differences."""
 
     encoded: Mapping[str, Encoded] = field(default_factory=dict)
+    """Encoded tensors by name; tensors not listed here are sent unchanged."""
     base: int = 0
-    """Digest of the weights that the receiver has; 0: it needs none."""
+    """Digest of base weights that the receiver must have; 0 if it needs none."""
     held: bool = False
-    """Whether all tensors of the base are part of the message, and not sent."""
+    """Whether the message contains all tensors of the base without sending them again."""
 
     @property
     def is_plain(self) -> bool:
-        """Return whether all tensors travel as they are."""
+        """Whether all tensors are sent unchanged."""
         return not (self.encoded or self.base or self.held)
 
 
@@ -111,21 +131,21 @@ PLAIN = Packing()
 
 
 Bases = Callable[[Envelope, int], Arrays | None]
-"""Returns the weights of a digest that this side has for a message; None: it does not."""
+"""Returns the base weights with a given digest, or None if this side does not have them."""
 
 
-class LackingError(KnowledgeError):
-    """A message builds on weights that its receiver does not have."""
+class MissingBaseError(KnowledgeError):
+    """Raised if the receiver does not have the base weights of a message."""
 
 
 def no_bases(envelope: Envelope, digest: int) -> None:
-    """Have no weights on which a message could build."""
+    """Return None: the default if no base weights are available."""
 
 
 def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -> list[Array]:
-    """Return the arrays of a message: the manifest as uint8 [bytes], then each tensor.
+    """Serialize a message to arrays: the manifest as uint8 [bytes], then each tensor.
 
-    Raises KnowledgeError for a tensor or a scalar of a type that messages do not support.
+    Raises KnowledgeError if a tensor or a scalar has an unsupported type.
     """
     manifest = wire.Manifest(
         schema_version=PLAIN_VERSION if packing.is_plain else SCHEMA_VERSION,
@@ -139,60 +159,63 @@ def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -
     encoded = packing.encoded
     for name, tensor in knowledge.tensors.items():
         if tensor.dtype.str.encode() not in _DTYPES or tensor.ndim > MAX_RANK:
-            fault = f"{tensor.dtype} of rank {tensor.ndim} cannot travel"
+            fault = f"unsupported tensor, {tensor.dtype} with {tensor.ndim} dimensions"
             raise KnowledgeError(envelope.sender, name, fault)
         spec = manifest.tensors.add(name=name, dtype=tensor.dtype.name, shape=tensor.shape)
         if name in encoded:
-            how = encoded[name]
-            spec.encoding, spec.difference = how.encoding, how.difference
-            spec.rounded = how.rounded
+            spec.encoding, spec.difference = encoded[name].encoding, encoded[name].difference
+            spec.rounded = encoded[name].rounded
     for name, value in knowledge.scalars.items():
         try:
             kind = next(kind for kind in _SCALARS if isinstance(value, kind))
             setattr(manifest.scalars[name], _SCALARS[kind], value)
         except (StopIteration, TypeError, ValueError):
-            raise KnowledgeError(envelope.sender, name, f"{value!r} cannot travel") from None
-    head = np.frombuffer(manifest.SerializeToString(deterministic=True), dtype=np.uint8)
+            raise KnowledgeError(envelope.sender, name, f"unsupported scalar {value!r}") from None
+    header = np.frombuffer(manifest.SerializeToString(deterministic=True), dtype=np.uint8)
     tensors = knowledge.tensors
-    return [head, *(encoded[n].data if n in encoded else tensors[n] for n in tensors)]
+    return [header, *(encoded[n].data if n in encoded else tensors[n] for n in tensors)]
 
 
 def decode(
     arrays: Sequence[Array], sender: str, bases: Bases = no_bases, max_bytes: int | None = None
 ) -> tuple[Envelope, Knowledge]:
-    """Decode the arrays of a message; `sender` is named in errors.
+    """Deserialize a message from its arrays. The method's fields are checked by its Contract.
 
-    `bases` has the weights on which the message may build; `max_bytes` limits what the tensors
-    under an encoding decode to, before one is decoded.
+    Args:
+        arrays: The manifest, followed by the tensors.
+        sender: Name of the sender in error messages.
+        bases: Returns base weights by their digest.
+        max_bytes: Maximum total size of the decoded tensors, checked before decoding.
 
-    Raises KnowledgeError if the manifest is invalid, has another schema version, or does not match
-    the arrays that follow it, LackingError if it builds on weights that this side does not have.
-    The method's fields are checked by its Contract.
+    Raises:
+        KnowledgeError: If the manifest is invalid, has an unsupported schema version, or does not
+            match the arrays that follow it.
+        MissingBaseError: If this side does not have the base weights.
     """
     manifest = _read_manifest(arrays, sender)
     specs = manifest.tensors
     if len(specs) != len(arrays) - 1:
-        fault = f"lists {len(specs)} tensors, {len(arrays) - 1} came"
+        fault = f"lists {len(specs)} tensors, got {len(arrays) - 1}"
         raise KnowledgeError(sender, "manifest", fault)
     envelope = Envelope(manifest.run, manifest.method, manifest.round, manifest.sender)
     if manifest.held and not manifest.base:
-        raise KnowledgeError(sender, "held", "is set, but there is no base that could be held")
+        raise KnowledgeError(sender, "held", "requires base weights, got none")
     base = bases(envelope, manifest.base) if manifest.base else {}
     if base is None:
-        fault = f"{manifest.base} names weights that this side does not have"
-        raise LackingError(sender, "base", fault)
-    if max_bytes is not None:  # of the tensors under an encoding, all float32
+        fault = f"weights with digest {manifest.base} not found"
+        raise MissingBaseError(sender, "base", fault)
+    if max_bytes is not None:  # all encoded tensors decode to float32
         size = sum(4 * math.prod(spec.shape) for spec in specs if spec.encoding)
         check_size(size, sender, max_bytes)
     tensors: dict[str, Array] = dict(base) if manifest.held else {}
     for spec, array in zip(specs, arrays[1:], strict=True):
         if spec.name in tensors:
-            raise KnowledgeError(sender, spec.name, "appears twice")
+            raise KnowledgeError(sender, spec.name, "duplicate tensor")
         tensors[spec.name] = _tensor(spec, array, sender, base)
     scalars: dict[str, bool | int | float | str] = {}
     for name, scalar in manifest.scalars.items():
         if (kind := scalar.WhichOneof("value")) is None:
-            raise KnowledgeError(sender, name, "has no value")
+            raise KnowledgeError(sender, name, "missing value")
         scalars[name] = getattr(scalar, kind)
     return envelope, Knowledge(tensors, scalars)
 
@@ -202,27 +225,29 @@ def expect(
 ) -> None:
     """Raise KnowledgeError unless a message is from this run, method, round and sender.
 
-    None accepts any run, or any round from 1.
+    `run=None` accepts any valid name, and `round=None` any round from 1.
     """
     if not is_name(envelope.run) or (run is not None and envelope.run != run):
-        raise KnowledgeError(sender, "run", f"is {envelope.run!r}, must be {run or 'a name'!r}")
+        rule = repr(run) if run else "a valid name"
+        raise KnowledgeError(sender, "run", f"expected {rule}, got {envelope.run!r}")
     if envelope.method != method:
-        raise KnowledgeError(sender, "method", f"is {envelope.method!r}, must be {method!r}")
+        raise KnowledgeError(sender, "method", f"expected {method!r}, got {envelope.method!r}")
     if envelope.round < 1 or (round is not None and envelope.round != round):
-        raise KnowledgeError(sender, "round", f"is {envelope.round}, must be {round or 'from 1'}")
+        fault = f"expected {round or '1 or later'}, got {envelope.round}"
+        raise KnowledgeError(sender, "round", fault)
     if envelope.sender != sender:
-        raise KnowledgeError(sender, "sender", f"signs as {envelope.sender!r}")
+        raise KnowledgeError(sender, "sender", f"expected {sender!r}, got {envelope.sender!r}")
 
 
 def payload_bytes(parameters: Parameters) -> int:
-    """Return the size in bytes of a message's payload as Flower sends it."""
+    """Return the payload size of a Flower message, in bytes."""
     return sum(len(tensor) for tensor in parameters.tensors)
 
 
 def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Array]:
-    """Return the arrays in Flower's `parameters`, read without pickle.
+    """Read the arrays in Flower's `parameters` without pickle.
 
-    Raises KnowledgeError if they exceed `max_bytes` or are not well-formed .npy.
+    Raises KnowledgeError if they exceed `max_bytes` or are not valid .npy data.
     """
     check_size(payload_bytes(parameters), sender, max_bytes)
     return [
@@ -234,100 +259,102 @@ def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Arr
 def check_size(size: int, sender: str, max_bytes: int) -> None:
     """Raise KnowledgeError if a payload of `size` bytes is larger than `max_bytes`."""
     if size > max_bytes:
-        fault = f"is {size / 1e6:.1f} MB, the most allowed is {max_bytes / 1e6:.1f} MB"
+        fault = f"must be at most {max_bytes / 1e6:.1f} MB, got {size / 1e6:.1f} MB"
         raise KnowledgeError(sender, "payload", fault)
 
 
 def read_npy(data: bytes | memoryview, sender: str, name: str) -> Array:
-    """Return the array of an .npy file, which shares the memory of `data`.
+    """Read an array in .npy format. The array shares the memory of `data`.
 
-    Raises KnowledgeError if its header does not match the actual number of bytes.
+    Raises KnowledgeError if the header does not match the actual number of bytes.
     """
     start = len(_MAGIC) + 2
     end = start + int.from_bytes(data[start - 2 : start], "little")
     header = _HEADER.fullmatch(data[start:end]) if end <= start + MAX_HEADER_BYTES else None
     if header is None or data[: len(_MAGIC)] != _MAGIC:
-        raise KnowledgeError(sender, name, "is not an .npy array of a type that travels")
+        raise KnowledgeError(sender, name, "not a valid .npy array of a supported dtype")
     dtype, body = _DTYPES.get(header[1]), memoryview(data)[end:]
     if dtype is None:
-        raise KnowledgeError(
-            sender, name, f"holds {header[1].decode('latin1')}, which cannot travel"
-        )
+        raise KnowledgeError(sender, name, f"unsupported dtype {header[1].decode('latin1')!r}")
     shape = tuple(int(side) for side in header[3].split(b",") if side.strip())
     if len(shape) > MAX_RANK or math.prod(shape) * dtype.itemsize != len(body):
-        fault = f"claims {dtype} {list(shape)}, {len(body)} bytes came"
+        fault = f"header declares {dtype} {list(shape)}, got {len(body)} bytes"
         raise KnowledgeError(sender, name, fault)
     if dtype == np.bool_ and np.frombuffer(body, np.uint8).max(initial=0) > 1:
-        raise KnowledgeError(sender, name, "holds a truth that is neither 0 nor 1")
+        raise KnowledgeError(sender, name, "bool values must be stored as 0 or 1")
     try:
         flat = np.frombuffer(body, dtype=dtype)
         return flat.reshape(shape, order="F" if header[2] == b"True" else "C")
     except ValueError as error:
-        raise KnowledgeError(sender, name, f"claims {list(shape)} ({error})") from None
+        fault = f"invalid shape {list(shape)} ({error})"
+        raise KnowledgeError(sender, name, fault) from None
 
 
 def _read_manifest(arrays: Sequence[Array], sender: str) -> wire.Manifest:
     if not arrays or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
         raise KnowledgeError(sender, "manifest", "the first array must be uint8 [bytes]")
-    most = MAX_MANIFEST_BYTES + MAX_SPEC_BYTES * (len(arrays) - 1)
-    if arrays[0].size > most:
-        fault = f"is {arrays[0].size} bytes, the most allowed is {most}"
+    limit = MAX_MANIFEST_BYTES + MAX_SPEC_BYTES * (len(arrays) - 1)
+    if arrays[0].size > limit:
+        fault = f"must be at most {limit} bytes, got {arrays[0].size}"
         raise KnowledgeError(sender, "manifest", fault)
     manifest = wire.Manifest()
     try:
         manifest.ParseFromString(arrays[0].tobytes())
     except DecodeError as error:
-        raise KnowledgeError(sender, "manifest", f"cannot be read ({error})") from None
+        raise KnowledgeError(sender, "manifest", f"not a valid protobuf ({error})") from None
     if not PLAIN_VERSION <= manifest.schema_version <= SCHEMA_VERSION:
-        fault = f"is {manifest.schema_version}, this side reads {PLAIN_VERSION} to {SCHEMA_VERSION}"
+        fault = f"expected {PLAIN_VERSION} to {SCHEMA_VERSION}, got {manifest.schema_version}"
         raise KnowledgeError(sender, "schema_version", fault)
     packed = (
         manifest.base or manifest.held or any(s.encoding or s.difference for s in manifest.tensors)
     )
     if packed and manifest.schema_version < SCHEMA_VERSION:
-        fault = f"is {manifest.schema_version}, encodings need {SCHEMA_VERSION}"
+        fault = f"must be {SCHEMA_VERSION} for encoded tensors, got {manifest.schema_version}"
         raise KnowledgeError(sender, "schema_version", fault)
     return manifest
 
 
 def digest_of(weights: Arrays) -> int:
-    """Return a digest of named tensors, from 1; 0: there are none."""
+    """Return a positive digest of named tensors, or 0 if `weights` is empty."""
     if not weights:
         return 0
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for name in sorted(weights):
         value = weights[name]
-        found.update(f"{name}\0{value.dtype.str}{value.shape}\0".encode())
-        found.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    return (int.from_bytes(found.digest(), "big") >> (64 - DIGEST_BITS)) or 1
+        digest.update(f"{name}\0{value.dtype.str}{value.shape}\0".encode())
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return (int.from_bytes(digest.digest(), "big") >> (64 - DIGEST_BITS)) or 1
 
 
 def _tensor(spec: wire.TensorSpec, array: Array, sender: str, base: Arrays) -> Array:
-    """Return a message's tensor from the array that came for it. Raises KnowledgeError."""
+    """Decode one tensor from the received array. Raises KnowledgeError."""
 
     def fault(text: str) -> KnowledgeError:
         return KnowledgeError(sender, spec.name, text)
 
-    shape, came = tuple(spec.shape), f"came as {array.dtype} {list(array.shape)}"
+    shape, received = tuple(spec.shape), f"{array.dtype} {list(array.shape)}"
     if not spec.encoding:
         if spec.difference:
-            raise fault("is a difference without an encoding")
+            raise fault("a difference must have an encoding")
         if spec.dtype not in DTYPES or (spec.dtype, shape) != (array.dtype.name, array.shape):
-            raise fault(f"listed as {spec.dtype} {list(shape)}, {came}")
+            raise fault(f"manifest declares {spec.dtype} {list(shape)}, got {received}")
         return array
     encoding = ENCODINGS.get(spec.encoding)
     if encoding is None:
         known = ", ".join(ENCODINGS)
-        raise fault(f"is encoded as {spec.encoding!r}, this side decodes {known}")
+        raise fault(f"unsupported encoding {spec.encoding!r}, expected one of {known}")
     if spec.dtype != "float32" or len(shape) > MAX_RANK:
-        raise fault(f"{spec.dtype} of rank {len(shape)} cannot be encoded as {spec.encoding}")
+        raise fault(
+            f"{spec.encoding} encodes float32 tensors of at most {MAX_RANK} dimensions, got "
+            f"{spec.dtype} with {len(shape)} dimensions"
+        )
     if array.dtype != np.uint8 or array.ndim != 1:
-        raise fault(f"{came}, must be uint8 [bytes]")
+        raise fault(f"encoded data must be uint8 [bytes], got {received}")
     before = base.get(spec.name) if spec.difference else None
     if spec.difference and (
         before is None or before.dtype.name != spec.dtype or before.shape != shape
     ):
-        raise fault("is a difference to a tensor that the base lacks")
+        raise fault("no matching tensor in the base weights")
     try:
         values = encoding.decode(array, shape)
     except EncodingError as error:
@@ -336,7 +363,7 @@ def _tensor(spec: wire.TensorSpec, array: Array, sender: str, base: Arrays) -> A
         return values
     if not spec.rounded:
         return before + values
-    halves = halved(before + values)
+    halves = to_half(before + values)
     if not np.isfinite(halves).all():
-        raise fault("is beyond half precision, to which it is rounded")
+        raise fault("values exceed the range of half precision")
     return halves.astype(np.float32)
