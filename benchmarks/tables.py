@@ -21,7 +21,7 @@ from fedhet.cli.training import RUNS_PER_PROCESS
 from fedhet.config.resolve import Config
 from fedhet.engines.simulate import simulate, train
 from fedhet.experiments.plan import PlannedRun, plan, read_table
-from fedhet.runs.directory import read_known
+from fedhet.runs.directory import read_if_exists
 from fedhet.runs.records import FinalScores, Summary
 
 Parts = dict[str, float]
@@ -36,7 +36,7 @@ def made(
     directory = folder / run.directory.parent.name
     config = PlannedRun(run.label, values, directory).config
     whole = seconds(lambda: work(config, directory.resolve()))
-    summary = read_known(directory / "summary.json", Summary)
+    summary = read_if_exists(directory / "summary.json", Summary)
     assert summary
     found = {name: float(getattr(summary.seconds, name)) for name in STAGES}
     return {**found, "report": whole - sum(found.values())}, summary.accuracy

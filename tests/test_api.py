@@ -150,7 +150,7 @@ def test_a_run_goes_on(tmp_path):
     pd.testing.assert_frame_equal(scores, whole.to_frame())
     assert longer.directory == out
     assert len(longer.history) == 2
-    with pytest.raises(StateError, match="is complete; there is nothing to resume"):
+    with pytest.raises(StateError, match="is already complete"):
         quick(None, resume=out, rounds=2, **options)
     elsewhere = {"out": str(tmp_path / "b")}
     for other in (elsewhere, {"settings": elsewhere}, {"preset": "demo"}, {"config": "c.toml"}):

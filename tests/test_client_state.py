@@ -159,7 +159,7 @@ def test_a_late_save_does_not_overwrite_a_newer_state(tmp_path):
     late.begin_round()
     play(opened(tmp_path), 1, 1.0)
     before = (tmp_path / "run-1" / "client-0" / "round-000001.safetensors").read_bytes()
-    with pytest.raises(StateError, match="another worker meanwhile: round 1 came too late"):
+    with pytest.raises(StateError, match="another worker has saved a newer state"):
         late.save(1)
     assert (tmp_path / "run-1" / "client-0" / "round-000001.safetensors").read_bytes() == before
     late.restore("run-1", before=2)

@@ -61,7 +61,7 @@ def test_a_finished_run_is_left_as_it_is_where_it_cannot_go_on(tmp_path, change)
         run(longer(config, tmp_path / "run", **change), tmp_path / "run")
     with pytest.raises(
         StateError,
-        match=r"is complete; .* can be resumed with more --rounds",
+        match=r"already complete\. To continue it, increase --rounds",
     ):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
@@ -72,10 +72,7 @@ def test_a_changed_schedule_is_noted(tmp_path):
     run(config, tmp_path / "run")
     notices = Notices()
     run(longer(config, tmp_path / "run", rounds=2), tmp_path / "run", [notices])
-    assert (
-        "the learning rate (cosine) was scheduled for 1 rounds; from now on it is scheduled for 2"
-        in (notices.texts)
-    )
+    assert "the learning rate schedule (cosine) changes from 1 rounds to 2" in (notices.texts)
 
 
 # --- early stopping ---------------------------------------------------------------------------
@@ -132,7 +129,7 @@ def test_a_run_that_ended_early_continues_without_early_stopping(tmp_path):
     config = stubborn(early_stopping=1)
     assert run(config, tmp_path / "run")["rounds"] == 3
     with pytest.raises(
-        StateError, match="stopped early, and can be resumed with --set early-stopping=0"
+        StateError, match="stopped early; to continue it, add --set early-stopping=0"
     ):
         run(resumed(config, tmp_path / "run"), tmp_path / "run")
     summary = run(longer(config, tmp_path / "run", early_stopping=0), tmp_path / "run")
@@ -156,9 +153,9 @@ def test_the_best_round_is_the_first_of_the_highest():
 def test_the_state_of_the_best_round_is_kept(tmp_path):
     store = ClientStore(tmp_path, "run-1", "a")
     for number in (2, 3, 5, 6, 7, 8, 9):
-        store.save(number, {"w": torch.full((1,), float(number))}, {}, kept_too=4)
+        store.save(number, {"w": torch.full((1,), float(number))}, {}, best_round=4)
     assert store.rounds() == [3, 7, 8, 9]  # after round 4 the client's state was that of round 3
-    store.save(10, {"w": torch.ones(1)}, {}, kept_too=9)
+    store.save(10, {"w": torch.ones(1)}, {}, best_round=9)
     assert store.rounds() == [8, 9, 10]
 
 

@@ -317,7 +317,7 @@ def test_a_line_names_who_answered_is_awaited_rests_or_is_away():
     said = StringIO()
     progress = round_lines(Console(width=200, file=said), seconds=0.0)
     progress.run_started(small(rounds=9), Path("run"), dict.fromkeys("edcba", "mlp"), "digits")
-    progress.set_aside({"d": "resting", "e": "away"})
+    progress.clients_excluded({"d": "resting", "e": "away"})
     progress.round_started(3, ["a", "b", "c"])
     progress.client_started("b")
     progress.client_answered("a", "")

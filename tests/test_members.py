@@ -509,7 +509,7 @@ def test_a_late_reply_does_not_overwrite_newer_state(tmp_path):
     proxy.fit(server.ask(2)[0][1], None, 2)
     states = {path: path.read_bytes() for path in late.state.folder.glob("round-*")}
     assert len(states) == 2
-    with pytest.raises(StateError, match="came too late"):
+    with pytest.raises(StateError, match="has saved a newer state"):
         late.state.save(1)
     assert {path: path.read_bytes() for path in late.state.folder.glob("round-*")} == states
 

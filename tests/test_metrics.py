@@ -235,14 +235,14 @@ def test_metrics_come_through_as_they_were_sent():
         ("auc.common.private", -0.1, "must be from 0 to 1"),
         ("auc.common.private", "1", "must be a finite number"),
         ("test-loss.common.private", 38.0, "must be from 0 to 37"),
-        ("recall.2.common.private", 0.5, "is not a metric of this method"),
-        ("recall.-1.common.private", 0.5, "is not a metric of this method"),
-        ("macro-f1.common.private", 0.5, "is not a metric of this method"),
-        ("auc.common.proxy", 0.5, "is not a metric of this method"),
-        ("auc.personal.private", 0.5, "comes without accuracy.personal.private"),
+        ("recall.2.common.private", 0.5, "not a metric of this method"),
+        ("recall.-1.common.private", 0.5, "not a metric of this method"),
+        ("macro-f1.common.private", 0.5, "not a metric of this method"),
+        ("auc.common.proxy", 0.5, "not a metric of this method"),
+        ("auc.personal.private", 0.5, "reported without accuracy.personal.private"),
         ("majority.common", 1.5, "must be from 0 to 1"),
         ("majority.common", math.nan, "must be a finite number"),
-        ("majority.server", 0.5, "is not a metric of this method"),
+        ("majority.server", 0.5, "not a metric of this method"),
     ],
 )
 def test_metrics_from_outside_are_checked(name, value, fault):
@@ -267,7 +267,7 @@ def test_the_majority_class_is_measured_beside_the_accuracy(tmp_path):
 
 
 def test_without_the_setting_no_metric_is_taken():
-    with pytest.raises(KnowledgeError, match="is not a metric of this method"):
+    with pytest.raises(KnowledgeError, match="not a metric of this method"):
         read_measures("a", {**reported(), "auc.common.private": 0.5}, ("private",), ["accuracy"])
 
 

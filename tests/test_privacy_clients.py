@@ -395,7 +395,7 @@ def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
     told = weights_for(client) if method == "fedavg" else Knowledge()
     _, _, said = client.fit(encode(Envelope("run", method, 1, "server"), told), {})
     assert said["spent"] is True
-    assert "this site's 'privacy' is 8" in said["error"]
+    assert "this site allows epsilon = 8" in said["error"]
 
 
 def test_what_is_left_of_a_sites_budget_is_enough_for_class_sums_too(tmp_path):
@@ -450,7 +450,7 @@ def test_a_site_that_asks_for_privacy_refuses_a_run_without():
     "text", ["8", "epsilon=x", "epsilon=8 beta=1", "delta=1e-5", "epsilon=0", "epsilon=8 delta=1"]
 )
 def test_a_budget_that_cannot_be_read_is_refused(text):
-    with pytest.raises(SettingsError, match="expected 'epsilon=8 delta=1e-5'"):
+    with pytest.raises(SettingsError, match="such as 'epsilon=8 delta=1e-5'"):
         Budget.read(text)
 
 

@@ -450,5 +450,5 @@ def test_generated_public_samples_would_publish_private_values(method):
 def test_a_budget_needs_data_that_the_run_does_not_choose():
     node = build(NodeSettings, {"partition-id": 0, "privacy": "epsilon=8"}, prefix="node-config ")
     run = resolve({"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0})
-    with pytest.raises(SettingsError, match="expected a site with a data directory of its own"):
+    with pytest.raises(SettingsError, match="expected a site with its own data directory"):
         within_limits(run, node)

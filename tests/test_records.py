@@ -7,7 +7,7 @@ import pytest
 
 from fedhet.base.errors import StateError
 from fedhet.runs.directory import (
-    read_known,
+    read_if_exists,
     read_records,
     read_run_name,
     record_line,
@@ -85,7 +85,7 @@ def test_what_other_versions_write_is_read(tmp_path):
     assert math.isnan(scores.std)
     assert math.isnan(scores.per_client["a"])
     assert found.method == {"n": 1.0}
-    assert "cut short" in notes[0]
+    assert "truncated" in notes[0]
 
 
 def test_what_is_not_finite_is_written_as_null(tmp_path):
@@ -147,7 +147,7 @@ def test_a_tampered_summary_costs_one_line(tmp_path, change):
     }
     path.write_text(DEEP if change == "deep" else json.dumps({**sound, **changes[change]}))
     with pytest.raises(StateError, match=r"summary\.json: "):
-        read_known(path, Summary)
+        read_if_exists(path, Summary)
 
 
 def test_a_tampered_partition_or_run_name_costs_one_line(tmp_path):
@@ -155,7 +155,7 @@ def test_a_tampered_partition_or_run_name_costs_one_line(tmp_path):
     for text in (DEEP, '{"classes": ["a"], "counts": {"c": [1' + "0" * 30 + "]}}"):
         path.write_text(text)
         with pytest.raises(StateError, match=r"partition\.json: "):
-            read_known(path, Partition)
+            read_if_exists(path, Partition)
     for text in (DEEP, "9" * 5000, "[]", '{"run": [3]}', '{"run": "../x"}'):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(StateError, match=r"run\.json"):
@@ -208,8 +208,8 @@ def test_a_summary_is_written_field_by_field(tmp_path):
             "per_client": {"a": 0.25, "b": 0.75},
         }
     }  # fmt: skip
-    assert read_known(path, Summary) == with_ratios
-    assert read_known(tmp_path / "none.json", Summary) is None
+    assert read_if_exists(path, Summary) == with_ratios
+    assert read_if_exists(tmp_path / "none.json", Summary) is None
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path):

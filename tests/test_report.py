@@ -82,7 +82,7 @@ def test_a_cut_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     (path / "metrics.jsonl").write_text(text[:-40])
     run = load_run(path)
     assert run.done == 4
-    assert any("cut short" in note for note in run.notes)
+    assert any("truncated" in note for note in run.notes)
 
 
 def test_a_repeated_round_counts_once_as_written_last(tmp_path: Path) -> None:
@@ -132,7 +132,11 @@ def broken(path: Path, name: str, content: str | bytes | None) -> None:
         ("metrics.jsonl", "[1]\n", "line 1: content: "),
         ("summary.json", '{"method": "felo"', "truncated or not valid JSON"),
         ("summary.json", '{"method": "felo"}', "dataset: "),
-        ("partition.json", '{"classes": ["a"], "counts": {"x": [1, 2]}}', "2 counts for 1 classes"),
+        (
+            "partition.json",
+            '{"classes": ["a"], "counts": {"x": [1, 2]}}',
+            "expected 1 counts, got 2",
+        ),
     ],
 )
 def test_a_broken_file_is_named(
@@ -455,7 +459,7 @@ def test_the_page_of_an_unfinished_run_says_so(tmp_path: Path) -> None:
         file.write('{"round": 6, "asked": ["cl')
     page = Page(write_page(load_run(path)))
     assert "unfinished: 5 of 9 rounds" in page.text
-    assert "cut short" in page.text
+    assert "truncated" in page.text
     assert "round 5, the last so far" in page.text
 
 

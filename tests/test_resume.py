@@ -129,7 +129,7 @@ def test_a_checkpoint_that_is_not_this_runs_or_not_finite_is_passed_over(tmp_pat
     assert (found.round, found.metadata["state"]) == (1, "1")
     assert found.tensors["w"].tolist() == [1, 1]
     assert "round-000002" in notices[0]
-    assert "the checkpoint before it is tried" in notices[0]
+    assert "trying the previous checkpoint" in notices[0]
     save(last, {"w": torch.ones(2)}, {**sound, "run": "run-1", "method": "felo", "round": 2})
     assert ours.newest(notices.append, 2).round == 2
 
@@ -141,7 +141,7 @@ def test_a_truncated_checkpoint_costs_one_round(whole, tmp_path):
     notices = Notices()
     run(resumed(config, tmp_path / "cut"), tmp_path / "cut", [notices])
     same_but_for_the_name(whole[1], tmp_path / "cut")
-    assert any("round-000003" in text and "before it is tried" in text for text in notices.texts)
+    assert any("round-000003" in text and "trying the previous" in text for text in notices.texts)
     assert "resuming after round 2 of 4" in notices.texts
     assert last.with_suffix(".unreadable").exists(), "what could not be read is kept aside"
 
@@ -151,7 +151,7 @@ def test_checkpoints_none_of_which_is_whole_end_the_run(whole, tmp_path):
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         path.write_bytes(b"")
     before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
-    with pytest.raises(StateError, match="none of 2 checkpoints can be read"):
+    with pytest.raises(StateError, match="none of the 2 checkpoints is valid"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
@@ -193,16 +193,16 @@ def test_records_that_are_gone_are_named(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     metrics = tmp_path / "cut" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    with pytest.raises(StateError, match="holds 1 whole rounds, the last checkpoint is of round 3"):
+    with pytest.raises(StateError, match="but the last checkpoint is of round 3"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"method": "local"}, "contains a run with 'method' = '(felo|fedtype)', not 'local'"),
-        ({"training.lr": 0.5}, r"contains a run with 'training\.lr' = 0.001, not 0.5"),
-        ({"rounds": 3}, "contains a run with 'rounds' = 4, not 3: a run can be resumed with more"),
+        ({"method": "local"}, "contains a run with 'method' = '(felo|fedtype)', got 'local'"),
+        ({"training.lr": 0.5}, r"contains a run with 'training\.lr' = 0.001, got 0.5"),
+        ({"rounds": 3}, "'rounds' must be at least 4 to resume this run, got 3"),
     ],
 )
 def test_a_run_of_other_settings_is_left_as_it_is(whole, tmp_path, change, message):
@@ -241,7 +241,7 @@ def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
     assert not list(whole.rglob("*.safetensors"))
     numbers = (whole / "metrics.jsonl").read_bytes()
     longer = resumed(small("local", rounds=3, clients=2), whole)
-    with pytest.raises(StateError, match="holds 2 whole rounds, and there is no checkpoint"):
+    with pytest.raises(StateError, match="contains 2 complete rounds, but its models"):
         run(longer, whole)
     assert (whole / "metrics.jsonl").read_bytes() == numbers
     assert (whole / "summary.json").is_file()
@@ -288,7 +288,7 @@ def test_a_resumed_run_ends_whatever_its_records_add_up_to(tmp_path):
 def test_a_complete_run_is_not_resumed(whole, tmp_path):
     config, directory = whole
     shutil.copytree(directory, tmp_path / "copy")
-    with pytest.raises(StateError, match="is complete; there is nothing to resume"):
+    with pytest.raises(StateError, match="is already complete"):
         run(resumed(config, tmp_path / "copy"), tmp_path / "copy")
 
 

@@ -163,7 +163,7 @@ def test_a_state_of_another_model_is_refused(felo):
         ({"weights/classifier.weight": lambda x: x[:, :3]}, {},
          "weights/classifier.weight: expected float32 [10, 64], got float32 [10, 3]"),
         ({"weights/classifier.weight": None}, {}, "weights/classifier.weight: missing"),
-        ({}, {"sender": "client-0"}, "sender: expected 'client-1', got 'client-0'"),
+        ({}, {"sender": "client-0"}, "sender: expected 'client-2', got 'client-0'"),
         ({}, {"round": 7}, "round: expected 1, got 7"),
     ],
 )  # fmt: skip
@@ -214,7 +214,7 @@ def test_bytes_that_are_no_message_are_dropped(tmp_path, monkeypatch):
     answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in server.ask(1)]
     server.strategy.aggregate_fit(1, answers, [])
     failed = server.strategy.state.record.failed
-    assert failed["client-0"].startswith("array 1: is not an .npy array")
+    assert failed["client-0"].startswith("array 1: not a valid .npy array")
     assert failed["client-1"].startswith("payload: is 1.")
     assert "allowed is 0.5 MB" in failed["client-1"]
     assert failed["client-2"].startswith("accuracy.common.private: is nan")
@@ -247,7 +247,7 @@ def test_a_malformed_instruction_is_answered_with_the_fault(tmp_path):
     _, _, metrics = client.fit(encode(Envelope("r", "felo", 1, "server"), Knowledge(bad)), {})
     assert metrics["error"] == "server: classes: values must be unique, got 1 more than once"
     _, _, metrics = client.fit(encode(Envelope("../r", "felo", 1, "server"), Knowledge()), {})
-    assert metrics["error"].startswith("server: run: is '../r'")
+    assert metrics["error"].startswith("server: run: expected a valid name, got '../r'")
     assert not list(tmp_path.iterdir())
 
 

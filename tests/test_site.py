@@ -48,8 +48,8 @@ def asked(node=None, **run):
 @pytest.mark.parametrize(
     ("run", "limit"),
     [
-        ({"training__local-epochs": 10**6}, "'max-epochs' is 1000"),
-        ({"method": "cofed", "cofed__update-epochs": 10**6}, "'max-epochs' is 1000"),
+        ({"training__local-epochs": 10**6}, "'max-epochs' = 1000"),
+        ({"method": "cofed", "cofed__update-epochs": 10**6}, "'max-epochs' = 1000"),
         ({"models__num-classes": 100_000}, "'max-model-bytes'"),
     ],
 )
@@ -60,7 +60,7 @@ def test_what_exceeds_a_sites_limits_is_one_line(run, limit):
 
 def test_a_sites_limits_are_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path))
-    with pytest.raises(SettingsError, match="'max-epochs' is 2"):
+    with pytest.raises(SettingsError, match="'max-epochs' = 2"):
         client_fn(asked({"max-epochs": 2}, **{"training__local-epochs": 3}))
     np.savez(tmp_path / "train.npz", x=np.zeros((40, 8, 8), np.uint8), y=np.arange(40) % 2)
     node = {"data": str(tmp_path), "name": "site-a", "max-data-bytes": 1000}

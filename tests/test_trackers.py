@@ -105,7 +105,9 @@ def test_a_file_for_prometheus_has_the_last_rounds_numbers(tmp_path):
 def test_without_the_library_the_error_explains_what_to_install(tracker, monkeypatch, tmp_path):
     name, _ = tracker
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SettingsError, match=rf"needs the package '{name}': pip install"):
+    with pytest.raises(
+        SettingsError, match=rf"package '{name}' not found. Install it with pip install"
+    ):
         run(tracked(name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

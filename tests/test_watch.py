@@ -21,7 +21,7 @@ from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import main
 from fedhet.report import watch
 from fedhet.report.watch import serve
-from fedhet.runs.directory import claimed
+from fedhet.runs.directory import lock
 from fedhet.runs.log import Watcher
 from fedhet.runs.progress import read_status
 from fedhet.server.members import ClientHealth
@@ -211,7 +211,7 @@ def test_a_page_follows_its_run(runs, browser):  # noqa: F811
         )
     )  # fmt: skip
     faults = []
-    with contextlib.closing(claimed(path)), serve(runs) as address:  # as its process would
+    with contextlib.closing(lock(path)), serve(runs) as address:  # as its process would
         tab = browser.new_page()
         tab.on("pageerror", lambda error: faults.append(str(error)))
         tab.on("console", lambda said: faults.append(said.text))

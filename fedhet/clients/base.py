@@ -58,8 +58,8 @@ from fedhet.models import (
 from fedhet.runs.measures import (
     MISSING_BASE,
     Measured,
+    by_score_key,
     peak_memory_mb,
-    placed,
     timed,
     write_measures,
 )
@@ -495,7 +495,7 @@ def _measured(
 ) -> Measured:
     """Collect the measurements of a client; `loss` is the training loss."""
     return Measured(
-        placed(scores),
+        by_score_key(scores),
         loss,
         train_seconds,
         eval_seconds,

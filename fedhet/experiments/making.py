@@ -39,7 +39,7 @@ from fedhet.experiments.plan import (
 )
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.report.tables import Cells
-from fedhet.runs.directory import delete_models, make_folder
+from fedhet.runs.directory import delete_models, make_directory
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import RoundRecord
 from fedhet.runs.units import plural
@@ -98,7 +98,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
         show_plan(runs)
         return
     out = wanted.out
-    make_folder(out)
+    make_directory(out)
     faults = make_runs(f"{word}, {wanted.size}", runs, wanted)
     made = [paper.collect(found) for found in plans]
     for results in made:
@@ -130,7 +130,7 @@ def make_field(methods: Sequence[str], wanted: Wanted) -> None:
     if wanted.dry_run:
         show_plan(planned.runs)
         return
-    make_folder(wanted.out)
+    make_directory(wanted.out)
     faults: dict[str, str] = {}
     for seed in planned.seeds:
         runs = [run for run in planned.runs if run.values["seed"] == seed]

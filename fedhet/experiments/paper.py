@@ -29,7 +29,7 @@ from fedhet.experiments.plan import (
 from fedhet.report.comparison import Difference
 from fedhet.report.page import render
 from fedhet.report.tables import LATEX_HEAD, Cell, Cells, markdown, plain, tabular
-from fedhet.runs.directory import read_known
+from fedhet.runs.directory import read_if_exists
 from fedhet.runs.records import NAN, Origin, Summary
 
 OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
@@ -153,7 +153,7 @@ def collect(plan: Plan) -> Results:
         series = pd.Series(values, dtype=float).dropna() * (100.0 if in_percent else 1.0)
         cells[cell.row.name, cell.column.name] = cell, series
     runs = [run for run in plan.runs if run.finished]
-    origins = [read_known(run.directory / "run.json", Origin) or Origin() for run in runs]
+    origins = [read_if_exists(run.directory / "run.json", Origin) or Origin() for run in runs]
     measured: dict[str, dict[str, Measured]] = {}
     for (row, column), (_, values) in cells.items():
         numbers = float(values.mean()), float(values.std())
@@ -178,7 +178,7 @@ def collect(plan: Plan) -> Results:
 
 
 def _seconds(run: PlannedRun) -> float:
-    summary = read_known(run.directory / "summary.json", Summary)
+    summary = read_if_exists(run.directory / "summary.json", Summary)
     return summary.seconds.total if summary else 0.0
 
 

@@ -30,7 +30,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import of_method, read_preset
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.report.run import Run, load_run
-from fedhet.runs.measures import tail_begins
+from fedhet.runs.measures import tail_start
 from fedhet.runs.records import PROTOCOLS
 from fedhet.settings.run import PLACE, RunSettings
 from fedhet.settings.schema import is_machine, plain
@@ -294,7 +294,7 @@ class PlannedRun:
         earlier = run.early_stopping or run.keep_best or "local" in found.method.spec.kinds
         if earlier or "evaluate-from" in self.values:
             return found
-        return found.replacing(evaluate_from=tail_begins(run.rounds))
+        return found.replacing(evaluate_from=tail_start(run.rounds))
 
     @property
     def command(self) -> str:

@@ -27,7 +27,7 @@ from fedhet.inference.client import TrainedClient
 from fedhet.kinds import IMAGE, PADDING, TEXT
 from fedhet.learning.devices import scaled
 from fedhet.models import HetModel, Refitted
-from fedhet.runs.storage import apart
+from fedhet.runs.storage import unshared
 
 FORMATS = ("safetensors", "pt2", "onnx")
 """Export formats: weights only, a program of torch.export, and ONNX."""
@@ -117,7 +117,7 @@ def export(trained: TrainedClient, form: str, path: Path, kind: str = "private")
     text = card(trained, kind, form, is_scaling=form != "safetensors")
     with Folder(path.parent).replacing(path.name) as temporary:
         if form == "safetensors":
-            weights = apart(trained.network(kind).state_dict())
+            weights = unshared(trained.network(kind).state_dict())
             save_file(weights, temporary, metadata={"format": "pt", "card": text})
         else:
             _write_program(trained, model, form, temporary, text)

@@ -306,12 +306,12 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     records, notes = directory.read_records(root / "metrics.jsonl")
     if not records:
         raise StateError(f"{root / 'metrics.jsonl'}: holds no complete round")
-    summary = directory.read_known(root / "summary.json", Summary)
+    summary = directory.read_if_exists(root / "summary.json", Summary)
     if summary and summary.last_round < records[-1].round:
         notes.append(f"summary.json ends at round {summary.last_round}, metrics.jsonl continues")
         summary = None
-    partition = directory.read_known(root / "partition.json", Partition)
-    origin, baseline = directory.read_known(root / "run.json", Origin) or Origin(), None
+    partition = directory.read_if_exists(root / "partition.json", Partition)
+    origin, baseline = directory.read_if_exists(root / "run.json", Origin) or Origin(), None
     if with_baseline:
         with contextlib.suppress(StateError):  # until it has recorded a round
             baseline = load_run(root / directory.BASELINE, with_baseline=False)

@@ -1,6 +1,6 @@
-"""A run's directory: its files, its lock, and what a run may be resumed with.
+"""Directory of a run: files, lock, and checks before a run is resumed.
 
-Records, summaries and partitions are JSON; their schema is in `fedhet.runs.records`.
+Records, summaries and partitions are JSON files, whose schema is in `fedhet.runs.records`.
 """
 
 from __future__ import annotations
@@ -38,37 +38,34 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BASELINE = "baseline"
-"""The folder in a run's directory of the run that it is compared with."""
-PARTS_OF_A_RECORD = 20
-"""Parts of a record that are there though its line does not name them."""
+"""Subdirectory of a run's directory for the baseline run that it is compared with."""
+MAX_ADDED_PARTS = 20
+"""Number of parts of a parsed record that its line may leave out because they have defaults."""
 LOCK = "run.lock"
-"""The file that a run's process locks."""
+"""Name of the file that a run's process locks."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
-"""Seconds after each try to lock it: who asks for a run's status has it locked for a moment."""
-WITH_MODELS = ("state", "checkpoints", "inbox", "late", "pool")
-"""The folders of a run's directory that hold models or replies: most of what it takes on disk."""
+"""Seconds to wait after each attempt to lock, because a status query locks the file briefly."""
+MODEL_DIRECTORIES = ("state", "checkpoints", "inbox", "late", "pool")
+"""Subdirectories with models or replies, which use most of a run's disk space."""
 
 
 def record_line(record: RoundRecord) -> str:
-    """Return a record as a line of metrics.jsonl, with null for what is not finite.
+    """Serialize a record to a line of metrics.jsonl, with null for NaN and infinity.
 
-    What only some rounds have is left out if there is none.
+    Optional fields are omitted if they are empty.
     """
     content = _finite(TypeAdapter(RoundRecord).dump_python(record))
-    sometimes = "majority", "metrics", "unevaluated", "absent", "late", "ages", "clock", "epsilon"
-    for name in sometimes:
+    optional = "majority", "metrics", "unevaluated", "absent", "late", "ages", "clock", "epsilon"
+    for name in optional:
         if not content[name]:
             del content[name]
     return json.dumps(content, allow_nan=False) + "\n"
 
 
 def summary_text(summary: Summary) -> str:
-    """Return a summary as the text of summary.json; what only some runs have is left out if empty.
-
-    These are `relative`, `metrics`, `training` and `privacy`, and each round's `clock`.
-    """
-    names = "relative", "metrics", "training", "privacy"
-    empty = {name for name in names if not getattr(summary, name)}
+    """Serialize a summary to the text of summary.json. Omits optional fields that are empty."""
+    optional = "relative", "metrics", "training", "privacy"
+    empty = {name for name in optional if not getattr(summary, name)}
     content = _finite(summary.model_dump(exclude=empty))
     for past in content["history"]:
         if past["clock"] is None:
@@ -85,7 +82,7 @@ def _finite(content: Any) -> Any:
 
 
 def append(path: Path, line: str) -> None:
-    """Append a line to a file and sync it; it is not written through a link. Raises StateError."""
+    """Append a line to a file and sync it. Rejects symlinks. Raises StateError."""
     try:
         with os.fdopen(Folder(path.parent).open(path.name, os.O_WRONLY | os.O_APPEND), "a") as file:
             file.write(line)
@@ -96,14 +93,14 @@ def append(path: Path, line: str) -> None:
 
 
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
-    """Return the rounds of metrics.jsonl in order, and notes on what was left out.
+    """Read metrics.jsonl, and return its records in order of rounds, and notes for the user.
 
-    A truncated last line is left out. If a round was repeated after a resume, the later record
-    counts. Raises StateError, which names the line, for any other fault.
+    A truncated last line is skipped with a note. If a round was repeated after a resume, the later
+    record is used. Raises StateError naming the line if any other line is invalid.
     """
     with reading(path):
         text = read_file(path)
-    check_json_size(path, text, PARTS_OF_A_RECORD * text.count(b"\n"))
+    check_json_size(path, text, MAX_ADDED_PARTS * text.count(b"\n"))
     lines = [(n, line) for n, line in enumerate(text.split(b"\n"), 1) if line.strip()]
     records: dict[int, RoundRecord] = {}
     notes: list[str] = []
@@ -113,34 +110,34 @@ def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
         except (ValueError, RecursionError) as error:
             if number != lines[-1][0]:
                 raise StateError(f"{path}: line {number}: not valid JSON: {error}") from None
-            notes.append("the last line of metrics.jsonl was cut short and is left out")
+            notes.append("skipped the last line of metrics.jsonl, which is truncated")
             break
         record = _validated(RoundRecord, content, f"{path}: line {number}")
         records[record.round] = record
     return [records[number] for number in sorted(records)], notes
 
 
-def read_known(path: Path, schema: type[T]) -> T | None:
-    """Return what a JSON file holds, of a schema, or None if it is absent. Raises StateError."""
+def read_if_exists(path: Path, schema: type[T]) -> T | None:
+    """Read and validate a JSON file, or return None if it does not exist. Raises StateError."""
     return read_validated(path, schema) if path.exists() else None
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise a StateError that names `path` if it cannot be read inside the block."""
+    """Convert errors of reading `path` in the block to a StateError that names the file."""
     try:
         yield
     except FileNotFoundError:
         raise StateError(
-            f"{path}: absent; either no round was finished, or {path.parent} is not the directory "
-            "of a run"
+            f"{path} not found: either no round has finished, or {path.parent} is not a run "
+            "directory"
         ) from None
     except OSError as error:
-        raise StateError(f"{path}: unreadable: {reason_of(error)}") from None
+        raise StateError(f"cannot read {path}: {reason_of(error)}") from None
 
 
 def read_validated(path: Path, schema: type[T]) -> T:
-    """Return what a JSON file holds, of a schema. Raises StateError that names file and field."""
+    """Read and validate a JSON file. Raises StateError naming the file and the field."""
     with reading(path):
         content = read_json(path)
     return _validated(schema, content, str(path))
@@ -159,33 +156,33 @@ def create(directory: Path) -> None:
     """Create the directory of a new run. Raises StateError if it is not empty."""
     if (directory / "config.toml").exists():
         raise StateError(
-            f"{directory} already contains a run: give another directory with --out, or resume "
-            "the run with --resume (in a deployment: --set resume=true)"
+            f"{directory} already contains a run. Choose another directory with --out, or resume "
+            "the run with --resume (in a deployment: --set resume=true)."
         )
-    make_folder(directory)
+    make_directory(directory)
     if any(directory.iterdir()):
-        raise StateError(f"{directory} is not empty; give another directory with --out")
+        raise StateError(f"{directory} is not empty. Choose another directory with --out.")
 
 
-def make_folder(directory: Path) -> None:
-    """Create a folder for runs, unless it exists and can be read. Raises StateError."""
+def make_directory(directory: Path) -> None:
+    """Create a directory if it does not exist, and check that it is readable. Raises StateError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         next(directory.iterdir(), None)
     except OSError as error:
-        raise StateError(f"cannot make the folder {directory}: {reason_of(error)}") from None
+        raise StateError(f"cannot create directory {directory}: {reason_of(error)}") from None
 
 
 def delete_models(directory: Path) -> None:
-    """Remove a run's models and what it would resume from; what it measured stays."""
-    for name in WITH_MODELS:
+    """Delete a run's models, replies and checkpoints, but keep its records."""
+    for name in MODEL_DIRECTORIES:
         shutil.rmtree(directory / name, ignore_errors=True)
 
 
-def claimed(directory: Path) -> IO[str]:
-    """Return an open lock file of the directory; the system releases it when the process ends.
+def lock(directory: Path) -> IO[str]:
+    """Lock a run's directory until the process ends, and return the open lock file.
 
-    Raises StateError if another process has locked the run, or if a link lies in its directory.
+    Raises StateError if another process has locked the run, or if the directory contains a symlink.
     """
     check_no_symlinks(directory)
     file = os.fdopen(Folder(directory).open(LOCK, os.O_RDWR), "r+")
@@ -198,8 +195,8 @@ def claimed(directory: Path) -> IO[str]:
     raise StateError(f"the run in {directory} is still running in another process")
 
 
-def is_claimed(directory: Path) -> bool:
-    """Return whether a process has locked the run in a directory: it is under way."""
+def is_locked(directory: Path) -> bool:
+    """Return whether a process has locked the run, which means that the run is in progress."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -214,53 +211,51 @@ def is_claimed(directory: Path) -> bool:
 
 
 def check_same(config: Config, directory: Path) -> None:
-    """Raise StateError unless `directory` holds a run of the same experiment that can be resumed.
+    """Raise StateError unless `directory` contains a run that can be resumed with `config`.
 
-    What is not part of the experiment may differ: where and on what it runs, and when it ends. A
-    complete run can be resumed with more rounds.
+    Settings of the machine and of the end of the run may differ. A complete run can be resumed with
+    more rounds.
     """
     if is_complete(config, directory):
-        advice = "it can be resumed with more --rounds"
+        advice = "To continue it, increase --rounds."
         if len(read_records(directory / "metrics.jsonl")[0]) < config.run.rounds:
-            advice = "it was stopped early, and can be resumed with --set early-stopping=0"
-        raise StateError(
-            f"the run in {directory} is complete; there is nothing to resume: {advice}"
-        )
+            advice = "It was stopped early; to continue it, add --set early-stopping=0."
+        raise StateError(f"the run in {directory} is already complete. {advice}")
 
 
 def is_complete(config: Config, directory: Path) -> bool:
-    """Return whether `directory` holds a run of the same experiment that has no rounds left.
+    """Return whether `directory` contains a complete run of the same experiment.
 
-    Raises StateError if it is of another experiment, or was to have more rounds.
+    Raises StateError if it contains another experiment, or a run with more rounds.
     """
     if not (directory / "config.toml").exists():
         return False
-    there = read_toml(directory / "config.toml")
-    here = {name: value for name, value in config.flat().items() if name not in PLACE}
-    for name in sorted(here.keys() | there.keys(), key=lambda name: (name != "method", name)):
-        if here.get(name) != there.get(name) and name not in where_it_ran() | ENDS:
+    saved = read_toml(directory / "config.toml")
+    current = {name: value for name, value in config.flat().items() if name not in PLACE}
+    for name in sorted(current.keys() | saved.keys(), key=lambda name: (name != "method", name)):
+        if current.get(name) != saved.get(name) and name not in where_it_ran() | ENDS:
             raise StateError(
-                f"{directory} contains a run with '{name}' = {there.get(name)!r}, not "
-                f"{here.get(name)!r}: resume it with its own settings, or start another run in "
-                "another directory"
+                f"{directory} contains a run with '{name}' = {saved.get(name)!r}, got "
+                f"{current.get(name)!r}. Resume the run with its own settings, or choose another "
+                "directory for a new run."
             )
-    rounds, planned = config.run.rounds, there.get("rounds")
+    rounds, planned = config.run.rounds, saved.get("rounds")
     if isinstance(planned, int) and rounds < planned:
         raise StateError(
-            f"{directory} contains a run with 'rounds' = {planned}, not {rounds}: a run can be "
-            "resumed with more rounds, not with fewer"
+            f"{directory}: 'rounds' must be at least {planned} to resume this run, got {rounds}"
         )
     if not (directory / "summary.json").exists():
         return False
-    found = read_records(directory / "metrics.jsonl")[0]
-    return len(found) >= last_round(found, config)
+    records = read_records(directory / "metrics.jsonl")[0]
+    return len(records) >= last_round(records, config)
 
 
 def last_round(records: Sequence[RoundRecord], config: Config) -> int:
-    """Return the last round of a run, as far as it is known after `records`.
+    """Return the number of the last round of a run, as known after `records`.
 
-    With early stopping it is the one after that in which the headline accuracy has not risen for so
-    many evaluations. It follows from the records alone, so that a run that was cut off ends alike.
+    Early stopping ends the run one round after the headline accuracy has not increased for
+    `early-stopping` evaluations. This only depends on the records, so that a resumed run ends at
+    the same round.
     """
     rounds, patience = config.run.rounds, config.run.early_stopping
     best, waited = -math.inf, 0
@@ -275,9 +270,9 @@ def last_round(records: Sequence[RoundRecord], config: Config) -> int:
 
 
 def read_run_name(directory: Path) -> str:
-    """Return the run's name, as clients know it. Raises StateError."""
+    """Return the name of the run, as used in messages. Raises StateError."""
     path = directory / "run.json"
     name = read_validated(path, Origin).run
     if not is_name(name):
-        raise StateError(f"{path}: {name!r} cannot name a run")
+        raise StateError(f"{path}: invalid run name {name!r}")
     return name

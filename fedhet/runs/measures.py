@@ -1,6 +1,6 @@
-"""What clients measure and report, and statistics over a round's clients and over the rounds.
+"""Client measurements, and statistics over the clients of a round and over rounds.
 
-A client's measurements are sent as flat metric names; they are checked and bounded here.
+Clients send their measurements as flat metric names, which are validated here.
 """
 
 from __future__ import annotations
@@ -41,79 +41,79 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Result = TypeVar("Result")
 MAX_REPORTED = 1e15
-"""The largest loss, time or size that a client may report; keeps sums and squares finite."""
+"""Maximum loss, time or size that a client may report, so that sums and squares are finite."""
 ScoreKey = tuple[str, str, str]
 """A metric, the protocol of the test split, and the kind of model."""
 BUDGET_EXHAUSTED = "spent"
-"""Set beside an error: the client has no privacy left to spend."""
+"""Metric set with an error: the client's privacy budget is exhausted."""
 MISSING_BASE = "lacks"
-"""Set beside an error: the client does not have the weights on which its instruction builds."""
+"""Metric set with an error: the client does not have the base weights of its instruction."""
 SEMI_METRICS = ("pseudo_labels", "pseudo_error")
-"""With `training.semi`: the share of predictions that became pseudo-labels, and of these that are
-wrong, where the truth is known."""
+"""Metrics of `training.semi`: the fraction of predictions that became pseudo-labels, and the error
+rate of pseudo-labels whose true label is known."""
 WORK = "work"
-"""With a simulated clock: the training samples that a client has used, each time it was used."""
+"""Metric for a simulated clock: number of training samples processed, counted in each epoch."""
 MAJORITY = "majority"
-"""Before a protocol: the accuracy of always predicting the most frequent class there."""
+"""Prefix of a protocol: accuracy of always predicting the most frequent class of its test set."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
 )  # fmt: skip
-"""The names of `write_measures` besides the scores."""
+"""Metric names written by `write_measures`, other than scores."""
 TAIL = 5
-"""The tail of a run is one round in this many: the last fifth."""
+"""Divisor of the number of rounds in the tail of a run, which is its last fifth."""
 
 
-def mean_metrics(said: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
-    """Return the mean of each scalar that clients report, over the clients that report it."""
-    names = sorted({name for scalars in said for name in scalars})
+def mean_metrics(reported: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
+    """Return the mean of each scalar over the clients that report it."""
+    names = sorted({name for scalars in reported for name in scalars})
     return {
-        name: float(np.mean([float(scalars[name]) for scalars in said if name in scalars]))
+        name: float(np.mean([float(scalars[name]) for scalars in reported if name in scalars]))
         for name in names
     }
 
 
 def peak_memory_mb() -> float:
-    """Return the peak memory of this process, in MB."""
+    """Return the peak memory usage of this process, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def reset_peak_memory() -> None:
-    """Let this process's peak memory begin at what it uses now, where the system allows that.
+    """Reset the peak memory of this process to its current usage, where supported (Linux).
 
-    Otherwise the peak of a run would be that of the largest before it in the same process.
+    Otherwise, the peak would include earlier runs in the same process.
     """
-    with contextlib.suppress(OSError):  # Linux alone has it
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def timed(work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> tuple[Result, float]:
-    """Return what `work` returns, and the seconds that it took."""
+def timed(function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> tuple[Result, float]:
+    """Call a function, and return its result and duration in seconds."""
     started = time.perf_counter()
-    return work(*args, **kwargs), time.perf_counter() - started
+    return function(*args, **kwargs), time.perf_counter() - started
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A client's measurements in one message."""
+    """Measurements of a client in one message."""
 
     scores: dict[ScoreKey, float]
-    """What the models score; those of a model include its accuracy."""
+    """Scores of the models; each scored model has an accuracy."""
     loss: float | None = None
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
     memory_mb: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of `SEMI_METRICS`, those that there are; each in [0, 1]."""
+    """Reported metrics among `SEMI_METRICS`, each in [0, 1]."""
     epsilon: float | None = None
-    """What the run has cost the client's samples so far; None: they are not protected."""
+    """Privacy budget consumed by the run so far, or None without differential privacy."""
     majority: dict[str, float] = field(default_factory=dict)
-    """By protocol, the accuracy of always predicting the test split's most frequent class."""
+    """Accuracy of always predicting the most frequent class of the test split, by protocol."""
 
 
-def placed(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
-    """Return the metrics in scores by (protocol, kind of model)."""
+def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
+    """Flatten evaluations by (protocol, kind of model) to values by (metric, protocol, kind)."""
     return {
         (metric, *place): value
         for place, score in scores.items()
@@ -122,43 +122,49 @@ def placed(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float
 
 
 def write_measures(measured: Measured) -> dict[str, float]:
-    """Return the measurements by flat metric names; `read_measures` is the inverse."""
-    flat = {".".join(place): value for place, value in measured.scores.items()}
-    sometimes = {"loss": measured.loss, "epsilon": measured.epsilon}
-    flat |= {name: value for name, value in sometimes.items() if value is not None}
+    """Convert measurements to flat metric names (inverse of `read_measures`)."""
+    flat = {".".join(key): value for key, value in measured.scores.items()}
+    optional = {"loss": measured.loss, "epsilon": measured.epsilon}
+    flat |= {name: value for name, value in optional.items() if value is not None}
     flat["seconds.train"] = measured.train_seconds
     flat["seconds.evaluate"] = measured.evaluate_seconds
     flat["memory"] = measured.memory_mb
-    flat |= {f"{MAJORITY}.{protocol}": share for protocol, share in measured.majority.items()}
+    flat |= {f"{MAJORITY}.{protocol}": value for protocol, value in measured.majority.items()}
     return flat | measured.metrics
 
 
 def read_measures(
-    sender: str, metrics: Mapping[str, object], kinds: Sequence[str], wanted: Sequence[str]
+    sender: str, metrics: Mapping[str, object], kinds: Sequence[str], score_names: Sequence[str]
 ) -> Measured:
-    """Return a client's measurements of models of the method's `kinds`.
+    """Validate the metrics of a client's message.
 
-    `wanted`: the names under which the run's metrics are reported. Raises KnowledgeError naming the
-    sender and the metric, for any other metric too.
+    Args:
+        sender: Name of the client in error messages.
+        metrics: Metrics of the message.
+        kinds: Kinds of models that the method evaluates.
+        score_names: Names of the score metrics of the run.
+
+    Raises:
+        KnowledgeError: If a metric is unknown or invalid.
     """
     number = partial(_number, sender, metrics)
     if WORK in metrics:
         number(WORK)
-    places = {".".join(place): place for place in product(wanted, PROTOCOLS, kinds)}
-    known = (*places, *MEASURES)
+    keys = {".".join(key): key for key in product(score_names, PROTOCOLS, kinds)}
+    valid_names = (*keys, *MEASURES)
     for name in metrics:
-        if name not in known:
-            fault = f"is not a metric of this method{nearest(name, known)}"
+        if name not in valid_names:
+            fault = f"not a metric of this method{nearest(name, valid_names)}"
             raise KnowledgeError(sender, name, fault)
     scores: dict[ScoreKey, float] = {}
-    for name in filter(metrics.__contains__, places):
-        metric, accuracy = metric_of(places[name][0]), ".".join((ACCURACY, *places[name][1:]))
+    for name in filter(metrics.__contains__, keys):
+        metric, accuracy = metric_of(keys[name][0]), ".".join((ACCURACY, *keys[name][1:]))
         if accuracy not in metrics:
-            raise KnowledgeError(sender, name, f"comes without {accuracy}")
-        scores[places[name]] = value = number(name, metric.lowest, metric.highest)
+            raise KnowledgeError(sender, name, f"reported without {accuracy}")
+        scores[keys[name]] = value = number(name, metric.lowest, metric.highest)
         if 0 < value < metric.min_positive:
-            fault = f"is {value}, must be 0 or from {metric.min_positive:g} to {metric.highest:g}"
-            raise KnowledgeError(sender, name, fault)
+            rule = f"must be 0 or from {metric.min_positive:g} to {metric.highest:g}"
+            raise KnowledgeError(sender, name, f"{rule}, got {value}")
     return Measured(
         scores,
         number("loss", low=-MAX_REPORTED) if "loss" in metrics else None,
@@ -184,22 +190,22 @@ def _number(
 ) -> float:
     value = metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise KnowledgeError(sender, name, f"is {shown(value)}, must be a finite number")
+        raise KnowledgeError(sender, name, f"must be a finite number, got {shown(value)}")
     if not low <= value <= high:
-        raise KnowledgeError(sender, name, f"is {shown(value)}, must be from {low:g} to {high:g}")
+        raise KnowledgeError(sender, name, f"must be from {low:g} to {high:g}, got {shown(value)}")
     return float(value)
 
 
 @dataclass(frozen=True)
 class Tail:
-    """A mean accuracy over the last rounds of a run, and the rounds that it is over."""
+    """Mean accuracy over the last rounds of a run, and the numbers of these rounds."""
 
     mean: float = NAN
     rounds: tuple[int, ...] = ()
 
 
 def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) -> Score:
-    """Return mean, standard deviation, worst and the values; all clients have equal weight."""
+    """Compute mean, standard deviation and worst value over clients with equal weights."""
     values = np.array([per_client[name] for name in sorted(per_client)])
     return Score(
         mean=float(values.mean()),
@@ -212,23 +218,23 @@ def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) ->
 def summarize(
     values: ByPlace, without: Collection[str] = (), *, lower_is_better: bool = False
 ) -> Scores:
-    """Return `spread` for each protocol and kind that has values, without some clients."""
-    found: Scores = {}
+    """Compute `spread` for each protocol and kind with values, ignoring the clients `without`."""
+    scores: Scores = {}
     for protocol, kinds in sorted(values.items()):
         for kind, per_client in sorted(kinds.items()):
-            if kept := {name: v for name, v in per_client.items() if name not in without}:
-                score = spread(kept, lower_is_better=lower_is_better)
-                found.setdefault(protocol, {})[kind] = score
-    return found
+            if included := {name: v for name, v in per_client.items() if name not in without}:
+                score = spread(included, lower_is_better=lower_is_better)
+                scores.setdefault(protocol, {})[kind] = score
+    return scores
 
 
 def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Ratio]:
-    """Return, by protocol, `spread` and the best of each client's private / local accuracy.
+    """Compute statistics of each client's ratio of private to local accuracy, by protocol.
 
-    Only for clients that reported both; a client whose local accuracy is 0 has no ratio, nor has
-    one whose accuracy is below any that a test set can give.
+    Omits clients that did not report both, and clients whose local accuracy is zero or lower than
+    any positive accuracy on a test set.
     """
-    found: dict[str, Ratio] = {}
+    statistics: dict[str, Ratio] = {}
     for protocol, kinds in sorted(accuracy.items()):
         before, after = kinds.get("local", {}), kinds.get("private", {})
         ratios = {
@@ -237,80 +243,80 @@ def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Rati
             if before[name] >= MIN_ACCURACY
         }
         if ratios:
-            found[protocol] = Ratio(best=max(ratios.values()), **dict(spread(ratios)))
-    return found
+            statistics[protocol] = Ratio(best=max(ratios.values()), **dict(spread(ratios)))
+    return statistics
 
 
 def shown_scores(record: RoundRecord | None, protocol: str) -> tuple[str, dict[str, Score]]:
-    """Return the protocol to show, and its scores by kind of model, the private models' first.
+    """Return the protocol to show, and its scores by kind of model, private models first.
 
-    It is `protocol`, or another one if only that was evaluated; without scores the dict is empty.
+    Falls back to another protocol if `protocol` was not evaluated. The scores are empty if no
+    protocol was evaluated.
     """
-    found = record.accuracy if record else {}
-    shown = next((p for p in (protocol, *PROTOCOLS) if found.get(p)), protocol)
-    kinds = found.get(shown, {})
+    accuracy = record.accuracy if record else {}
+    shown = next((p for p in (protocol, *PROTOCOLS) if accuracy.get(p)), protocol)
+    kinds = accuracy.get(shown, {})
     order = sorted(kinds, key=lambda kind: (kind == "local", position(kind, KINDS)))
     return shown, {kind: kinds[kind] for kind in order}
 
 
 def headline_mean(record: RoundRecord, protocol: str) -> float | None:
-    """Return the headline number of a round; None if it was not evaluated."""
+    """Return the headline accuracy of a round, or None if the round was not evaluated."""
     _, kinds = shown_scores(record, protocol)
     return next((score.mean for score in kinds.values()), None)
 
 
 def best_round(records: Sequence[RoundRecord], protocol: str) -> int:
-    """Return the first round with the highest headline number; 0 if none was evaluated."""
+    """Return the first round with the highest headline accuracy, or 0 if none was evaluated."""
     means = {record.round: headline_mean(record, protocol) for record in records}
-    known = {number: mean for number, mean in means.items() if mean is not None and mean == mean}
-    return max(known, key=lambda number: known[number], default=0)
+    valid = {number: mean for number, mean in means.items() if mean is not None and mean == mean}
+    return max(valid, key=lambda number: valid[number], default=0)
 
 
 def tail_of(
     records: Sequence[RoundRecord], protocol: str, kind: str, metric: str = ACCURACY
 ) -> Tail:
-    """Return the mean of the last fifth of the rounds: of `ceil(rounds / 5)`, at least one.
+    """Compute the mean score over the last `ceil(rounds / 5)` rounds.
 
-    It is the mean of the rounds' own means over clients, each evaluated round counting once. If
-    none of these rounds was evaluated, the last one before them that was counts alone. A round's
-    mean is over all clients whose current models have been evaluated, whether they were sampled
-    in that round or not; see `fedhet.server.round.RoundState.close`.
+    Averages the means of the evaluated rounds. If none of the last rounds was evaluated, uses the
+    last evaluated round. The mean of a round includes all clients whose current models have been
+    evaluated, even if they were not sampled (see `fedhet.server.round.RoundState.close`).
     """
     means = {
         record.round: score.mean
         for record in records
         if (score := record.score(metric, protocol, kind))
     }
-    known = {number: mean for number, mean in means.items() if not math.isnan(mean)}
-    if not known:
+    valid = {number: mean for number, mean in means.items() if not math.isnan(mean)}
+    if not valid:
         return Tail()
-    first = tail_begins(records[-1].round)
-    chosen = [number for number in known if number >= first] or [max(known)]
-    return Tail(float(np.mean([known[number] for number in chosen])), tuple(chosen))
+    first = tail_start(records[-1].round)
+    tail = [number for number in valid if number >= first] or [max(valid)]
+    return Tail(float(np.mean([valid[number] for number in tail])), tuple(tail))
 
 
-def tail_begins(rounds: int) -> int:
-    """Return the first of the last fifth of the rounds."""
+def tail_start(rounds: int) -> int:
+    """Return the first round of the tail, the last fifth of a run."""
     return rounds - math.ceil(rounds / TAIL) + 1
 
 
 def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
-    """Return the scores of the last of all rounds by metric, each with its tail."""
-    found: dict[str, FinalScores] = {}
+    """Return the scores of the last round, with their tail means, by metric."""
+    by_metric: dict[str, FinalScores] = {}
     for metric in records[-1].scores if records else ():
-        scores = found.setdefault(metric, {})
+        scores = by_metric.setdefault(metric, {})
         for protocol, kind, score in records[-1].each(metric):
             tail = tail_of(records, protocol, kind, metric).mean
             clients = 0 if kind == "server" else len(score.per_client)
             final = FinalScore(**dict(score), tail=tail, clients=clients)
             scores.setdefault(protocol, {})[kind] = final
-    return found
+    return by_metric
 
 
 def scalars(
     record: RoundRecord, method: str, *, clients: bool = False
 ) -> Iterator[tuple[str, float]]:
-    """Yield a round's metrics by their TensorBoard names, with those of each client if wanted."""
+    """Yield a round's metrics by TensorBoard name, including those of each client if `clients`."""
     for metric in record.scores:
         for protocol, kind, score in record.each(metric):
             name = f"{metric}-{protocol}-{kind}"

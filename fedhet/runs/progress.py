@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedhet.base.disk import write_text
 from fedhet.base.errors import StateError, one_line
 from fedhet.config.resolve import Config
-from fedhet.runs.directory import is_claimed, read_known
+from fedhet.runs.directory import is_locked, read_if_exists
 from fedhet.runs.log import Watcher
 from fedhet.runs.measures import headline_mean, shown_scores
 from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecord, Summary, Text
@@ -209,7 +209,7 @@ class Progress(Watcher):
         self.status.fault = reason
         self._changed()
 
-    def set_aside(self, clients: Mapping[str, str]) -> None:
+    def clients_excluded(self, clients: Mapping[str, str]) -> None:
         """Take note of the clients that the next round leaves out, and why."""
         self._aside = {name: State(why) for name, why in clients.items()}
 
@@ -467,9 +467,9 @@ def read_status(directory: Path) -> Status:
     """Return the status of a run, as of now. Raises StateError."""
     if not (directory / "config.toml").exists():
         raise StateError(f"{directory} holds no run: it has no config.toml")
-    status = read_known(directory / STATUS_FILE, Status) or Status()
+    status = read_if_exists(directory / STATUS_FILE, Status) or Status()
     if (directory / "summary.json").exists():
         return status.model_copy(update={"stage": "finished"})
-    if not is_claimed(directory):
+    if not is_locked(directory):
         return status.model_copy(update={"stage": "stopped", "seconds_left": math.nan})
     return status

@@ -1,7 +1,6 @@
-"""The schema of a run's files: metrics.jsonl, with a record per round, and summary.json.
+"""Schema of a run's files, mainly metrics.jsonl (one record per round) and summary.json.
 
-These are the only declarations of the two files. When a file is read, unknown fields are ignored;
-null stands for NaN, which JSON does not support.
+Unknown fields are ignored on reading. NaN, which JSON does not support, is written as null.
 """
 
 from __future__ import annotations
@@ -26,36 +25,36 @@ from fedhet.base.errors import one_line
 from fedhet.base.metrics import ACCURACY
 
 LARGEST = 1e18
-"""The largest number in a run's files: beyond every sum of what clients may report."""
+"""Maximum number in a run's files, larger than any sum of values that clients may report."""
 ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]]]]
 """protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> value."""
 ByMetric = dict[str, ByPlace]
 """metric -> protocol -> kind -> client -> value."""
 
 PROTOCOLS = ("personal", "common")
-"""The test sets: a client's own test split, and one that all clients share."""
+"""Test sets: the client's personal test split, and the test set common to all clients."""
 HELD_OUT, HELD_OUT_EPOCH = "unseen", "unseen-epoch"
-"""What the method offers clients with which nobody has trained: as it is, and after an epoch."""
+"""Kinds of the model offered to held-out clients: unchanged, and after one local epoch."""
 KINDS = ("private", "local", "proxy", "global", "server", HELD_OUT, HELD_OUT_EPOCH)
-"""`local`: the private model after local training alone, before any knowledge was exchanged."""
+"""Kinds of models; `local` is the private model before any exchange of knowledge."""
 MAX_ROUNDS = 1_000_000
 NAN = float("nan")
 READING = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
 
 
 def _or_nan(value: object) -> object:
-    infinite = isinstance(value, float) and math.isinf(value)
-    return NAN if value is None or infinite else value
+    is_infinite = isinstance(value, float) and math.isinf(value)
+    return NAN if value is None or is_infinite else value
 
 
 def _bounded(value: float) -> float:
     if abs(value) > LARGEST:
-        raise ValueError(f"is {value:g}, the largest allowed is {LARGEST:g}")
+        raise ValueError(f"magnitude must be at most {LARGEST:g}, got {value:g}")
     return value
 
 
 def _numbers(values: object) -> object:
-    """Drop strings and tables, which other versions may have logged besides the numbers."""
+    """Drop strings and tables, which other versions may have logged as well."""
     if not isinstance(values, Mapping):
         return values
     return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
@@ -63,16 +62,16 @@ def _numbers(values: object) -> object:
 
 Number = Annotated[float, BeforeValidator(_or_nan), AfterValidator(_bounded)]
 MAX_BYTES = 2**63 - 1
-Whole = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Integer = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Round = Annotated[int, Field(ge=0, le=MAX_ROUNDS)]
 Text = Annotated[str, AfterValidator(one_line)]
-"""A name or a reason, as one printable line: files may come from elsewhere."""
-Figures = Annotated[dict[Text, Number], BeforeValidator(_numbers)]
+"""Untrusted text, converted to one printable line."""
+Metrics = Annotated[dict[Text, Number], BeforeValidator(_numbers)]
 
 
 class Score(BaseModel):
-    """A value per client, with mean, standard deviation and worst value."""
+    """Values of all clients, with mean, standard deviation and worst value."""
 
     model_config = READING | ConfigDict(frozen=True)
 
@@ -83,33 +82,33 @@ class Score(BaseModel):
 
 
 class FinalScore(Score):
-    """The last round's accuracies, with the mean of the last fifth of the rounds."""
+    """Scores of the last round, with the mean over the last fifth of the rounds."""
 
     tail: Number = NAN
-    """See `fedhet.runs.measures.tail_of`."""
-    clients: Whole = 0
-    """The number of clients that the mean is over; 0 for a model of the server."""
+    """Mean over the last fifth of the rounds (see `fedhet.runs.measures.tail_of`)."""
+    clients: Integer = 0
+    """Number of clients in the mean; 0 for a model of the server."""
 
 
 class Ratio(Score):
-    """Each client's accuracy divided by the accuracy of its model after local training alone."""
+    """Ratio of each client's accuracy to its accuracy after only local training."""
 
     best: Number = NAN
 
 
 Scores = dict[Text, dict[Text, Score]]
-"""protocol -> kind -> accuracies of the clients' models."""
+"""protocol -> kind -> scores of the clients' models."""
 FinalScores = dict[Text, dict[Text, FinalScore]]
 Loss = Annotated[
     Score | None,
     BeforeValidator(lambda loss: loss or None),
     PlainSerializer(lambda loss: loss.model_dump() if loss else {}),
 ]
-"""None, written as {}: no client reported a loss."""
+"""Training losses, or None (written as {}) if no client reported a loss."""
 
 
 class Seconds(BaseModel):
-    """Seconds by stage. `train` and `evaluate` are sums over clients; the others are wall time."""
+    """Seconds by stage: sums over clients for `train` and `evaluate`, otherwise wall time."""
 
     model_config = READING
 
@@ -120,79 +119,81 @@ class Seconds(BaseModel):
     overhead: Number = 0.0
 
     def add(self, other: Seconds) -> None:
-        """Add the times of another record to this one."""
+        """Add the times of `other` to this object."""
         for name, value in other:
             setattr(self, name, getattr(self, name) + value)
 
     def rounded(self) -> Self:
-        """Return the times rounded to milliseconds; sums of rounds are at most what one may be."""
+        """Return a copy rounded to milliseconds, with each time limited to LARGEST."""
         return type(self)(**{name: round(min(value, LARGEST), 3) for name, value in self})
 
 
 class RunSeconds(Seconds):
-    """Seconds of a whole run; `total` begins before the first round, with the command."""
+    """Seconds of a run by stage; `total` starts with the command, before the first round."""
 
     start: Number = NAN
-    """Of `total`, those before the first round; of a resumed run, before its next round."""
+    """Part of `total` before the first round or, if resumed, before the next round."""
 
 
 @pydantic.dataclasses.dataclass(config=READING)
 class RoundRecord:
-    """One line of metrics.jsonl; filled in during the round."""
+    """Record of a round, one line of metrics.jsonl; filled in during the round."""
 
     round: Round
     asked: list[Text] = field(default_factory=list)
+    """Clients sampled for training."""
     answered: list[Text] = field(default_factory=list)
+    """Clients whose replies were accepted."""
     failed: dict[Text, Text] = field(default_factory=dict)
-    """Client -> reason."""
+    """Failed clients, with the reason."""
     unevaluated: dict[Text, Text] = field(default_factory=dict)
-    """Client -> why its models could not be evaluated."""
+    """Clients whose models could not be evaluated, with the reason."""
     late: list[Text] = field(default_factory=list)
-    """The clients that were still at work when the round closed."""
+    """Clients that had not replied when the round closed."""
     ages: dict[Text, Round] = field(default_factory=dict)
-    """Of the clients that answered an earlier round than this: how many rounds ago it was."""
+    """Age in rounds of each late reply that was accepted in this round, by client."""
     clock: Number = NAN
-    """Simulated seconds since the run began, of a run with a clock of its own."""
+    """Simulated seconds since the start of the run; NaN without a simulated clock."""
     absent: list[Text] = field(default_factory=list)
-    """The clients that had joined and were not connected when the round began."""
+    """Registered clients that were not connected at the start of the round."""
     accuracy: Scores = field(default_factory=dict)
     relative: dict[Text, Ratio] = field(default_factory=dict)
-    """By protocol."""
+    """Ratios of private to local accuracy, by protocol."""
     majority: dict[Text, dict[Text, Number]] = field(default_factory=dict)
-    """By protocol and client, the accuracy of always predicting the most frequent class."""
+    """Accuracy of always predicting the most frequent class, by protocol and client."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
-    """The other metrics' scores, by metric."""
+    """Scores other than accuracy, by metric."""
     loss: Loss = None
     """Training losses."""
-    bytes_up: Whole = 0
-    bytes_down: Whole = 0
-    bytes_evaluation: Whole = 0
-    """Those of the models sent to be evaluated; a run with `evaluate-every` sends fewer."""
+    bytes_up: Integer = 0
+    bytes_down: Integer = 0
+    bytes_evaluation: Integer = 0
+    """Bytes of models sent for evaluation; can be reduced with `evaluate-every`."""
     seconds: Seconds = field(default_factory=Seconds)
-    method: Figures = field(default_factory=dict)
-    """The method's own metrics of the round."""
+    method: Metrics = field(default_factory=dict)
+    """Metrics of the method in this round."""
     peak_memory_mb: Number = 0.0
-    """The highest memory use that a client's process has reported so far, in MB."""
+    """Highest memory usage reported by a client's process so far, in MB."""
     epsilon: dict[Text, Number] = field(default_factory=dict)
-    """What the run has cost each client's samples so far, of those that are protected."""
+    """Privacy budget consumed by the run so far, by client with differential privacy."""
 
     @property
     def scores(self) -> dict[str, Scores]:
-        """The scores by metric, accuracy first."""
+        """Scores by metric, accuracy first."""
         return {ACCURACY: self.accuracy, **self.metrics} if self.accuracy else {}
 
     def each(self, metric: str = ACCURACY) -> Iterator[tuple[str, str, Score]]:
-        """Yield protocol, kind and score of a metric."""
+        """Yield (protocol, kind, score) for a metric."""
         for protocol, kinds in self.scores.get(metric, {}).items():
-            for kind, found in kinds.items():
-                yield protocol, kind, found
+            for kind, score in kinds.items():
+                yield protocol, kind, score
 
     def score(self, metric: str, protocol: str, kind: str) -> Score | None:
-        """Return a metric's score under a protocol, or None if it was not evaluated."""
+        """Return the score of a metric, or None if it was not evaluated."""
         return self.scores.get(metric, {}).get(protocol, {}).get(kind)
 
     def set_scores(self, metric: str, scores: Scores) -> None:
-        """Set the scores of a metric; an empty mapping sets nothing, except for the accuracy."""
+        """Set the scores of a metric; empty scores are only set for the accuracy."""
         if metric == ACCURACY:
             self.accuracy = scores
         elif scores:
@@ -200,21 +201,22 @@ class RoundRecord:
 
 
 class PastRound(BaseModel):
-    """A round in a summary's history: mean accuracies by protocol and kind, and its cost."""
+    """Round in the history of a summary, with mean accuracies, bytes and duration."""
 
     model_config = READING
 
     round: Round
     accuracy: dict[Text, dict[Text, Number]] = {}
-    bytes_up: Whole = 0
-    bytes_down: Whole = 0
+    """Mean accuracy by protocol and kind."""
+    bytes_up: Integer = 0
+    bytes_down: Integer = 0
     seconds: Number = NAN
     clock: Number = NAN
-    """Simulated seconds since the run began; NaN, in the file null: it has no clock of its own."""
+    """Simulated seconds since the start of the run; NaN (null) without a simulated clock."""
 
     @classmethod
     def of(cls, record: RoundRecord) -> PastRound:
-        """Return the history's entry for a round."""
+        """Create the history entry of a round."""
         means = {
             protocol: {kind: scores.mean for kind, scores in kinds.items()}
             for protocol, kinds in record.accuracy.items()
@@ -226,8 +228,8 @@ class PastRound(BaseModel):
         )  # fmt: skip
 
 
-class Spent(BaseModel):
-    """What a run has cost a client's samples: (epsilon, delta)-differential privacy."""
+class ConsumedBudget(BaseModel):
+    """Privacy budget of a client consumed by a run, as (epsilon, delta)-differential privacy."""
 
     model_config = READING
 
@@ -236,74 +238,75 @@ class Spent(BaseModel):
 
 
 class Summary(BaseModel):
-    """summary.json: a finished run. The accuracies are those of the last round, with the tail."""
+    """Summary of a finished run (summary.json), with the scores of the last round."""
 
     model_config = READING
 
     method: Text
     dataset: Text
-    seed: Whole
+    seed: Integer
     rounds: Round
-    clients: Whole = 0
+    clients: Integer = 0
     models: dict[Text, Text] = {}
-    """Client -> model."""
+    """Model of each client."""
     training: dict[Text, Text] = {}
-    """Client -> what it trains with: optimizer, learning rate, epochs and batch size."""
+    """Optimizer, learning rate, epochs and batch size of each client, as text."""
     headline: Text = ""
-    """The protocol of the method's headline number."""
+    """Protocol of the method's headline accuracy."""
     accuracy: FinalScores = {}
     relative: dict[Text, Ratio] = {}
     metrics: dict[Text, FinalScores] = {}
-    """The other metrics' scores, by metric."""
-    privacy: dict[Text, Spent] = {}
-    """Of the clients whose samples are protected."""
+    """Scores other than accuracy, by metric."""
+    privacy: dict[Text, ConsumedBudget] = {}
+    """Consumed privacy budget of each client with differential privacy."""
     history: list[PastRound] = []
-    bytes_up: Whole = 0
-    bytes_down: Whole = 0
-    bytes_evaluation: Whole = 0
-    """Those of the models sent to be evaluated."""
+    bytes_up: Integer = 0
+    bytes_down: Integer = 0
+    bytes_evaluation: Integer = 0
+    """Bytes of models sent for evaluation."""
     seconds: RunSeconds = RunSeconds()
     peak_memory_mb: Number = NAN
-    """The highest memory use of any process, of the server or of clients."""
+    """Highest memory usage of any process, server or client."""
     versions: dict[Text, Text] = {}
 
     @property
     def scores(self) -> dict[str, FinalScores]:
-        """The scores by metric, accuracy first."""
+        """Scores by metric, accuracy first."""
         return {ACCURACY: self.accuracy, **self.metrics}
 
     @property
     def last_round(self) -> int:
-        """The last round of the history."""
+        """Number of the last round in the history."""
         return max((past.round for past in self.history), default=self.rounds)
 
 
 OWN_DATA = "the sites' own data"
-"""The data set of a run whose clients bring their own."""
+"""Name of the data set if the clients read their own data."""
 
 
 class Origin(BaseModel):
-    """run.json: the run's name, as clients know it, and how it was started."""
+    """Name and origin of a run (run.json)."""
 
     model_config = READING
 
     run: Text = ""
+    """Name of the run in messages."""
     deployed: bool = False
-    """Whether its clients were reached over the network; else it was simulated."""
+    """Whether the run was deployed over a network rather than simulated."""
     started: Text = ""
-    """When it was started first, in UTC: 2026-11-23 18:40."""
+    """Time of the first start in UTC, such as 2026-11-23 18:40."""
     own_data: bool = False
-    """Whether clients had data of their own, in place of parts of the run's data set."""
+    """Whether the clients read their own data instead of partitions of the run's data set."""
     models: dict[Text, Text] = {}
-    """Client -> model, as known so far: an unfinished run has no summary."""
+    """Model of each client so far, for runs without a summary."""
     classes: list[Text] = []
-    """The names of the classes, or empty if the server does not know them."""
+    """Class names, or empty if the server does not know them."""
     fault: Text = ""
-    """Why the run failed; empty while it goes on, and if it was stopped from outside."""
+    """Reason for the failure of the run; empty if it is running or was interrupted."""
 
 
 class Partition(BaseModel):
-    """partition.json: how many samples of each class each client holds."""
+    """Number of samples of each class at each client (partition.json)."""
 
     model_config = READING
 
@@ -315,6 +318,6 @@ class Partition(BaseModel):
         for client, row in self.counts.items():
             if len(row) != len(self.classes):
                 raise ValueError(
-                    f"counts.{client}: {len(row)} counts for {len(self.classes)} classes"
+                    f"counts.{client}: expected {len(self.classes)} counts, got {len(row)}"
                 )
         return self

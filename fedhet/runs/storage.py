@@ -1,9 +1,7 @@
-"""State on disk: tensors and a few metadata in one safetensors file, written atomically.
+"""State on disk: client states, server checkpoints, and stored models.
 
-For clients (private states), servers (one checkpoint per round), and models (a store).
-
-A file is written under a temporary name, synced and renamed (`fedhet.base.disk`), so that readers
-find either the old state or the new one, never a partial one.
+Each state is a safetensors file of tensors and metadata. It is written under a temporary name,
+synced and renamed (`fedhet.base.disk`), so that readers never see a partial state.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ _KEY = "fedhet"
 _ROUND = re.compile(r"round-([0-9]{1,18})\.safetensors")
 _MODEL = re.compile(r"([0-9]{1,18})-([0-9]{1,18})\.safetensors")
 KEPT_STATES = 3
-"""States kept per client, so that a server that resumes from an earlier round finds its state."""
+"""Number of states kept per client, so that the server can resume from an earlier round."""
 KEPT_CHECKPOINTS = 2
-"""Checkpoints kept per server."""
+"""Number of checkpoints kept by the server."""
 
 
 @dataclass(frozen=True)
 class ClientStore:
-    """One client's private states in one run: ROOT/<run>/<client>/round-<n>.safetensors.
+    """Private states of a client in a run: ROOT/<run>/<client>/round-<n>.safetensors.
 
-    A state is saved when the client finishes its part of a round; the last few are kept.
+    A state is saved at the end of each of the client's rounds; only the last few are kept.
     """
 
     root: Path
@@ -54,48 +52,48 @@ class ClientStore:
     def __post_init__(self) -> None:
         for part in (self.run, self.client):
             if not is_name(part):
-                raise StateError(f"{part!r} cannot name a folder of private state")
+                raise StateError(f"invalid directory name {part!r} for private state")
 
     @property
     def folder(self) -> Path:
-        """The folder of the states."""
+        """Directory of the states."""
         return self.root / self.run / self.client
 
     def path(self, round: int) -> Path:
-        """Return the path of the state at the end of `round`."""
+        """Return the path of the state saved after `round`."""
         return path_in(self.folder, round)
 
     def rounds(self) -> list[int]:
-        """Return the rounds of which a state is saved, ascending."""
+        """Return the rounds with a saved state, in ascending order."""
         return rounds_in(self.folder)
 
     def save(
-        self, round: int, tensors: Mapping[str, Tensor], metadata: Metadata, kept_too: int = 0
+        self, round: int, tensors: Mapping[str, Tensor], metadata: Metadata, best_round: int = 0
     ) -> None:
-        """Save the state of `round` atomically.
+        """Save the state of `round` atomically, and delete old states.
 
-        Then remove the states of later rounds, which a server that resumed from an earlier round
-        discards, and all others but the last few and the one in use after round `kept_too`.
+        Keeps the last few states and the state in use after `best_round`. States of later rounds
+        are deleted, because the server has resumed from an earlier round.
         """
         save(self.path(round), tensors, metadata, self.root)
         rounds = self.rounds()
-        past = [known for known in rounds if known <= round]
-        wanted = {*past[-KEPT_STATES:], *[known for known in past if known <= kept_too][-1:]}
-        unwanted = sorted(set(rounds) - wanted)
-        Folder(self.folder, self.root).remove(self.path(number).name for number in unwanted)
+        past = [number for number in rounds if number <= round]
+        kept = {*past[-KEPT_STATES:], *[number for number in past if number <= best_round][-1:]}
+        deleted = sorted(set(rounds) - kept)
+        Folder(self.folder, self.root).remove(self.path(number).name for number in deleted)
 
     def load(self, round: int) -> Loaded:
-        """Return the tensors and metadata of the state of `round`."""
+        """Load the tensors and metadata of the state saved after `round`."""
         return load(self.path(round))
 
     def metadata(self, round: int) -> dict[str, int | float | str]:
-        """Return only the metadata of the state of `round`."""
+        """Return the metadata of the state saved after `round`, without loading its tensors."""
         return load_metadata(self.path(round))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after `round`."""
+    """State of the server after `round`."""
 
     round: int
     tensors: Mapping[str, Array]
@@ -103,72 +101,83 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """Server checkpoints of a run."""
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
-        """`identity`: the run and the method, which each checkpoint states; others are refused."""
+        """Set the location of the checkpoints.
+
+        Args:
+            directory: Directory of the run.
+            identity: Run and method, which are saved in each checkpoint and checked on reading.
+        """
         self._run, self._folder = directory, directory / "checkpoints"
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
     def write(
-        self, round: int, tensors: Mapping[str, Array], metadata: Metadata, kept_too: int = 0
+        self, round: int, tensors: Mapping[str, Array], metadata: Metadata, best_round: int = 0
     ) -> None:
-        """Save the checkpoint of `round`, then remove all but the last two and that of `kept_too`.
+        """Save the checkpoint of `round`, and delete all but the last two and `best_round`.
 
         Raises StateError.
         """
-        kept = {
+        writable = {
             name: torch.from_numpy(np.require(value, requirements="W"))
             for name, value in tensors.items()
         }
-        whole = {**metadata, **self._identity, "round": round}
-        save(path_in(self._folder, round), kept, whole, self._run)
-        old = {*rounds_in(self._folder)[:-KEPT_CHECKPOINTS]} - {kept_too}
+        all_metadata = {**metadata, **self._identity, "round": round}
+        save(path_in(self._folder, round), writable, all_metadata, self._run)
+        old = {*rounds_in(self._folder)[:-KEPT_CHECKPOINTS]} - {best_round}
         with contextlib.suppress(OSError):
             self._writable.remove(path_in(self._folder, number).name for number in old)
 
     def read(self, round: int) -> Checkpoint:
-        """Return the checkpoint of `round`. Raises StateError unless it is whole and this run's."""
+        """Read the checkpoint of `round`. Raises StateError if it is invalid or of another run."""
         path = path_in(self._folder, round)
         tensors, metadata = load(path)
         refuse_other(path, metadata, {**self._identity, "round": round})
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise StateError(f"{path}: {name} holds NaN or infinity")
+                raise StateError(f"{path}: {name} contains NaN or infinity")
         return Checkpoint(
             round, {name: tensor.numpy() for name, tensor in tensors.items()}, metadata
         )
 
     def newest(self, notice: Callable[[str], None], recorded: int) -> Checkpoint | None:
-        """Return the last whole checkpoint of this run, or None if there are none.
+        """Return the last valid checkpoint of this run, or None if no checkpoint exists.
 
-        Those after round `recorded`, the last one with a record, do not count. One that cannot be
-        read, is of another run, method or round, or holds NaN is skipped with a notice. Raises
-        StateError if there are checkpoints, but none is whole.
+        Args:
+            notice: Called with a notice for each invalid checkpoint, which is skipped. A checkpoint
+                is invalid if it cannot be read, contains NaN or infinity, or belongs to another
+                run, method or round.
+            recorded: Last round with a record; later checkpoints are ignored.
+
+        Raises:
+            StateError: If checkpoints exist but none is valid, or if the checkpoints of the
+                recorded rounds are missing.
         """
-        every = rounds_in(self._folder)
-        rounds = [number for number in every if number <= recorded]
-        held = f"{self._run / 'metrics.jsonl'} holds {recorded} whole rounds"
-        if not rounds and any(number > 1 for number in every):
+        all_rounds = rounds_in(self._folder)
+        rounds = [number for number in all_rounds if number <= recorded]
+        records = f"{self._run / 'metrics.jsonl'} contains {recorded} complete rounds"
+        if not rounds and any(number > 1 for number in all_rounds):
             raise StateError(
-                f"{held}, the last checkpoint is of round {every[-1]}: the run cannot be resumed"
+                f"cannot resume the run: {records}, but the last checkpoint is of round "
+                f"{all_rounds[-1]}"
             )
-        if not every and recorded > 1:
+        if not all_rounds and recorded > 1:
             raise StateError(
-                f"{held}, and there is no checkpoint: the models of the run were not kept, so it "
-                "cannot be resumed"
+                f"cannot resume the run: {records}, but its models and checkpoints were not kept"
             )
         for number in reversed(rounds):
             try:
                 return self.read(number)
             except StateError as error:
-                notice(f"{error}; the checkpoint before it is tried")
+                notice(f"{error}; trying the previous checkpoint")
         if rounds:
-            raise StateError(f"{self._folder}: none of {len(rounds)} checkpoints can be read")
+            raise StateError(f"{self._folder}: none of the {len(rounds)} checkpoints is valid")
         return None
 
-    def forget_after(self, round: int) -> None:
-        """Rename the unreadable checkpoints after `round`, so that they are ignored."""
+    def hide_after(self, round: int) -> None:
+        """Rename the checkpoints after `round`, which are unreadable, so that they are ignored."""
         for number in rounds_in(self._folder):
             if number > round:
                 path = path_in(self._folder, number)
@@ -177,11 +186,11 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class ModelStore:
-    """A folder of models, one safetensors file each; none is kept in memory."""
+    """Directory of models, each in a safetensors file. No model is kept in memory."""
 
     folder: Path
     within: Path | None = None
-    """The folder above it below which no link is followed."""
+    """Parent directory below which symlinks are rejected."""
 
     def put(self, key: Key, weights: Mapping[str, Array]) -> None:
         """Write a model atomically. Raises StateError."""
@@ -189,7 +198,7 @@ class ModelStore:
         save(self._path(key), tensors, {}, self.within)
 
     def get(self, key: Key) -> dict[str, Array]:
-        """Return a model's tensors. Raises StateError if it is missing."""
+        """Load the tensors of a model. Raises StateError if the file is missing or damaged."""
         tensors, _ = load(self._path(key))
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
@@ -197,18 +206,18 @@ class ModelStore:
         return self._path(key).exists()
 
     def contents(self) -> list[Key]:
-        """Return the keys of all models, sorted."""
+        """Return the sorted keys of all models."""
         names = (_MODEL.fullmatch(path.name) for path in self.folder.glob("*-*.safetensors"))
         return sorted((int(name[1]), int(name[2])) for name in names if name)
 
     def trim(self, number: int, newest: int) -> None:
-        """Remove all but the newest versions of a model."""
+        """Delete all but the `newest` latest versions of a model."""
         versions = sorted(key for key in self.contents() if key[0] == number)
         self._remove(versions[:-newest])
 
-    def keep(self, wanted: Collection[Key]) -> None:
-        """Remove all but `wanted`."""
-        self._remove(set(self.contents()) - set(wanted))
+    def keep(self, keys: Collection[Key]) -> None:
+        """Delete all models except those with the given keys."""
+        self._remove(set(self.contents()) - set(keys))
 
     def _remove(self, keys: Collection[Key]) -> None:
         if keys:
@@ -221,65 +230,67 @@ class ModelStore:
 def refuse_other(
     path: Path, metadata: Metadata, identity: Mapping[str, str | int], whose: str = "this run's"
 ) -> None:
-    """Raise StateError unless the metadata of `path` hold every entry of `identity`."""
+    """Raise StateError unless the metadata of `path` contain all entries of `identity`."""
     for name, value in identity.items():
         if metadata.get(name) != value:
-            raise StateError(f"{path} is of {name} {metadata.get(name)!r}, {whose} is {value!r}")
+            raise StateError(
+                f"{path}: {name} is {metadata.get(name)!r}, expected {whose} {value!r}"
+            )
 
 
-def path_in(folder: Path, round: int) -> Path:
-    """Return the path of the state of `round` in a folder of states."""
-    return folder / f"round-{round:06d}.safetensors"
+def path_in(directory: Path, round: int) -> Path:
+    """Return the path of the state of `round`."""
+    return directory / f"round-{round:06d}.safetensors"
 
 
-def rounds_in(folder: Path) -> list[int]:
-    """Return the rounds of which a folder holds a state, ascending; other files are ignored."""
-    names = {path.name for path in folder.glob("round-*.safetensors")}
-    numbers = [int(found[1]) for name in names if (found := _ROUND.fullmatch(name))]
-    return sorted(number for number in numbers if path_in(folder, number).name in names)
+def rounds_in(directory: Path) -> list[int]:
+    """Return the rounds with a state in a directory, in ascending order. Ignores other files."""
+    names = {path.name for path in directory.glob("round-*.safetensors")}
+    numbers = [int(match[1]) for name in names if (match := _ROUND.fullmatch(name))]
+    return sorted(number for number in numbers if path_in(directory, number).name in names)
 
 
 def save(
     path: Path, tensors: Mapping[str, Tensor], metadata: Metadata, within: Path | None = None
 ) -> None:
-    """Write `tensors` and `metadata` to `path` atomically; follow no link below `within`.
+    """Write tensors and metadata to `path` atomically. Rejects symlinks below `within`.
 
     Raises StateError.
     """
-    folder = Folder(path.parent, within)
-    with folder.replacing(path.name, private=True) as temporary:
-        folder.remove_stale_temporaries(path.suffix)
-        save_file(apart(tensors), temporary, metadata={_KEY: json.dumps(dict(metadata))})
+    directory = Folder(path.parent, within)
+    with directory.replacing(path.name, private=True) as temporary:
+        directory.remove_stale_temporaries(path.suffix)
+        save_file(unshared(tensors), temporary, metadata={_KEY: json.dumps(dict(metadata))})
 
 
-def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors on the CPU that share no memory."""
-    apart: dict[str, Tensor] = {}
-    taken: set[int] = set()
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors that share no memory; copies tensors where necessary."""
+    result: dict[str, Tensor] = {}
+    pointers: set[int] = set()
     for name, tensor in all_to_device(tensors, HOST).items():
-        own = tensor.contiguous()
-        if own.untyped_storage().data_ptr() in taken:
-            own = own.clone()
-        taken.add(own.untyped_storage().data_ptr())
-        apart[name] = own
-    return apart
+        separate = tensor.contiguous()
+        if separate.untyped_storage().data_ptr() in pointers:
+            separate = separate.clone()
+        pointers.add(separate.untyped_storage().data_ptr())
+        result[name] = separate
+    return result
 
 
 def load(path: Path) -> Loaded:
-    """Return the tensors, on the CPU, and metadata of `path`. Raises StateError."""
+    """Load the tensors, onto the CPU, and the metadata of `path`. Raises StateError."""
     with _opened(path) as (file, metadata):
         return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
 
 
 def load_metadata(path: Path) -> dict[str, int | float | str]:
-    """Return the metadata of `path` without reading its tensors. Raises StateError."""
+    """Load the metadata of `path` without reading its tensors. Raises StateError."""
     with _opened(path) as (_, metadata):
         return metadata
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
-    """Yield an open state and its metadata."""
+    """Open a state and read its metadata."""
     try:
         check_mappable(path)
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -290,7 +301,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
             if not isinstance(metadata, dict) or not all(
                 isinstance(value, int | float | str) for value in metadata.values()
             ):
-                raise StateError(f"{path} is not a state that fedhet saved")
+                raise StateError(f"{path} is not a state saved by fedhet")
             yield file, metadata
     except (OSError, SafetensorError) as error:
         raise StateError(f"cannot read {path}: {reason_of(error)}") from error

@@ -30,7 +30,7 @@ from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build, evaluate_model
 from fedhet.runs.log import RunLog
-from fedhet.runs.measures import Measured, mean_metrics, placed
+from fedhet.runs.measures import Measured, by_score_key, mean_metrics
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import NOTHING, Failures, NamedProxy, UserCodeFaults, name_of, reasons
 from fedhet.server.codec import Codec
@@ -313,10 +313,10 @@ class HetStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Select the clients of a round, and return an instruction for each."""
         self.state.start(server_round)
-        self.run = self.log.ending(self.run)
+        self.run = self.log.with_last_round(self.run)
         present = self._held_out.without(self._members.present(client_manager))
         self.members = present or self.members
-        self.log.joined(member.info for member in self.members.values())
+        self.log.clients_joined(member.info for member in self.members.values())
         absent = self.log.models.keys() - self.members.keys() - self._held_out.names
         self.state.scores.mark_outdated(self._held_out.names)
         eligible = self.state.health.eligible(server_round, self.members)
@@ -337,7 +337,10 @@ class HetStrategy(Strategy):
             payloads = self._codec.encode_all(server_round, made)
         for member in asked:
             name = member.info.name
-            config: dict[str, Scalar] = {"evaluate": name in evaluated, **self.log.kept_too}
+            config: dict[str, Scalar] = {
+                "evaluate": name in evaluated,
+                **self.log.best_round_config,
+            }
             if self.spec.large_messages:
                 make = partial(self._encoded, server_round, member.info)
                 proxy = self._proxy_of(member, make_payload=make, turn=self._turn)
@@ -487,7 +490,7 @@ class HetStrategy(Strategy):
                 ("common", kind): evaluate_model(model, common, compute, self.run.metrics)
                 for kind, model in models.items()
             }
-            self.state.record_measured(SERVER, Measured(placed(scores)))
+            self.state.record_measured(SERVER, Measured(by_score_key(scores)))
         for name in self.state.update_health(self.members):
             self.forget(name)
         self._sampler.finish()
