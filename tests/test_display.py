@@ -162,7 +162,7 @@ def test_a_hundred_clients_leave_the_runs_own_lines_in_sight(width, height):
     assert max(map(len, lines)) <= width
     for part in (
         "2/10 rounds",
-        "round 3: 50 of 100 clients answered, 1 failed · 4 training",
+        "round 3: 50 of 100 clients replied, 1 failed · 4 training",
         f"accuracy (common) {sum(hundred.values.values()) / 100:.4f}",
         "mean by round",
         # 2 x 40 MB; eight rounds of 50 s, of which what the third has taken is gone.
@@ -191,7 +191,7 @@ def test_the_first_in_view_are_the_failed_the_slow_and_the_worst():
     hundred = Hundred(80, 24)
     hundred.play()
     progress = hundred.live.progress
-    shown = [client.name for client in progress.in_view(12)]
+    shown = [client.name for client in progress.clients_to_show(12)]
     assert "client-37" in shown
     assert {f"client-{n}" for n in range(50, 54)} & {*shown}
     ranked = sorted(hundred.names, key=lambda name: hundred.values[name])
@@ -262,7 +262,7 @@ def test_a_client_keeps_its_last_accuracy_and_time():
     progress.round_started(2, ["b", "late"])
     progress.round_finished(RoundRecord(2, asked=["b"]))  # not evaluated
     a, late = progress.clients["a"], progress.clients["late"]
-    assert (a.state, a.accuracy, progress.seconds_of(a)) == (State.NOT_ASKED, 0.25, 7.0)
+    assert (a.state, a.accuracy, progress.seconds_of(a)) == (State.NOT_SAMPLED, 0.25, 7.0)
     assert late.state == State.WAITING
     assert math.isnan(late.accuracy)
 
@@ -317,9 +317,12 @@ def test_a_line_names_who_answered_is_awaited_rests_or_is_away():
     said = StringIO()
     progress = round_lines(Console(width=200, file=said), seconds=0.0)
     progress.run_started(small(rounds=9), Path("run"), dict.fromkeys("edcba", "mlp"), "digits")
-    progress.clients_excluded({"d": "resting", "e": "away"})
+    progress.clients_excluded({"d": "backing off", "e": "offline"})
     progress.round_started(3, ["a", "b", "c"])
     progress.client_started("b")
     progress.client_answered("a", "")
     until(lambda: "done" in said.getvalue(), 5.0)
-    assert said.getvalue() == "round 3 of 9: training b · waiting c · done a · resting d · away e\n"
+    assert (
+        said.getvalue()
+        == "round 3 of 9: training b · waiting c · done a · backing off d · offline e\n"
+    )

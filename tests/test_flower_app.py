@@ -139,7 +139,7 @@ def test_a_run_none_of_whose_models_can_be_evaluated_fails_with_the_reason(witho
     assert "its batch norm has diverged" in fault
     assert not (directory / "summary.json").exists()
     assert progress.status.fault == fault
-    assert read_status(directory).in_words == f"failed in round 1 of 1: {fault}"
+    assert read_status(directory).description == f"failed in round 1 of 1: {fault}"
 
 
 def test_the_page_of_a_failed_run_says_why_and_knows_its_models_and_memory(without_result):

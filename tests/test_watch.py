@@ -59,7 +59,7 @@ def test_a_status_says_who_has_answered_and_at_the_end_that_it_is_over(tmp_path)
     assert min(client.seconds for client in after.clients) > 0  # clients of a test take 20 ms
     for client in after.clients:
         mine = summary["accuracy"]["common"]["private"]["per_client"][client.name]
-        assert (client.accuracy, client.line) == (pytest.approx(mine), "round 2: answered")
+        assert (client.accuracy, client.line) == (pytest.approx(mine), "round 2: replied")
 
 
 def test_a_killed_run_is_said_to_have_stopped(tmp_path):
@@ -82,7 +82,7 @@ def test_clients_that_rest_or_are_excluded_are_told_apart():
     health = ClientHealth(max_refusals=1, max_silences=1, notice=lambda text: None)
     health.update(1, {"a": "refused", "b": "silent", "c": None}, ["a", "b", "c"])
     found = [health.exclusion_reason(2, name) for name in "abc"]
-    assert found == ["excluded", "resting", ""]
+    assert found == ["excluded", "backing off", ""]
 
 
 def test_a_damaged_status_is_one_line(tmp_path):
@@ -90,7 +90,7 @@ def test_a_damaged_status_is_one_line(tmp_path):
     (path / "status.json").write_text('{"round": "many"}')
     with pytest.raises(StateError, match=r"status\.json: round"):
         read_status(path)
-    with pytest.raises(StateError, match="holds no run"):
+    with pytest.raises(StateError, match="is not a run directory"):
         read_status(tmp_path)
 
 

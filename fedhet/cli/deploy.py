@@ -260,7 +260,7 @@ def status_command(
         say(json.dumps({"directory": str(directory), **status.as_json()}))
         return
     say(f"{status.title or 'a run'} in {directory}")
-    say(status.in_words)
+    say(status.description)
     rows = [
         (c.name, c.model, c.state, score(c.accuracy), human_seconds(c.seconds), c.line)
         for c in status.clients

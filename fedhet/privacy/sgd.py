@@ -284,8 +284,8 @@ def _dependence_on_random_inputs(
     set_mode(training=True)
     alone = first_gradients(x[:1])
     for batch in (x, changed):
-        pairs = tuple(zip(alone, first_gradients(batch), strict=True))
-        if any(_differ(*pair, tolerance) for pair in pairs):
+        gradients = zip(alone, first_gradients(batch), strict=True)
+        if any(_differ(*pair, tolerance) for pair in gradients):
             return "a sample's gradient depends on the other samples"
     return ""
 

@@ -73,7 +73,7 @@ class Pages:
         if head == "status" and name:
             run = self._runs()[name]
             status = read_status(run)
-            shown = status.as_json() | {"words": status.in_words, "recorded": _rounds(run)}
+            shown = status.as_json() | {"words": status.description, "recorded": _rounds(run)}
             return json.dumps(shown), "application/json"
         if head == "compare":
             runs = self._runs()

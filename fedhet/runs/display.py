@@ -1,4 +1,4 @@
-"""The displays of a run's progress: live on a terminal, plain lines, or a notebook's cell."""
+"""Displays of a run's progress: live on a terminal, as lines of text, or in a notebook cell."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from fedhet.runs.units import (
 
 COLORS = {
     State.FAILED: "bold red", State.TRAINING: "yellow", State.WAITING: "dim", State.LATE: "yellow",
-    State.DONE: "green", State.NOT_ASKED: "dim", State.RESTING: "dim", State.EXCLUDED: "red",
-    State.AWAY: "dim",
+    State.DONE: "green", State.NOT_SAMPLED: "dim", State.BACKING_OFF: "dim",
+    State.EXCLUDED: "red", State.OFFLINE: "dim",
 }  # fmt: skip
 MIN_ROWS = 3
-"""The least number of clients in view; on a lower terminal the notices give way."""
+"""Minimum number of clients shown; on a small terminal, notices are cut instead."""
 TRACE = 20
-"""Maximum number of rounds whose mean accuracies are listed."""
+"""Maximum number of rounds with listed mean accuracies."""
 
 
 class LiveDisplay:
-    """Draws the rounds, their cost, and every client's model, state and accuracy."""
+    """Live terminal display of the rounds, and of each client's model, state and accuracy."""
 
     def __init__(self, console: Console, label: str = "") -> None:
         self.progress = Progress(self._print_lasting)
@@ -76,7 +76,7 @@ class LiveDisplay:
         self._live.stop()
 
     def _print_lasting(self, line: str) -> None:
-        """Print what stays in the terminal: first the run's directory, and last its duration."""
+        """Print lines that stay on the terminal: the run's directory, and later its duration."""
         run = self.progress
         if run.directory and not self._printed:
             self._printed, line = True, f"run: {shown_path(run.directory)}"
@@ -85,57 +85,57 @@ class LiveDisplay:
         print_line(self._console, self._label + printable(line))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield as many clients and notices as fit; the other lines are always there."""
+        """Yield the summary lines, and as many clients and notices as fit."""
         run = self.progress
-        everyone, done = len(run.clients), run.status.round - run.goes_on
-        phase = printable(run.status.phase).replace("[", r"\[")  # else rich reads it as markup
+        num_clients, done = len(run.clients), run.status.round - run.is_in_round
+        phase = printable(run.status.phase).replace("[", r"\[")  # escape rich's markup
         self._start.update(self._phase, description=phase)
         self._bar.update(
             self._task, description=run.method, total=run.status.rounds or None, completed=done
         )
-        top = self._summary(options.max_width) if everyone else [self._start]
+        top = self._summary(options.max_width) if num_clients else [self._start]
         notes: list[RenderableType] = [
             Text(f"note: {printable(text)}", "yellow") for text in run.status.notices
         ]
-        room = console.size.height - 1 - _lines(console, options, top)
-        if _lines(console, options, notes) + everyone >= room:
-            notes = [_cut(f"note: {text}", "yellow") for text in run.status.notices]
-            kept = min(len(notes), max(0, room - MIN_ROWS - 2), max(1, room // 3))
+        free = console.size.height - 1 - _num_lines(console, options, top)
+        if _num_lines(console, options, notes) + num_clients >= free:
+            notes = [_truncated(f"note: {text}", "yellow") for text in run.status.notices]
+            kept = min(len(notes), max(0, free - MIN_ROWS - 2), max(1, free // 3))
             notes = notes[len(notes) - kept :]
         yield from top
-        yield from self._clients(room - _lines(console, options, notes)) if everyone else ()
+        yield from self._clients(free - _num_lines(console, options, notes)) if num_clients else ()
         yield from notes
 
     def _summary(self, width: int) -> list[RenderableType]:
-        """Return the lines about the whole run."""
+        """Return the lines that summarize the run."""
         run = self.progress
-        busy, waiting = run.count(State.TRAINING), run.count(State.WAITING)
+        training, waiting = run.count(State.TRAINING), run.count(State.WAITING)
         if not run.status.round:
-            now = f"{plural(len(run.clients), 'client')} wait for the server to begin round 1"
-        elif not run.goes_on:
-            now = f"round {run.status.round} has ended"
+            now = f"{plural(len(run.clients), 'client')} waiting for round 1"
+        elif not run.is_in_round:
+            now = f"round {run.status.round} finished"
         else:
-            failed, answered = run.count(State.FAILED), run.asked - busy - waiting
-            now = f"round {run.status.round}: {answered} of {plural(run.asked, 'client')} answered"
+            failed, replied = run.count(State.FAILED), run.asked - training - waiting
+            now = f"round {run.status.round}: {replied} of {plural(run.asked, 'client')} replied"
             now += f", {failed} failed" if failed else ""
-            working = busy + waiting
-            now += f" · {busy} training" if working else " · the server aggregates and evaluates"
-        heading = _cut(self._label + run.status.title, "bold")
-        lines: list[RenderableType] = [heading, self._bar, _cut(now)]
+            server = " · the server aggregates and evaluates"
+            now += f" · {training} training" if training + waiting else server
+        heading = _truncated(self._label + run.status.title, "bold")
+        lines: list[RenderableType] = [heading, self._bar, _truncated(now)]
         if run.last:
-            lines.append(_cut(accuracies_of(run.last, run.protocol), "cyan"))
+            lines.append(_truncated(accuracies_of(run.last, run.protocol), "cyan"))
             start = "mean by round:"
             fitting = max(1, (width - len(start)) // len(" 0.000"))
             means = (f"{mean:.3f}" for mean in run.means[-min(TRACE, fitting) :])
-            lines.append(_cut(" ".join([start, *means]), "cyan"))
-        if not math.isnan(run.seconds_a_round):
-            sent, each = human_bytes(run.status.bytes), human_seconds(run.seconds_a_round)
+            lines.append(_truncated(" ".join([start, *means]), "cyan"))
+        if not math.isnan(run.seconds_per_round):
+            sent, each = human_bytes(run.status.bytes), human_seconds(run.seconds_per_round)
             left = f" · {time_left(run.seconds_left)}" if run.seconds_left > 0 else ""
-            lines.append(_cut(f"{sent} sent · {each} per round{left}"))
+            lines.append(_truncated(f"{sent} sent · {each} per round{left}"))
         return lines
 
-    def _clients(self, room: int) -> Iterator[RenderableType]:
-        """Yield the table of clients, and a line about those that do not fit in `room` lines."""
+    def _clients(self, max_lines: int) -> Iterator[RenderableType]:
+        """Yield the table of clients, and a line that counts the clients that do not fit."""
         run = self.progress
         table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
         table.add_column("client", no_wrap=True, max_width=24)
@@ -143,9 +143,9 @@ class LiveDisplay:
         table.add_column("state", no_wrap=True)
         for name in ("accuracy", "train loss", "seconds"):
             table.add_column(name, justify="right", no_wrap=True)
-        rows = max(MIN_ROWS, room - 1)
-        everyone = len(run.clients)
-        shown = run.in_view(rows if everyone <= rows else rows - 1)
+        rows = max(MIN_ROWS, max_lines - 1)
+        num_clients = len(run.clients)
+        shown = run.clients_to_show(rows if num_clients <= rows else rows - 1)
         for client in shown:
             table.add_row(
                 Text(printable(client.name)),
@@ -156,20 +156,20 @@ class LiveDisplay:
                 Text(_number(run.seconds_of(client), 1)),
             )
         yield table
-        if len(shown) < everyone:
+        if len(shown) < num_clients:
             names = {client.name for client in shown}
             states = [c.state for c in [*run.clients.values()] if c.name not in names]
             counts = [f"{states.count(state)} {state}" for state in State if state in states]
             hidden = f"and {len(states)} more: {', '.join(counts)}"
-            yield _cut(f"{hidden} (in view: the worst and the slowest)", "dim")
+            yield _truncated(f"{hidden} (shown: least accurate and slowest)", "dim")
 
 
-def _lines(console: Console, options: ConsoleOptions, parts: Sequence[RenderableType]) -> int:
+def _num_lines(console: Console, options: ConsoleOptions, parts: Sequence[RenderableType]) -> int:
     return len(console.render_lines(Group(*parts), options, pad=False))
 
 
-def _cut(text: str, style: str = "") -> Text:
-    """Return a text of one line, cut where the terminal ends."""
+def _truncated(text: str, style: str = "") -> Text:
+    """Return a line of text that is truncated at the width of the terminal."""
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -179,9 +179,11 @@ def _number(value: float, digits: int) -> str:
 
 @contextlib.contextmanager
 def display_on(console: Console, label: str = "") -> Iterator[Progress]:
-    """Show a run where this process can: in the notebook, on the terminal, or line by line.
+    """Show the progress of a run in the notebook, on the terminal, or as lines of text.
 
-    Lines, and the terminal's first one, begin with the label, if there is one.
+    Args:
+        console: Console to print on.
+        label: Prefix of each line, or of the title on a terminal.
     """
     make_output_lenient()
     if in_notebook():
@@ -194,7 +196,7 @@ def display_on(console: Console, label: str = "") -> Iterator[Progress]:
 
 
 def line_display(console: Console, label: str = "") -> Progress:
-    """Return a progress that prints a line for each event: for logs and pipes."""
+    """Return a progress that prints a line for each event, for logs and pipes."""
 
     def show(line: str) -> None:
         if line:
@@ -204,20 +206,20 @@ def line_display(console: Console, label: str = "") -> Progress:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text as it is, however long."""
+    """Print a text without markup, highlighting or line breaks."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def round_lines(console: Console, seconds: float = 10.0) -> Progress:
-    """Return a progress that says who has answered and who is awaited, in rounds that last.
+    """Return a progress that prints the states of the clients during long rounds.
 
-    At most one line in so many seconds, for the log of a deployment whose sites take minutes.
+    Prints at most one line every `seconds` seconds. Used for the log of a deployment.
     """
 
     def show() -> None:
-        awaited = progress.count(State.WAITING) + progress.count(State.TRAINING)
-        if progress.goes_on and 0 < awaited < progress.asked:
-            print_line(console, progress.in_words())
+        pending = progress.count(State.WAITING) + progress.count(State.TRAINING)
+        if progress.is_in_round and 0 < pending < progress.asked:
+            print_line(console, progress.clients_by_state())
 
     lines = Throttled(show, seconds)
     progress = Progress(changed=lines.trigger)
@@ -225,44 +227,44 @@ def round_lines(console: Console, seconds: float = 10.0) -> Progress:
 
 
 def in_notebook() -> bool:
-    """Tell whether this process is the kernel of a notebook, which can show HTML."""
+    """Return whether this process is the kernel of a notebook, which can display HTML."""
     shell = sys.modules.get("IPython")
     return shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None
 
 
 def notebook_display() -> Progress:
-    """Return a progress that is shown as one cell's output, updated after each event."""
-    page: Any = importlib.import_module("IPython.display")
+    """Return a progress that is shown in the output of a cell and updated after each event."""
+    ipython: Any = importlib.import_module("IPython.display")
     cell: list[Any] = []
 
     def show(line: str) -> None:
-        content = page.HTML(html_of(progress))
+        content = ipython.HTML(html_of(progress))
         if cell:
             cell[0].update(content)
         else:
-            cell.append(page.display(content, display_id=True))
+            cell.append(ipython.display(content, display_id=True))
 
     progress = Progress(show)
     return progress
 
 
 def html_of(progress: Progress) -> str:
-    """Return a bar of the rounds, the last accuracy, and notices; all texts are escaped."""
+    """Return HTML with a progress bar, the last accuracy, and notices, all escaped."""
     record, done = progress.ended, progress.ended.round if progress.ended else 0
-    news = f"round {done}: {accuracies_of(record, progress.protocol)}" if record else ""
-    if not news and progress.status.round:
-        news = f"round {progress.status.round}: {plural(progress.asked, 'client')} train"
+    latest = f"round {done}: {accuracies_of(record, progress.protocol)}" if record else ""
+    if not latest and progress.status.round:
+        latest = f"round {progress.status.round}: {plural(progress.asked, 'client')} training"
     if progress.summary:
-        news += f" ({progress.summary.seconds.total:.1f} s)"
+        latest += f" ({progress.summary.seconds.total:.1f} s)"
     lines = [
-        f"<b>{_safe(progress.status.title or progress.status.phase)}</b>",
+        f"<b>{_escaped(progress.status.title or progress.status.phase)}</b>",
         f'<progress value="{done}" max="{max(1, progress.status.rounds)}"></progress> '
         f"{done}/{progress.status.rounds} rounds",
-        _safe(news),
-        *(f"note: {_safe(text)}" for text in progress.status.notices),
+        _escaped(latest),
+        *(f"note: {_escaped(text)}" for text in progress.status.notices),
     ]
     return "<br>".join(line for line in lines if line)
 
 
-def _safe(text: str) -> str:
+def _escaped(text: str) -> str:
     return escape(printable(text))

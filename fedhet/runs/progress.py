@@ -1,9 +1,9 @@
-"""A run in progress, followed through its events: in words, for displays, and as status.json.
+"""Progress of a run: tracks its events for displays and for status.json.
 
-The terminal, plain lines and a notebook draw `Progress` (`fedhet.runs.display`). `status_file`
-writes it as rounds go on, for `fedhet status` and the pages of `fedhet watch`. Whether the run's
-process is still alive is not in the file, which a killed process could not change; the run's lock
-tells.
+Displays on the terminal, in log lines and in notebooks show `Progress` (`fedhet.runs.display`).
+`status_file` writes it to status.json for `fedhet status` and `fedhet watch`. Whether the run's
+process is still alive is determined from the run's lock, since a killed process cannot update the
+file.
 """
 
 from __future__ import annotations
@@ -31,62 +31,62 @@ from fedhet.runs.measures import headline_mean, shown_scores
 from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecord, Summary, Text
 from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
 
-LONG, SHARE = 0.05, 0.02
-"""Seconds from which a call takes long, as what is shown of thousands of clients does, and the most
-of the time that such calls may take."""
+SLOW_CALL, MAX_LOAD = 0.05, 0.02
+"""Seconds from which a call is slow, as for thousands of clients, and maximum fraction of the time
+spent in slow calls."""
 RECENT = 5
-"""Number of rounds from whose duration the time left is estimated."""
+"""Number of last rounds used to estimate the remaining time."""
 MAX_NOTICES = 6
-"""How many of the last notices a display keeps in view."""
+"""Number of last notices shown in a display."""
 MAX_NAMES = 10
-"""How many clients of one state a line names."""
+"""Maximum number of client names per state in a line."""
 STATUS_FILE = "status.json"
 STATUS_SECONDS = 1.0
-"""Between two writings of the file, at least."""
+"""Minimum interval between two updates of the file."""
 Stage = Literal["starting", "running", "finished", "stopped"]
-"""Of a run; it has stopped if its process has ended before its last round."""
+"""Stage of a run; "stopped" if its process ended before the last round."""
 
 
 class State(StrEnum):
-    """A client's state in the current round, in the order in which clients are shown."""
+    """State of a client in the current round, in display order."""
 
     FAILED = "failed"
     TRAINING = "training"
     WAITING = "waiting"
     LATE = "late"
-    """It is still at work, although its round has closed."""
+    """Still training although its round has closed."""
     DONE = "done"
-    NOT_ASKED = "not asked"
-    RESTING = "resting"
-    """It is asked only now and then, since it was silent."""
+    NOT_SAMPLED = "not sampled"
+    BACKING_OFF = "backing off"
+    """Called less often because it did not reply."""
     EXCLUDED = "excluded"
-    AWAY = "away"
-    """It has joined before, and is not connected."""
+    OFFLINE = "offline"
+    """Registered but not connected."""
 
 
 class ClientStatus(BaseModel):
-    """A client in the current round; NaN, in the file null, is what is not known."""
+    """Status of a client in the current round. Unknown values are NaN (null in the file)."""
 
     model_config = READING | ConfigDict(frozen=True)
 
     name: Text
     model: Text = ""
     state: Text = ""
-    """A `State`; another version may have others."""
+    """A `State`, or an unknown state from another version."""
     accuracy: Number = NAN
     loss: Number = NAN
     seconds: Number = NAN
-    """For how long it trained last; in the file and of one that trains, for how long it has."""
+    """Duration of its last training, or of its current training so far in the file."""
     line: Text = ""
-    """Its last answer, or why there was none."""
+    """Description of its last reply or failure."""
     began: Number = Field(default=NAN, exclude=True)
-    """When it began to train, by the clock of `Progress`."""
+    """Start time of its training, by the clock of `Progress`."""
 
 
 class Status(BaseModel):
-    """status.json: where a run is, and what its clients do.
+    """Status of a run and its clients (status.json).
 
-    `Progress` keeps it up to date, but for the stage, the clients and the times.
+    `Progress.now` sets the stage, the clients and the times; `Progress` updates all other fields.
     """
 
     model_config = READING | ConfigDict(validate_assignment=True)
@@ -94,33 +94,33 @@ class Status(BaseModel):
     title: Text = ""
     stage: Stage = "starting"
     phase: Text = ""
-    """What the run waits for before its first round."""
+    """Current activity before the first round."""
     round: Round = 0
-    """The current round; 0 before the first."""
+    """The current round, or 0 before the first round."""
     rounds: Round = 0
     seconds_left: Number = NAN
     bytes: Number = Field(default=0.0, ge=0)
-    """Sent up, and down to train, in all rounds that have ended."""
+    """Bytes of all messages for training in the rounds that have ended."""
     mean: Number = NAN
-    """The mean accuracy of the last round that was evaluated."""
+    """Mean accuracy of the last evaluated round."""
     clients: list[ClientStatus] = []
     notices: list[Text] = []
     """The last notices."""
     fault: Text = ""
-    """Why the run failed."""
+    """Reason for the failure of the run."""
     updated: Number = 0.0
-    """When this was written, in seconds since 1970."""
+    """Time of the update, in seconds since 1970."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of status.json, with None for NaN, which JSON does not have."""
-        found: dict[str, Any] = json.loads(self.model_dump_json())
-        return found
+        """Return the content of status.json, with None for NaN."""
+        content: dict[str, Any] = json.loads(self.model_dump_json())
+        return content
 
     @property
-    def in_words(self) -> str:
-        """Where the run is, in one line."""
+    def description(self) -> str:
+        """Status of the run in one line."""
         if self.stage == "starting":
-            return f"starting: {self.phase or 'its clients load data and models'}"
+            return f"starting: {self.phase or 'clients are loading data and models'}"
         if self.stage == "stopped" and self.fault:
             where = f" in round {self.round} of {self.rounds}" if self.round else ""
             return f"failed{where}: {self.fault}"
@@ -134,9 +134,9 @@ class Status(BaseModel):
 
 
 class Progress(Watcher):
-    """Follows a run through its events.
+    """Tracks the progress of a run.
 
-    Another thread may draw it at the same time: a client is replaced as a whole.
+    Clients are replaced rather than modified, so that another thread can display the progress.
     """
 
     def __init__(
@@ -145,43 +145,47 @@ class Progress(Watcher):
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`show` is called after each event of the run with its line, or ""; not for clients'.
+        """Start tracking.
 
-        `changed` is called after every event.
+        Args:
+            show: Called after each event of the run with a line of text, or "" if there is nothing
+                to print. Not called for events of clients.
+            clock: Returns the current time in seconds.
+            changed: Called after every event.
         """
-        self._say, self._clock, self._changed = show, clock, changed
+        self._show_line, self._clock, self._changed = show, clock, changed
         self.status = Status(phase="starting")
         self.method = ""
         self.directory: Path | None = None
         self.clients: dict[str, ClientStatus] = {}
         self.asked = 0
-        """Number of clients asked in this round."""
+        """Number of clients sampled in this round."""
         self.protocol = "common"
-        """The protocol under which the clients' accuracies are shown if there is a choice."""
+        """Preferred protocol of the displayed accuracies."""
         self.ended: RoundRecord | None = None
-        """The record of the last round that has ended."""
+        """Record of the last finished round."""
         self.last: RoundRecord | None = None
-        """The last record that holds accuracies."""
+        """Last record with accuracies."""
         self.means: list[float] = []
-        """The mean accuracy of each round that was evaluated."""
+        """Mean accuracy of each evaluated round."""
         self.summary: Summary | None = None
-        """The run's summary, once it has ended."""
+        """Summary of the run, or None before it has finished."""
         self._began = NAN
-        """When the current round began; NaN between two rounds."""
+        """Start time of the current round; NaN between rounds."""
         self._durations: list[float] = []
-        self._aside: dict[str, State] = {}
+        self._excluded: dict[str, State] = {}
 
-    # The run's events.
+    # Events of the run.
 
-    def waiting(self, what: str) -> None:
-        """Take note of what the run waits for before its first round."""
-        self.status.phase = what
-        self._show(what)
+    def waiting(self, phase: str) -> None:
+        """Set the activity before the first round."""
+        self.status.phase = phase
+        self._show(phase)
 
     def run_started(
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
     ) -> None:
-        """Begin a run with the clients of `models`."""
+        """Set the title, the clients and the number of rounds."""
         counts = [
             plural(len(models), "client"),
             plural(len(set(models.values())), "architecture"),
@@ -199,30 +203,30 @@ class Progress(Watcher):
         self._show(f"{self.status.title} -> {directory}")
 
     def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
-        """Count the bytes and accuracies of earlier rounds, so that totals are the whole run's."""
-        self._moved(sum(record.bytes_up + record.bytes_down for record in records))
+        """Add the bytes and accuracies of earlier rounds to those of the run."""
+        self._add_bytes(sum(record.bytes_up + record.bytes_down for record in records))
         means = (headline_mean(record, self.protocol) for record in records)
         self.means = [mean for mean in means if mean is not None]
 
     def run_failed(self, reason: str) -> None:
-        """Take note of why the run has failed."""
+        """Set the reason for the failure of the run."""
         self.status.fault = reason
         self._changed()
 
     def clients_excluded(self, clients: Mapping[str, str]) -> None:
-        """Take note of the clients that the next round leaves out, and why."""
-        self._aside = {name: State(why) for name, why in clients.items()}
+        """Store the clients excluded from the next round, with their states."""
+        self._excluded = {name: State(state) for name, state in clients.items()}
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
-        """Begin a round with the clients `asked`, which wait for their turn."""
+        """Begin a round and mark the sampled clients as waiting."""
         self.asked, self._began = len(asked), self._clock()
         self.status.round, self.status.phase = number, ""
         new = {name: ClientStatus(name=name) for name in asked if name not in self.clients}
-        chosen, clients = {*asked}, {**self.clients, **new}
+        sampled, clients = {*asked}, {**self.clients, **new}
         for name, client in clients.items():
-            aside = self._aside.get(name, State.NOT_ASKED)
-            began = client.began if aside is State.LATE else NAN
-            state = State.WAITING if name in chosen else aside
+            other_state = self._excluded.get(name, State.NOT_SAMPLED)
+            began = client.began if other_state is State.LATE else NAN
+            state = State.WAITING if name in sampled else other_state
             clients[name] = client.model_copy(update={"state": state, "began": began})
         self.clients = clients
         self._show("")
@@ -236,23 +240,23 @@ class Progress(Watcher):
         """Mark a client as done or failed."""
         seconds = self.seconds_of(self.clients[client]) if client in self.clients else NAN
         state = State.FAILED if error else State.DONE
-        line = f"round {self.status.round}: {error or 'answered'}"
+        line = f"round {self.status.round}: {error or 'replied'}"
         self._change(client, state=state, seconds=seconds, began=NAN, line=line)
         self._changed()
 
     def round_finished(self, record: RoundRecord) -> None:
-        """Take over a round's results; a client without an accuracy keeps the one it had."""
+        """Update the results. Clients that were not evaluated keep their last accuracy."""
         self.status.round, self.ended = record.round, record
-        self._moved(record.bytes_up + record.bytes_down)
+        self._add_bytes(record.bytes_up + record.bytes_down)
         self._durations.append(record.seconds.total)
         self._began = NAN
         for name, reason in record.failed.items():
             line = f"round {record.round}: {reason}"
             self._change(name, state=State.FAILED, began=NAN, line=line)
         for name in record.late:
-            self._change(name, state=State.LATE, line=f"round {record.round}: still at work")
+            self._change(name, state=State.LATE, line=f"round {record.round}: still training")
         for name, age in record.ages.items():
-            line = f"round {record.round}: answered round {record.round - age}"
+            line = f"round {record.round}: replied to round {record.round - age}"
             self._change(name, state=State.DONE, began=NAN, line=line)
         for name, loss in (record.loss.per_client if record.loss else {}).items():
             self._change(name, loss=loss)
@@ -264,36 +268,36 @@ class Progress(Watcher):
         self._show(round_line(record, self.protocol))
 
     def notice(self, text: str) -> None:
-        """Keep the notice in view."""
+        """Add a notice."""
         self.status.notices = [*self.status.notices, text][-MAX_NOTICES:]
         self._show(f"note: {text}")
 
     def run_finished(self, summary: Summary) -> None:
-        """Take over the run's summary."""
+        """Set the summary of the run."""
         self.summary = summary
         self._show(duration(summary))
 
-    # What a display asks.
+    # Queries of displays.
 
     def now(self) -> Status:
-        """Return the status of the run, with its clients and times as of now."""
+        """Return the current status of the run."""
         clients = []
         for client in sorted(self.clients.values(), key=lambda client: natural(client.name)):
             seconds, line = round(self.seconds_of(client), 3), one_line(client.line)
             clients.append(client.model_copy(update={"seconds": seconds, "line": line}))
         stage = "stopped" if self.status.fault else "running" if self.status.round else "starting"
-        found = {
+        current = {
             "stage": "finished" if self.summary else stage, "clients": clients,
             "seconds_left": self.seconds_left, "mean": self.means[-1] if self.means else NAN,
             "updated": time.time(),
         }  # fmt: skip
-        return self.status.model_copy(update=found)
+        return self.status.model_copy(update=current)
 
     def _show(self, line: str) -> None:
-        self._say(line)
+        self._show_line(line)
         self._changed()
 
-    def _moved(self, count: int) -> None:
+    def _add_bytes(self, count: int) -> None:
         self.status.bytes = min(self.status.bytes + count, LARGEST)
 
     def _change(self, name: str, **changes: object) -> None:
@@ -301,7 +305,7 @@ class Progress(Watcher):
             self.clients[name] = self.clients[name].model_copy(update=changes)
 
     def seconds_of(self, client: ClientStatus) -> float:
-        """Return for how long a client has been training, or trained last; NaN if unknown."""
+        """Return the duration of a client's current or last training; NaN if unknown."""
         return client.seconds if math.isnan(client.began) else self._clock() - client.began
 
     def count(self, state: State) -> int:
@@ -309,25 +313,25 @@ class Progress(Watcher):
         return sum(client.state == state for client in [*self.clients.values()])
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a round has begun and not ended."""
+    def is_in_round(self) -> bool:
+        """Whether a round is in progress."""
         return not math.isnan(self._began)
 
     @property
-    def seconds_a_round(self) -> float:
-        """The mean duration of the last rounds, NaN before the first has ended."""
+    def seconds_per_round(self) -> float:
+        """Mean duration of the last rounds; NaN if no round has finished."""
         return fmean(self._durations[-RECENT:]) if self._durations else NAN
 
     @property
     def seconds_left(self) -> float:
-        """The estimated time until the last round ends, NaN before the first has ended."""
-        if not self.goes_on:
-            return (self.status.rounds - self.status.round) * self.seconds_a_round
-        spent = min(self._clock() - self._began, self.seconds_a_round)
-        return (self.status.rounds - self.status.round + 1) * self.seconds_a_round - spent
+        """Estimated remaining time of the run; NaN if no round has finished."""
+        if not self.is_in_round:
+            return (self.status.rounds - self.status.round) * self.seconds_per_round
+        elapsed = min(self._clock() - self._began, self.seconds_per_round)
+        return (self.status.rounds - self.status.round + 1) * self.seconds_per_round - elapsed
 
-    def in_words(self) -> str:
-        """Return the round's clients by what they do: "round 3 of 20: done a · training b, c"."""
+    def clients_by_state(self) -> str:
+        """Describe the clients of the round: "round 3 of 20: done a · training b, c"."""
         names: dict[str, list[str]] = {}
         for client in sorted(self.clients.values(), key=lambda c: natural(c.name)):
             names.setdefault(client.state, []).append(client.name)
@@ -340,34 +344,34 @@ class Progress(Watcher):
             parts.append(time_left(left))
         return f"round {self.status.round} of {self.status.rounds}: {' · '.join(parts)}"
 
-    def in_view(self, room: int) -> list[ClientStatus]:
-        """Return the clients to show in `room` rows: all if they fit.
+    def clients_to_show(self, max_rows: int) -> list[ClientStatus]:
+        """Return the clients to show in at most `max_rows` rows.
 
-        Otherwise failed clients, those that train, the worst and the slowest take turns; they are
-        ordered by state and accuracy.
+        If not all clients fit, alternates between failed, training, least accurate and slowest
+        clients, and sorts the selected clients by state and accuracy.
         """
         clients = list(self.clients.values())
-        if len(clients) <= room:
+        if len(clients) <= max_rows:
             return clients
-        slow = sorted(clients, key=lambda c: _last(-self.seconds_of(c)))
-        worst = sorted(clients, key=lambda c: _last(c.accuracy))
+        slow = sorted(clients, key=lambda c: _nan_last(-self.seconds_of(c)))
+        worst = sorted(clients, key=lambda c: _nan_last(c.accuracy))
         failed = [c for c in worst if c.state == State.FAILED]
         training = [c for c in slow if c.state == State.TRAINING]
         turns = chain.from_iterable(zip_longest(failed, training, worst, slow))
-        chosen = {c.name: c for c in turns if c is not None}
-        shown, order = list(chosen.values())[: max(room, 0)], [*State]
+        selected = {c.name: c for c in turns if c is not None}
+        shown, order = list(selected.values())[: max(max_rows, 0)], [*State]
         return sorted(
-            shown, key=lambda c: (order.index(State(c.state)), _last(c.accuracy), natural(c.name))
+            shown,
+            key=lambda c: (order.index(State(c.state)), _nan_last(c.accuracy), natural(c.name)),
         )
 
 
-def _last(value: float) -> float:
-    """Return a sort key that puts NaN after every number."""
+def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
 def duration(summary: Summary) -> str:
-    """Return how long a run took, with its start and its rounds apart."""
+    """Describe the duration of a run, its startup and its rounds."""
     seconds = summary.seconds
     text = f"{plural(summary.rounds, 'round')} in {seconds.total:.1f} s"
     rounds = [past.seconds for past in summary.history if math.isfinite(past.seconds)]
@@ -377,39 +381,38 @@ def duration(summary: Summary) -> str:
 
 
 def round_line(record: RoundRecord, protocol: str) -> str:
-    """Return a round's headline numbers in one line."""
+    """Summarize a round in one line."""
     in_time = len(record.answered) - len(record.ages)
-    answered = f"{in_time}/{len(record.asked)} clients"
-    answered += f" + {len(record.ages)} late" if record.ages else ""
-    bytes_moved = human_bytes(record.bytes_up + record.bytes_down)
+    replies = f"{in_time}/{len(record.asked)} clients"
+    replies += f" + {len(record.ages)} late" if record.ages else ""
+    sent = human_bytes(record.bytes_up + record.bytes_down)
     loss = f"train loss {record.loss.mean:.4f}  " if record.loss else ""
     clock = "" if math.isnan(record.clock) else f"{human_seconds(record.clock)} simulated  "
-    spent = f"ε {max(record.epsilon.values()):.3g}  " if record.epsilon else ""
+    epsilon = f"ε {max(record.epsilon.values()):.3g}  " if record.epsilon else ""
     return (
-        f"round {record.round:>3}  {accuracies_of(record, protocol)}  {loss}{spent}{answered}  "
-        f"{bytes_moved}  {clock}{record.seconds.total:.1f} s"
+        f"round {record.round:>3}  {accuracies_of(record, protocol)}  {loss}{epsilon}{replies}  "
+        f"{sent}  {clock}{record.seconds.total:.1f} s"
     )
 
 
 def accuracies_of(record: RoundRecord, protocol: str) -> str:
-    """Return a text that shows the mean accuracy of each kind of model, of the first in full.
+    """Describe the accuracy of each kind of model, with full statistics for the first kind.
 
-    The private models come first if there are any. The protocol is `protocol`, or the other one if
-    only that was evaluated.
+    Kinds are ordered as in `shown_scores`, which also selects the protocol.
     """
     shown, kinds = shown_scores(record, protocol)
     if not kinds:
         return "not evaluated"
-    (kind, scores), *others = kinds.items()
-    named = shown if kind == "private" else f"{shown}, {kind}"
-    text = f"accuracy ({named}) {scores.mean:.4f} ± {scores.std:.4f}, worst {scores.worst:.4f}"
-    return "".join([text, *(f", {name} {each.mean:.4f}" for name, each in others)])
+    (kind, scores), *remaining = kinds.items()
+    label = shown if kind == "private" else f"{shown}, {kind}"
+    text = f"accuracy ({label}) {scores.mean:.4f} ± {scores.std:.4f}, worst {scores.worst:.4f}"
+    return "".join([text, *(f", {name} {each.mean:.4f}" for name, each in remaining)])
 
 
 class Throttled:
-    """Calls a function after changes, at most once in so many seconds, in a thread of its own.
+    """Calls a function after changes, at most once per interval, in a separate thread.
 
-    A call that takes long is followed by a rest in proportion.
+    A slow call is followed by a longer pause, in proportion to its duration.
     """
 
     def __init__(self, function: Callable[[], None], seconds: float) -> None:
@@ -419,20 +422,20 @@ class Throttled:
         self._thread = threading.Thread(target=self._repeat, daemon=True)
 
     def trigger(self) -> None:
-        """Call the function soon: something has changed."""
+        """Schedule a call of the function."""
         self._changed.set()
         if self._thread.ident is None:
             self._thread.start()
 
     def end(self) -> None:
-        """Call the function once more, and no more after that."""
+        """Call the function one last time."""
         self._ended.set()
         self._changed.set()
         with self._calling:
             self._function()
 
     def _repeat(self) -> None:
-        rest = self._seconds
+        pause = self._seconds
         while self._changed.wait() and not self._ended.is_set():
             self._changed.clear()
             started = time.thread_time()
@@ -440,33 +443,33 @@ class Throttled:
                 if not self._ended.is_set():
                     self._function()
             taken = time.thread_time() - started
-            self._ended.wait(rest)
-            # From the second call on, as the first also imports.
-            rest = max(self._seconds, taken / SHARE if taken > LONG else 0.0)
+            self._ended.wait(pause)
+            # Applies from the second call on, because the first call also imports modules.
+            pause = max(self._seconds, taken / MAX_LOAD if taken > SLOW_CALL else 0.0)
 
 
 def status_file(directory: Path) -> Progress:
-    """Return a progress that writes status.json as it changes, from a thread of its own."""
+    """Return a progress that writes status.json after changes, in a separate thread."""
 
     def write() -> None:
-        # A folder that cannot be written ends the run where its records are written.
+        # Ignore a directory that cannot be written; writing a record reports the error.
         with contextlib.suppress(StateError, OSError):
             write_text(directory / STATUS_FILE, progress.now().model_dump_json())
 
     def changed() -> None:
-        writing.trigger()
+        writer.trigger()
         if progress.summary or progress.status.fault:
-            writing.end()
+            writer.end()
 
-    writing = Throttled(write, STATUS_SECONDS)
+    writer = Throttled(write, STATUS_SECONDS)
     progress = Progress(changed=changed)
     return progress
 
 
 def read_status(directory: Path) -> Status:
-    """Return the status of a run, as of now. Raises StateError."""
+    """Read the current status of a run. Raises StateError."""
     if not (directory / "config.toml").exists():
-        raise StateError(f"{directory} holds no run: it has no config.toml")
+        raise StateError(f"{directory} is not a run directory: config.toml not found")
     status = read_if_exists(directory / STATUS_FILE, Status) or Status()
     if (directory / "summary.json").exists():
         return status.model_copy(update={"stage": "finished"})

@@ -1,8 +1,8 @@
-"""Formatting of numbers and names for users, the standard streams, and the logs of a deployment.
+"""Formatting of numbers and names, robust standard streams, and logging in deployments.
 
-A deployed server and a site's process log plain lines or JSON. FEDHET_LOG=json writes each line as
-an object with `time` (UTC), `level`, `logger` and `message`, for programs that gather logs;
-FEDHET_LOG_LEVEL=WARNING leaves out what is not at least that.
+A deployed server or site logs plain lines or JSON. FEDHET_LOG=json writes each line as an object
+with `time` (UTC), `level`, `logger` and `message`, for log collectors. FEDHET_LOG_LEVEL sets the
+minimum level, such as WARNING.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _IN_ASCII = {"±": "+-", "…": "...", "—": "-", "–": "-", "×": "x", "→":
 FORM, LEVEL = "FEDHET_LOG", "FEDHET_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 WIDTH = 160
-"""Columns of a deployed server's progress lines."""
+"""Width of a deployed server's progress lines, in columns."""
 
 
 def human_bytes(count: float) -> str:
-    """Return a number of bytes with three significant digits, in powers of 1000: "12.3 MB"."""
+    """Format a number of bytes with three significant digits, such as "12.3 MB" (10^6 bytes)."""
     if not math.isfinite(count):
         return ABSENT
     power = 0
@@ -46,7 +46,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return a duration: "0.42 s", "12.3 s", "4 min 05 s" or "2 h 13 min"."""
+    """Format a duration, such as "0.42 s", "12.3 s", "4 min 05 s" or "2 h 13 min"."""
     if not math.isfinite(seconds):
         return ABSENT
     if seconds < 59.95:
@@ -59,18 +59,18 @@ def human_seconds(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return "1 client", "2 clients"."""
+    """Format a count with a noun, such as "1 client" or "2 clients"."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def time_left(seconds: float) -> str:
-    """Return an estimate in whole seconds: "about 7 s left", "about 4 min 05 s left"."""
+    """Format an estimated remaining time, such as "about 7 s left" or "about 4 min 05 s left"."""
     rough = f"{round(seconds)} s" if seconds < 59.5 else human_seconds(round(seconds))
     return f"about {rough} left"
 
 
 def human_number(value: float) -> str:
-    """Return a number of any magnitude with four significant digits; integers in full."""
+    """Format a number of any magnitude with four significant digits, and integers in full."""
     if not math.isfinite(value):
         return ABSENT
     if value == int(value) and abs(value) < 1e7:
@@ -79,40 +79,40 @@ def human_number(value: float) -> str:
 
 
 def score(value: float) -> str:
-    """Return an accuracy with four digits: "0.7312"."""
+    """Format an accuracy with four digits, such as "0.7312"."""
     return f"{value:.4f}" if math.isfinite(value) else ABSENT
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction as a percentage without superfluous digits: 0.613 is "61.3 %"."""
+    """Format a fraction as a percentage without trailing zeros: 0.613 becomes "61.3 %"."""
     return f"{100 * fraction:.4g} %"
 
 
 def plus_minus(mean: float, std: float, digits: int = 4) -> str:
-    """Return "mean ± std", or the mean alone without a standard deviation."""
+    """Format "mean ± std", or only the mean if the standard deviation is not finite."""
     if not math.isfinite(mean):
         return ABSENT
     return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if math.isfinite(std) else "")
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that puts client-2 before client-10."""
+    """Return a natural sort key, which puts client-2 before client-10."""
     parts = re.split(r"(\d+)", name)
     return tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
 
 
 def position(name: str, order: Sequence[object]) -> tuple[int, str]:
-    """Return a sort key: names in the given order come first, then the others by name."""
+    """Return a sort key that puts names in `order` first, and sorts other names alphabetically."""
     return (order.index(name) if name in order else len(order)), name
 
 
 def printable(text: str) -> str:
-    """Return text without control characters, so that names cannot control the terminal."""
-    return "".join(mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in text)
+    """Replace control characters, so that untrusted text cannot control the terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return sorted numbers as ranges: [1, 2, 3, 7] is "1–3, 7"."""
+    """Format sorted numbers as ranges: [1, 2, 3, 7] becomes "1–3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -123,22 +123,21 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shown_path(path: Path | None) -> str:
-    """Return a path, from the working folder if it is in it."""
+    """Format a path, relative to the working directory if it is below it."""
     inside = path is not None and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd()) if path and inside else path)
 
 
 def path_text(path: Path) -> str:
-    r"""Return a path as text, with escapes such as `\xff` for bytes that are not UTF-8."""
+    r"""Convert a path to text, with escapes such as `\xff` for bytes that are not UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def make_output_lenient() -> None:
-    """Let the standard streams replace characters that their encoding lacks.
+    """Configure the standard streams to replace characters that they cannot encode.
 
-    A scheduler's log or a terminal may be limited to ASCII, and no run must end because a line
-    cannot be printed. A standard stream that is closed is opened as the null device, because
-    otherwise the next file to be opened would receive its output.
+    Otherwise, a run would fail if its terminal or log is limited to ASCII. A closed standard stream
+    is replaced by the null device, because the next opened file would otherwise receive its output.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
@@ -156,40 +155,40 @@ def make_output_lenient() -> None:
 
 
 def _replacement(error: UnicodeError) -> tuple[str, int]:
-    r"""Return ASCII text for the characters that could not be encoded.
+    r"""Return an ASCII replacement for characters that could not be encoded.
 
-    A byte of a file name that is not UTF-8 is shown as a backslash escape, such as `\xff`.
+    Bytes of file names that are not UTF-8 become backslash escapes such as `\xff`.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    marks = error.object[error.start : error.end]
-    escaped = (
-        f"\\x{ord(mark) - 0xDC00:02x}" if "\udc80" <= mark <= "\udcff" else _IN_ASCII.get(mark, "?")
-        for mark in marks
+    chars = error.object[error.start : error.end]
+    replaced = (
+        f"\\x{ord(char) - 0xDC00:02x}" if "\udc80" <= char <= "\udcff" else _IN_ASCII.get(char, "?")
+        for char in chars
     )
-    return "".join(escaped), error.end
+    return "".join(replaced), error.end
 
 
 codecs.register_error("fedhet.lenient", _replacement)
 
 
 def _log_form() -> tuple[bool, int]:
-    """Return whether the log is JSON, and its lowest level. Raises SettingsError."""
+    """Return whether the log is JSON, and its minimum level. Raises SettingsError."""
     form, level = os.environ.get(FORM, "text"), os.environ.get(LEVEL, "INFO").upper()
-    for name, value, allowed in ((FORM, form, ("text", "json")), (LEVEL, level, LEVELS)):
-        if value not in allowed:
-            raise SettingsError(f"{name}={value!r} is not allowed: it takes {', '.join(allowed)}")
+    for name, value, choices in ((FORM, form, ("text", "json")), (LEVEL, level, LEVELS)):
+        if value not in choices:
+            raise SettingsError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return form == "json", int(getattr(logging, level))
 
 
 def json_line(level: str, logger: str, message: str, at: float | None = None) -> str:
-    """Return a line of a log in JSON, `at` seconds since 1970."""
+    """Format a log line as JSON; `at` is the time in seconds since 1970, by default now."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
     return json.dumps({"time": stamp, "level": level, "logger": logger, "message": message})
 
 
 def message_of(line: str) -> str:
-    """Return the message of a line that may be of JSON; another line as it is."""
+    """Extract the message of a JSON log line. Other lines are returned unchanged."""
     if not line.startswith('{"time": '):
         return line
     try:
@@ -199,10 +198,10 @@ def message_of(line: str) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON."""
+    """Log formatter that writes each record as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's line; a traceback is part of the message."""
+        """Format a record; a traceback becomes part of the message."""
         message = record.getMessage()
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
@@ -210,7 +209,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _JsonLines(io.TextIOBase):
-    """A stream that writes each line that it is given as one of JSON."""
+    """Stream that writes each line as a line of JSON."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._begun = out, ""
@@ -223,23 +222,24 @@ class _JsonLines(io.TextIOBase):
 
 
 def configure_logs() -> None:
-    """Let this process's own loggers write as the environment says, once. Raises SettingsError."""
+    """Configure the loggers of this process from the environment. Raises SettingsError."""
     as_json, level = _log_form()
-    own, flower = logging.getLogger("fedhet"), logging.getLogger("flwr")
-    own.setLevel(level)
-    if not own.handlers:
-        own.addHandler(logging.StreamHandler())
-        own.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for handler in [*own.handlers, *flower.handlers] if as_json else ():
+    fedhet, flower = logging.getLogger("fedhet"), logging.getLogger("flwr")
+    fedhet.setLevel(level)
+    if not fedhet.handlers:
+        fedhet.addHandler(logging.StreamHandler())
+        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+        fedhet.handlers[0].setFormatter(formatter)
+    for handler in [*fedhet.handlers, *flower.handlers] if as_json else ():
         handler.setFormatter(JsonFormatter())
 
 
 def console_for(stream: TextIO | None = None) -> Console:
-    """Return where a deployed server shows its run's progress, which is on the level INFO.
+    """Create the console for the progress of a deployed server, which has the level INFO.
 
-    Raises SettingsError for a form or a level that there is not.
+    Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
     """
-    from rich.console import Console  # a machine that is only inspected may lack it
+    from rich.console import Console  # may be missing on a machine that is only inspected
 
     make_output_lenient()
     configure_logs()
@@ -250,7 +250,7 @@ def console_for(stream: TextIO | None = None) -> Console:
 
 
 def log_error(error: FedhetError) -> None:
-    """Write an error of this process as one line, and keep Flower from writing its traceback."""
+    """Log an error as one line, and prevent Flower from logging its traceback."""
     message = f"error: {error}"
     line = json_line("ERROR", "fedhet", message) if os.environ.get(FORM) == "json" else message
     sys.stdout.write(f"{line}\n")

@@ -433,13 +433,13 @@ class ClientHealth:
         return [name for name in left if not self.exclusion_reason(round, name)] or left
 
     def exclusion_reason(self, round: int, name: str) -> str:
-        """Return why a client is not asked in a round: "excluded", "resting", or ""."""
+        """Return why a client is not asked in a round: "excluded", "backing off", or ""."""
         if self._is_aside(name):
             return "excluded"
         if not self._is_silent(name):
             return ""
         count, last = self._silent[name]
-        return "resting" if round < last + pause_after(count - self._max_silences + 1) else ""
+        return "backing off" if round < last + pause_after(count - self._max_silences + 1) else ""
 
     def update(
         self, round: int, outcomes: Mapping[str, Outcome | None], members: Collection[str]

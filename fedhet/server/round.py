@@ -195,12 +195,12 @@ class RoundState:
     def exclusion_reasons(self, members: Collection[str]) -> dict[str, str]:
         """Map each client that is excluded from the round to a reason.
 
-        The reason is "late", "away", or one of `ClientHealth.exclusion_reason`. Members that were
+        The reason is "late", "offline", or one of `ClientHealth.exclusion_reason`. Members that were
         simply not selected have no reason.
         """
         number, asked = self.record.round, {*self.record.asked}
         health = {n: self.health.exclusion_reason(number, n) for n in members if n not in asked}
-        away = dict.fromkeys(self.record.absent, "away")
+        away = dict.fromkeys(self.record.absent, "offline")
         late = dict.fromkeys(self.record.late, "late")
         return {name: reason for name, reason in (health | away | late).items() if reason}
 
