@@ -172,7 +172,7 @@ def test_the_state_of_something_else_is_refused_by_name(tmp_path, name):
     other = opened(tmp_path, identity={**IDENTITY, name: "another"})
     with pytest.raises(StateError) as caught:
         other.restore("run-1", before=2)
-    assert f"is of {name} {IDENTITY[name]!r}, this client's is 'another'" in str(caught.value)
+    assert f"{name} is {IDENTITY[name]!r}, expected this client's 'another'" in str(caught.value)
     with pytest.raises(StateError):  # and again: nothing of the failed attempt is taken for it
         other.restore("run-1", before=2)
 

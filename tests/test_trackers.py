@@ -79,7 +79,7 @@ def test_a_run_outlives_its_tracker(tracker, tmp_path, caplog, place):
     put(fails)
     assert run(tracked(name), tmp_path / "run")["rounds"] == 2
     said = [
-        record.getMessage() for record in caplog.records if "is switched off" in record.getMessage()
+        record.getMessage() for record in caplog.records if "is disabled" in record.getMessage()
     ]
     assert len(said) == 1
     assert len(said[0].splitlines()) == 1

@@ -195,7 +195,7 @@ class RoundState:
     def exclusion_reasons(self, members: Collection[str]) -> dict[str, str]:
         """Map each client that is excluded from the round to a reason.
 
-        The reason is "late", "offline", or one of `ClientHealth.exclusion_reason`. Members that were
+        The reason is "late", "offline", or from `ClientHealth.exclusion_reason`. Members that were
         simply not selected have no reason.
         """
         number, asked = self.record.round, {*self.record.asked}
