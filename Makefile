@@ -31,11 +31,12 @@ fuzz: install    ## check that a million damaged replies are refused or within t
 	FEDHET_FUZZ=1000000 $(BIN)/python -m pytest --timeout 0 tests/test_fuzz.py
 	$(BIN)/python -m benchmarks.fuzz_folders build/fuzz --count 100000
 
-lint: install    ## check style, the layers of imports, and dead code
+lint: install    ## check style, the layers of imports, dead code, and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/vulture
+	$(BIN)/codespell --dictionary=- --dictionary docs/words.txt
 
 format: install  ## format the code with ruff
 	$(BIN)/ruff check --fix .

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchmarks.hostile import OWN, can_be_struck
+from benchmarks.malicious import OWN, can_be_struck
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate

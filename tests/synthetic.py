@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-HOSTILE = "<script>alert('x')</script>"
+UNSAFE = "<script>alert('x')</script>"
 
 
 @dataclass

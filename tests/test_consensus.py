@@ -73,12 +73,12 @@ def test_the_filter_is_its_algorithm():
         np.testing.assert_allclose(found[:, row], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("hostile", range(5))
-def test_one_of_ten_moves_the_filtered_mean_by_no_more_than_sigma(hostile):
+@pytest.mark.parametrize("malicious", range(5))
+def test_one_of_ten_moves_the_filtered_mean_by_no_more_than_sigma(malicious):
     """Kept, it lies so near that it moves the mean by sigma at most; else its weight is 0."""
     answers = alike(10, 300, 5)
     honest = answers[1:].mean(0)
-    answers[0] = np.eye(5, dtype=np.float32)[hostile]
+    answers[0] = np.eye(5, dtype=np.float32)[malicious]
     estimate = weighted_scores(answers, filter_weights(answers, 0.1))
     assert np.linalg.norm(estimate - honest, axis=1).max() <= 0.105
     assert np.linalg.norm(mean_scores(answers) - honest, axis=1).max() > 0.105

@@ -15,7 +15,7 @@ from fedhet.algorithms.feature_models import (
     Cvae,
     cvae_loss,
     separation,
-    synthesise,
+    synthesize,
     train_cvae,
 )
 from fedhet.base.seeding import seeded
@@ -147,7 +147,7 @@ def test_nothing_in_the_state_may_be_infinite(name):
 def test_synthetic_features_are_the_decoders_of_standard_normal_draws():
     model, _ = trained()
     labels = torch.tensor([0, 3])
-    made_up = synthesise(model, labels, 5, torch.Generator().manual_seed(4))
+    made_up = synthesize(model, labels, 5, torch.Generator().manual_seed(4))
     assert made_up.shape == (2, 5, WIDTH)
     assert not made_up.requires_grad
     generator = torch.Generator().manual_seed(4)
@@ -237,7 +237,7 @@ def by_default(features, labels, trainings):
 def share_of_own(model, features, labels):
     """The share of synthetic features nearest to their own class's mean."""
     every = torch.arange(10)
-    points = synthesise(model, every, 100, torch.Generator().manual_seed(1)).flatten(0, 1)
+    points = synthesize(model, every, 100, torch.Generator().manual_seed(1)).flatten(0, 1)
     own = every.repeat_interleave(100)
     return (nearest_class(points, features, labels) == own).float().mean().item()
 
@@ -262,7 +262,7 @@ def test_one_client_beyond_all_measure_does_not_spoil_the_others_features(sparse
         model = by_default(spoilt, labels, 5)
         assert all_finite(model)
         assert share_of_own(model, features, labels) >= 0.98
-        means = synthesise(model, torch.arange(10), 100, torch.Generator().manual_seed(1)).mean(1)
+        means = synthesize(model, torch.arange(10), 100, torch.Generator().manual_seed(1)).mean(1)
         true = torch.stack([features[labels == y].mean(0) for y in range(10)])
         assert (means - true).square().mean() < 0.2 * true.var(0).mean()
 
@@ -272,7 +272,7 @@ def test_features_that_are_all_the_same_come_back(value):
     model = by_default(torch.full((40, 64), value), torch.arange(40) % 10, 2)
     assert all_finite(model)
     assert model.spread == 1
-    points = synthesise(model, torch.arange(10), 5, torch.Generator().manual_seed(1))
+    points = synthesize(model, torch.arange(10), 5, torch.Generator().manual_seed(1))
     torch.testing.assert_close(points, torch.full_like(points, value), rtol=1e-6, atol=1.0)
 
 
@@ -281,7 +281,7 @@ def test_the_state_has_all_that_decoding_needs():
     model, again = made(), made(1)
     fit(model, 50 * features - 9, labels, epochs=3)
     again.load_state_dict(model.state_dict())
-    draws = [synthesise(m, labels, 2, torch.Generator().manual_seed(4)) for m in (model, again)]
+    draws = [synthesize(m, labels, 2, torch.Generator().manual_seed(4)) for m in (model, again)]
     assert torch.equal(*draws)
 
 
@@ -327,7 +327,7 @@ def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_dig
     def shares(trainings):
         """Of single synthetic features, and of their means by class."""
         model = by_default(features, labels, trainings)
-        points = synthesise(model, torch.arange(10), 100, torch.Generator().manual_seed(1))
+        points = synthesize(model, torch.arange(10), 100, torch.Generator().manual_seed(1))
         means = nearest_class(points.mean(1), features, labels) == torch.arange(10)
         return share_of_own(model, features, labels), means.float().mean().item()
 

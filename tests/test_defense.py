@@ -1,4 +1,4 @@
-"""The defense against one hostile client: what is scaled down, left out, or averaged robustly."""
+"""The defense against one malicious client: what is scaled down, left out, or averaged robustly."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from fedhet.base.arrays import OnDemand, group
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.methods.registry import find_method, method_names
-from fedhet.server.attacks import Hostile, hostile_clients
+from fedhet.server.attacks import Malicious, malicious_clients
 from fedhet.server.defense import Defense, distances
 from fedhet.server.round import RoundState
 from fedhet.server.steps import scaled_down
@@ -192,13 +192,13 @@ def test_what_is_scaled_down_is_nothing_else(on_disk):
     assert tensors["w/a"].tolist() == [6, -9]
 
 
-# --- hostile clients ------------------------------------------------------------------------
+# --- malicious clients ------------------------------------------------------------------------
 
 
-def hostile(kind, contract, round, reply, scale=10.0):
+def malicious(kind, contract, round, reply, scale=10.0):
     config = small("felo", attack=kind, **{"attack.scale": scale, "clients": 5, "rounds": 4})
     state = SimpleNamespace(record=SimpleNamespace(round=round))
-    return Hostile(config.run, contract, state, ["a", "b"]).changed(round, reply)
+    return Malicious(config.run, contract, state, ["a", "b"]).changed(round, reply)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def hostile(kind, contract, round, reply, scale=10.0):
 def test_replies_are_multiplied(kind, factors):
     reply = model([[1.0, -2.0]], steps=3)
     for round, factor in enumerate(factors, 1):
-        found = hostile(kind, MODELS, round, reply).tensors
+        found = malicious(kind, MODELS, round, reply).tensors
         np.testing.assert_allclose(found["weights/w"], factor * np.array([[1.0, -2.0]]))
         assert found["weights/w"].dtype == np.float32
         assert found["weights/steps"] == 3
@@ -221,7 +221,9 @@ def test_replies_are_multiplied(kind, factors):
 def test_a_drift_grows_along_one_direction():
     reply = model(RNG.normal(size=(5, 4)))
     own = reply.tensors["weights/w"].astype(np.float64)
-    added = [hostile("drift", MODELS, n, reply, 2.0).tensors["weights/w"] - own for n in (1, 2, 4)]
+    added = [
+        malicious("drift", MODELS, n, reply, 2.0).tensors["weights/w"] - own for n in (1, 2, 4)
+    ]
     lengths = [np.linalg.norm(each) / np.linalg.norm(own) for each in added]
     np.testing.assert_allclose(lengths, [0.5, 1.0, 2.0], rtol=1e-5)
     np.testing.assert_allclose(added[0] * 4, added[2], rtol=1e-4, atol=1e-5)
@@ -230,25 +232,27 @@ def test_a_drift_grows_along_one_direction():
 @pytest.mark.parametrize("kind", ["sign-flip", "scale", "alternating", "drift"])
 def test_probabilities_are_changed_by_their_logits_and_variances_stay_positive(kind):
     p = np.float32(RNG.dirichlet([1] * 4, 6))
-    found = hostile(kind, SCORES, 2, Knowledge({"probabilities": p}), 3.0).tensors["probabilities"]
+    found = malicious(kind, SCORES, 2, Knowledge({"probabilities": p}), 3.0).tensors[
+        "probabilities"
+    ]
     np.testing.assert_allclose(found.sum(1), 1, atol=1e-5)
     power = {"sign-flip": -1, "scale": 3, "alternating": -3}.get(kind)
     if power:
         wide = p.astype(np.float64) ** power
         np.testing.assert_allclose(found, wide / wide.sum(1, keepdims=True), rtol=1e-3, atol=1e-6)
     bn = {"weights/running_var": np.float32([1, 2, 3, 4])}
-    assert hostile(kind, MODELS, 2, Knowledge(bn)).tensors["weights/running_var"].min() >= 0
+    assert malicious(kind, MODELS, 2, Knowledge(bn)).tensors["weights/running_var"].min() >= 0
 
 
-def test_the_same_clients_are_hostile_whoever_else_takes_part():
+def test_the_same_clients_are_malicious_whoever_else_takes_part():
     names = [f"client-{n}" for n in range(20)]
-    found = [hostile_clients(seed, names, 3) for seed in range(50)]
+    found = [malicious_clients(seed, names, 3) for seed in range(50)]
     assert all(len(each) == 3 for each in found)
     assert len(set().union(*found)) == 20
     gone = names[:]
     gone.remove(next(name for name in names if name not in found[0]))
-    assert hostile_clients(0, gone, 3) == found[0]
-    assert hostile_clients(0, names[::-1], 3) == found[0]
+    assert malicious_clients(0, gone, 3) == found[0]
+    assert malicious_clients(0, names[::-1], 3) == found[0]
 
 
 # --- in a run -------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ def test_one_that_flips_signs_is_left_out_by_name_but_not_excluded(method, tmp_p
     config = small(
         method, attack="sign-flip", **{**FEW, "rounds": 5, "defense.average": "filter", **few}
     )
-    (name,) = hostile_clients(config.run.seed, [f"client-{k}" for k in range(5)], 1)
+    (name,) = malicious_clients(config.run.seed, [f"client-{k}" for k in range(5)], 1)
     notices = Notices()
     run(config, tmp_path / "run", [notices])
     left = [text for text in notices.texts if "is not aggregated in round" in text]
@@ -289,7 +293,7 @@ def test_one_that_flips_signs_is_left_out_by_name_but_not_excluded(method, tmp_p
 
 def test_one_of_nine_hundred_times_the_size_is_scaled_down(tmp_path):
     config = small("fedavg", attack="scale", **{**FEW, "attack.scale": 900.0, "models": "mlp"})
-    (name,) = hostile_clients(config.run.seed, [f"client-{k}" for k in range(5)], 1)
+    (name,) = malicious_clients(config.run.seed, [f"client-{k}" for k in range(5)], 1)
     server = Server(config, tmp_path / "run")
     seen = {}
     aggregate = server.strategy.aggregate
@@ -385,7 +389,7 @@ def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
 @pytest.mark.slow
 def test_each_round_waits_for_a_majority_of_the_honest_clients(tmp_path):
     """A share of the idle clients is less in each round, and the fast clients are always idle."""
-    fast = hostile_clients(0, [f"client-{k}" for k in range(10)], 2)
+    fast = malicious_clients(0, [f"client-{k}" for k in range(10)], 2)
     rows = [f"client-{k},{0.1 if f'client-{k}' in fast else 1.0 + k},100" for k in range(10)]
     (tmp_path / "devices.csv").write_text("\n".join(["client,sample-ms,mbit", *rows]))
     config = small(

@@ -313,8 +313,8 @@ def test_a_robust_average_is_of_distributions(tmp_path, average):
     def turn(tensors):
         tensors["probabilities"] = np.roll(one_hot(*tensors["classes"]), 1, 1).astype(np.float32)
 
-    hostile = [(p, altered(r, turn) if p.name == "client-1" else r) for p, r in answers]
-    server.strategy.aggregate_fit(1, hostile, [])
+    malicious = [(p, altered(r, turn) if p.name == "client-1" else r) for p, r in answers]
+    server.strategy.aggregate_fit(1, malicious, [])
     honest = {p.name: reply_of(r).tensors for p, r in answers if p.name != "client-1"}
     sent = server.strategy.instruct(2, server.strategy.members["client-0"].info).tensors
     np.testing.assert_allclose(sent["probabilities"].sum(1), 1, rtol=1e-5)

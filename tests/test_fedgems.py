@@ -372,7 +372,7 @@ def notices_of(server):
     return said
 
 
-def test_a_hostile_reply_that_makes_the_server_diverge_costs_its_round(tmp_path):
+def test_a_malicious_reply_that_makes_the_server_diverge_costs_its_round(tmp_path):
     """It restores its weights, notes it, and learns again from the next round."""
     config = unstable(rounds=4, outlier_factor=0.0, clip_factor=0.0, keep_optimizer=True)
     server = Server(config, tmp_path / "run")

@@ -181,7 +181,7 @@ def test_the_consensus_is_of_all_clients_alike(tmp_path, case):
 
 
 @pytest.mark.parametrize("aggregation", ["filter", "median", "trimmed"])
-def test_cronus_is_hardly_moved_by_a_hostile_client(tmp_path, aggregation):
+def test_cronus_is_hardly_moved_by_a_malicious_client(tmp_path, aggregation):
     """One of ten says the same of all samples."""
     server = Server(
         md("cronus", own_aggregation=aggregation, own_sigma=0.02, models="mlp"), tmp_path
@@ -190,8 +190,8 @@ def test_cronus_is_hardly_moved_by_a_hostile_client(tmp_path, aggregation):
     rng = np.random.default_rng(0)
     base = rng.dirichlet([1.0] * 10, 40)
     honest = 0.97 * base + 0.03 * rng.dirichlet([1.0] * 10, (9, 40))
-    hostile = np.eye(10)[rng.integers(0, 10, 40)]
-    answers = np.concatenate([honest, hostile[None]]).astype(np.float32)
+    malicious = np.eye(10)[rng.integers(0, 10, 40)]
+    answers = np.concatenate([honest, malicious[None]]).astype(np.float32)
     moved = np.linalg.norm(strategy.consensus(answers) - honest.mean(0), axis=1)
     assert moved.max() < 0.02
     assert np.linalg.norm(answers.mean(0) - honest.mean(0), axis=1).min() > 0.03
@@ -211,7 +211,7 @@ def under(tmp_path, method, seed, **attack):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_cronus_with_one_hostile_client_of_ten_stays_within_a_point(tmp_path, seed):
+def test_cronus_with_one_malicious_client_of_ten_stays_within_a_point(tmp_path, seed):
     """FedMD, whose mean of logits nothing bounds, loses nearly all that it has learned."""
     paf = {"attack": "paf", "attackers": 1, "attack.direction": "run", "attack.scale": 100.0}
     accuracy = {m: [under(tmp_path, m, seed, **a) for a in ({}, paf)] for m in ("cronus", "fedmd")}

@@ -283,7 +283,7 @@ def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
     assert same(server.strategy.state_dict(), before)
 
 
-def test_one_hostile_client_moves_the_prototypes_little(tmp_path):
+def test_one_malicious_client_moves_the_prototypes_little(tmp_path):
     """A distance has a gradient of length 1, however far what is sent is."""
     honest = [f"client-{k}" for k in range(4)]
     near, far = (Server(fedtgp(clients=5), tmp_path / name) for name in ("near", "far"))

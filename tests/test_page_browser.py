@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import HOSTILE, lines_of, make, rewrite
+from synthetic import UNSAFE, lines_of, make, rewrite
 
 from fedhet.report import compare, load_run, write_comparison, write_page
 
@@ -26,7 +26,7 @@ FLAGS = (
 ).split()
 ALERT = '"><img src=x onerror="document.title=1">'
 """A client's name that would change the page's title if it were markup."""
-NAMES = ("ward-10", "ward-9", HOSTILE, ALERT)
+NAMES = ("ward-10", "ward-9", UNSAFE, ALERT)
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of four clients, two of them with hostile names, and its page."""
+    """Return a run of four clients, two of them with malicious names, and its page."""
     path = tmp_path_factory.mktemp("page") / "run"
     make(path, names=NAMES, rounds=6, kinds=("private", "proxy"), protocols=("common", "personal"))
     rows = lines_of(path)

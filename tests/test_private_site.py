@@ -101,7 +101,7 @@ def outcome(folder, node=None, **run):
         return type(error).__name__, str(error)
 
 
-def hostile_values(name, info):
+def malicious_values(name, info):
     """Yield valid and invalid values of a setting, from its declaration."""
     kinds = [info.annotation, *get_args(info.annotation)]
     for kind in kinds:
@@ -119,7 +119,7 @@ def hostile_values(name, info):
 
 
 SETTINGS = {
-    name: sorted(set(hostile_values(name, info)), key=str)
+    name: sorted(set(malicious_values(name, info)), key=str)
     for name, info in RunSettings.fields().items()
     if name not in NOT_OF_DATA
 }

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
-from synthetic import HOSTILE, Page, lines_of, make, rewrite, shown
+from synthetic import UNSAFE, Page, lines_of, make, rewrite, shown
 
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli.options import listings
@@ -434,22 +434,22 @@ def test_the_table_says_what_its_columns_are(tmp_path: Path) -> None:
 
 
 def test_the_page_escapes_whatever_a_run_says(tmp_path: Path) -> None:
-    names = (HOSTILE, 'x" onload="alert(1)', "$\\frac{", "</svg></style><b>")
+    names = (UNSAFE, 'x" onload="alert(1)', "$\\frac{", "</svg></style><b>")
     path = make(
         tmp_path / "run",
         names=names,
         method="felo",
-        settings={"note": HOSTILE, "models.pool": "</script><script>"},
-        failed={1: {HOSTILE: HOSTILE}},
+        settings={"note": UNSAFE, "models.pool": "</script><script>"},
+        failed={1: {UNSAFE: UNSAFE}},
     )
-    rewrite(path / "summary.json", lambda content: content.update(dataset=HOSTILE))
-    rewrite(path / "summary.json", lambda content: content.update(versions={HOSTILE: HOSTILE}))
-    rewrite(path / "summary.json", lambda content: content["models"].update({HOSTILE: HOSTILE}))
-    rewrite(path / "partition.json", lambda content: content.update(classes=[HOSTILE] * 10))
+    rewrite(path / "summary.json", lambda content: content.update(dataset=UNSAFE))
+    rewrite(path / "summary.json", lambda content: content.update(versions={UNSAFE: UNSAFE}))
+    rewrite(path / "summary.json", lambda content: content["models"].update({UNSAFE: UNSAFE}))
+    rewrite(path / "partition.json", lambda content: content.update(classes=[UNSAFE] * 10))
     page = Page(write_page(load_run(path)))
     assert_self_contained(page)
     assert "b" not in page.tags
-    assert HOSTILE in page.text
+    assert UNSAFE in page.text
     assert write_figures(load_run(path))
 
 
@@ -672,7 +672,7 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
 
 def test_a_comparison_is_written(tmp_path: Path) -> None:
     for seed in range(2):
-        make(tmp_path / "runs" / f"a{seed}", seed=seed, settings={"note": f"a|b{HOSTILE}"})
+        make(tmp_path / "runs" / f"a{seed}", seed=seed, settings={"note": f"a|b{UNSAFE}"})
         make(tmp_path / "runs" / f"b{seed}", seed=seed, settings={"note": "plain"}, top=0.7)
     found = compare([tmp_path / "runs"])
     files = {file.name: file for file in write_comparison(found, tmp_path / "out")}
@@ -680,7 +680,7 @@ def test_a_comparison_is_written(tmp_path: Path) -> None:
     assert files["compare.png"].read_bytes().startswith(b"\x89PNG")
     page = Page(files["compare.html"])
     assert_self_contained(page)
-    assert HOSTILE in page.text
+    assert UNSAFE in page.text
     first, _ = files["compare.md"].read_text().split("\n\n", 1)
     table = first.splitlines()
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1

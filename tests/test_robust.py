@@ -70,7 +70,7 @@ def test_where_all_agree_it_is_the_mean(clients, width, seed, kind):
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_the_hostile_clients_it_withstands_move_it_no_farther_than_honest_ones(
+def test_the_malicious_clients_it_withstands_move_it_no_farther_than_honest_ones(
     clients, kind, far, seed, together
 ):
     """Krum is shown for 2 f + 2 < K alone; far is in standard deviations of honest replies."""
@@ -176,9 +176,9 @@ def slow_filter(points, share):
 
 @settings(max_examples=80, derandomize=True)
 @given(some_points(), st.integers(0, 3), st.sampled_from([2.0, 6.0, 50.0]))
-def test_the_filter_is_its_algorithm(points, hostile, far):
+def test_the_filter_is_its_algorithm(points, malicious, far):
     points = points.copy()
-    points[:hostile] *= far
+    points[:malicious] *= far
     squared = mean_squares(points) * points.shape[1]
     np.testing.assert_array_equal(filtered(squared, SHARE), slow_filter(points, SHARE))
 
@@ -218,7 +218,7 @@ def test_rounding_errors_are_no_differences():
 
 
 def test_the_usual_distance_is_an_honest_one():
-    """Of five clients one may be hostile: six of the ten pairs are honest."""
+    """Of five clients one may be malicious: six of the ten pairs are honest."""
     points = np.array([[0.0], [1.0], [2.0], [4.0], [1000.0]])
     assert usual(mean_squares(points), SHARE) == pytest.approx(16)
     assert relative(mean_squares(points), SHARE).max() == 100

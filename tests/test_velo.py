@@ -9,7 +9,7 @@ from rounds import instruction_of, same
 
 from fedhet import models
 from fedhet.algorithms.classwise import ClassMeans, average
-from fedhet.algorithms.feature_models import synthesise, train_cvae
+from fedhet.algorithms.feature_models import synthesize, train_cvae
 from fedhet.base.errors import KnowledgeError
 from fedhet.base.seeding import torch_generator
 from fedhet.config.resolve import resolve
@@ -110,7 +110,7 @@ def test_synthetic_features_take_the_place_of_the_means(tmp_path):
     assert np.isfinite(loss)
     assert same(weights(strategy), dict(by_hand.state_dict()))
     generator = torch_generator(0, "server", 1, "synthetic")
-    expected = synthesise(by_hand, torch.tensor([0, 1, 2, 5]), 4, generator)
+    expected = synthesize(by_hand, torch.tensor([0, 1, 2, 5]), 4, generator)
     sent = told(strategy, 2)
     np.testing.assert_array_equal(sent["features"], expected.numpy())
     assert len(np.unique(sent["features"].reshape(16, WIDTH), axis=0)) == 16
@@ -167,7 +167,7 @@ def test_the_separation_is_measured_on_features_of_its_own_draw(tmp_path):
                 said.setdefault(y, []).append(feature.astype(np.float64))
         means = {y: np.mean(rows, axis=0) for y, rows in sorted(said.items())}
         generator = torch_generator(0, "server", round, "separation")
-        drawn = synthesise(strategy.cvae, torch.tensor(list(means)), 100, generator).numpy()
+        drawn = synthesize(strategy.cvae, torch.tensor(list(means)), 100, generator).numpy()
         right = [
             min(means, key=lambda k: np.linalg.norm(feature - means[k])) == y
             for y, features in zip(means, drawn.astype(np.float64), strict=True)

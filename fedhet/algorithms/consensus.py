@@ -1,7 +1,7 @@
 """Consensus of several models: from K clients' scores or votes on samples to one of each.
 
 Scores are [K, R, C] on R samples: means (FedMD, DS-FL), entropy reduction (DS-FL), and means that a
-minority of hostile clients cannot move far (Cronus). Computed in float64, returned in float32.
+minority of malicious clients cannot move far (Cronus). Computed in float64, returned in float32.
 
 Votes make pseudolabels: CoFED's Algorithm 1, and the selection for a participant's label space
 (Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model Federated Multitask Learning, Sections

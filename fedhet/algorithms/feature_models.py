@@ -313,7 +313,7 @@ def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
 
 
 @torch.no_grad()
-def synthesise(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Return `count` synthetic features for each class in `labels` [P], [P, count, D].
 
     They are the means of the decoder p(s | z, y) for z ~ N(0, I), in the features' own scale.

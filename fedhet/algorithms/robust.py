@@ -1,4 +1,4 @@
-"""Averages of K clients' replies that a minority of hostile clients cannot move far.
+"""Averages of K clients' replies that a minority of malicious clients cannot move far.
 
 Each client is a point; NaN stands in its coordinates of which it has no value, such as the classes
 that it lacks. Each client counts once: the number of its samples is a claim. An average is either
@@ -30,7 +30,7 @@ MOST = 100.0
 
 
 def withstood(clients: int, share: float) -> int:
-    """Return the number f of hostile clients that an average of this many clients withstands.
+    """Return the number f of malicious clients that an average of this many clients withstands.
 
     The share, rounded up, as far as the others are a majority.
     """
@@ -91,7 +91,7 @@ def mean_squares(points: Array) -> Array:
 def usual(squared: Array, share: float) -> float:
     """Return the usual squared distance of two clients, from those of all pairs [K, K]; or NaN.
 
-    It is the largest between two of K - f clients if f are hostile, and farther off: of the known
+    It is the largest between two of K - f clients if f are malicious, and farther off: of the known
     distances, that of the rank of so many pairs, rounded down.
     """
     pairs = np.sort(squared[np.triu_indices(len(squared), 1)])

@@ -256,24 +256,24 @@ def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> 
     return Benign(len(seen), np.nanmean(seen, axis=0), np.nanstd(seen, axis=0))
 
 
-def hostile_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
-    """Return the hostile clients of a run: each has a draw of its own, whoever joins or leaves."""
+def malicious_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
+    """Return the names of the malicious clients, independent of which other clients take part."""
     order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
     return set(order[:count])
 
 
-class Hostile:
-    """Changes the replies of the run's hostile clients: a step that a round's replies pass."""
+class Malicious:
+    """Changes the replies of the run's malicious clients: a step that a round's replies pass."""
 
     def __init__(
         self, run: RunSettings, contract: Contract, state: RoundState, members: Collection[str]
     ) -> None:
         """`contract` is that of the replies; `members` are the names of the run's clients."""
         self.run, self.contract, self._state = run, contract, state
-        self.names = hostile_clients(run.seed, members, run.attack.attackers or 1)
+        self.names = malicious_clients(run.seed, members, run.attack.attackers or 1)
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the replies, those of hostile clients changed."""
+        """Yield the replies, those of malicious clients changed."""
         struck = 0
         for reply in replies:
             if reply.client.name in self.names:
@@ -285,7 +285,7 @@ class Hostile:
         self._state.add_metrics({"poisoned": float(struck)})
 
     def changed(self, round: int, reply: Knowledge) -> Knowledge:
-        """Return a hostile client's reply in a round, from its honest one."""
+        """Return a malicious client's reply in a round, from its honest one."""
         tensors = dict(reply.tensors)
         for field in floating(self.contract):
             for name, value in reply.tensors.items():

@@ -129,7 +129,7 @@ def distances(contract: Contract, replies: Sequence[Knowledge], share: float) ->
 
     Each field counts once, and within it each tensor by its size, in times of the usual distance of
     two clients, as fields and layers differ in scale. A pair with nothing in common is at the usual
-    distance, 1. `share` is that of hostile clients.
+    distance, 1. `share` is that of malicious clients.
     """
     clients = len(replies)
     if clients < LEAST:

@@ -1,6 +1,6 @@
 """FedMD, server half: the round of all methods that exchange predictions on public data.
 
-Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Distillation, NeurIPS
+Daliang Li and Junpu Wang, FedMD: Heterogeneous Federated Learning via Model Distillation, NeurIPS
 2019 Workshop on Federated Learning, Algorithm 1.
 
 Flower's round is one exchange, in which a client digests the consensus of the round before,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedhet.algorithms.classwise import newest
-from fedhet.algorithms.feature_models import Cvae, separation, synthesise, train_cvae
+from fedhet.algorithms.feature_models import Cvae, separation, synthesize, train_cvae
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng, seeded, torch_generator
 from fedhet.learning.training import all_finite
@@ -66,7 +66,7 @@ class VeloStrategy(FeloStrategy):
             # Decode this round's features of every class that the CVAE has learned (line 7).
             draws = torch_generator(self.run.seed, SERVER, round, "synthetic")
             classes, count = torch.tensor(self.learned), self.settings.samples_per_class
-            self.synthetic = synthesise(self.cvae, classes, count, draws).numpy()
+            self.synthetic = synthesize(self.cvae, classes, count, draws).numpy()
             metrics |= self._measure(round)
         return metrics
 
@@ -132,6 +132,6 @@ class VeloStrategy(FeloStrategy):
         if not len(classes):  # all clients that had them have left
             return {}
         generator = torch_generator(self.run.seed, SERVER, round, "separation")
-        drawn = synthesise(self.cvae, torch.tensor(classes), DRAWS, generator)
+        drawn = synthesize(self.cvae, torch.tensor(classes), DRAWS, generator)
         self.separation = separation(drawn, torch.tensor(rows), torch.tensor(means.features))
         return {"separation": self.separation}

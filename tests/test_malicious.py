@@ -1,4 +1,4 @@
-"""One hostile or broken client of five: it is named, and the run continues as without it."""
+"""One malicious or broken client of five: it is named, and the run continues as without it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedhet.wire import contract
 from fedhet.wire.contract import Contract
 from fedhet.wire.knowledge import Envelope, Knowledge, decode, encode
 
-HOSTILE = "client-1"
+UNSAFE = "client-1"
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ class Huge(InlineProxy):
 
     def fit(self, ins, timeout, group_id):
         result = super().fit(ins, timeout, group_id)
-        if self.cid == HOSTILE and group_id in self.rounds and result.parameters.tensors:
+        if self.cid == UNSAFE and group_id in self.rounds and result.parameters.tensors:
             result.parameters = enlarged(result.parameters)
         return result
 
@@ -55,7 +55,7 @@ def enlarged(parameters, size=3e38):
 
 
 class HugeAtFirst(Huge):
-    """Is hostile in round 1 alone."""
+    """Is malicious in round 1 alone."""
 
     rounds = (1,)
 
@@ -65,7 +65,7 @@ class Broken(InlineProxy):
 
     def fit(self, ins, timeout, group_id):
         result = super().fit(ins, timeout, group_id)
-        if self.cid == HOSTILE:
+        if self.cid == UNSAFE:
             result.parameters.tensors[:] = [b"\x80\x04garbage"]
         return result
 
@@ -74,12 +74,12 @@ class Dumb(InlineProxy):
     """Describes itself and is silent from then on."""
 
     def fit(self, ins, timeout, group_id):
-        if self.cid == HOSTILE:
+        if self.cid == UNSAFE:
             raise TimeoutError("no answer")
         return super().fit(ins, timeout, group_id)
 
     def evaluate(self, ins, timeout, group_id):
-        if self.cid == HOSTILE:
+        if self.cid == UNSAFE:
             raise TimeoutError("no answer")
         return super().evaluate(ins, timeout, group_id)
 
@@ -88,7 +88,7 @@ class Silent(InlineProxy):
     """Does not even say who it is."""
 
     def get_properties(self, ins, timeout, group_id):
-        if self.cid == HOSTILE:
+        if self.cid == UNSAFE:
             raise TimeoutError("no answer")
         return super().get_properties(ins, timeout, group_id)
 
@@ -100,7 +100,7 @@ class Liar(InlineProxy):
 
     def get_properties(self, ins, timeout, group_id):
         answer = super().get_properties(ins, timeout, group_id)
-        if self.cid == HOSTILE:
+        if self.cid == UNSAFE:
             answer.properties.update(self.claims)
         return answer
 
@@ -117,7 +117,7 @@ class Impostor(Liar):
     claims = {"name": "client-0"}
 
 
-HOSTILES = [Huge, HugeAtFirst, Broken, Dumb, Silent, OddModel, VastShape, Impostor]
+UNSAFES = [Huge, HugeAtFirst, Broken, Dumb, Silent, OddModel, VastShape, Impostor]
 ROUNDS = 10
 
 
@@ -130,7 +130,7 @@ def five(method, **changes):
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
-    """The honest clients' accuracies in the last round of a run without the hostile one."""
+    """The honest clients' accuracies in the last round of a run without the malicious one."""
     known = {}
 
     def found(method):
@@ -148,23 +148,21 @@ QUICK = [("felo", Huge), ("felo", HugeAtFirst), ("felo", VastShape), ("fedavg", 
 EACH = [
     pytest.param(m, h, marks=() if (m, h) in QUICK else pytest.mark.slow, id=f"{m}-{h.__name__}")
     for m in method_names()
-    for h in HOSTILES
+    for h in UNSAFES
 ]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("method", "hostile"), EACH)
-def test_the_others_end_as_without_it(method, hostile, without, tmp_path, monkeypatch):
-    monkeypatch.setattr(simulation, "InlineProxy", hostile)
+@pytest.mark.parametrize(("method", "malicious"), EACH)
+def test_the_others_end_as_without_it(method, malicious, without, tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation, "InlineProxy", malicious)
     notices = Notices()
     summary = run(five(method), tmp_path / "run", [notices])
     assert [past["round"] for past in summary["history"]] == list(range(1, ROUNDS + 1))
-    if can_strike(method, hostile):
-        named = [
-            text for text in notices.texts if HOSTILE in text or "client-0 is left out" in text
-        ]
+    if can_strike(method, malicious):
+        named = [text for text in notices.texts if UNSAFE in text or "client-0 is left out" in text]
         assert named, notices.texts
-    if hostile is Silent:
+    if malicious is Silent:
         return
     honest = without(method)
     accuracy = accuracy_of(method, summary)
@@ -178,13 +176,13 @@ def accuracy_of(method, summary):
     return summary["accuracy"]["common"][find_method(method).spec.kinds[0]]["per_client"]
 
 
-def can_strike(method, hostile):
-    """Tell whether what the hostile client does reaches the method's server at all."""
-    if issubclass(hostile, Huge):
+def can_strike(method, malicious):
+    """Tell whether what the malicious client does reaches the method's server at all."""
+    if issubclass(malicious, Huge):
         return sends_floats(method) and method != "central"  # whose trainer alone is asked
-    if hostile is Broken:
+    if malicious is Broken:
         return method != "central"
-    return hostile is not OddModel or weights_travel(method)
+    return malicious is not OddModel or weights_travel(method)
 
 
 def sends_floats(method):
@@ -209,8 +207,8 @@ def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch
     server = Server(five(method, rounds=2), tmp_path / "run")
     server.play(1)
     record = server.strategy.state.record
-    assert record.failed.keys() == {HOSTILE}
-    assert "its root mean square is" in record.failed[HOSTILE]
+    assert record.failed.keys() == {UNSAFE}
+    assert "its root mean square is" in record.failed[UNSAFE]
     assert record.answered == ["client-0", "client-2", "client-3", "client-4"]
 
 
@@ -253,7 +251,7 @@ def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, m
 
 
 class HugeLater(Huge):
-    """Is hostile in round 3 alone."""
+    """Is malicious in round 3 alone."""
 
     rounds = (3,)
 
@@ -272,7 +270,7 @@ def test_a_resumed_run_asks_the_same_clients(tmp_path, monkeypatch):
     """The count of refusals and of silences is saved."""
     monkeypatch.setattr(simulation, "InlineProxy", Broken)
     cut_and_resumed(five("local", rounds=6), tmp_path)
-    assert [HOSTILE in r["asked"] for r in records(tmp_path / "whole")] == [True] * 3 + [False] * 3
+    assert [UNSAFE in r["asked"] for r in records(tmp_path / "whole")] == [True] * 3 + [False] * 3
 
 
 def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monkeypatch):
@@ -289,7 +287,7 @@ def test_a_silent_client_costs_little_and_is_not_evaluated_either(tmp_path, monk
 
     monkeypatch.setattr(simulation, "InlineProxy", Counted)
     run(five("felo"), tmp_path / "run")
-    assert [round for name, round in asked if name == HOSTILE] == [1, 2, 4, 8], "nor evaluated"
+    assert [round for name, round in asked if name == UNSAFE] == [1, 2, 4, 8], "nor evaluated"
 
 
 @pytest.mark.parametrize("method", ["felo", "cofed", "um-pfssl"])
@@ -298,14 +296,14 @@ def test_what_a_client_contributed_is_not_kept_for_ever(method, tmp_path):
     server.play(1)
     server.close(1)
     before = kept_of(server.strategy, method)
-    assert HOSTILE in before
-    server.strategy.forget(HOSTILE)
-    assert kept_of(server.strategy, method) == before - {HOSTILE}
-    server.strategy.forget(HOSTILE)
+    assert UNSAFE in before
+    server.strategy.forget(UNSAFE)
+    assert kept_of(server.strategy, method) == before - {UNSAFE}
+    server.strategy.forget(UNSAFE)
     server.strategy.forget("nobody")
     told = server.strategy.state_dict()
     server.strategy.load_state_dict(told)
-    assert kept_of(server.strategy, method) == before - {HOSTILE}
+    assert kept_of(server.strategy, method) == before - {UNSAFE}
     assert len(server.ask(2)) == 5
 
 

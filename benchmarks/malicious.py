@@ -1,7 +1,7 @@
-"""What one hostile client of five costs the honest ones, with and without a robust average.
+"""What one malicious client of five costs the honest ones, with and without a robust average.
 
-    python -m benchmarks.hostile --out DIR [--methods a,b] [--averages mean,filter] [--seeds 3,4,5]
-        [--attacks none,flip] [--tables]
+    python -m benchmarks.malicious --out DIR [--methods a,b] [--averages mean,filter]
+        [--seeds 3,4,5] [--attacks none,flip] [--tables]
 
 Every method trains small models on the digits, without an attack and with one client whose replies
 are multiplied by -1, 10 or 900, by 3 and -3 by turns, or drift away; and with that client refused,
@@ -34,7 +34,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import simulate
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
-from fedhet.server.attacks import hostile_clients
+from fedhet.server.attacks import malicious_clients
 from fedhet.wire.contract import floating
 
 CLIENTS, ROUNDS = 5, 5
@@ -105,10 +105,10 @@ def honest(out: Path, method: str, attack: str, average: str, seed: int) -> dict
     if not file.exists():
         return None
     accuracy: dict[str, Any] = json.loads(file.read_text())["accuracy"]
-    hostile = hostile_clients(seed, [f"client-{k}" for k in range(CLIENTS)], 1)
+    malicious = malicious_clients(seed, [f"client-{k}" for k in range(CLIENTS)], 1)
     found = accuracy[find_method(method).spec.headline]
     each = {
-        kind: [v for n, v in of["per_client"].items() if n not in hostile]
+        kind: [v for n, v in of["per_client"].items() if n not in malicious]
         for kind, of in found.items()
     }
     return {kind: 100 * fmean(values) for kind, values in each.items() if values}
