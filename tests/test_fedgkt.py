@@ -401,5 +401,5 @@ def test_a_run_states_before_its_first_round_that_features_are_sent(tmp_path):
     notices = Notices()
     RunLog(small("fedgkt"), tmp_path, workers=1, watchers=[notices]).begin([])
     assert notices.texts == [
-        "fedgkt sends the features and the class of every training sample to the server"
+        "fedgkt sends the features and the label of every training sample to the server"
     ]
