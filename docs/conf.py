@@ -33,6 +33,11 @@ linkcheck_retries = 2
 
 def _plain(app, what, name, obj, options, lines):
     """Escape asterisks in docstrings, other than those in code, so that they are no markup."""
+    kind = next((line for line in lines if line.startswith(":type: ")), None)
+    if kind and what in ("attribute", "data", "property"):
+        # Napoleon reads "A row per round: means and costs" as a type and a description.
+        lines.remove(kind)
+        lines[0] = f"{kind.removeprefix(':type: ')}: {lines[0]}"
     code_at = None  # the indentation of the line that introduces a block of code
     for number, line in enumerate(lines):
         indentation = len(line) - len(line.lstrip())
