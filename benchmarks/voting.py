@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.timing import seconds, verdict
-from fedhet.algorithms.consensus import Vote, aggregate, for_space
+from fedhet.algorithms.consensus import Vote, aggregate, labels_in_space
 
 
 def draw(clients: int, instances: int, classes: int) -> list[Vote]:
@@ -37,7 +37,7 @@ def vote(votes: list[Vote], classes: int) -> Callable[[], object]:
     def work() -> None:
         joined = aggregate(votes, classes, 0.3)
         for each in votes:
-            for_space(joined, each.space)
+            labels_in_space(joined, each.space)
 
     return work
 

@@ -198,7 +198,7 @@ def test_a_label_space_of_its_own(tmp_path):
     server = Server(federation(**chosen), tmp_path)
     asked = server.ask(1)
     client = client_of(asked[0][0])
-    everyone = sorted({int(k) for c in clients_of(server).values() for k in c.tested.space})
+    everyone = sorted({int(k) for c in clients_of(server).values() for k in c.client_samples.space})
     assert client.space.tolist() == everyone
     start = build("mlp", client.info.shape, 4, seed=0).state_dict()["classifier.weight"]
     ((_, result),) = server.answers(asked)
@@ -207,8 +207,11 @@ def test_a_label_space_of_its_own(tmp_path):
     server.strategy.aggregate_fit(1, [(asked[0][0], result)], [])
     instruction = server.strategy.eval_instruction(1, client.info)
     for other in clients_of(server).values():
-        logits = other.eval_models(instruction)["global"](other.tested.own.x[:4])
-        assert logits.isfinite().any(0).nonzero().flatten().tolist() == other.tested.space.tolist()
+        logits = other.eval_models(instruction)["global"](other.client_samples.own.x[:4])
+        assert (
+            logits.isfinite().any(0).nonzero().flatten().tolist()
+            == other.client_samples.space.tolist()
+        )
 
 
 # The model, and runs

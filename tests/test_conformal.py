@@ -26,12 +26,12 @@ from fedhet.algorithms.conformal import (
     consensus,
     dynamic_penalty,
     fit_temperature,
-    free_ranks,
     imitation_loss,
     mass_above_and_rank,
     prediction_sets,
     raps_scores,
     top_sets,
+    unpenalized_ranks,
 )
 from fedhet.algorithms.distillation import distillation_loss
 
@@ -568,7 +568,7 @@ def test_losses_are_finite_for_saturated_logits(dtype):
     ("labels", "free"), [(1, 1), (2, 1), (10, 1), (32, 2), (33, 2), (55, 3), (100, 5), (1000, 5)]
 )
 def test_ranks_without_a_penalty(labels, free):
-    assert free_ranks(labels) == free
+    assert unpenalized_ranks(labels) == free
 
 
 # Devices

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet import models
-from fedhet.algorithms.classwise import newest
+from fedhet.algorithms.classwise import newest_rows
 from fedhet.algorithms.feature_models import (
     LIMIT,
     Cvae,
@@ -189,7 +189,7 @@ def test_features_are_standardized_by_medians(seed, samples, scale, outlier, beh
     if behind_relu:
         features = features.relu() * (torch.arange(samples) % 3 == 0)[:, None]
     features[0] *= outlier
-    model.measure(features)
+    model.fit_scaling(features)
     center, spread, scaled = reference_standardized(features)
     np.testing.assert_allclose(model.center, center, rtol=1e-6)
     assert model.spread.item() == pytest.approx(spread, rel=1e-6)
@@ -367,4 +367,4 @@ def test_the_newest_of_each_class_are_kept(labels, most):
         later = [other for other in labels[row + 1 :] if other == label]
         if len(later) < most:
             kept.append(row)
-    assert newest(np.array(labels, np.int64), most).tolist() == kept
+    assert newest_rows(np.array(labels, np.int64), most).tolist() == kept

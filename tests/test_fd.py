@@ -31,9 +31,9 @@ from rounds import (
 from fedhet.algorithms.classwise import (
     Teacher,
     class_cross_entropy,
+    means_of_others,
     nearest_distributions,
-    totals_of,
-    without,
+    sum_by_class,
 )
 from fedhet.wire.knowledge import Knowledge
 
@@ -149,9 +149,9 @@ def test_what_is_left_is_the_mean_of_the_others(clients):
         )
         for own in clients
     ]  # fmt: skip
-    totals = totals_of(parts, 4)
+    totals = sum_by_class(parts, 4)
     for k, part in enumerate(parts):
-        classes, means = without(totals, *part)
+        classes, means = means_of_others(totals, *part)
         others = [other for j, other in enumerate(parts) if j != k]
         assert classes.tolist() == sorted({int(c) for own, _ in others for c in own})
         assert (means >= 0).all()

@@ -585,9 +585,9 @@ def test_asked_for_nothing_a_client_answers_with_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("told", "fault"),
     [
-        ({"logits": (60, 10), "changed": 60}, "no earlier logits|60 rows for"),
-        ({"logits": (7, 10)}, "7 rows for 60 samples"),
-        ({"logits": (7, 10), "changed": 8}, "7 rows for 8 samples"),
+        ({"logits": (60, 10), "changed": 60}, "no previous logits|got 60"),
+        ({"logits": (7, 10)}, "expected 60 rows, got 7"),
+        ({"logits": (7, 10), "changed": 8}, "expected 8 rows, got 7"),
     ],
 )
 def test_logits_that_do_not_fit_are_named(tmp_path, told, fault):

@@ -8,8 +8,8 @@ import torch
 from federation import Server, client_of, records, run, small
 from rounds import PLAIN, instruction_of, learn, log_softmax, reply_of, state_of, step
 
-from fedhet.algorithms.distillation import Adapting, View, mutual_losses
-from fedhet.algorithms.weights import changed
+from fedhet.algorithms.distillation import AdaptiveIntensity, Outputs, mutual_losses
+from fedhet.algorithms.weights import add_update
 from fedhet.base.errors import SettingsError
 from fedhet.clients.fedkd import Mentor
 from fedhet.inference.client import open_client
@@ -63,7 +63,7 @@ def divergence(a, b):
 def views(seed=0, samples=6):
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(samples, n, generator=generator).requires_grad_() for n in (4, 5, 4, 5)]
-    return View(*parts[:2]), View(*parts[2:])
+    return Outputs(*parts[:2]), Outputs(*parts[2:])
 
 
 LABELS = [0, 1, 2, 3, 0, 1]
@@ -73,7 +73,7 @@ LABELS = [0, 1, 2, 3, 0, 1]
 @pytest.mark.parametrize("hidden", [1.0, 0.3])
 def test_the_losses_are_those_of_the_paper(by_sample, hidden):
     both = views()
-    how = Adapting(by_sample, hidden=hidden)
+    how = AdaptiveIntensity(by_sample, hidden=hidden)
     *found, intensity = mutual_losses(*both, torch.tensor(LABELS), how)
     expected = by_hand(both, LABELS, by_sample, hidden)
     np.testing.assert_allclose([f.item() for f in found], expected, rtol=1e-5)
@@ -87,7 +87,7 @@ def test_the_losses_are_those_of_the_paper(by_sample, hidden):
 @pytest.mark.parametrize("me", [0, 1])
 def test_each_loss_reaches_its_own_model_alone(me, by_sample, learned):
     both = views()
-    mutual_losses(*both, torch.tensor(LABELS), Adapting(by_sample, learned))[me].backward()
+    mutual_losses(*both, torch.tensor(LABELS), AdaptiveIntensity(by_sample, learned))[me].backward()
     for part in (both[me].logits, both[me].features):
         assert part.grad.abs().sum() > 0
     for part in (both[1 - me].logits, both[1 - me].features):
@@ -98,12 +98,12 @@ def test_each_loss_reaches_its_own_model_alone(me, by_sample, learned):
 def test_the_intensity_is_a_weight_or_is_learned(learned):
     """The gradient by finite differences, with the teacher fixed, and the intensity if need be."""
     both, step = views(), 1e-4
-    mutual_losses(*both, torch.tensor(LABELS), Adapting(False, learned))[0].backward()
+    mutual_losses(*both, torch.tensor(LABELS), AdaptiveIntensity(False, learned))[0].backward()
     fixed = by_hand(both, LABELS, False, 1.0)[0]
     ce = [-np.log(probabilities(v.logits)[range(6), LABELS]).mean() for v in both]
     moved = copy.deepcopy(both[0].logits.detach().double())
     moved[2, 1] += step
-    shifted = (View(moved, both[0].features), both[1])
+    shifted = (Outputs(moved, both[0].features), both[1])
     now = by_hand(shifted, LABELS, False, 1.0)[0]
     if not learned:
         own = -np.log(probabilities(moved)[range(6), LABELS]).mean()
@@ -113,9 +113,9 @@ def test_the_intensity_is_a_weight_or_is_learned(learned):
 
 def test_a_pair_that_is_sure_of_all_is_not_divided_by_zero():
     sure = 100 * torch.eye(4)[[0, 1, 2, 3]]
-    both = View(sure.requires_grad_(), torch.zeros(4, 5)), View(sure, torch.ones(4, 5))
+    both = Outputs(sure.requires_grad_(), torch.zeros(4, 5)), Outputs(sure, torch.ones(4, 5))
     for by_sample in (False, True):
-        found = mutual_losses(*both, torch.arange(4), Adapting(by_sample))
+        found = mutual_losses(*both, torch.arange(4), AdaptiveIntensity(by_sample))
         assert all(value.isfinite() for value in found)
 
 
@@ -257,7 +257,7 @@ def test_a_client_whose_state_was_lost_refuses_the_change_and_is_sent_the_mentee
     server.strategy.aggregate_fit(2, answers, [])
     failed = server.strategy.state.record.failed
     assert list(failed) == ["client-1"]
-    assert "changes the mentee of round 1, the client holds that of none" in failed["client-1"]
+    assert "expected an update of the mentee of round none, got 1" in failed["client-1"]
     answers = server.answers(server.ask(3))
     server.strategy.aggregate_fit(3, answers, [])
     assert not server.strategy.state.record.failed
@@ -328,7 +328,7 @@ def test_the_matrix_is_saved_with_the_mentor_and_takes_no_part_in_prediction(tmp
 
 
 def test_a_variance_never_falls_below_zero():
-    found = changed({"a.running_var": np.ones(2)}, {"a.running_var": np.array([-3.0, 1.0])})
+    found = add_update({"a.running_var": np.ones(2)}, {"a.running_var": np.array([-3.0, 1.0])})
     assert found["a.running_var"].tolist() == [0.0, 2.0]
 
 

@@ -11,7 +11,13 @@ from rounds import PLAIN, SPACES, altered, instruction_of, reply_of, same
 from torch import nn
 from torch.nn import functional as F
 
-from fedhet.algorithms.weights import SubModel, average_overlaps, cut, fits, query_statistics
+from fedhet.algorithms.weights import (
+    SubModel,
+    average_overlaps,
+    cut_submodel,
+    is_submodel,
+    query_statistics,
+)
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.learning.devices import CPU
 from fedhet.models import base_and_width, build, is_registered, narrow_name, shapes, to_arrays
@@ -39,9 +45,9 @@ def test_a_narrow_model_is_the_leading_part_of_the_whole(name, width):
     whole, part = (build(n, SHAPE, 7, seed=0).eval() for n in (name, narrow))
     arrays, found = to_arrays(whole), to_arrays(part)
     small_shapes = shapes(narrow, SHAPE, 7)
-    assert fits(small_shapes, shapes(name, SHAPE, 7))
-    assert not fits(shapes(name, SHAPE, 7), small_shapes)
-    parts = cut(arrays, small_shapes)
+    assert is_submodel(small_shapes, shapes(name, SHAPE, 7))
+    assert not is_submodel(shapes(name, SHAPE, 7), small_shapes)
+    parts = cut_submodel(arrays, small_shapes)
     wide = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
     for key, value in parts.items():
         assert value.shape == found[key].shape

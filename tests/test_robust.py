@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhet.algorithms.robust import (
-    filtered,
+    filter_clients,
     geometric_weights,
     krum,
+    max_malicious,
     mean_squares,
-    relative,
+    relative_distances,
     trimmed_mean,
-    usual,
+    typical_distance,
     weighted_mean,
-    withstood,
 )
 
 EACH = ["median", "trimmed-mean", "geometric-median", "krum", "filter"]
@@ -31,7 +31,7 @@ def averaged(points, kind, share=SHARE):
         return trimmed_mean(points, 0.5 if kind == "median" else share)
     if kind == "geometric-median":
         return weighted_mean(points, geometric_weights(squared))
-    kept = (krum if kind == "krum" else filtered)(squared, share)
+    kept = (krum if kind == "krum" else filter_clients)(squared, share)
     return points[kept].mean(0)
 
 
@@ -59,7 +59,7 @@ def test_where_all_agree_it_is_the_mean(clients, width, seed, kind):
     np.testing.assert_allclose(averaged(same, kind), point, rtol=1e-12)
     squared = mean_squares(same)
     assert not squared.any(), "rounding errors are no differences"
-    assert filtered(squared, SHARE).all()
+    assert filter_clients(squared, SHARE).all()
 
 
 @settings(max_examples=60, derandomize=True)
@@ -74,7 +74,7 @@ def test_the_malicious_clients_it_withstands_move_it_no_farther_than_honest_ones
     clients, kind, far, seed, together
 ):
     """Krum is shown for 2 f + 2 < K alone; far is in standard deviations of honest replies."""
-    rng, f = np.random.default_rng(seed), withstood(clients, SHARE)
+    rng, f = np.random.default_rng(seed), max_malicious(clients, SHARE)
     if kind == "krum" and clients < 2 * f + 3:
         return
     honest = rng.normal(size=(clients - f, 8))
@@ -89,13 +89,13 @@ def test_the_malicious_clients_it_withstands_move_it_no_farther_than_honest_ones
 @settings(max_examples=200, derandomize=True)
 @given(st.integers(0, 200), st.floats(0.01, 0.5))
 def test_the_share_is_rounded_up_but_leaves_a_majority(clients, share):
-    f = withstood(clients, share)
+    f = max_malicious(clients, share)
     assert f < clients / 2 or clients == f == 0
     assert f >= min(share * clients - 1e-6, math.ceil(clients / 2) - 1)
     assert f <= share * clients + 1
-    assert withstood(5, 0.2) == 1
-    assert withstood(10, 0.1) == 1
-    assert withstood(30, 0.1) == 3
+    assert max_malicious(5, 0.2) == 1
+    assert max_malicious(10, 0.1) == 1
+    assert max_malicious(30, 0.1) == 3
 
 
 # --- each by its definition -----------------------------------------------------------------
@@ -180,14 +180,14 @@ def test_the_filter_is_its_algorithm(points, malicious, far):
     points = points.copy()
     points[:malicious] *= far
     squared = mean_squares(points) * points.shape[1]
-    np.testing.assert_array_equal(filtered(squared, SHARE), slow_filter(points, SHARE))
+    np.testing.assert_array_equal(filter_clients(squared, SHARE), slow_filter(points, SHARE))
 
 
 @pytest.mark.parametrize("clients", [4, 5, 8, 10, 25])
 def test_the_filter_keeps_all_of_those_who_differ_alike(clients):
     for seed in range(20):
         points = np.random.default_rng(seed).normal(size=(clients, 200))
-        assert filtered(mean_squares(points), SHARE).all()
+        assert filter_clients(mean_squares(points), SHARE).all()
 
 
 @settings(max_examples=40, derandomize=True)
@@ -220,11 +220,11 @@ def test_rounding_errors_are_no_differences():
 def test_the_usual_distance_is_an_honest_one():
     """Of five clients one may be malicious: six of the ten pairs are honest."""
     points = np.array([[0.0], [1.0], [2.0], [4.0], [1000.0]])
-    assert usual(mean_squares(points), SHARE) == pytest.approx(16)
-    assert relative(mean_squares(points), SHARE).max() == 100
-    assert math.isnan(usual(np.full((3, 3), np.nan), SHARE))
+    assert typical_distance(mean_squares(points), SHARE) == pytest.approx(16)
+    assert relative_distances(mean_squares(points), SHARE).max() == 100
+    assert math.isnan(typical_distance(np.full((3, 3), np.nan), SHARE))
     three = np.array([[0.0], [1.0], [1000.0]])
-    assert usual(mean_squares(three), SHARE) == pytest.approx(1)
+    assert typical_distance(mean_squares(three), SHARE) == pytest.approx(1)
 
 
 def test_a_weighted_mean_is_of_those_that_have_a_value():

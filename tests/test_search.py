@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedhet import models
 from fedhet.base.errors import SettingsError
-from fedhet.clients.cofed import Candidate, Trials, best, grid
+from fedhet.clients.cofed import Candidate, GridSearch, find_best, grid
 from fedhet.config.resolve import resolve
 from fedhet.learning.training import Evaluation, Optimization, batches
 from fedhet.wire.knowledge import Knowledge
@@ -73,7 +73,7 @@ def test_the_best_is_the_most_accurate_then_the_least_lossy_then_the_first():
 
     def chosen(*scores):
         table = dict(zip((one, two, three), scores, strict=True))
-        return best([one, two, three], table.__getitem__)
+        return find_best([one, two, three], table.__getitem__)
 
     assert chosen(Evaluation(0.5, 0.1), Evaluation(0.6, 9.0), Evaluation(0.4, 0.0)) == two
     assert chosen(Evaluation(0.5, 0.3), Evaluation(0.5, 0.2), Evaluation(0.5, 0.4)) == two
@@ -137,12 +137,12 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
     tried = {**GRID, "cofed.search-decays": decays}
     client = opened(tmp_path, index=index, **tried)
     space = client.space.tolist()
-    trials = Trials(client, 1)
-    held = {row.numpy().tobytes() for row in trials.held.x}
+    search = GridSearch(client, 1)
+    held = {row.numpy().tobytes() for row in search.held_out.x}
     mask = torch.tensor([row.numpy().tobytes() in held for row in client.x])
-    assert mask.sum() == len(trials.held) == int(0.25 * len(client.y))
-    assert set(trials.held.y.tolist()) == set(client.y.tolist()), "stratified"
-    assert torch.equal(trials.own.x, client.x[~mask])
+    assert mask.sum() == len(search.held_out) == int(0.25 * len(client.y))
+    assert set(search.held_out.y.tolist()) == set(client.y.tolist()), "stratified"
+    assert torch.equal(search.train_part.x, client.x[~mask])
 
     def local(candidate, x, y, use="batches", round=1):
         model = models.build("mlp", (1, 8, 8), 5, seed=0)
@@ -183,8 +183,8 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
         changed = Candidate(expected.optimizer, expected.lr * factor, expected.decay)
         order = client.generator(2, "update")
         model = plain_training(start, space, x, y, changed, 3, 40, order)
-        trials = Trials(client, 2)
-        same_weights(trials._updated(trials._trained(expected), changed), model)
+        search = GridSearch(client, 2)
+        same_weights(search._updated(search._trained(expected), changed), model)
         updated[factor] = by_hand(model, space, client.x[mask], client.y[mask])
     assert facts["search.update"] == max(updated, key=updated.get)
     assert client.training.lr == pytest.approx(expected.lr * facts["search.update"])

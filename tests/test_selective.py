@@ -16,7 +16,7 @@ from fedhet.algorithms.distillation import (
     fuse,
     fuse_all,
     reliability,
-    taught_loss,
+    selective_loss,
 )
 
 CLASSES = 5
@@ -111,7 +111,7 @@ def test_logits_as_large_as_they_can_be_teach_a_number(fused):
     for said in (torch.tensor(sure), torch.tensor(sure)[:1]):
         lesson = fused(said, labels)
         own = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        loss = taught_loss(own, labels, lesson.logits, lesson.known, 0.75)
+        loss = selective_loss(own, labels, lesson.logits, lesson.known, 0.75)
         loss.backward()
         assert loss.isfinite()
         torch.testing.assert_close(loss.detach(), torch.nn.functional.cross_entropy(own, labels))
@@ -154,7 +154,7 @@ def reference_loss(logits, labels, teacher, taught, epsilon):
 def test_the_losses(seed, epsilon):
     (own, teacher), labels = draw(seed, 2)
     taught = np.random.default_rng(seed).random(len(labels)) < 0.5
-    loss = taught_loss(*map(torch.tensor, (own, labels, teacher, taught)), epsilon)
+    loss = selective_loss(*map(torch.tensor, (own, labels, teacher, taught)), epsilon)
     assert loss.item() == pytest.approx(
         reference_loss(own, labels, teacher, taught, epsilon), rel=1e-4
     )
@@ -164,7 +164,7 @@ def test_no_gradient_flows_into_the_teacher_nor_from_it_to_the_untaught():
     own, teacher = torch.randn(2, 6, CLASSES, generator=torch.Generator().manual_seed(0))
     own, teacher = own.requires_grad_(), teacher.requires_grad_()
     labels, taught = torch.arange(6) % CLASSES, torch.tensor([True, True, True] + [False] * 3)
-    taught_loss(own, labels, teacher, taught, 0.0).backward()
+    selective_loss(own, labels, teacher, taught, 0.0).backward()
     assert teacher.grad is None
     p, q = teacher.detach().softmax(1), own.detach().softmax(1)
     one_hot = torch.nn.functional.one_hot(labels, CLASSES).float()

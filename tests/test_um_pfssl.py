@@ -275,7 +275,7 @@ def test_models_of_past_lists_go(tmp_path):
 
 def test_a_message_of_an_unknown_role_is_refused(tmp_path):
     client = opened(tmp_path)
-    with pytest.raises(KnowledgeError, match="roles: holds 3, the greatest is 2"):
+    with pytest.raises(KnowledgeError, match="roles: must be from 0 to 2, got 3"):
         client.train(1, message(rows=[(1, 1, 3, 5)]))
 
 

@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhet.algorithms.consensus import CELLS, Vote, aggregate, conflicts, for_space, undecided
+from fedhet.algorithms.consensus import (
+    CELLS,
+    Vote,
+    aggregate,
+    count_conflicts,
+    labels_in_space,
+    undecided,
+)
 
 
 def algorithm_1(predictions, spaces, every, alpha, instances, weights):
@@ -82,12 +89,12 @@ def test_exactly_algorithm_1(block):
         for c in range(classes):
             assert set(np.flatnonzero(joined[c])) == expected.get(c, set()), seed
         for space in spaces:
-            kept, labels = for_space(joined, space)
+            kept, labels = labels_in_space(joined, space)
             assert np.all(np.diff(kept) > 0)
             received = section_4_3(expected, space)
             assert dict(zip(kept.tolist(), labels.tolist(), strict=True)) == received
             lost = sum(sum(i in expected[c] for c in space) > 1 for i in range(instances))
-            assert conflicts(joined, space) == lost
+            assert count_conflicts(joined, space) == lost
             contradicted += lost
         alone += any(sum(c in space for space in spaces) == 1 for c in every)
         tied += is_tied(predictions, spaces, weights, alpha)
@@ -154,7 +161,7 @@ def test_abstentions_are_where_the_two_best_are_close():
     assert undecided(probabilities, 0.25).tolist() == [True, True, False, True, False]
     assert undecided(probabilities, 0.2).tolist() == [False, False, False, True, False]
     assert undecided(probabilities, 0.5).tolist() == [True, True, True, True, False]
-    with pytest.raises(ValueError, match="1 class: two or more are needed"):
+    with pytest.raises(ValueError, match="expected at least two classes, got 1"):
         undecided(probabilities[:, :1], 0.5)
 
 

@@ -1,9 +1,11 @@
-"""Class-wise features, logits and probabilities, averaged over clients, and what they teach.
+"""Class-wise features, logits and probabilities: averages over clients, and losses on them.
 
-Felo: Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section
-3.1; FedHe, FedProto and FedTGP use its parts. FD, the class means of all clients but one: Jeong et
-al., Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation
-under Non-IID Private Data, Algorithm 1, whose F is a model's softmax output.
+- Felo: Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section
+  3.1. FedHe, FedProto and FedTGP use parts of it.
+- FD: Jeong et al., Communication-Efficient On-Device Machine Learning: Federated Distillation and
+  Augmentation under Non-IID Private Data, Algorithm 1. F is the softmax output of a model.
+
+Shapes: N samples, C classes, P classes of a client, features of width D.
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ from fedhet.algorithms.distillation import kl_divergence
 from fedhet.base.arrays import Array
 from fedhet.base.transfer import HOST, Numbers, all_to_device, to_device
 
-SMALLEST = 1e-6
-"""The mean square below which a feature vector is no longer scaled up, for `unit`: a vector of
-zeros stays one, and gradients stay finite."""
+MIN_MEAN_SQUARE = 1e-6
+"""Constant added to mean squares by the norm "unit", so that zero vectors stay zero and gradients
+stay finite."""
 
 
 @dataclass(frozen=True)
 class ClassMeans:
-    """Means over the samples of each class present: (s_y, p_y, y) of Section 3.1.1.
+    """Class means of one client: (s_y, p_y, y) in Section 3.1.1.
 
-    classes [P] ascending, features [P, D], logits [P, C], counts [P] of samples (>= 1).
+    Attributes:
+        classes: Classes with at least one sample, ascending, of shape [P].
+        features: Mean features of each class, of shape [P, D].
+        logits: Mean logits of each class, of shape [P, C].
+        counts: Number of samples of each class, of shape [P].
     """
 
     classes: Array
@@ -40,7 +46,7 @@ class ClassMeans:
 
 
 class ClassSums(nn.Module):
-    """Running sums of features and logits per class, accumulated on the device over batches."""
+    """Sums of features and logits per class, accumulated over batches on the device."""
 
     features: Tensor
     logits: Tensor
@@ -53,40 +59,45 @@ class ClassSums(nn.Module):
         self.register_buffer("counts", torch.zeros(classes, device=device))
 
     def clear(self) -> None:
-        """Forget all batches."""
+        """Reset all sums to zero."""
         for total in (self.features, self.logits, self.counts):
             total.zero_()
 
     @torch.no_grad()
     def add(self, features: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: features [N, D], logits [N, C], labels [N]."""
-        # Multiplying by one-hot labels is deterministic on every device; index_add_ is not.
+        """Add a batch of features [N, D], logits [N, C] and labels [N]."""
+        # Multiply by one-hot labels, because index_add_ is not deterministic on every device.
         member = F.one_hot(labels, self.counts.shape[-1]).T.float()
         with torch.autocast(member.device.type, enabled=False):
             self.features += member @ features.detach().float()
             self.logits += member @ logits.detach().float()
         self.counts += member.sum(1)
 
-    def means(self, least: int = 1) -> ClassMeans:
-        """Return the means of the classes of which `least` samples were seen."""
+    def means(self, min_count: int = 1) -> ClassMeans:
+        """Return the means of the classes with at least `min_count` samples."""
         sums = {"features": self.features, "logits": self.logits, "counts": self.counts}
-        there = all_to_device(sums, HOST)
-        seen = there["counts"] >= least
-        count = there["counts"][seen].unsqueeze(1)
+        on_host = all_to_device(sums, HOST)
+        present = on_host["counts"] >= min_count
+        count = on_host["counts"][present].unsqueeze(1)
         return ClassMeans(
-            classes=seen.nonzero().flatten().numpy(),
-            features=(there["features"][seen] / count).numpy(),
-            logits=(there["logits"][seen] / count).numpy(),
-            counts=there["counts"][seen].long().numpy(),
+            classes=present.nonzero().flatten().numpy(),
+            features=(on_host["features"][present] / count).numpy(),
+            logits=(on_host["logits"][present] / count).numpy(),
+            counts=on_host["counts"][present].long().numpy(),
         )
 
 
 def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array]:
-    """Return the classes [P] of any client, ascending, and the weighted mean of each, [P, W].
+    """Average vectors per class over the clients that have the class.
 
-    Each part, of which there must be one at least, is of one client: its classes [K], each once, a
-    vector for each, [K, W], and its weight in the mean of each, [K] (> 0). A class's mean is over
-    the clients that have it. The order of the parts may affect the last bit: pass them sorted.
+    The order of the clients may affect the last bit; pass them sorted.
+
+    Args:
+        parts: For each client (at least one): its distinct classes [K], a vector for each class
+            [K, W], and its weight in each mean [K], > 0.
+
+    Returns:
+        The classes of all clients [P], ascending, and their weighted means [P, W].
     """
     classes = np.unique(np.concatenate([present for present, _, _ in parts]))
     total = np.zeros((len(classes), parts[0][1].shape[1]))
@@ -98,7 +109,7 @@ def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, A
 
 
 def class_totals(classes: Array, parts: Sequence[tuple[Array, Array]]) -> Array:
-    """Return the sum over the parts, each classes [K] and their numbers [K], for `classes` [P]."""
+    """Sum the numbers [K] of each client's classes [K]; returns the sums for `classes` [P]."""
     total = np.zeros(len(classes))
     for present, numbers in parts:
         total[np.searchsorted(classes, present)] += numbers
@@ -108,17 +119,24 @@ def class_totals(classes: Array, parts: Sequence[tuple[Array, Array]]) -> Array:
 def average(
     means: Sequence[ClassMeans], *, by_samples: bool, factors: Sequence[float] | None = None
 ) -> ClassMeans:
-    """Return, per class, the mean over the clients that have it (Section 3.1.2).
+    """Average class means over the clients that have the class (Section 3.1.2).
 
-    A client's weight is 1, or its samples of the class, times its factor. The returned counts are
-    of samples. The order of `means` may affect the last bit of the result: pass them sorted.
+    The order of `means` may affect the last bit; pass them sorted.
+
+    Args:
+        means: Class means of the clients.
+        by_samples: Whether to weight clients by their samples of the class instead of equally.
+        factors: Factor on the weight of each client, or None for no factors.
+
+    Returns:
+        The averages; the counts are total numbers of samples.
     """
     if not means:
         none = np.zeros(0, np.int64)
         return ClassMeans(none, np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32), none)
     weights = [m.counts if by_samples else np.ones(len(m.counts)) for m in means]
     if factors is not None:
-        weights = [each * factor for each, factor in zip(weights, factors, strict=True)]
+        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     pairs = list(zip(means, weights, strict=True))
     classes, features = class_average([(m.classes, m.features, w) for m, w in pairs])
     _, logits = class_average([(m.classes, m.logits, w) for m, w in pairs])
@@ -126,19 +144,19 @@ def average(
     return ClassMeans(classes, features, logits, counts)
 
 
-def capped(counts: Array, samples: int) -> Array:
-    """Return a client's counts [P] of each class, lowered in proportion if they exceed `samples`.
+def cap_counts(counts: Array, samples: int) -> Array:
+    """Scale a client's class counts [P] down so that they sum to about `samples` at most.
 
-    None falls below 1.
+    Every count stays at least 1.
     """
-    claimed = int(counts.sum())
-    if claimed <= samples:
+    reported = int(counts.sum())
+    if reported <= samples:
         return counts
-    return np.maximum(counts * (samples / claimed), 1).astype(np.int64)
+    return np.maximum(counts * (samples / reported), 1).astype(np.int64)
 
 
 class Teacher(nn.Module):
-    """The server's knowledge arranged by class, on the client's training device."""
+    """Features and probabilities from the server, indexed by class, on the training device."""
 
     features: Tensor
     log_probabilities: Tensor
@@ -147,10 +165,13 @@ class Teacher(nn.Module):
     def __init__(
         self, features: Tensor, log_probabilities: Tensor, known: Tensor, scale: float = 1.0
     ) -> None:
-        """`features` [C, D]; `log_probabilities` [C, C], the log softmax of the logits.
+        """Create a teacher.
 
-        `known` [C]: has the class an entry? `scale`: the root mean square of all entries'
-        features; 1 if they are all zero.
+        Args:
+            features: Features of each class, of shape [C, D].
+            log_probabilities: Log softmax of the logits of each class, of shape [C, C].
+            known: Whether the server has sent the class, bool, of shape [C].
+            scale: Root mean square of the features, or 1 if they are all zero.
         """
         super().__init__()
         self.register_buffer("features", features)
@@ -159,7 +180,7 @@ class Teacher(nn.Module):
         self.scale = scale
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the target features for samples of these classes: [N] -> [N, D]."""
+        """Return the target features [N, D] of samples with labels [N]."""
         return self.features[labels]
 
     @classmethod
@@ -171,9 +192,14 @@ class Teacher(nn.Module):
         classes: int,
         device: torch.device,
     ) -> Teacher:
-        """Arrange entries for the classes `present` [P], features [P, ...], logits [P, C].
+        """Create a teacher from the classes that the server has sent.
 
-        Rows of the other classes are zero and not known. Logits None: only features are taught.
+        Args:
+            present: Classes, of shape [P]. Rows of other classes are zero and not known.
+            features: Features of each class, of shape [P, ...].
+            logits: Logits of each class, of shape [P, C], or None for a teacher of features alone.
+            classes: Number of classes C.
+            device: Device of the tensors.
         """
         if logits is None:
             logits = np.zeros((len(present), 0), np.float32)
@@ -196,14 +222,14 @@ class Teacher(nn.Module):
 
 
 class VariedTeacher(Teacher):
-    """A teacher with several features per class, [C, S, D], as Velo's server can send.
+    """Teacher with S features per class, of shape [C, S, D], for Velo.
 
-    Section 3.1.3 pairs each sample with the entry of its class; here each sample of each batch is
-    paired with one of the S features, drawn uniformly (ours).
+    Section 3.1.3 pairs each sample with the features of its class. Unlike the paper, each sample of
+    each batch is paired with one of the S features, drawn uniformly.
     """
 
     def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
-        """`teacher` has features [C, S, D]; `generator` draws."""
+        """Wrap a teacher with features [C, S, D]; `generator` draws the features."""
         super().__init__(teacher.features, teacher.log_probabilities, teacher.known, teacher.scale)
         choices = teacher.features.shape[1]
         self._picks = Numbers(
@@ -212,28 +238,28 @@ class VariedTeacher(Teacher):
         )
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return a random feature of its class for each sample: [N] -> [N, D]."""
+        """Return random features [N, D] of the classes of samples with labels [N]."""
         return self.features[labels, self._picks.take(len(labels))]
 
 
-def newest(classes: Array, most: int) -> Array:
-    """Return the rows of the last `most` entries of each class, ascending.
+def newest_rows(classes: Array, count: int) -> Array:
+    """Return the rows of the last `count` entries of each class, ascending.
 
-    classes [N] are in order of arrival.
+    The entries, whose classes are `classes` [N], are in order of arrival.
     """
     backwards = classes[::-1]
     by_class = np.argsort(backwards, kind="stable")
     ordered = backwards[by_class]
     age = np.arange(len(classes)) - np.searchsorted(ordered, ordered)
-    return np.sort(len(classes) - 1 - by_class[age < most])
+    return np.sort(len(classes) - 1 - by_class[age < count])
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How the terms of Eq. 1 are weighed and measured; the defaults are the printed form.
+    """Weights of the terms in Eq. 1; the defaults are the printed form.
 
-    The loss is l_ce + alpha (feature l_mse + logit l_kl). The paper has one weight, alpha. Ours:
-    `feature` and `logit`, which weigh one term against the other, and `norm`, the scale of l_mse.
+    The loss is l_ce + alpha (feature l_mse + logit l_kl). The paper has only alpha. The factors
+    `feature` and `logit` and the scaling `norm` of l_mse are additions.
     """
 
     alpha: float = 1.0
@@ -245,23 +271,24 @@ class Terms:
 def class_feature_loss(
     features: Tensor, labels: Tensor, teacher: Teacher, norm: FeatureNorm = "none"
 ) -> Tensor:
-    """Return l_mse of Felo's Eq. 1 per sample, [N]: its features against its class's entry.
+    """Return l_mse of Felo's Eq. 1 for each sample, of shape [N].
 
-    The mean over the D components; 0 if the teacher has no entry for the class. FedHe, FedProto and
-    FedTGP (`distance = mse`) use it too. The printed form of Felo's Eq. 1 is `none`. Architectures
-    differ in the scale of their features, and a mean over samples is shorter than the samples are;
-    hence two other scales (ours):
+    This is the mean over the D components of the squared difference between the sample's features
+    and the teacher's features of its class, or 0 if the teacher does not know the class. FedHe,
+    FedProto and FedTGP (`distance = mse`) use it too.
 
-    - `rms`: in units of the entries' root mean square, one number for all classes and components.
-      The term weighs the same whatever scale the clients' features have settled on. Lengths still
-      matter: a sample is drawn to its entry's length as well as to its direction.
-    - `unit`: every vector, a sample's and an entry's, at a root mean square of 1. Directions alone
-      are compared.
+    Architectures differ in the scale of their features, and class means are shorter than the
+    features that they average. The norm "none" is the printed form. Two norms are additions:
+
+    - "rms" divides all features by the root mean square of the teacher's features, a single
+      number. The term then does not depend on the scale of the clients' features. Lengths are still
+      compared.
+    - "unit" scales each vector to a root mean square of 1, so only directions are compared.
     """
     own, target = features.float(), teacher.targets(labels)
-    if norm == "unit":  # only the direction is left; the gradient passes through the division
+    if norm == "unit":  # the gradient passes through the division
         own, target = (
-            vectors * (vectors.square().mean(-1, keepdim=True) + SMALLEST).rsqrt()
+            vectors * (vectors.square().mean(-1, keepdim=True) + MIN_MEAN_SQUARE).rsqrt()
             for vectors in (own, target)
         )
     elif norm == "rms":
@@ -270,11 +297,11 @@ def class_feature_loss(
 
 
 def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-    """Return the mean distance of a batch's class means to the entries, a scalar: FedTGP's Eq. 11.
+    """Return the distance term of FedTGP's Eq. 11, a scalar.
 
-    The Euclidean distance, of the mean features [D] of the batch's samples of a class to the entry
-    of the class. Each class in the batch that has an entry counts once; 0 if no class has one. The
-    gradient of a distance has length 1, and is 0 where a mean coincides with its entry.
+    This is the mean, over the known classes in the batch, of the Euclidean distance between the
+    mean features of the class in the batch and the teacher's features. It is 0 if the batch has no
+    known class. The gradient of a distance has length 1, or 0 if both vectors coincide.
     """
     member = F.one_hot(labels, len(teacher.known)).T.float()
     with torch.autocast(member.device.type, enabled=False):
@@ -287,9 +314,10 @@ def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> T
 
 
 def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-    """Return l_kl of Felo's Eq. 1 per sample, [N]: KL(teacher's class logits || own logits).
+    """Return l_kl of Felo's Eq. 1 for each sample, of shape [N].
 
-    0 if the teacher has no entry for the class.
+    This is KL(teacher || model) for the teacher's logits of the sample's class, or 0 if the teacher
+    does not know the class.
     """
     own = logits.float().log_softmax(1)
     target = teacher.log_probabilities[labels]
@@ -300,10 +328,10 @@ def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor
 def felo_loss(
     features: Tensor, logits: Tensor, labels: Tensor, teacher: Teacher | None, terms: Terms
 ) -> Tensor:
-    """Return Felo's Eq. 1, a scalar: the mean of l_ce + alpha (l_mse + l_kl), weighed by `terms`.
+    """Return the loss of Felo's Eq. 1, l_ce + alpha (l_mse + l_kl), as a scalar.
 
-    Cross-entropy alone without a teacher (a client's first participation), and for samples whose
-    class has no entry.
+    It is the cross-entropy alone without a teacher, i.e. in a client's first round, and for samples
+    of classes that the teacher does not know.
     """
     loss = F.cross_entropy(logits.float(), labels)
     if teacher is None:
@@ -314,16 +342,21 @@ def felo_loss(
 
 
 MIN_PROBABILITY = 1e-12
-"""The least probability of which a logarithm is taken."""
+"""Lower bound of probabilities before the logarithm."""
 ROUNDING = 1e-4
-"""How far the sum of a mean of probabilities may be from 1 by rounding."""
+"""Maximum deviation of a sum of probabilities from 1 that counts as rounding error."""
 
 
 @dataclass(frozen=True)
 class ClassTotals:
-    """Sums over clients (line 12): classes [P] ascending, vectors [P, C], and clients [P] of each.
+    """Sums over clients (FD, Algorithm 1, line 12).
 
-    In float64: what one client contributed can be subtracted again without a loss.
+    The sums are in float64, so that the contribution of a client can be subtracted exactly.
+
+    Attributes:
+        classes: Classes, ascending, of shape [P].
+        vectors: Sums of the clients' vectors, of shape [P, C].
+        clients: Number of clients that have the class, of shape [P].
     """
 
     classes: Array
@@ -331,57 +364,64 @@ class ClassTotals:
     clients: Array
 
 
-def totals_of(parts: Sequence[tuple[Array, Array]], width: int) -> ClassTotals:
-    """Return the sums of the clients' vectors of each class, of [K] classes and [K, `width`]."""
+def sum_by_class(parts: Sequence[tuple[Array, Array]], width: int) -> ClassTotals:
+    """Sum each client's vectors [K, `width`] of its classes [K] over the clients."""
     present = [classes for classes, _ in parts]
     classes = np.unique(np.concatenate(present)) if parts else np.zeros(0, np.int64)
     vectors, clients = np.zeros((len(classes), width)), np.zeros(len(classes), np.int64)
-    for own, values in parts:
-        rows = np.searchsorted(classes, own)
+    for client_classes, values in parts:
+        rows = np.searchsorted(classes, client_classes)
         vectors[rows] += values
         clients[rows] += 1
     return ClassTotals(classes.astype(np.int64), vectors, clients)
 
 
-def without(totals: ClassTotals, classes: Array, vectors: Array) -> tuple[Array, Array]:
-    """Return the other clients' classes [Q] and their means [Q, C] (line 15).
+def means_of_others(totals: ClassTotals, classes: Array, vectors: Array) -> tuple[Array, Array]:
+    """Return the class means over all other clients (FD, Algorithm 1, line 15).
 
-    `classes` [K] and `vectors` [K, C] are what the one client contributed to `totals`; none, if it
-    contributed nothing. The paper divides by M - 1, as all its M devices have all labels; here by
-    the number of other clients that have the class (ours). A class that no other has is left out.
+    The paper divides by M - 1, because all of its M devices have all labels. Here the divisor is
+    the number of other clients that have the class.
+
+    Args:
+        totals: Sums over all clients.
+        classes: Classes that this client has contributed to `totals`, of shape [K]; may be empty.
+        vectors: Vectors that it has contributed, of shape [K, C].
+
+    Returns:
+        The classes of the other clients [Q], and their means [Q, C].
     """
     rows = np.searchsorted(totals.classes, classes)
     sums, clients = totals.vectors.copy(), totals.clients.copy()
     sums[rows] -= vectors
     clients[rows] -= 1
-    others = clients > 0
-    means = sums[others] / clients[others, None]
-    return totals.classes[others], np.maximum(means, 0.0).astype(np.float32)
+    present = clients > 0
+    means = sums[present] / clients[present, None]
+    return totals.classes[present], np.maximum(means, 0.0).astype(np.float32)
 
 
 def nearest_distributions(vectors: Array) -> Array:
-    """Return vectors [P, C] in float32, each as it is if it is a distribution, or the nearest one.
+    """Project each row of `vectors` [P, C] onto the probability simplex, in float32.
 
-    Nearest by Euclidean distance (Duchi et al., Efficient Projections onto the l1-Ball for Learning
-    in High Dimensions, ICML 2008, Fig. 1): of what is noised, the most likely. One of zeros becomes
-    uniform.
+    Rows that are already distributions are unchanged; all-zero rows become uniform. For vectors
+    with Gaussian noise, the projection is the most likely distribution. Algorithm: Duchi et al.,
+    Efficient Projections onto the l1-Ball for Learning in High Dimensions, ICML 2008, Fig. 1.
     """
-    given = vectors.astype(np.float64)
-    whole = (given >= 0).all(1) & (np.abs(given.sum(1) - 1) <= ROUNDING)
-    ordered = -np.sort(-given, axis=1)
+    exact = vectors.astype(np.float64)
+    is_distribution = (exact >= 0).all(1) & (np.abs(exact.sum(1) - 1) <= ROUNDING)
+    ordered = -np.sort(-exact, axis=1)
     excess = ordered.cumsum(1) - 1
-    kept = (ordered * np.arange(1, given.shape[1] + 1) > excess).sum(1)
-    threshold = excess[np.arange(len(given)), kept - 1] / kept
-    nearest = np.maximum(given - threshold[:, None], 0.0)
-    chosen: Array = np.where(whole[:, None], given, nearest).astype(np.float32)
-    return chosen
+    support = (ordered * np.arange(1, exact.shape[1] + 1) > excess).sum(1)
+    threshold = excess[np.arange(len(exact)), support - 1] / support
+    projected = np.maximum(exact - threshold[:, None], 0.0)
+    result: Array = np.where(is_distribution[:, None], exact, projected).astype(np.float32)
+    return result
 
 
 def class_cross_entropy(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-    """Return the distillation regularizer per sample, [N]: the cross-entropy phi(F, teacher's F).
+    """Return FD's distillation regularizer for each sample, of shape [N] (line 5).
 
-    Of the own logits [N, C] with the teacher's distribution of the sample's class (line 5); 0 for a
-    class without one.
+    This is the cross-entropy between the model's logits [N, C] and the teacher's distribution of
+    the sample's class, or 0 if the teacher does not know the class.
     """
     target = teacher.log_probabilities[labels].exp()
     return -(target * logits.float().log_softmax(1)).sum(1) * teacher.known[labels]

@@ -1,11 +1,11 @@
-"""FedType: conformal prediction sets, and the private model's imitation of the proxy.
+"""FedType: conformal prediction sets, and the loss with which the private model imitates the proxy.
 
 Wang et al., Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical
-Reciprocity Learning (FedType), Section 3.2 and Appendix B; RAPS is from Angelopoulos et al.,
-Uncertainty Sets for Image Classifiers using Conformal Prediction.
+Reciprocity Learning (FedType), Section 3.2 and Appendix B. RAPS: Angelopoulos et al., Uncertainty
+Sets for Image Classifiers using Conformal Prediction.
 
-N samples, n held-out samples, C classes, P of them in the client's label set. Logits and
-probabilities are [N, C], sets are bool masks [N, C], labels [N]; all are tensors.
+Shapes: N samples, n held-out samples, C classes, P classes in the client's label set. Logits,
+probabilities and sets are tensors [N, C], labels [N]; sets are bool masks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEMPERATURE_RATE = 0.01
 
 @dataclass(frozen=True)
 class Raps:
-    """RAPS' regularization: lambda, the penalty on a rank beyond k_reg, and k_reg itself."""
+    """Regularization of RAPS: the penalty lambda on ranks beyond `k_reg`."""
 
     penalty: float = 0.5
     k_reg: int = 5
@@ -37,7 +37,7 @@ class Raps:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of Eq. 5 on held-out data: a temperature and the threshold tau (both scalars)."""
+    """Conformal model of Eq. 5: the temperature and the threshold tau, both scalars."""
 
     temperature: Tensor
     tau: Tensor
@@ -46,70 +46,80 @@ class Calibration:
 def calibrate(
     logits: Tensor, labels: Tensor, u: Tensor, *, theta: float, raps: Raps, corrected: bool = True
 ) -> Calibration:
-    """Return the conformal model of Eq. 5 from held-out logits [n, C], labels [n], u [n].
+    """Fit the conformal model of Eq. 5 to held-out data.
 
-    Temperature scaling, RAPS scores of the true labels, and their (1 - theta) quantile.
+    Fits the temperature, computes the RAPS scores of the true labels, and takes their (1 - theta)
+    quantile.
+
+    Args:
+        logits: Logits of the held-out samples, of shape [n, C].
+        labels: True labels, of shape [n].
+        u: Random factors of Eq. 6, of shape [n].
+        theta: Fraction of sets that may miss the true label.
+        raps: Regularization of the scores.
+        corrected: Whether to correct the quantile for the number of samples.
     """
     temperature = fit_temperature(logits, labels)
     probabilities = (logits / temperature).softmax(1)
     scores = raps_scores(probabilities, u, raps.penalty, raps.k_reg)
-    own = scores.gather(1, labels.unsqueeze(1)).squeeze(1)
-    return Calibration(temperature, conformal_quantile(own, theta, corrected=corrected))
+    true_scores = scores.gather(1, labels.unsqueeze(1)).squeeze(1)
+    return Calibration(temperature, conformal_quantile(true_scores, theta, corrected=corrected))
 
 
 @torch.no_grad()
 def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the temperature T (a scalar) after a few gradient steps on the likelihood.
+    """Fit the temperature T, a scalar, with a few gradient steps on the likelihood.
 
-    Platt scaling as in Appendix F: SGD with rate 0.01, 10 iterations, from 1.3; each over all n
-    samples (ours). With p = softmax(z / T), the gradient of the mean negative log-likelihood is
-    the mean of (z_y - sum_k p_k z_k) / T^2.
+    This is Platt scaling as in Appendix F: 10 iterations of SGD from T = 1.3 with learning rate
+    0.01. Unlike the paper, each iteration uses all n samples. With p = softmax(z / T), the gradient
+    of the mean negative log-likelihood is the mean of (z_y - sum_k p_k z_k) / T^2.
     """
     temperature = logits.new_full((), START_TEMPERATURE)
-    own = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    true_logits = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     for _ in range(TEMPERATURE_STEPS):
         expected = ((logits / temperature).softmax(1) * logits).sum(1)
-        gradient = (own - expected).mean() / temperature.square()
+        gradient = (true_logits - expected).mean() / temperature.square()
         temperature = temperature - TEMPERATURE_RATE * gradient
     return temperature
 
 
 def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) -> Tensor:
-    """Return tau, a quantile of scores [n].
+    """Return the threshold tau, a quantile of scores [n].
 
-    If `corrected`, as printed: the ceil((n + 1)(1 - theta)) / n quantile (Appendix B, step 3),
-    infinity if that level exceeds 1; with so few samples only the set of all classes is valid. If
-    not, the (1 - theta) quantile, the higher of two neighbors: that of RAPS' published code, which
-    is always finite and differs for small n alone.
+    If `corrected`, tau is the ceil((n + 1)(1 - theta)) / n quantile, as printed (Appendix B, step
+    3). It is infinite if this level exceeds 1, because only the set of all classes is valid then.
+    Otherwise, tau is the (1 - theta) quantile as in RAPS' published code, the higher of two
+    neighbors. It is always finite, and differs only for small n.
     """
-    position = _position(len(scores), theta, corrected=corrected)
-    if position > len(scores):
+    rank = _quantile_rank(len(scores), theta, corrected=corrected)
+    if rank > len(scores):
         return scores.new_full((), torch.inf)
-    # kthvalue would find it too, but is not deterministic on CUDA.
-    return scores.sort().values[position - 1]
+    # Sort instead of using kthvalue, which is not deterministic on CUDA.
+    return scores.sort().values[rank - 1]
 
 
-def _position(count: int, theta: float, *, corrected: bool) -> int:
-    """Return which of `count` scores, from the smallest, from 1, is the quantile.
+def _quantile_rank(count: int, theta: float, *, corrected: bool) -> int:
+    """Return the rank of the quantile among `count` ascending scores, starting at 1.
 
-    Greater than `count` if so few samples give no finite corrected threshold.
+    The rank exceeds `count` if there are too few samples for a finite corrected threshold.
     """
-    # 1e-9: in floating point, these may slightly exceed the integer that they equal.
+    # Subtract 1e-9, because rounding may lift a product slightly above an integer.
     if corrected:
         return max(math.ceil((count + 1) * (1 - theta) - 1e-9), 1)
     return math.ceil((count - 1) * (1 - theta) - 1e-9) + 1
 
 
-def free_ranks(labels: int) -> int:
-    """Return the number of ranks that RAPS leaves unpenalized, for sets of up to `labels` (ours).
+def unpenalized_ranks(labels: int) -> int:
+    """Return the default of k_reg for a number of labels.
 
-    1 for up to 10 labels, 5 from 100 (the paper's and RAPS' number), in proportion between them.
+    It is 1 for up to 10 labels, 5 for 100 or more labels, as in FedType and RAPS, and interpolated
+    in between. The papers have only the value 5.
     """
     return round(1 + 4 * min(max(labels - 10, 0) / 90, 1))
 
 
 def raps_scores(probabilities: Tensor, u: Tensor, penalty: float | Tensor, k_reg: int) -> Tensor:
-    """Return pi(y) u + rho(y) + penalty (o(y) - k_reg)^+ for every class y, [N, C] (Eq. 6)."""
+    """Return pi(y) u + rho(y) + penalty (o(y) - k_reg)^+ [N, C] for each class y (Eq. 6)."""
     rho, rank = mass_above_and_rank(probabilities)
     excess = (rank - k_reg).clamp_min(0)
     return probabilities * u.unsqueeze(1) + rho + penalty * excess
@@ -118,8 +128,8 @@ def raps_scores(probabilities: Tensor, u: Tensor, penalty: float | Tensor, k_reg
 def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """Return rho [N, C] and o [N, C] of Eq. 6 for probabilities [N, C].
 
-    rho(y) is the total probability of the labels strictly more likely than y; o(y) is the number of
-    labels at least as likely as y, so that equally likely labels share the last of their ranks.
+    rho(y) is the total probability of the labels that are more likely than y. The rank o(y) is the
+    number of labels that are at least as likely as y.
     """
     values, order = probabilities.sort(dim=1, descending=True)
     before = running_sums(values).roll(1, dims=1)
@@ -136,9 +146,9 @@ def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def running_sums(values: Tensor) -> Tensor:
-    """Return the sums of each row of values [N, C] up to every column, [N, C].
+    """Return the cumulative sums of each row of values [N, C].
 
-    On CUDA, where `cumsum` is not deterministic, by a product of matrices in float64.
+    Uses a matrix product in float64 on CUDA, where `cumsum` is not deterministic.
     """
     if values.device.type != "cuda":
         return values.cumsum(1)
@@ -150,9 +160,16 @@ def running_sums(values: Tensor) -> Tensor:
 def prediction_sets(
     logits: Tensor, calibration: Calibration, u: Tensor, *, penalty: float | Tensor, k_reg: int
 ) -> Tensor:
-    """Return the sets of Eq. 6, a mask [N, C], for logits [N, C] and u [N].
+    """Return the prediction sets of Eq. 6 as a mask [N, C].
 
-    `penalty` is g(delta, lambda). An empty set is replaced by the most likely label.
+    An empty set is replaced by the most likely label.
+
+    Args:
+        logits: Logits, of shape [N, C].
+        calibration: Temperature and threshold, scalars or of shape [N, 1].
+        u: Random factors, of shape [N].
+        penalty: g(delta, lambda), a number or of shape [N, 1].
+        k_reg: Number of ranks without penalty.
     """
     probabilities = (logits.float() / calibration.temperature).softmax(1)
     scores = raps_scores(probabilities, u, penalty, k_reg)
@@ -163,16 +180,19 @@ def prediction_sets(
 
 @torch.no_grad()
 def top_sets(logits: Tensor, size: int) -> Tensor:
-    """Return the `size` most likely labels as a mask [N, C]: the ablation FedType_TopK."""
+    """Return sets of the `size` most likely labels as a mask [N, C] (ablation FedType_TopK)."""
     size = min(size, logits.shape[1])
     best = logits.topk(size, dim=1).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, True)
 
 
 def dynamic_penalty(delta: float, penalty: float, form: str) -> float:
-    """Return g(delta, lambda): Eq. 7 (g1) or one of Section 4.2.4's alternatives (g2, g3, g4).
+    """Return g(delta, lambda).
 
-    delta in [-1, 1] is the change of the proxy's accuracy on the calibration data.
+    Args:
+        delta: Change of the proxy's accuracy on the calibration data, in [-1, 1].
+        penalty: lambda.
+        form: Form of g: "g1" is Eq. 7; "g2", "g3" and "g4" are alternatives of Section 4.2.4.
     """
     if delta >= 0:
         return penalty
@@ -185,23 +205,28 @@ def dynamic_penalty(delta: float, penalty: float, form: str) -> float:
 
 
 def consensus(proxy_sets: Tensor, private_sets: Tensor) -> Tensor:
-    """Return eta [N] of Eq. 8 from the proxy's sets S and the private model's sets L, [N, C].
+    """Return eta [N] of Eq. 8 for the proxy's sets S and the private model's sets L, both [N, C].
 
-    |S and L| / |S or L| if S is at least as large as L, else |S and L| / |S|.
+    eta is |S and L| / |S or L| if S is at least as large as L, and |S and L| / |S| otherwise.
     """
     common = (proxy_sets & private_sets).sum(1)
     either = (proxy_sets | private_sets).sum(1)
-    own, other = proxy_sets.sum(1), private_sets.sum(1)
-    return common / torch.where(own >= other, either, own)
+    proxy_size, private_size = proxy_sets.sum(1), private_sets.sum(1)
+    return common / torch.where(proxy_size >= private_size, either, proxy_size)
 
 
 def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool = True) -> Tensor:
-    """Return FedType's backward loss, the mean of Eq. 3 over samples, with a minus sign (ours).
+    """Return the loss of Eq. 3, -eta sum_{k in S} log softmax(logits)_k, averaged over samples.
 
-    - eta sum_{k in S} log softmax(logits)_k, for logits [N, P], sets S [N, P] of bool, eta [N]. As
-    printed, without the minus, minimizing it would push the confident labels down. If `averaged`
-    (ours), the sum is divided by |S|: a large set then has no more weight than a small one, as
-    Section 3.2.4 intends.
+    Eq. 3 is printed without the minus sign, but minimizing it would then lower the confident
+    labels.
+
+    Args:
+        logits: Logits of the private model, of shape [N, P].
+        sets: Sets S, bool, of shape [N, P].
+        eta: Consensus weights, of shape [N].
+        averaged: Whether to divide the sum by |S| (not in the paper). Large and small sets then
+            have equal weight, as Section 3.2.4 intends.
     """
     inside = (logits.float().log_softmax(1) * sets).sum(1)
     if averaged:
@@ -210,7 +235,7 @@ def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool 
 
 
 class Imitation:
-    """The sets of a round's epochs, and the loss that they give the private model."""
+    """Prediction sets of the epochs in a round, and the private model's loss on them."""
 
     def __init__(
         self,
@@ -219,98 +244,111 @@ class Imitation:
         noise: torch.Generator,
         accuracy: float | None,
     ) -> None:
-        """Start a round; sets hold some of `labels` [P], columns of the logits, ascending.
+        """Start a round.
 
-        `accuracy` is the proxy's on the held-out samples as last measured; None: never.
+        Args:
+            settings: Settings of FedType.
+            labels: Columns of the logits that sets may contain, ascending, of shape [P].
+            noise: Random generator of the factors u.
+            accuracy: Last measured accuracy of the proxy on the held-out samples, or None.
         """
         self.settings, self.labels, self.accuracy = settings, labels, accuracy
-        given = settings.k_reg
+        k_reg = settings.k_reg
         self.raps = Raps(
-            settings.lambda_, free_ranks(len(labels)) if isinstance(given, str) else given
+            settings.lambda_, unpenalized_ranks(len(labels)) if isinstance(k_reg, str) else k_reg
         )
         self.penalty = self.raps.penalty
-        """g of Eq. 7, the penalty in the proxy's sets, and in both models' if `shrinks` is both."""
+        """g of Eq. 7: the penalty of the proxy's sets, and of both models with `shrinks = both`."""
         self.calibrations: tuple[Calibration, ...] = ()
-        """The conformal models of the proxy and of the private model (Eq. 5)."""
-        self._of_both: tuple[Tensor, ...] = ()
-        """Temperatures, thresholds and penalties: the private model's and the proxy's, [2] each."""
-        self._factors_drawn = Numbers(
+        """Conformal models of the proxy and of the private model (Eq. 5)."""
+        self._parameters: tuple[Tensor, ...] = ()
+        """Temperatures, thresholds and penalties of the private model and of the proxy, [2] each.
+        """
+        self._random_factors = Numbers(
             lambda count: torch.rand(count, generator=noise), labels.device
         )
         self._sums = torch.zeros(3, device=labels.device)
-        """Of eta, and of the sizes of the proxy's and of the private model's sets."""
+        """Sums of eta, of the proxy's set sizes, and of the private model's set sizes."""
         self._count = 0
 
     def calibrate(self, proxy: Tensor, private: Tensor, y: Tensor) -> None:
-        """Fit both conformal models (Eq. 5), and how much the sets must shrink (Eq. 7).
+        """Fit both conformal models (Eq. 5), and compute the penalty that shrinks the sets (Eq. 7).
 
-        Both models' logits [n, C] on the held-out samples, whose classes are `y` [n].
+        Args:
+            proxy: Logits of the proxy on the held-out samples, of shape [n, C].
+            private: Logits of the private model on the held-out samples, of shape [n, C].
+            y: Labels of the held-out samples, of shape [n].
         """
-        own, raps, places = self.settings, self.raps, torch.searchsorted(self.labels, y)
+        settings, raps, targets = self.settings, self.raps, torch.searchsorted(self.labels, y)
         for_proxy, for_private = self.calibrations = tuple(
             calibrate(
                 logits[:, self.labels],
-                places,
+                targets,
                 self._factors(len(y)),
-                theta=own.theta,
+                theta=settings.theta,
                 raps=raps,
-                corrected=own.quantile == "corrected",
+                corrected=settings.quantile == "corrected",
             )
             for logits in (proxy, private)
         )
         accuracy = (proxy.argmax(1) == y).float().mean().item()
         change = 0.0 if self.accuracy is None else accuracy - self.accuracy
-        self.penalty = dynamic_penalty(change, raps.penalty, own.g)
+        self.penalty = dynamic_penalty(change, raps.penalty, settings.g)
         self.accuracy = accuracy
-        of_private = self.penalty if own.shrinks == "both" else raps.penalty
-        penalties = torch.tensor([of_private, self.penalty])
-        self._of_both = (
+        private_penalty = self.penalty if settings.shrinks == "both" else raps.penalty
+        penalties = torch.tensor([private_penalty, self.penalty])
+        self._parameters = (
             torch.stack([for_private.temperature, for_proxy.temperature]),
             torch.stack([for_private.tau, for_proxy.tau]),
             to_device(penalties, self.labels.device),
         )
 
-    def is_silent(self, held_out: int) -> bool:
-        """Return whether so few held-out samples make all sets whole, which skips imitation.
+    def is_skipped(self, held_out: int) -> bool:
+        """Return whether imitation is skipped because of too few held-out samples.
 
-        Without any, as with a client of two samples, which trains on both, there is no threshold.
+        With `infinite = skip`, it is skipped if the threshold would be infinite. It is always
+        skipped without held-out samples, e.g. for a client with only two samples.
         """
-        own = self.settings
-        if own.backward == "topk":
+        settings = self.settings
+        if settings.backward == "topk":
             return False
         if not held_out:
             return True
-        skips = own.quantile == "corrected" and own.infinite == "skip"
-        return skips and _position(held_out, own.theta, corrected=True) > held_out
+        skips = settings.quantile == "corrected" and settings.infinite == "skip"
+        return skips and _quantile_rank(held_out, settings.theta, corrected=True) > held_out
 
     def loss(self, private: Tensor, proxy: Tensor, views: tuple[Tensor, Tensor]) -> Tensor:
-        """Return Eq. 3 for a batch, a scalar; its gradient flows into the logits `private` alone.
+        """Return the loss of Eq. 3 for a batch, as a scalar.
 
-        Logits are [N, C]; `views` are those of the private model and of the proxy that the sets are
-        made from.
+        The gradient flows only into `private`.
+
+        Args:
+            private: Logits of the private model, of shape [N, C].
+            proxy: Logits of the proxy, of shape [N, C].
+            views: Logits of the private model and of the proxy from which the sets are computed.
         """
-        own, other = self.sets(*(view.detach().float()[:, self.labels] for view in views))
-        eta = consensus(other, own)
+        private_sets, proxy_sets = self.sets(
+            *(view.detach().float()[:, self.labels] for view in views)
+        )
+        eta = consensus(proxy_sets, private_sets)
         if self.settings.eta == "one":
             eta = torch.ones_like(eta)
-        self._sums += torch.stack([value.sum().float() for value in (eta, other, own)])
+        values = eta, proxy_sets, private_sets
+        self._sums += torch.stack([value.sum().float() for value in values])
         self._count += len(eta)
         return imitation_loss(
-            private[:, self.labels], other, eta, averaged=self.settings.set_loss == "mean"
+            private[:, self.labels], proxy_sets, eta, averaged=self.settings.set_loss == "mean"
         )
 
     def sets(self, private: Tensor, proxy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sets L of the private model and S of the proxy (Eq. 6), masks [N, P].
-
-        Both from logits [N, P] of the labels alone.
-        """
+        """Return the sets L of the private model and S of the proxy for logits [N, P] (Eq. 6)."""
         if not self.calibrations:
             return top_sets(private, self.settings.top_k), top_sets(proxy, self.settings.top_k)
         count, u = len(proxy), self._factors(len(proxy))
         temperature, tau, penalty = (
-            each.repeat_interleave(count).unsqueeze(1) for each in self._of_both
+            values.repeat_interleave(count).unsqueeze(1) for values in self._parameters
         )
-        sets = prediction_sets(  # of both at once
+        sets = prediction_sets(  # compute the sets of both models in one batch
             torch.cat([private, proxy]),
             Calibration(temperature, tau),
             u.repeat(2),
@@ -320,16 +358,16 @@ class Imitation:
         return sets[:count], sets[count:]
 
     def metrics(self) -> dict[str, float]:
-        """Return the round's mean eta and set sizes, and the proxy's last threshold if finite."""
+        """Return the mean eta and set sizes of the round, and the proxy's threshold if finite."""
         if (count := self._count) == 0:
             return {}
         eta, proxy, private = self._sums.tolist()
-        found = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
+        means = {"eta": eta / count, "proxy_set": proxy / count, "private_set": private / count}
         tau = self.calibrations[0].tau.item() if self.calibrations else torch.inf
-        return found if tau == torch.inf else {**found, "tau": tau}
+        return means if tau == torch.inf else {**means, "tau": tau}
 
     def _factors(self, count: int) -> Tensor:
-        """Return u of Eq. 6, [count]."""
-        if isinstance(given := self.settings.u, str):
-            return self._factors_drawn.take(count)
-        return torch.full((count,), given, device=self.labels.device)
+        """Return the factors u [count] of Eq. 6."""
+        if isinstance(u := self.settings.u, str):
+            return self._random_factors.take(count)
+        return torch.full((count,), u, device=self.labels.device)

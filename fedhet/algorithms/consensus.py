@@ -1,11 +1,13 @@
-"""Consensus of several models: from K clients' scores or votes on samples to one of each.
+"""Consensus of several models on public samples: averages of scores, and votes.
 
-Scores are [K, R, C] on R samples: means (FedMD, DS-FL), entropy reduction (DS-FL), and means that a
-minority of malicious clients cannot move far (Cronus). Computed in float64, returned in float32.
+- FedMD: mean of scores. Li and Wang, FedMD, Algorithm 1, "Aggregate".
+- DS-FL: mean (SA) or entropy reduction (ERA) of probabilities. Itahara et al., DS-FL.
+- Cronus: robust means, which a minority of malicious clients cannot shift far.
+- CoFED: pseudolabels by vote. Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model
+  Federated Multitask Learning, Algorithm 1, Sections 4.3 and 4.6.
 
-Votes make pseudolabels: CoFED's Algorithm 1, and the selection for a participant's label space
-(Cao, Li, Sun, Yu and Guizani, Cross-Silo Heterogeneous Model Federated Multitask Learning, Sections
-4.3 and 4.6).
+Shapes: K clients, R public samples, C classes; scores are [K, R, C]. Averages are computed in
+float64 and returned in float32.
 """
 
 from __future__ import annotations
@@ -19,28 +21,28 @@ import numpy as np
 from fedhet.base.arrays import Array
 
 DEVIATIONS = 3.0
-"""How many standard deviations the filter allows: the published code filters above a variance of 9,
-at sigma = 1."""
+"""Number of standard deviations tolerated by the filter; the published code filters if the variance
+exceeds 9 at sigma = 1."""
 MAJORITY = 0.5
-"""Least share of the clients' weight that the filter leaves: honest clients are the majority."""
+"""Minimum fraction of the clients' weight that the filter keeps, since a majority is honest."""
 BLOCK = 1024
-"""Samples that the filter treats at once, to bound its memory."""
+"""Number of samples filtered at the same time, which bounds the memory."""
 
 
 def mean_scores(answers: Array) -> Array:
-    """Return the mean over clients.
+    """Return the mean [R, C] of the clients' scores [K, R, C].
 
-    Li and Wang, FedMD, Algorithm 1, "Aggregate"; Itahara et al., DS-FL, simple aggregation (SA).
+    This is "Aggregate" in FedMD's Algorithm 1, and simple aggregation (SA) in DS-FL.
     """
     mean: Array = answers.mean(0, dtype=np.float64).astype(np.float32)
     return mean
 
 
 def entropy_reduced(probabilities: Array, temperature: float) -> Array:
-    """Return softmax(mean over clients / T) of probabilities [K, R, C]: ERA of Itahara et al.
+    """Return softmax(mean / T), of shape [R, C], for the clients' probabilities [K, R, C].
 
-    The lower T, the lower the entropy. For T to infinity it goes to the uniform distribution: the
-    mean of the probabilities is not a limit of it, but is `mean_scores`.
+    This is entropy reduction aggregation (ERA) of Itahara et al. A lower temperature T gives a
+    lower entropy. As T goes to infinity, the result becomes uniform, not the mean.
     """
     scaled = probabilities.mean(0, dtype=np.float64) / temperature
     powers = np.exp(scaled - scaled.max(1, keepdims=True))
@@ -49,55 +51,61 @@ def entropy_reduced(probabilities: Array, temperature: float) -> Array:
 
 
 def median_scores(probabilities: Array) -> Array:
-    """Return the coordinate-wise median over clients of probabilities [K, R, C], normalized."""
+    """Return the normalized coordinate-wise median [R, C] of probabilities [K, R, C]."""
     return _normalized(np.median(probabilities.astype(np.float64), axis=0), probabilities)
 
 
-def trimmed_scores(probabilities: Array, share: float) -> Array:
-    """Return the coordinate-wise trimmed mean of probabilities [K, R, C], normalized.
+def trimmed_scores(probabilities: Array, fraction: float) -> Array:
+    """Return the normalized coordinate-wise trimmed mean [R, C] of probabilities [K, R, C].
 
-    Of each coordinate the `share` of the clients with the lowest values, and as many with the
-    highest, are left out, rounded up; at least one or two values in the middle remain.
+    For each coordinate, the lowest and the highest values are removed: a `fraction` of the clients
+    at each end, rounded up. At least one or two values remain.
     """
     clients = len(probabilities)
-    cut = min(math.ceil(share * clients), (clients - 1) // 2)
+    cut = min(math.ceil(fraction * clients), (clients - 1) // 2)
     ordered = np.sort(probabilities.astype(np.float64), axis=0)
     return _normalized(ordered[cut : clients - cut].mean(0), probabilities)
 
 
 def filter_weights(points: Array, sigma: float) -> Array:
-    """Return the weights [K, R], in [0, 1], that the filter gives to each client on each sample.
+    """Return the weight of each client on each sample, of shape [K, R], in [0, 1].
 
-    Diakonikolas, Kamath, Kane, Li, Moitra and Stewart, Being Robust (in High Dimensions) Can Be
-    Practical, ICML 2017: the filter for distributions of bounded second moment, on each sample's K
-    vectors of R^C. While the variance along the direction v in which it is largest is above 9
-    sigma^2, weights fall by the factor 1 - (v . (x - mean))^2 / the largest of these. So the
-    farthest client loses its whole weight. The published filter instead removes the clients beyond
-    a random threshold; this one draws nothing (ours). It stops on a sample where it would leave
-    less than half of the weight: no majority agrees there (ours).
+    This is the filter for distributions of bounded second moment in Diakonikolas, Kamath, Kane, Li,
+    Moitra and Stewart, Being Robust (in High Dimensions) Can Be Practical, ICML 2017. It is applied
+    to the K vectors of R^C of each sample. Let v be the direction of the largest variance. While
+    the variance along v exceeds 9 sigma^2, the weight of a client at x is multiplied by 1 - d /
+    max d, where d = (v . (x - mean))^2. Hence the farthest client loses its weight.
+
+    The published filter removes the clients beyond a random threshold; this filter is
+    deterministic. Unlike the published filter, it stops if less than half of the weight would
+    remain, because then no majority agrees on the sample.
     """
-    found = np.ones(points.shape[1::-1])
+    all_weights = np.ones(points.shape[1::-1])
     for start in range(0, points.shape[1], BLOCK):
         x = points[:, start : start + BLOCK].astype(np.float64).transpose(1, 0, 2)
-        weights = found[start : start + BLOCK]
-        going = np.arange(len(x))
-        while len(going):
-            variance, distance = _largest_variance(x[going], weights[going])
-            odd = variance > (DEVIATIONS * sigma) ** 2
-            going, distance = going[odd], distance[odd]
-            lower = weights[going] * (1 - distance / distance.max(1, keepdims=True))
-            agreed = lower.sum(1) >= MAJORITY * len(points)
-            going = going[agreed]
-            weights[going] = lower[agreed]
-    return found.T
+        weights = all_weights[start : start + BLOCK]
+        active = np.arange(len(x))
+        while len(active):
+            variance, distance = _largest_variance(x[active], weights[active])
+            exceeds = variance > (DEVIATIONS * sigma) ** 2
+            active, distance = active[exceeds], distance[exceeds]
+            lower = weights[active] * (1 - distance / distance.max(1, keepdims=True))
+            has_majority = lower.sum(1) >= MAJORITY * len(points)
+            active = active[has_majority]
+            weights[active] = lower[has_majority]
+    return all_weights.T
 
 
 def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
-    """Return the variance [R] along the direction v in which it is largest, and distances along v.
+    """Return the largest variance along any direction v [R], and the distances along v [R, K].
 
-    Of points x [R, K, C] with weights [R, K]. The distances, [R, K], are squared and from the mean;
-    0 for points without weight. With the points' K x K matrix of inner products, which has the
-    covariance's eigenvalues, memory does not grow with C^2.
+    The distances are squared distances from the mean, and 0 for points without weight. Uses the
+    K x K matrix of inner products, which has the same nonzero eigenvalues as the covariance, so
+    that the memory does not grow with C^2.
+
+    Args:
+        x: Points, of shape [R, K, C].
+        weights: Weights of the points, of shape [R, K].
     """
     total = weights.sum(1)
     centered = x - ((weights[:, None] @ x)[:, 0] / total[:, None])[:, None]
@@ -109,29 +117,38 @@ def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
 
 
 def weighted_scores(points: Array, weights: Array) -> Array:
-    """Return the mean over clients of points [K, R, C] with weights [K, R] of sum above 0."""
+    """Return the weighted mean [R, C] of points [K, R, C] with weights [K, R].
+
+    The weights of each sample must have a positive sum.
+    """
     x = points.astype(np.float64).transpose(1, 0, 2)
     mean: Array = (weights.T[:, None] @ x)[:, 0] / weights.sum(0)[:, None]
     return mean.astype(np.float32)
 
 
 def _normalized(scores: Array, probabilities: Array) -> Array:
-    """Return scores [R, C] that sum to 1 (ours); the clients' mean where all of a row are 0."""
+    """Normalize each row of scores [R, C] to sum to 1 (not in the papers).
+
+    All-zero rows become the mean of the clients' probabilities [K, R, C].
+    """
     total = scores.sum(1, keepdims=True)
     mean = probabilities.mean(0, dtype=np.float64)
-    whole: Array = np.divide(scores, total, out=mean, where=total > 0)
-    return whole.astype(np.float32)
+    normalized: Array = np.divide(scores, total, out=mean, where=total > 0)
+    return normalized.astype(np.float32)
 
 
 CELLS = 2**17
-"""Size of a block of counts (classes x instances), chosen to fit the processor's cache."""
+"""Number of counts (classes x instances) in a block, which fits into the CPU cache."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """One participant's vote: predictions [N] within its label space [P], and its weight.
+    """Vote of a participant.
 
-    A prediction of C, the number of classes, is an abstention.
+    Attributes:
+        predictions: Predicted class of each instance, of shape [N]; C is an abstention.
+        space: Label space of the participant, of shape [P].
+        weight: Credibility weight (Section 4.6).
     """
 
     predictions: Array
@@ -140,59 +157,76 @@ class Vote:
 
 
 def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
-    """Return the pseudolabeled sets, [C, N] bool: row k is P_k (Algorithm 1).
+    """Count the votes, and return the pseudolabeled sets (Algorithm 1).
 
-    Instance x joins P_k if a share strictly above `threshold` of the participants whose label space
-    holds c_k, by weight, predicts c_k for x (Eq. 18; the weights are Section 4.6's). An instance
-    may join several sets. A participant that abstains still counts in the denominator: line 5
-    counts the label spaces that hold c_k before anybody has voted. Sums run in the order of
-    `votes`; with integer or equal weights, the order does not affect the result.
+    Instance x joins P_k if more than a fraction `threshold` of the participants with class c_k
+    predicts c_k for x, by weight (Eq. 18). An instance can join several sets. A participant that
+    abstains counts in the denominator, because line 5 counts the label spaces before the votes. The
+    order of the votes does not affect the result if weights are integers or equal.
+
+    Args:
+        votes: Votes of the participants.
+        classes: Number of classes C.
+        threshold: Fraction alpha.
+
+    Returns:
+        A mask of shape [C, N], whose row k is P_k.
     """
     instances = len(votes[0].predictions) if votes else 0
-    holders = np.zeros(classes)  # TOTAL, the weight by class of the label spaces (line 5)
+    weights = np.zeros(classes)  # TOTAL, the weight of the participants with each class (line 5)
     for vote in votes:
-        holders[vote.space] += vote.weight
-    total = holders[:, None]
-    joined = np.zeros((classes, instances), bool)
+        weights[vote.space] += vote.weight
+    total = weights[:, None]
+    sets = np.zeros((classes, instances), bool)
     step = max(1, CELLS // max(classes, 1))
     for start in range(0, instances, step):
         width = min(step, instances - start)
-        # COUNT [C, block], the weight of those that predict each class (lines 8 to 10); row C is
-        # for abstentions. Each instance has one prediction, so no index appears twice.
-        counts, place = np.zeros((classes + 1) * width), np.arange(width)
+        # COUNT [C, block] is the weight of the participants that predict each class (lines 8 to
+        # 10); row C is for abstentions. A vote has one prediction per instance, so its indices are
+        # distinct.
+        counts, columns = np.zeros((classes + 1) * width), np.arange(width)
         for vote in votes:
             predicted = vote.predictions[start : start + width].astype(np.intp)
-            counts[predicted * width + place] += vote.weight
+            counts[predicted * width + columns] += vote.weight
         count = counts.reshape(classes + 1, width)[:classes]
-        share = np.divide(count, total, out=np.zeros_like(count), where=total > 0)
-        np.greater(share, threshold, out=joined[:, start : start + step])
-    return joined
+        fraction = np.divide(count, total, out=np.zeros_like(count), where=total > 0)
+        np.greater(fraction, threshold, out=sets[:, start : start + step])
+    return sets
 
 
 def undecided(probabilities: Array, margin: float) -> Array:
-    """Return, as bool [N], where the two best of the probabilities [N, C] differ by at most margin.
+    """Return a mask [N] of the instances on which a participant abstains.
 
-    There a participant abstains. The paper predicts everywhere; the authors' published script
-    leaves these predictions out, with a margin of 0.3. Raises ValueError for fewer than two
-    classes.
+    It abstains if the two highest probabilities of an instance differ by at most `margin`. The
+    paper has no abstentions; the authors' published script has, with a margin of 0.3.
+
+    Args:
+        probabilities: Probabilities of the classes, of shape [N, C] with C >= 2.
+        margin: Margin between the probabilities.
+
+    Raises:
+        ValueError: If there are fewer than two classes.
     """
     if probabilities.shape[1] < 2:
-        raise ValueError(f"{probabilities.shape[1]} class: two or more are needed")
+        raise ValueError(f"expected at least two classes, got {probabilities.shape[1]}")
     second, best = np.partition(probabilities, -2, axis=1)[:, -2:].T
-    undecided: Array = best - second <= margin
-    return undecided
+    abstains: Array = best - second <= margin
+    return abstains
 
 
-def for_space(joined: Array, space: Array) -> tuple[Array, Array]:
-    """Return R_i for a label space [P]: instances [M], ascending, and their classes [M] (Eq. 19).
+def labels_in_space(sets: Array, space: Array) -> tuple[Array, Array]:
+    """Return R_i: the pseudolabeled instances for a label space [P] (Eq. 19).
 
-    Instances in more than one of these P_k are removed (Section 4.3, last paragraph).
+    Instances in more than one P_k of the label space are removed (Section 4.3, last paragraph).
+
+    Returns:
+        The instances [M], ascending, and their classes [M].
     """
-    own = joined[space]
-    kept = np.flatnonzero(own.sum(0) == 1)
-    return kept, np.asarray(space)[own[:, kept].argmax(0)]
+    in_space = sets[space]
+    instances = np.flatnonzero(in_space.sum(0) == 1)
+    return instances, np.asarray(space)[in_space[:, instances].argmax(0)]
 
 
-def conflicts(joined: Array, space: Array) -> int:
+def count_conflicts(sets: Array, space: Array) -> int:
     """Return the number of instances in more than one P_k of a label space [P]."""
-    return int((joined[space].sum(0) > 1).sum())
+    return int((sets[space].sum(0) > 1).sum())

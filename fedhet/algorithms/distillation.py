@@ -1,11 +1,16 @@
-"""Knowledge distillation: losses of a student on what teachers say of the same samples.
+"""Knowledge distillation: losses of a student against the predictions of teachers.
 
-Teachers are the server (Hinton et al.), peers (FML, Deep Mutual Learning), a mentor and a mentee
-of one client (FedKD: Wu et al., Communication-efficient federated learning via knowledge
-distillation, Nature Communications 13, 2022, Methods), a model itself on weakly changed samples
-(FixMatch: Sohn et al. 2020), or for each public sample the teacher that selective knowledge fusion
-chooses (Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge
-Fusion, Sections 3.3 and 3.4). N samples, C classes, K clients: logits [N, C] and [K, N, C].
+The teacher is:
+
+- the server: Hinton et al., Distilling the Knowledge in a Neural Network;
+- a peer: FML (Shen et al., Federated Mutual Learning);
+- the mentor or the mentee of the same client: FedKD (Wu et al., Communication-efficient federated
+  learning via knowledge distillation, Nature Communications 13, 2022, Methods);
+- the model itself on weakly augmented samples: FixMatch (Sohn et al. 2020);
+- the teacher selected for each public sample: FedGEMS (Cheng et al., FedGEMS: Federated Learning of
+  Larger Server Models via Selective Knowledge Fusion, Sections 3.3 and 3.4).
+
+Shapes: N samples, C classes, K clients; logits are [N, C] or [K, N, C].
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ from fedhet.algorithms import DigestLoss, ScoreKind
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return T^2 KL(teacher || student) of logits [N, C] / T, averaged over samples.
+    """Return T^2 KL(teacher || student), averaged over samples, as a scalar.
 
-    FedType's Eq. 1 at T = 1. The factor keeps the gradient's size (Hinton et al., Distilling the
-    Knowledge in a Neural Network, Section 2). No gradient flows into the teacher.
+    Both logits [N, C] are divided by the temperature T. With T = 1, this is FedType's Eq. 1. The
+    factor T^2 keeps the magnitude of the gradient (Hinton et al., Section 2). No gradient flows
+    into the teacher.
     """
     target = (teacher.detach().float() / temperature).log_softmax(1)
     own = (student.float() / temperature).log_softmax(1)
@@ -32,19 +38,24 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0
 
 
 def kl_divergence(own: Tensor, target: Tensor) -> Tensor:
-    """Return the terms of KL(target || own) [N, C] of log probabilities [N, C].
+    """Return the summands [N, C] of KL(target || own) for log probabilities [N, C].
 
-    As `F.kl_div` does, which `torch.func.vmap` computes client by client.
+    Used instead of `F.kl_div`, which `torch.func.vmap` does not batch over clients.
     """
     return target.exp() * (target - own)
 
 
 def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: ScoreKind) -> Tensor:
-    """Return the losses [N] of a model's logits [N, C] against a consensus [N, C] of `scores`.
+    """Return the loss of each sample against the consensus, of shape [N].
 
-    "mae" and "mse" compare logits with logits, or probabilities with probabilities, averaged over
-    classes. "cross-entropy" is -sum_c p_c log q_c between probabilities. No gradient flows into the
-    consensus.
+    No gradient flows into the consensus.
+
+    Args:
+        kind: "mae" and "mse" are the mean absolute and squared error over classes.
+            "cross-entropy" is -sum_c p_c log q_c between probabilities.
+        logits: Logits of the model, of shape [N, C].
+        consensus: Scores of the consensus, of shape [N, C].
+        scores: Kind of scores in the consensus, with which the model is compared.
     """
     own, target = logits.float(), consensus.detach().float()
     if kind == "cross-entropy":
@@ -54,37 +65,41 @@ def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: S
     return (gap.abs() if kind == "mae" else gap.square()).mean(1)
 
 
-def mutual_loss(own: Tensor, peer: Tensor, labels: Tensor, share: float) -> Tensor:
-    """Return share CE(own) + (1 - share) KL(peer || own): FML's loss of either model, a scalar.
+def mutual_loss(own: Tensor, peer: Tensor, labels: Tensor, weight: float) -> Tensor:
+    """Return FML's loss of a model, weight CE(own) + (1 - weight) KL(peer || own), as a scalar.
 
-    Logits [N, C] of the model and of its peer, labels [N]. No gradient flows into the peer.
+    Takes the logits [N, C] of the model and of its peer, and labels [N]. No gradient flows into the
+    peer.
     """
     supervised = F.cross_entropy(own.float(), labels)
-    return share * supervised + (1 - share) * distillation_loss(peer, own)
+    return weight * supervised + (1 - weight) * distillation_loss(peer, own)
 
 
 MIN_TASK_LOSS = 1e-3
-"""The least sum of task losses by which distillation is divided (ours): a model that is sure of all
-its samples would otherwise learn from nothing but the other one."""
+"""Lower bound of the sum of task losses that divides the distillation losses (not in the paper).
+Otherwise distillation would dominate once both models classify all samples correctly."""
 
 
 @dataclass(frozen=True)
-class Adapting:
-    """How the intensity of distillation, 1 / (L^t_t + L^t_s), is read."""
+class AdaptiveIntensity:
+    """Options for FedKD's distillation intensity, 1 / (L^t_t + L^t_s)."""
 
     by_sample: bool = False
-    """Whether each sample has its own, or a batch has one, of its mean losses, as in the code."""
+    """Whether the intensity is computed for each sample; by default it is computed from the mean
+    losses of the batch, as in the authors' code."""
     learned: bool = True
-    """Whether its gradient counts, as in Eqs. 6 and 7 and in the code, or it is a weight (ours)."""
+    """Whether gradients pass through the intensity, as in Eqs. 6 and 7 and in the authors' code."""
     hidden: float = 1.0
-    """The weight of the hidden loss, L^h (ours)."""
+    """Weight of the hidden loss L^h (not in the paper)."""
 
 
 @dataclass(frozen=True)
-class View:
-    """What one of the two makes of a batch.
+class Outputs:
+    """Outputs of the mentor or of the mentee for a batch.
 
-    Logits [N, C], and features [N, D] of the mentor's width: the mentee's are W^h H^s.
+    Attributes:
+        logits: Logits, of shape [N, C].
+        features: Features of the mentor's width D, of shape [N, D]; W^h H^s for the mentee.
     """
 
     logits: Tensor
@@ -92,81 +107,88 @@ class View:
 
 
 def mutual_losses(
-    mentor: View, mentee: View, labels: Tensor, how: Adapting
+    mentor: Outputs, mentee: Outputs, labels: Tensor, options: AdaptiveIntensity
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return L_t and L_s (Eqs. 6 and 7), scalars, and the batch's mean intensity.
+    """Return FedKD's losses L_t and L_s (Eqs. 6 and 7) and the mean intensity, as scalars.
 
-    L_t's gradient reaches the mentor alone, L_s's the mentee and W^h.
+    The gradient of L_t reaches only the mentor; the gradient of L_s reaches the mentee and W^h.
     """
-    reduction = "none" if how.by_sample else "mean"
-    first, second = (  # L^t_t and L^t_s (Eqs. 1 and 2)
-        F.cross_entropy(view.logits.float(), labels, reduction=reduction)
-        for view in (mentor, mentee)
+    reduction = "none" if options.by_sample else "mean"
+    mentor_task, mentee_task = (  # L^t_t and L^t_s (Eqs. 1 and 2)
+        F.cross_entropy(outputs.logits.float(), labels, reduction=reduction)
+        for outputs in (mentor, mentee)
     )
     losses, intensities = [], []
-    pairs = (mentor, mentee, first, second), (mentee, mentor, second, first)
+    pairs = (
+        (mentor, mentee, mentor_task, mentee_task),
+        (mentee, mentor, mentee_task, mentor_task),
+    )
     for own, other, task, other_task in pairs:
         intensity = 1 / (task + other_task.detach()).clamp(min=MIN_TASK_LOSS)
-        intensity = intensity if how.learned else intensity.detach()
+        intensity = intensity if options.learned else intensity.detach()
         intensities.append(intensity)
-        # L^d, the divergence from the other (Eqs. 3 and 4), and L^h of the features (Eq. 5).
+        # L^d (Eqs. 3 and 4) is the divergence from the other model's predictions.
         target = other.logits.detach().float().log_softmax(1)
         log_p = own.logits.float().log_softmax(1)
-        apart = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)
+        distance = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)
+        # L^h (Eq. 5) compares the features.
         gap = own.features.float() - other.features.detach().float()
-        apart = apart + how.hidden * gap.square().mean(1)
-        losses.append(task.mean() + (intensity * (apart if how.by_sample else apart.mean())).mean())
+        distance = distance + options.hidden * gap.square().mean(1)
+        distance = distance if options.by_sample else distance.mean()
+        losses.append(task.mean() + (intensity * distance).mean())
     return losses[0], losses[1], intensities[0].detach().mean()
 
 
 def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the likeliest class [N], and whether its likelihood reaches `threshold`, bool [N]."""
-    likelihood, labels = logits.detach().float().softmax(1).max(1)
-    return labels, likelihood >= threshold
+    """Return the most likely class [N], and whether its probability is at least `threshold` [N]."""
+    probability, labels = logits.detach().float().softmax(1).max(1)
+    return labels, probability >= threshold
 
 
 def unlabeled_loss(logits: Tensor, labels: Tensor, confident: Tensor) -> Tensor:
-    """Return FixMatch's loss of unlabeled images (Eq. 4), a scalar: a mean over all N of them.
+    """Return FixMatch's loss of unlabeled images (Eq. 4), averaged over all N images, as a scalar.
 
-    It is the cross-entropy of the logits [N, C] of strong images with pseudo-labels [N], and 0 for
-    images whose pseudo-label is not `confident` [N].
+    Args:
+        logits: Logits of the strongly augmented images, of shape [N, C].
+        labels: Pseudo-labels, of shape [N].
+        confident: Whether a pseudo-label is confident, bool, of shape [N]; the loss is 0 if not.
     """
-    each = F.cross_entropy(logits.float(), labels, reduction="none")
-    return (each * confident).sum() / len(labels)
+    losses = F.cross_entropy(logits.float(), labels, reduction="none")
+    return (losses * confident).sum() / len(labels)
 
 
 MIN_ENTROPY = 1e-6
-"""Lower bound of an entropy: 1/H of Eq. 4 is unbounded otherwise."""
+"""Lower bound of entropies, since 1/H in Eq. 4 is unbounded otherwise."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Teacher logits [N, C], and a mask of the samples that have them, bool [N]."""
+    """Teacher logits [N, C], and a mask [N] of the samples that have teacher logits."""
 
     logits: Tensor
     known: Tensor
 
     @classmethod
     def none(cls, samples: int, classes: int, device: torch.device) -> Targets:
-        """Return targets with no known samples."""
+        """Return targets without any teacher logits."""
         known = torch.zeros(samples, dtype=torch.bool, device=device)
         return cls(torch.zeros(samples, classes, device=device), known)
 
     def keep(self, rows: Tensor, logits: Tensor, where: Tensor) -> None:
-        """Store logits [B, C] for those of the samples `rows` [B] where `where` [B] is true."""
+        """Store the logits [B, C] of the samples `rows` [B] for which `where` [B] is true."""
         self.logits[rows] = torch.where(where.unsqueeze(1), logits, self.logits[rows])
         self.known[rows] |= where
 
     def copy(self) -> Targets:
-        """Return a copy that `keep` changes alone."""
+        """Return an independent copy."""
         return Targets(self.logits.clone(), self.known.clone())
 
 
 def reliability(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the weights alpha of Eq. 4, [K, N]: each client's share in each sample's target.
+    """Return the weights alpha [K, N] of the clients in each sample's target (FedGEMS, Eq. 4).
 
-    Softmax of 1/H over the clients that predict the sample correctly, 0 for the others; all 0 if no
-    client does. In float64 and log space, with H at least MIN_ENTROPY.
+    The weights are the softmax of 1/H over the clients that predict the sample correctly, and 0 for
+    the other clients. They are computed in float64 and in log space, with H >= MIN_ENTROPY.
     """
     exact = logits.double()
     log_p = exact.log_softmax(-1)
@@ -179,7 +201,7 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def fuse(logits: Tensor, labels: Tensor) -> Targets:
-    """Return the targets of Eq. 5 from K clients' logits: sum_j alpha_j l_j.
+    """Fuse the clients' logits [K, N, C] into the targets of Eq. 5, sum_j alpha_j l_j.
 
     Samples that no client predicts correctly have no target.
     """
@@ -188,48 +210,63 @@ def fuse(logits: Tensor, labels: Tensor) -> Targets:
 
 
 def fuse_all(logits: Tensor) -> Targets:
-    """Return the targets from K clients' logits without selection, as in FedGEM: their mean."""
-    mean = (logits / len(logits)).sum(0)  # divided first, as the sum of finite logits may overflow
+    """Average the clients' logits [K, N, C] into targets of all samples, as in FedGEM."""
+    mean = (logits / len(logits)).sum(0)  # divide first: sums of finite logits may overflow
     return Targets(mean, torch.ones(logits.shape[1], dtype=torch.bool))
 
 
 def split(
     right: Tensor, pooled: Tensor, *, self_training: bool = True, self_distillation: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the masks of S1, S2 and S3 of Section 3.3, each bool [N]; every sample is in one.
+    """Partition the samples into S1, S2 and S3 of Section 3.3.
 
-    S1: predicted correctly (`right`, bool [N]). S2: wrong, but in the pool of global logits
-    (`pooled`, bool [N]). S3: wrong, and not in the pool. Without self-training or self-distillation
-    (Table 5) S1 or S2 is empty, and its samples go the way of the others (lines 8 and 10).
+    Args:
+        right: Whether the server predicts the sample correctly, bool, of shape [N].
+        pooled: Whether the sample has logits in the pool of global logits, bool, of shape [N].
+        self_training: Whether correctly predicted samples form S1; if not, S1 is empty (Table 5).
+        self_distillation: Whether the remaining samples in the pool form S2; if not, S2 is empty
+            (Table 5).
+
+    Returns:
+        The masks [N] of S1, S2 and S3. S3 contains the samples in neither S1 nor S2.
     """
     first = right if self_training else torch.zeros_like(right)
     second = ~first & pooled if self_distillation else torch.zeros_like(right)
     return first, second, ~first & ~second
 
 
-def targets_of(parts: tuple[Tensor, Tensor, Tensor], recalled: Targets, fused: Targets) -> Targets:
-    """Return the targets of samples in S1 (none), S2 (`recalled`, Eq. 2) and S3 (`fused`, Eq. 5).
+def select_targets(
+    parts: tuple[Tensor, Tensor, Tensor], recalled: Targets, fused: Targets
+) -> Targets:
+    """Select the targets of the samples in S1, S2 and S3.
 
-    A sample without a target of its part's has none.
+    Samples in S1 have no target, samples in S2 have `recalled` (Eq. 2), and samples in S3 have
+    `fused` (Eq. 5), if it is known.
     """
     _, second, third = parts
     logits = torch.where(second.unsqueeze(1), recalled.logits, fused.logits)
     return Targets(logits, (second & recalled.known) | (third & fused.known))
 
 
-def taught_loss(
-    logits: Tensor, labels: Tensor, teacher: Tensor, taught: Tensor, epsilon: float
+def selective_loss(
+    logits: Tensor, labels: Tensor, teacher: Tensor, known: Tensor, epsilon: float
 ) -> Tensor:
-    """Return the mean over samples of Eq. 1, 2, 5 and 6, a scalar.
+    """Return the loss of Eqs. 1, 2, 5 and 6, averaged over samples, as a scalar.
 
-    epsilon CE + (1 - epsilon) KL(teacher || own) for the samples in `taught`, bool [N], with
-    teacher logits `teacher` [N, C] (Eq. 2, 5, 6); CE for the others (Eq. 1). No gradient flows into
-    the teacher.
+    Samples with teacher logits have the loss epsilon CE + (1 - epsilon) KL(teacher || model) (Eqs.
+    2, 5 and 6); the remaining samples have the loss CE (Eq. 1). No gradient flows into the teacher.
+
+    Args:
+        logits: Logits of the model, of shape [N, C].
+        labels: Labels, of shape [N].
+        teacher: Teacher logits, of shape [N, C].
+        known: Whether a sample has teacher logits, bool, of shape [N].
+        epsilon: Weight of the cross-entropy.
     """
     own = logits.float().log_softmax(1)
-    # Finite logits can still give a log of -inf, whose share of the divergence is 0.
+    # Finite logits can still have a log softmax of -inf, which contributes 0 to the divergence.
     target = teacher.detach().float().log_softmax(1).clamp_min(torch.finfo(torch.float32).min)
     classified = F.nll_loss(own, labels, reduction="none")
     distilled = F.kl_div(own, target, reduction="none", log_target=True).sum(1)
     mixed = epsilon * classified + (1 - epsilon) * distilled
-    return torch.where(taught, mixed, classified).mean()
+    return torch.where(known, mixed, classified).mean()

@@ -1,23 +1,23 @@
-"""Networks on the features of other networks: prototypes, heads and generators.
+"""Networks that take or generate features: prototypes, heads, projectors and generators.
 
-Features are [N, D], their classes [N], the vectors of all classes [C, D].
-
-- FedProto: the nearest prototype. Tan et al., FedProto: Federated Prototype Learning across
+- FedProto, nearest prototype: Tan et al., FedProto: Federated Prototype Learning across
   Heterogeneous Clients, Eq. 4.
-- FedTGP: prototypes that the server trains. Zhang et al., FedTGP: Trainable Global Prototypes with
+- FedTGP, trainable prototypes: Zhang et al., FedTGP: Trainable Global Prototypes with
   Adaptive-Margin-Enhanced Contrastive Learning for Data and Model Heterogeneity in Federated
   Learning, "Method". phi is the Euclidean distance.
-- FedMRL: representations nested like Matryoshka dolls. Liping Yi et al., Federated Model
-  Heterogeneous Matryoshka Representation Learning, NeurIPS 2024, Section 4.
-- FedGH: a head for all extractors, trained on the server on class means of their features. Yi et
-  al., FedGH: Heterogeneous Federated Learning with Generalized Global Header.
-- Velo: a conditional variational auto-encoder (Sohn et al., Learning Structured Output
-  Representation using Deep Conditional Generative Models) of features s, with latent variables z
-  [N, Z]. Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section
-  3.2. Ours: Eq. 2 is used as printed, but on standardized features. The paper does not mention
-  their scale; with raw features, large ones, even of a single client, make the training diverge.
-- FedGen: a generator. Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge Distillation
-  for Heterogeneous Federated Learning, ICML 2021; "FedGen's Eq. 4" below is this paper's.
+- FedMRL, nested representations: Liping Yi et al., Federated Model Heterogeneous Matryoshka
+  Representation Learning, NeurIPS 2024, Section 4.
+- FedGH, global head: Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global
+  Header.
+- Velo, conditional variational autoencoder (CVAE) of features s with latent variables z: Chan and
+  Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.2. The CVAE is
+  by Sohn et al., Learning Structured Output Representation using Deep Conditional Generative
+  Models. Unlike the paper, Eq. 2 is applied to standardized features, because training diverges on
+  large raw features, even those of a single client.
+- FedGen, generator of features: Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge
+  Distillation for Heterogeneous Federated Learning, ICML 2021.
+
+Shapes: N samples, C classes, features of width D, latent variables of width Z.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from fedhet.learning.devices import CPU
 from fedhet.learning.training import BatchLoss, CrossEntropy, Optimization, train_epochs
 
 EXACT = "donot_use_mm_for_euclid_dist"
-"""How distances are computed: from differences, which lose no digits to cancellation."""
+"""Mode of `torch.cdist` that computes distances from differences, which avoids cancellation."""
 
 
-class Course(TypedDict):
-    """How a network is trained in a round."""
+class TrainingOptions(TypedDict):
+    """Options for training a network on the server in a round."""
 
     epochs: int
     batch_size: int
@@ -57,50 +57,53 @@ def _train(
     y: Tensor,
     loss_of: BatchLoss,
     optimizer: Callable[..., torch.optim.Optimizer],
-    course: Course,
+    options: TrainingOptions,
 ) -> float:
-    """Train on features x [N, D]; return the mean loss of the last epoch.
+    """Train on features x [N, D], and return the mean loss of the last epoch.
 
-    Raises DataError for a single feature.
+    Raises DataError if there is only one feature vector.
     """
     return train_epochs(
         x,
         y,
         loss_of,
         Optimization(
-            optimizer(model.parameters(), lr=course["lr"], fused=True),
+            optimizer(model.parameters(), lr=options["lr"], fused=True),
             torch.amp.GradScaler("cpu", enabled=False),
         ),
-        epochs=course["epochs"],
-        batch_size=course["batch_size"],
-        generator=course["generator"],
+        epochs=options["epochs"],
+        batch_size=options["batch_size"],
+        generator=options["generator"],
         compute=CPU,
     )
 
 
 class NearestPrototype(nn.Module):
-    """An extractor whose classes are those of the nearest prototype (Eq. 4)."""
+    """Classifier that predicts the class of the nearest prototype (FedProto, Eq. 4)."""
 
     def __init__(self, extractor: nn.Module, prototypes: Tensor, known: Tensor) -> None:
-        """Take the prototypes [C, D], on the extractor's device.
+        """Create a classifier.
 
-        `known` [C], bool, marks the classes that have a prototype.
+        Args:
+            extractor: Maps samples to features [N, D].
+            prototypes: Prototypes on the extractor's device, of shape [C, D].
+            known: Whether a class has a prototype, bool, of shape [C].
         """
         super().__init__()
         self.extractor = extractor
         self.prototypes, self.known = prototypes, known
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return minus the squared distances [N, C]; minus infinity for unknown classes."""
+        """Return the negative squared distances [N, C], or -inf for classes without prototype."""
         features = self.extractor(x).float()
         distances = torch.cdist(features, self.prototypes, compute_mode=EXACT)
         return (-distances.square()).masked_fill(~self.known, float("-inf"))
 
 
 class TrainablePrototypes(nn.Module):
-    """A trainable vector of each class and a network F that all share; their product is sent.
+    """Trainable prototypes F(v), for a vector v per class and a shared network F (FedTGP, Fig. 3).
 
-    F has two dense layers with a ReLU between them, of the prototypes' width (Fig. 3).
+    F has two linear layers of the prototypes' width, with a ReLU in between.
     """
 
     def __init__(self, classes: int, width: int) -> None:
@@ -109,7 +112,7 @@ class TrainablePrototypes(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
 
     def forward(self) -> Tensor:
-        """Return the global prototypes [C, D]."""
+        """Return the prototypes [C, D]."""
         prototypes: Tensor = self.network(self.vectors.weight)
         return prototypes
 
@@ -117,35 +120,51 @@ class TrainablePrototypes(nn.Module):
 def adaptive_margin(
     prototypes: Tensor, labels: Tensor, threshold: float, reading: Margin = "largest"
 ) -> float:
-    """Return the margin delta(t) of Eq. 9, at most `threshold`; 0 if there is one class alone.
+    """Return the margin delta(t) of FedTGP's Eq. 9.
 
-    It is a distance between the centers of two classes, each the plain mean of the clients'
-    prototypes: the `largest` of any two, as printed, or as in the authors' code the largest of the
-    distances from a class to its `nearest`.
+    The center of a class is the mean of the clients' prototypes.
+
+    Args:
+        prototypes: Prototypes of the clients, of shape [N, D].
+        labels: Classes of the prototypes, of shape [N].
+        threshold: Upper bound of the margin.
+        reading: "largest" is the largest distance between two centers, as printed. "nearest" is the
+            largest distance from a center to its nearest neighbor, as in the authors' code.
+
+    Returns:
+        The margin, or 0 if there is only one class.
     """
     centers = torch.stack([prototypes[labels == c].mean(0) for c in sorted(set(labels.tolist()))])
     if len(centers) < 2:
         return 0.0
-    largest = torch.cdist(centers, centers, compute_mode=EXACT).max()
-    found = largest if reading == "largest" else nearest_distances(centers).max()
-    return min(found.item(), threshold)
+    if reading == "largest":
+        margin = torch.cdist(centers, centers, compute_mode=EXACT).max()
+    else:
+        margin = nearest_distances(centers).max()
+    return min(margin.item(), threshold)
 
 
 def nearest_distances(centers: Tensor) -> Tensor:
-    """Return the distance of each of C >= 2 vectors [C, D] to the nearest other, [C]."""
+    """Return the distance from each of C >= 2 vectors [C, D] to its nearest neighbor, [C]."""
     distances = torch.cdist(centers, centers, compute_mode=EXACT)
     return distances.fill_diagonal_(torch.inf).amin(1)
 
 
 def contrastive_loss(prototypes: Tensor, labels: Tensor, trained: Tensor, margin: float) -> Tensor:
-    """Return Eq. 10 as a mean over clients' prototypes [N, D], a scalar; `trained` is [C, D].
+    """Return the loss of FedTGP's Eq. 10, or of Eq. 6 if the margin is 0, as a scalar.
 
-    The mean in place of the sums of Eqs. 5 and 10 is the authors' code's: it leaves the learning
-    rate independent of the number of clients. Without a margin it is Eq. 6.
+    The loss is a mean over the clients' prototypes instead of a sum, as in the authors' code. The
+    learning rate then does not depend on the number of clients.
+
+    Args:
+        prototypes: Prototypes of the clients, of shape [N, D].
+        labels: Classes of the prototypes, of shape [N].
+        trained: Trained prototypes of all classes, of shape [C, D].
+        margin: Margin delta(t).
     """
     distances = torch.cdist(prototypes, trained, compute_mode=EXACT)
-    own = F.one_hot(labels, len(trained)).to(distances.dtype) * margin
-    return F.cross_entropy(-(distances + own), labels)
+    margins = F.one_hot(labels, len(trained)).to(distances.dtype) * margin
+    return F.cross_entropy(-(distances + margins), labels)
 
 
 def train_prototypes(
@@ -154,62 +173,73 @@ def train_prototypes(
     labels: Tensor,
     *,
     margin: float,
-    **course: Unpack[Course],
+    **options: Unpack[TrainingOptions],
 ) -> float:
-    """Train with SGD on Eq. 10; return its mean over the last epoch (line 9 of Algorithm 1)."""
+    """Train with SGD on Eq. 10 (FedTGP, Algorithm 1, line 9).
 
-    def loss_of(own: Tensor, classes: Tensor) -> Tensor:
-        return contrastive_loss(own, classes, model(), margin)
+    Takes prototypes [N, D] of the clients and their classes [N]. Returns the mean loss of the last
+    epoch.
+    """
 
-    return _train(model, prototypes, labels, loss_of, torch.optim.SGD, course)
+    def loss_of(prototypes: Tensor, labels: Tensor) -> Tensor:
+        return contrastive_loss(prototypes, labels, model(), margin)
+
+    return _train(model, prototypes, labels, loss_of, torch.optim.SGD, options)
 
 
 class Projector(nn.Linear):
-    """P: the features of the shared and of the own model -> the fused representation [N, d2]."""
+    """FedMRL's projector P, which fuses the features of the shared and the local model."""
 
-    def __init__(self, shared_dim: int, own_dim: int) -> None:
-        """`shared_dim` is d1, `own_dim` d2 >= d1: the widths of the two models' features."""
-        super().__init__(shared_dim + own_dim, own_dim)
+    def __init__(self, shared_dim: int, local_dim: int) -> None:
+        """Create P for features of width d1 = `shared_dim` and d2 = `local_dim`, d2 >= d1."""
+        super().__init__(shared_dim + local_dim, local_dim)
         self.coarse_dim = shared_dim
 
-    def fuse(self, shared: Tensor, own: Tensor) -> Tensor:
-        """Return P([shared, own]) [N, d2] of features [N, d1] and [N, d2] (Section 4.1)."""
-        fused: Tensor = self(torch.cat([shared, own], dim=1))
+    def fuse(self, shared: Tensor, local: Tensor) -> Tensor:
+        """Fuse features [N, d1] and [N, d2] into P([shared, local]) [N, d2] (Section 4.1)."""
+        fused: Tensor = self(torch.cat([shared, local], dim=1))
         return fused
 
     def coarse(self, fused: Tensor) -> Tensor:
-        """Return the inner doll [N, d1]: the first components of the fused ones (Section 4.2)."""
+        """Return the first d1 components of fused features, the coarse part (Section 4.2)."""
         return fused[:, : self.coarse_dim]
 
 
 def matryoshka_losses(fine: Tensor, coarse: Tensor, labels: Tensor) -> Tensor:
-    """Return [2]: the cross-entropy of the own head and that of the shared head (Section 4.2).
+    """Return the cross-entropy of the local head and of the shared head, [2] (FedMRL, Section 4.2).
 
-    Logits [N, C] of the own head on all fused features, and of the shared head on the coarse part.
+    Args:
+        fine: Logits of the local head on the fused features, of shape [N, C].
+        coarse: Logits of the shared head on their coarse part, of shape [N, C].
+        labels: Labels, of shape [N].
     """
     losses = [F.cross_entropy(logits.float(), labels) for logits in (fine, coarse)]
     return torch.stack(losses)
 
 
 def train_head(
-    head: nn.Module, representations: Tensor, labels: Tensor, **course: Unpack[Course]
+    head: nn.Module, representations: Tensor, labels: Tensor, **options: Unpack[TrainingOptions]
 ) -> float:
-    """Train with SGD on the cross-entropy of `head`; return its mean over the last epoch.
+    """Train FedGH's head with SGD on cross-entropy, and return the mean loss of the last epoch.
 
-    `representations` [N, D] are the clients' local averaged representations, one of each client
-    and class, and `labels` [N] their classes.
+    Args:
+        head: Head to train.
+        representations: Mean features of each class of each client, of shape [N, D].
+        labels: Classes of the representations, of shape [N].
+        **options: Training options.
     """
-    return _train(head, representations, labels, CrossEntropy(head), torch.optim.SGD, course)
+    return _train(head, representations, labels, CrossEntropy(head), torch.optim.SGD, options)
 
 
 LIMIT = 5.0
-"""Maximum distance from the center, in spreads: features further away are scaled back to it."""
+"""Maximum distance of standardized features from the center; larger distances are scaled down."""
 
 
 class Cvae(nn.Module):
-    """A two-layer encoder and a two-layer decoder; both get the class as one-hot input.
+    """Conditional variational autoencoder of standardized features (Velo, Section 3.2).
 
-    Both work on standardized features; `center` [D] and `spread`, a scalar, define the scaling.
+    Encoder and decoder have two layers and get the class as one-hot input. The buffers `center` [D]
+    and `spread`, a scalar, define the standardization.
     """
 
     center: Tensor
@@ -225,28 +255,29 @@ class Cvae(nn.Module):
         self.register_buffer("center", torch.zeros(width))
         self.register_buffer("spread", torch.ones(()))
 
-    def measure(self, features: Tensor) -> None:
-        """Set center and spread from features [N, D]: medians, which are robust to outliers.
+    def fit_scaling(self, features: Tensor) -> None:
+        """Set center and spread to medians over features [N, D], which are robust to outliers.
 
-        One spread for all components: one per component would cut off those that are mostly 0.
+        All components share one spread, because a spread per component would clip components that
+        are mostly 0.
         """
         self.center.copy_(features.median(0).values)
         distances = _distance(features.double() - self.center)
-        apart = distances[distances > 0]
-        self.spread.fill_(apart.median() if len(apart) else 1)
+        positive = distances[distances > 0]
+        self.spread.fill_(positive.median() if len(positive) else 1)
 
     def standardize(self, features: Tensor) -> Tensor:
-        """Return features [N, D] in spreads from the center, with a distance of at most LIMIT."""
+        """Standardize features [N, D], with a distance of at most LIMIT from the center."""
         scaled = (features.double() - self.center) / self.spread
         return (scaled * (LIMIT / _distance(scaled)).clamp(max=1)).float()
 
     def encode(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and log variance, both [N, Z], of q(z | s, y); s is standardized."""
+        """Return mean and log variance of q(z | s, y), both [N, Z], for standardized features."""
         mean, log_variance = self.encoder(self._join(features, labels)).chunk(2, dim=1)
         return mean, log_variance
 
     def decode(self, latent: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean of p(s | z, y), [N, D]; s is standardized."""
+        """Return the mean of p(s | z, y), of shape [N, D], in standardized features."""
         decoded: Tensor = self.decoder(self._join(latent, labels))
         return decoded
 
@@ -255,17 +286,23 @@ class Cvae(nn.Module):
 
 
 def _distance(offsets: Tensor) -> Tensor:
-    """Return the root mean square of each row of [N, D], [N, 1]."""
+    """Return the root mean square [N, 1] of each row of offsets [N, D]."""
     return offsets.square().mean(1, keepdim=True).sqrt()
 
 
 def cvae_loss(
     model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
 ) -> Tensor:
-    """Return the negative of Eq. 2, a scalar: the mean over standardized features.
+    """Return the negative of Velo's Eq. 2, averaged over features, as a scalar.
 
-    Eq. 2 is the lower bound of log p(s | y), which training maximizes. `noise` [N, Z] ~ N(0, I) is
-    one draw per feature: L = 1. p(s | z, y) is a Gaussian of standard deviation `deviation` (ours).
+    Eq. 2 is the lower bound of log p(s | y), with L = 1 sample of z per feature.
+
+    Args:
+        model: The CVAE.
+        features: Standardized features, of shape [N, D].
+        labels: Classes of the features, of shape [N].
+        noise: Samples of N(0, I), of shape [N, Z].
+        deviation: Standard deviation of the Gaussian p(s | z, y) (not in the paper).
     """
     mean, log_variance = model.encode(features, labels)
     latent = mean + noise * torch.exp(log_variance / 2)  # z = g(s, y, noise)
@@ -278,45 +315,59 @@ def cvae_loss(
 
 
 def train_cvae(
-    model: Cvae, features: Tensor, labels: Tensor, *, deviation: float, **course: Unpack[Course]
+    model: Cvae,
+    features: Tensor,
+    labels: Tensor,
+    *,
+    deviation: float,
+    **options: Unpack[TrainingOptions],
 ) -> float:
-    """Train with Adam on the negative of Eq. 2; return its mean over the last epoch.
+    """Train the CVAE with Adam on Eq. 2, and return the mean loss of the last epoch.
 
-    `features` are raw and are standardized here; `deviation` is in spreads. Order and noise depend
-    on the generator only.
+    Args:
+        model: The CVAE.
+        features: Raw features, which are standardized here, of shape [N, D].
+        labels: Classes of the features, of shape [N].
+        deviation: Standard deviation of p(s | z, y), in units of the spread.
+        **options: Training options; the generator also draws the noise.
     """
-    model.measure(features)
+    model.fit_scaling(features)
     standardized = model.standardize(features)
 
     def loss_of(s: Tensor, y: Tensor) -> Tensor:
-        noise = torch.randn(len(y), model.latent, generator=course["generator"])
+        noise = torch.randn(len(y), model.latent, generator=options["generator"])
         return cvae_loss(model, s, y, noise, deviation)
 
-    return _train(model, standardized, labels, loss_of, torch.optim.Adam, course)
+    return _train(model, standardized, labels, loss_of, torch.optim.Adam, options)
 
 
 @torch.no_grad()
 def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
-    """Return the share of synthetic features that are nearest to their own class's mean, 0 to 1.
+    """Return the fraction of synthetic features that are nearest to the mean of their class.
 
-    `synthetic` [P, S, D] are S features of each of `classes` [P], which number rows of `means`
-    [M, D]: the means of all classes that have one. Distances are Euclidean, in the features' own
-    scale; a tie goes to the first of the nearest. Ours: the paper always sends what it decodes, but
-    a CVAE that has hardly been trained decodes all classes to much the same feature. Raises
-    ValueError if there is no feature.
+    This is not part of the paper, which always sends decoded features. An undertrained CVAE decodes
+    all classes to similar features.
+
+    Args:
+        synthetic: S synthetic features of each class, of shape [P, S, D].
+        classes: Rows of `means` that belong to the classes, of shape [P].
+        means: Means of all classes in the raw scale, of shape [M, D].
+
+    Raises:
+        ValueError: If there is no synthetic feature.
     """
     if not synthetic.numel():
-        raise ValueError("a share needs at least one synthetic feature")
+        raise ValueError("expected at least one synthetic feature, got none")
     nearest = torch.cdist(synthetic.flatten(0, 1).double(), means.double()).argmin(1)
-    own = classes.repeat_interleave(synthetic.shape[1])
-    return float((nearest == own).double().mean())
+    expected = classes.repeat_interleave(synthetic.shape[1])
+    return float((nearest == expected).double().mean())
 
 
 @torch.no_grad()
 def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return `count` synthetic features for each class in `labels` [P], [P, count, D].
+    """Generate `count` synthetic features [P, count, D] of each class in `labels` [P].
 
-    They are the means of the decoder p(s | z, y) for z ~ N(0, I), in the features' own scale.
+    They are means of p(s | z, y) for z ~ N(0, I), in the raw scale.
     """
     rows = labels.repeat_interleave(count)
     latent = torch.randn(len(rows), model.latent, generator=generator)
@@ -325,10 +376,13 @@ def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generat
 
 
 class Generator(nn.Module):
-    """G(y, epsilon): classes [N] and noise [N, E] -> features [N, D], as in the authors' code."""
+    """FedGen's generator G(y, epsilon), which maps classes and noise to features.
+
+    It has one hidden layer with batch norm, as in the authors' code.
+    """
 
     def __init__(self, classes: int, noise: int, hidden: int, width: int) -> None:
-        """`width` is D, `noise` E; one hidden layer with a batch norm."""
+        """Create a generator with noise of width E = `noise` and features of width D = `width`."""
         super().__init__()
         self.classes, self.noise = classes, noise
         self.hidden = nn.Sequential(
@@ -337,35 +391,44 @@ class Generator(nn.Module):
         self.output = nn.Linear(hidden, width)
 
     def forward(self, labels: Tensor, noise: Tensor) -> Tensor:
-        """Return the features [N, D] of classes [N]."""
+        """Return features [N, D] for classes [N] and noise [N, E]."""
         joined = torch.cat([noise, F.one_hot(labels, self.classes).to(noise.dtype)], dim=1)
         features: Tensor = self.output(self.hidden(joined))
         return features
 
-    def drawn(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Return features [N, D] for noise ~ N(0, I); the authors' code draws from [0, 1)."""
-        noise = torch.randn(len(labels), self.noise, generator=generator)  # on every device alike
+    def sample(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """Return features [N, D] for classes [N] and noise ~ N(0, I).
+
+        The authors' code samples the noise from [0, 1).
+        """
+        # Sample on the CPU, so that the noise does not depend on the device.
+        noise = torch.randn(len(labels), self.noise, generator=generator)
         features: Tensor = self(labels, to_device(noise, labels.device))
         return features
 
 
 @dataclass(frozen=True)
 class Head:
-    """Linear heads, one for each class [C, C, D] and [C, C]: of the clients that have it."""
+    """Ensemble of linear heads: one averaged head for each generated class.
+
+    Attributes:
+        weight: Weights, of shape [C, C, D]; the first axis is the generated class.
+        bias: Biases, of shape [C, C].
+    """
 
     weight: Tensor
     bias: Tensor
 
     def logits(self, features: Tensor, labels: Tensor) -> Tensor:
-        """Return the logits [N, C] of features [N, D], by the head of each label [N]."""
-        found: Tensor = torch.einsum("ncd,nd->nc", self.weight[labels], features)
-        return found + self.bias[labels]
+        """Return the logits [N, C] of features [N, D] that were generated for classes [N]."""
+        products: Tensor = torch.einsum("ncd,nd->nc", self.weight[labels], features)
+        return products + self.bias[labels]
 
 
 def label_weights(counts: Array) -> Array:
-    """Return each client's weight for each class [K, C]: its share of the class's samples.
+    """Return the weights [K, C] of clients for each class, proportional to `counts` [K, C].
 
-    `counts` [K, C]. A class that nobody has weighs 0 everywhere.
+    The weights of a class without samples are 0.
     """
     totals = counts.sum(0, keepdims=True)
     weights: Array = np.divide(counts, totals, out=np.zeros(counts.shape), where=totals > 0)
@@ -373,25 +436,29 @@ def label_weights(counts: Array) -> Array:
 
 
 def ensemble(weights: Array, heads: list[Array], biases: list[Array]) -> Head:
-    """Return the ensemble of Eq. 4: the mean of the clients' logits, by their weights [K, C].
+    """Return the ensemble in FedGen's Eq. 4, the weighted mean of the clients' logits.
 
-    Heads [C, D] and biases [C], one a client. They are linear, so that a mean of logits is the
-    logits of a mean head, one for each class that is generated.
+    The heads are linear, so that the mean of the logits equals the logits of the mean head.
+
+    Args:
+        weights: Weight of each client for each generated class, of shape [K, C].
+        heads: Weights of the clients' heads, of shape [C, D] each.
+        biases: Biases of the clients' heads, of shape [C] each.
     """
     weight = np.einsum("ky,kcd->ycd", weights, np.stack(heads).astype(np.float64))
     bias = np.einsum("ky,kc->yc", weights, np.stack(biases).astype(np.float64))
-    return Head(*(torch.tensor(each, dtype=torch.float32) for each in (weight, bias)))
+    return Head(*(torch.tensor(array, dtype=torch.float32) for array in (weight, bias)))
 
 
 def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
-    """Return exp(-mean_ij ||e_i - e_j||^2 |z_i - z_j|), a scalar: small if features differ.
+    """Return exp(-mean_ij ||e_i - e_j||^2 |z_i - z_j|), as a scalar.
 
-    Of noise e [N, E] and features z [N, D]; both distances are means over components, as in the
-    authors' code.
+    It is small if features differ. Takes noise e [N, E] and features z [N, D]. Both distances are
+    means over components, as in the authors' code.
     """
-    apart = torch.cdist(noise, noise).square() / noise.shape[1]
-    moved = torch.cdist(features, features, p=1) / features.shape[1]
-    return torch.exp(-(apart * moved).mean())
+    noise_distance = torch.cdist(noise, noise).square() / noise.shape[1]
+    feature_distance = torch.cdist(features, features, p=1) / features.shape[1]
+    return torch.exp(-(noise_distance * feature_distance).mean())
 
 
 def train_generator(
@@ -405,10 +472,20 @@ def train_generator(
     lr: float,
     diversity: float,
 ) -> float:
-    """Train with Adam on Eq. 4 plus the diversity loss; return the mean cross-entropy.
+    """Train the generator with Adam on FedGen's Eq. 4 plus the diversity loss.
 
-    Classes are drawn from `prior` [C], p(y), and noise from N(0, I), both by `draws` alone. The
-    heads are fixed. `diversity` is the weight of the diversity loss, eta.
+    Args:
+        model: The generator.
+        head: Ensemble of the clients' heads, which are not trained.
+        prior: Probabilities p(y) of the classes, of shape [C].
+        draws: Random generator that samples classes and noise.
+        steps: Number of steps.
+        batch_size: Number of features in each step.
+        lr: Learning rate.
+        diversity: Weight of the diversity loss.
+
+    Returns:
+        The mean cross-entropy over all steps.
     """
     adam = torch.optim.Adam(model.train().parameters(), lr=lr)
     total = 0.0
@@ -426,7 +503,7 @@ def train_generator(
 
 @torch.no_grad()
 def agreement(model: Generator, head: Head, prior: Tensor, draws: torch.Generator) -> float:
-    """Return the share of generated features that the ensemble takes for their class, 0 to 1."""
+    """Return the fraction of generated features that the ensemble classifies as their class."""
     labels = torch.multinomial(prior, 1000, replacement=True, generator=draws)
-    features = model.eval().drawn(labels, draws)
+    features = model.eval().sample(labels, draws)
     return float((head.logits(features, labels).argmax(1) == labels).float().mean())

@@ -1,8 +1,14 @@
-"""Five ways in which a client trains a model that the server averages, with one interface.
+"""Local training of models that the server averages: FedAvg, FedProx, pFedMe and pFedBayes.
 
-FedAvg (McMahan et al. 2017), FedProx (Li et al. 2020, Eq. 2), pFedMe (T. Dinh et al. 2020,
-Algorithm 1) and pFedBayes (Zhang et al. 2022, Algorithm 1). The model is a client's own or, in
-FedType, its proxy (Section 3.3).
+- FedAvg: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
+  AISTATS 2017.
+- FedProx: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020, Eq. 2.
+- pFedMe: T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
+  Algorithm 1.
+- pFedBayes: Zhang et al., Personalized Federated Learning via Variational Bayesian Inference, ICML
+  2022, Algorithm 1.
+
+The model is the client's private model or, with FedType, its proxy (FedType, Section 3.3).
 """
 
 from __future__ import annotations
@@ -22,19 +28,21 @@ from fedhet.base.transfer import joined, separated
 Weights = Mapping[str, Tensor]
 
 START_SCALE = 0.01
-"""Standard deviation of every weight of a new variational proxy."""
+"""Initial standard deviation of every weight of a variational proxy."""
 
 
 def equal_scales(model: nn.Module, scale: float) -> dict[str, Array]:
-    """Return standard deviations of all trained weights that are equal to `scale`."""
+    """Return standard deviations of all parameters, each equal to `scale`."""
     trained = model.named_parameters()
     return {name: np.full(tuple(p.shape), scale, np.float32) for name, p in trained}
 
 
 class LocalModel:
-    """FedAvg: a model that is averaged as it is.
+    """Local training of FedAvg, and base class of the other kinds of local training.
 
-    `model` is the client's; `anchor` holds the server's weights by name, as received.
+    Attributes:
+        model: The model that is trained.
+        anchor: Weights received from the server, by name.
     """
 
     def __init__(self, model: nn.Module, anchor: Weights) -> None:
@@ -46,24 +54,24 @@ class LocalModel:
         return list(self.model.parameters())
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits [N, C] of samples x [N, ...] while training."""
+        """Return the training logits [N, C] of samples x [N, ...]."""
         logits: Tensor = self.model(x)
         return logits
 
     def regularizer(self) -> Tensor | float:
-        """Return the term added to the model's loss; a scalar."""
+        """Return the term that is added to the loss, a scalar."""
         return 0.0
 
     def stepped(self) -> None:
-        """Called after each optimizer step."""
+        """Update the local state after the optimizer steps on a batch."""
 
     def upload(self) -> dict[str, Tensor]:
-        """Return the tensors to send to the server, by their names in the state dict."""
+        """Return the tensors to send to the server, by name in the state dict."""
         return dict(self.model.state_dict())
 
 
 class ProximalModel(LocalModel):
-    """FedProx: mu / 2 ||w - w_g||^2 keeps the model near the server's."""
+    """Local training of FedProx, with the proximal term mu / 2 ||w - w_g||^2."""
 
     def __init__(self, model: nn.Module, anchor: Weights, mu: float) -> None:
         super().__init__(model, anchor)
@@ -75,10 +83,10 @@ class ProximalModel(LocalModel):
 
 
 class MoreauModel(LocalModel):
-    """pFedMe: the model is the personal one of a Moreau envelope around a local copy w.
+    """Local training of pFedMe: a personal model p and a local copy w of the server's model.
 
-    It minimizes its loss + lambda / 2 ||p - w||^2; after each step w moves toward it, w <- w -
-    rate lambda (w - p). The server averages the copies w, not the personal models.
+    The personal model minimizes its loss plus lambda / 2 ||p - w||^2. After the steps on a batch,
+    the local copy moves toward it, w <- w - rate lambda (w - p). The server averages the copies w.
     """
 
     def __init__(self, model: nn.Module, anchor: Weights, strength: float, rate: float) -> None:
@@ -87,29 +95,30 @@ class MoreauModel(LocalModel):
         self.local = {name: tensor.clone() for name, tensor in self.anchor.items()}
 
     def regularizer(self) -> Tensor:
-        """Return the term of the Moreau envelope."""
+        """Return the term lambda / 2 ||p - w||^2."""
         return self.strength / 2 * squared_distance(self.model, self.local)
 
     @torch.no_grad()
     def stepped(self) -> None:
         """Move the local copy toward the personal model."""
-        named, share = dict(self.model.named_parameters()), min(self.rate * self.strength, 1.0)
-        torch._foreach_lerp_([self.local[name] for name in named], list(named.values()), share)
+        named, weight = dict(self.model.named_parameters()), min(self.rate * self.strength, 1.0)
+        torch._foreach_lerp_([self.local[name] for name in named], list(named.values()), weight)
 
     def upload(self) -> dict[str, Tensor]:
-        """Return the local copy, with the model's running statistics."""
+        """Return the local copy and the model's running statistics."""
         return {**self.model.state_dict(), **self.local}
 
 
 class VariationalModel(LocalModel):
-    """pFedBayes on one level, as FedType's proxies: what is trained is what is averaged (ours).
+    """Variational training for FedType's proxies: one Gaussian q over the weights is averaged.
 
-    Every weight is a Gaussian. The model's own parameters are the means. The loss of a batch uses
-    one draw of the weights, plus zeta KL(q || server's q).
+    Unlike pFedBayes, there is no separate localized distribution. The parameters of the model are
+    the means of q. The loss of a batch uses one sample of the weights, plus zeta KL(q || q_g) for
+    the server's distribution q_g.
     """
 
     noise = 1.0
-    """Factor of the noise in a draw; 1 draws from the distribution."""
+    """Factor on the noise when weights are sampled; 1 samples from q."""
 
     def __init__(
         self, model: nn.Module, anchor: Weights, scale: Weights, zeta: float, seed: int
@@ -122,47 +131,48 @@ class VariationalModel(LocalModel):
         self._draws = torch.Generator(device).manual_seed(seed)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the means and the unconstrained scales (before softplus)."""
+        """Return the means, and the unconstrained scales before softplus."""
         return [*self.model.parameters(), *self.raw.values()]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits for one draw of the weights."""
+        """Return the logits [N, C] for one sample of the weights."""
         named = dict(self.model.named_parameters())
         means = list(named.values())
-        drawn = []
+        sampled = []
         for mean, scale in zip(joined(means), self._scales(), strict=True):
             noise = torch.randn(mean.shape, generator=self._draws, device=mean.device)
-            drawn.append(mean + self.noise * scale * noise)
-        weights = dict(zip(named, separated(drawn, means), strict=True))
+            sampled.append(mean + self.noise * scale * noise)
+        weights = dict(zip(named, separated(sampled, means), strict=True))
         logits: Tensor = functional_call(self.model, weights, (x,))
         return logits
 
     def regularizer(self) -> Tensor:
-        """Return zeta KL(q || q_g), summed over the weights."""
+        """Return zeta KL(q || q_g), as a scalar."""
         named = dict(self.model.named_parameters())
         anchors, scales = (
-            [each[name] for name in named] for each in (self.anchor, self.anchor_scale)
+            [tensors[name] for name in named] for tensors in (self.anchor, self.anchor_scale)
         )
         means = joined(list(named.values()))
-        return self.zeta * kl_of(means, self._scales(), joined(anchors), joined(scales))
+        return self.zeta * total_gaussian_kl(means, self._scales(), joined(anchors), joined(scales))
 
     def scale(self) -> dict[str, Tensor]:
-        """Return the standard deviation of every weight."""
+        """Return the standard deviations of q, by name."""
         raw = list(self.raw.values())
-        found = separated([each.detach() for each in scales_of(raw)], raw)
-        return dict(zip(self.raw, found, strict=True))
+        scales = separated([scale.detach() for scale in scales_of(raw)], raw)
+        return dict(zip(self.raw, scales, strict=True))
 
     def _scales(self) -> list[Tensor]:
-        """Return the standard deviations in the model's order, as `joined` returns them."""
+        """Return the standard deviations in the model's order, grouped as by `joined`."""
         return scales_of([self.raw[name] for name, _ in self.model.named_parameters()])
 
 
 class LocalizedModel(VariationalModel):
-    """pFedBayes (Algorithm 1): a personal q stays with the client, a localized w is averaged.
+    """Local training of pFedBayes (Algorithm 1): a personal distribution q and a localized one, w.
 
-    q, whose means are the model's own parameters, learns from draws and from zeta KL(q || w). After
-    the steps on a batch, w takes one of Adam on zeta KL(q || w). w starts from the server's, q from
-    `personal`, its scales as of the client's last round.
+    The parameters of the model are the means of q. It is trained on sampled weights and on zeta
+    KL(q || w). After the steps on a batch, w takes one step of Adam on zeta KL(q || w). Only w is
+    averaged. It starts from the server's distribution; the scales of q start from `personal`, their
+    values after the client's previous round.
     """
 
     def __init__(
@@ -188,63 +198,67 @@ class LocalizedModel(VariationalModel):
     def stepped(self) -> None:
         """Move w toward q."""
         named = dict(self.model.named_parameters())
-        own, scales = joined([p.detach() for p in named.values()]), self._scales()
-        means = joined([self._means[name] for name in named])
-        apart = kl_of(own, [s.detach() for s in scales], means, self._local_scales(named))
+        means, scales = joined([p.detach() for p in named.values()]), self._scales()
+        divergence = total_gaussian_kl(
+            means,
+            [scale.detach() for scale in scales],
+            joined([self._means[name] for name in named]),
+            self._local_scales(named),
+        )
         self._adam.zero_grad()
-        (self.zeta * apart).backward()  # type: ignore[no-untyped-call]
+        (self.zeta * divergence).backward()  # type: ignore[no-untyped-call]
         self._adam.step()
         self._localize()
 
     def upload(self) -> dict[str, Tensor]:
-        """Return the means of w, with the model's running statistics."""
+        """Return the means of w and the model's running statistics."""
         return {**self.model.state_dict(), **self.anchor}
 
     def local_scale(self) -> dict[str, Tensor]:
-        """Return the standard deviations of w, by name, in the model's order."""
+        """Return the standard deviations of w by name, in the model's order."""
         named = dict(self.model.named_parameters())
-        found = separated(self._local_scales(named), list(named.values()))
-        return dict(zip(named, found, strict=True))
+        scales = separated(self._local_scales(named), list(named.values()))
+        return dict(zip(named, scales, strict=True))
 
     def _local_scales(self, names: Iterable[str]) -> list[Tensor]:
         return scales_of([self._raw[name] for name in names])
 
     def _localize(self) -> None:
-        """Let q be drawn to w as it is now."""
+        """Use the current w as the anchor of q."""
         self.anchor = {name: mean.detach() for name, mean in self._means.items()}
         self.anchor_scale = {name: s.detach() for name, s in self.local_scale().items()}
 
 
 def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
-    """Return ||p - anchor||^2 over the parameters of `model`."""
+    """Return ||p - anchor||^2 over the parameters p of a model, as a scalar."""
     named = dict(model.named_parameters())
     pairs = zip(joined(list(named.values())), joined([anchor[n] for n in named]), strict=True)
     return torch.stack([(p - other).square().sum() for p, other in pairs]).sum()
 
 
 def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
-    """Return standard deviations from unconstrained values, as `joined` returns them."""
-    return [F.softplus(each).clamp_min(MIN_SCALE) for each in joined(raw)]
+    """Return the standard deviations for unconstrained values, grouped as by `joined`."""
+    return [F.softplus(values).clamp_min(MIN_SCALE) for values in joined(raw)]
 
 
-def kl_of(
+def total_gaussian_kl(
     means: Sequence[Tensor],
     scales: Sequence[Tensor],
     other_means: Sequence[Tensor],
     other_scales: Sequence[Tensor],
 ) -> Tensor:
-    """Return the KL divergence of Gaussians from others, summed over all tensors; a scalar."""
-    each = zip(means, scales, other_means, other_scales, strict=True)
-    return torch.stack([gaussian_kl(*four) for four in each]).sum()
+    """Return KL(N(means, scales^2) || N(other_means, other_scales^2)), summed over all tensors."""
+    tensors = zip(means, scales, other_means, other_scales, strict=True)
+    return torch.stack([gaussian_kl(*quadruple) for quadruple in tensors]).sum()
 
 
 def gaussian_kl(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Tensor) -> Tensor:
-    """Return KL(N(mean, scale^2) || N(other_mean, other_scale^2)), summed over the elements."""
+    """Return KL(N(mean, scale^2) || N(other_mean, other_scale^2)), summed over all elements."""
     ratio = (scale / other_scale).square()
     shift = ((mean - other_mean) / other_scale).square()
     return 0.5 * (ratio + shift - 1 - ratio.log()).sum()
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
-    """Return r with softplus(r) = value > 0."""
+    """Return r with softplus(r) = value, for positive values."""
     return value + torch.log(-torch.expm1(-value))

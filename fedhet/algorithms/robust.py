@@ -1,9 +1,9 @@
-"""Averages of K clients' replies that a minority of malicious clients cannot move far.
+"""Robust aggregation rules: averages that a minority of malicious clients cannot shift far.
 
-Each client is a point; NaN stands in its coordinates of which it has no value, such as the classes
-that it lacks. Each client counts once: the number of its samples is a claim. An average is either
-a value in the middle (coordinate-wise median and trimmed mean, geometric median), or the mean of
-the clients that do not stand out (Krum, filter), which only needs the distances between them.
+Each of K clients is a point. Coordinates are NaN where a client has no value, for example for
+classes that it lacks. All clients have the same weight, because the number of samples is
+self-reported. Median, trimmed mean and geometric median return a central value. Krum and the filter
+exclude outliers, for which they only need the distances between clients.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ import numpy as np
 from fedhet.base.arrays import Array
 
 STEPS, TOLERANCE = 100, 1e-8
-"""Weiszfeld's iterations: the most of them, and the change of weights at which they end."""
+"""Maximum number of Weiszfeld iterations, and the change of weights at which they stop."""
 SMOOTHING = 1e-6
-"""Least distance in Weiszfeld's weights, in times of that between the two nearest clients."""
+"""Lower bound of distances in Weiszfeld's weights, relative to the smallest distance of clients."""
 EXCESS = 1.0
-"""The variance along one direction that the filter allows, in times of the variance of two clients
-at the usual distance. The published filter allows nine times a variance that is known."""
-MOSTLY = 0.5
-"""The weight below which the filter leaves a client out."""
-EQUAL = 1e-12
-"""Mean squared differences up to this multiple of the mean square are rounding errors."""
-MOST = 100.0
-"""Squared distances are cut off at this multiple of the usual one: none decides alone."""
+"""Variance along a direction that the filter tolerates, relative to the variance of two clients at
+the typical distance. The published filter tolerates nine times a known variance."""
+MIN_WEIGHT = 0.5
+"""Weight below which the filter excludes a client."""
+ROUNDING = 1e-12
+"""Mean squared differences up to this multiple of the mean square count as rounding errors."""
+MAX_RELATIVE = 100.0
+"""Maximum squared distance, relative to the typical one, so that no distance dominates."""
 
 
-def withstood(clients: int, share: float) -> int:
-    """Return the number f of malicious clients that an average of this many clients withstands.
+def max_malicious(clients: int, fraction: float) -> int:
+    """Return the number f of malicious clients that a robust average of `clients` must tolerate.
 
-    The share, rounded up, as far as the others are a majority.
+    This is the given fraction, rounded up, but less than half of the clients.
     """
-    return max(min(math.ceil(share * clients - 1e-9), (clients - 1) // 2), 0)
+    return max(min(math.ceil(fraction * clients - 1e-9), (clients - 1) // 2), 0)
 
 
 def min_replies(average: str, malicious: int) -> int:
-    """Return the least number of replies in which `average` withstands `malicious` clients.
+    """Return the minimum number of replies with which a rule tolerates `malicious` clients.
 
     A majority must be honest. Krum needs two more replies (Blanchard et al., Proposition 4.2).
     """
     return 2 * malicious + (3 if average == "krum" else 1)
 
 
-def trimmed_mean(points: Array, share: float) -> Array:
+def trimmed_mean(points: Array, fraction: float) -> Array:
     """Return the coordinate-wise trimmed mean [...] of points [K, ...].
 
     Yin, Chen, Ramchandran and Bartlett, Byzantine-Robust Distributed Learning, ICML 2018,
-    Definition 2. Of each coordinate the f lowest and the f highest values are left out; with a
-    `share` of 0.5 the median remains (Definition 1). NaN where no client has a value.
+    Definition 2. For each coordinate, the f lowest and the f highest values are removed. With a
+    `fraction` of 0.5, this is the median (Definition 1). A coordinate without values is NaN.
     """
-    ordered = np.sort(points, axis=0)  # NaN last
+    ordered = np.sort(points, axis=0)  # NaN is sorted last
     known = np.count_nonzero(~np.isnan(points), axis=0)
-    table = np.array([withstood(n, share) for n in range(len(points) + 1)])
+    table = np.array([max_malicious(n, fraction) for n in range(len(points) + 1)])
     rank = np.arange(len(points)).reshape(-1, *[1] * (points.ndim - 1))
     kept = (rank >= table[known]) & (rank < known - table[known])
     with np.errstate(invalid="ignore"):
@@ -63,17 +63,17 @@ def trimmed_mean(points: Array, share: float) -> Array:
 
 
 def weighted_mean(points: Array, weights: Array) -> Array:
-    """Return the mean [...] of points [K, ...] with weights [K] over those that have a value."""
-    each = weights.reshape(-1, *[1] * (points.ndim - 1)) * ~np.isnan(points)
+    """Return the weighted mean [...] of points [K, ...] with weights [K], ignoring NaN."""
+    used = weights.reshape(-1, *[1] * (points.ndim - 1)) * ~np.isnan(points)
     with np.errstate(invalid="ignore"):
-        mean: Array = np.where(each > 0, points * each, 0).sum(0) / each.sum(0)
+        mean: Array = np.where(used > 0, points * used, 0).sum(0) / used.sum(0)
     return mean
 
 
 def mean_squares(points: Array) -> Array:
-    """Return the mean squared differences [K, K] of points [K, D], over common coordinates.
+    """Return the mean squared differences [K, K] of points [K, D] over common coordinates.
 
-    NaN where two clients have none in common.
+    The difference of two clients without common coordinates is NaN.
     """
     known = ~np.isnan(points)
     values = np.where(known, points, 0.0)
@@ -81,50 +81,55 @@ def mean_squares(points: Array) -> Array:
     one = known.astype(np.float64)
     square, common = x**2 @ one.T, one @ one.T
     total = square + square.T - 2 * x @ x.T
-    found = np.divide(total, common, out=np.full_like(total, np.nan), where=common > 0)
-    found[found <= EQUAL * np.square(values).sum() / max(known.sum(), 1)] = 0.0
-    np.fill_diagonal(found, 0.0)
-    squares: Array = found
+    means = np.divide(total, common, out=np.full_like(total, np.nan), where=common > 0)
+    means[means <= ROUNDING * np.square(values).sum() / max(known.sum(), 1)] = 0.0
+    np.fill_diagonal(means, 0.0)
+    squares: Array = means
     return squares
 
 
-def usual(squared: Array, share: float) -> float:
-    """Return the usual squared distance of two clients, from those of all pairs [K, K]; or NaN.
+def typical_distance(squared: Array, fraction: float) -> float:
+    """Return the typical squared distance of honest clients, or NaN if no distance is known.
 
-    It is the largest between two of K - f clients if f are malicious, and farther off: of the known
-    distances, that of the rank of so many pairs, rounded down.
+    K - f honest clients have (K - f) (K - f - 1) / 2 pairs. Among the sorted known distances, the
+    typical distance has the rank of this number of pairs, scaled to the number of known distances.
+    If the malicious clients are farther away, it is the largest distance of two honest clients.
+
+    Args:
+        squared: Squared distances, of shape [K, K].
+        fraction: Fraction of malicious clients.
     """
     pairs = np.sort(squared[np.triu_indices(len(squared), 1)])
     pairs = pairs[~np.isnan(pairs)]
     if not pairs.size:
         return math.nan
-    majority = len(squared) - withstood(len(squared), share)
-    rank = math.comb(majority, 2) / math.comb(len(squared), 2) * pairs.size
+    honest = len(squared) - max_malicious(len(squared), fraction)
+    rank = math.comb(honest, 2) / math.comb(len(squared), 2) * pairs.size
     return float(pairs[max(math.floor(rank + 1e-9), 1) - 1])
 
 
-def relative(squared: Array, share: float) -> Array:
-    """Return squared distances [K, K] in times of the usual one, MOST at the most."""
+def relative_distances(squared: Array, fraction: float) -> Array:
+    """Divide squared distances [K, K] by the typical one, and limit them to MAX_RELATIVE."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        times = np.minimum(squared / usual(squared, share), MOST)
-    found: Array = np.where(squared > 0, times, squared)
-    return found
+        ratio = np.minimum(squared / typical_distance(squared, fraction), MAX_RELATIVE)
+    result: Array = np.where(squared > 0, ratio, squared)
+    return result
 
 
 def geometric_weights(squared: Array) -> Array:
-    """Return the weights [K] of clients, of sum 1, with which their mean is the geometric median.
+    """Return normalized weights [K] with which the clients' mean is the geometric median.
 
-    Weiszfeld's iterations, smoothed as in Pillutla, Kakade and Harchaoui, Robust Aggregation for
-    Federated Learning (RFA), IEEE Transactions on Signal Processing 2022, Algorithm 2. From
-    squared distances [K, K]: those to a mean follow from them.
+    Uses Weiszfeld's iterations with the smoothing of Pillutla, Kakade and Harchaoui, Robust
+    Aggregation for Federated Learning (RFA), IEEE Transactions on Signal Processing 2022, Algorithm
+    2. The squared distances [K, K] of the clients determine their distances from a weighted mean.
     """
-    least = SMOOTHING * math.sqrt(squared[squared > 0].min(initial=np.inf))
+    lower_bound = SMOOTHING * math.sqrt(squared[squared > 0].min(initial=np.inf))
     weights = np.full(len(squared), 1 / len(squared))
     for _ in range(STEPS):
-        away = np.sqrt(np.maximum(squared @ weights - weights @ squared @ weights / 2, 0.0))
-        if away.max() <= least:
+        distance = np.sqrt(np.maximum(squared @ weights - weights @ squared @ weights / 2, 0.0))
+        if distance.max() <= lower_bound:
             break
-        new = 1 / np.maximum(away, least)
+        new = 1 / np.maximum(distance, lower_bound)
         new /= new.sum()
         change, weights = np.abs(new - weights).max(), new
         if change <= TOLERANCE:
@@ -132,56 +137,57 @@ def geometric_weights(squared: Array) -> Array:
     return weights
 
 
-def krum(squared: Array, share: float) -> Array:
-    """Return which clients Multi-Krum keeps, bool [K], from their squared distances [K, K].
+def krum(squared: Array, fraction: float) -> Array:
+    """Return a mask [K] of the clients that Multi-Krum selects, from squared distances [K, K].
 
     Blanchard, El Mhamdi, Guerraoui and Stainer, Machine Learning with Adversaries, NeurIPS 2017,
-    Sections 4 and 6: the K - f clients whose summed distances to their K - f - 2 nearest others
-    (one at least) are the smallest. Of equal ones the first are kept.
+    Sections 4 and 6. Selects the K - f clients with the smallest sum of distances to their K - f -
+    2 nearest neighbors, or to one neighbor if that number is smaller. Ties are resolved by order.
     """
-    clients, f = len(squared), withstood(len(squared), share)
+    clients, f = len(squared), max_malicious(len(squared), fraction)
     if not f:
         return np.ones(clients, bool)
-    others = np.sort(np.where(np.eye(clients, dtype=bool), np.inf, squared), axis=1)
-    score = others[:, : max(clients - f - 2, 1)].sum(1)
+    neighbors = np.sort(np.where(np.eye(clients, dtype=bool), np.inf, squared), axis=1)
+    score = neighbors[:, : max(clients - f - 2, 1)].sum(1)
     kept = np.zeros(clients, bool)
     kept[np.argsort(score, kind="stable")[: clients - f]] = True
     return kept
 
 
-def filtered(squared: Array, share: float) -> Array:
-    """Return which clients the filter keeps, bool [K], from their squared distances [K, K].
+def filter_clients(squared: Array, fraction: float) -> Array:
+    """Return a mask [K] of the clients that the filter selects, from squared distances [K, K].
 
     Diakonikolas, Kamath, Kane, Li, Moitra and Stewart, Being Robust (in High Dimensions) Can Be
-    Practical, ICML 2017, as `consensus.filter_weights` has it: while the variance along the
-    direction in which it is largest is too large, weights fall by a client's share in it. What is
-    too large follows from the usual distance of two clients, as the variance of honest replies is
-    not known (ours). At most f clients, those of the least weight, are left out, and only if
-    they have lost most of it (ours). Where all clients are alike, all are kept.
+    Practical, ICML 2017. While the largest variance along any direction exceeds a limit, the weight
+    of each client is reduced by its contribution to the variance, as in `consensus.filter_weights`.
+
+    Unlike the published filter, the limit is derived from the typical distance of two clients,
+    because the variance of honest replies is unknown. At most f clients are excluded, and only if
+    their weight falls below MIN_WEIGHT. Identical clients are all selected.
     """
-    clients, f = len(squared), withstood(len(squared), share)
-    weights, limit = np.ones(clients), EXCESS * usual(squared, share) / 2
+    clients, f = len(squared), max_malicious(len(squared), fraction)
+    weights, limit = np.ones(clients), EXCESS * typical_distance(squared, fraction) / 2
     while f:
         variance, distance = _largest_variance(squared, weights)
         if variance <= limit or distance.max() <= 0:
             break
         lower = weights * (1 - distance / distance.max())
-        if (lower < MOSTLY).sum() > f:
+        if (lower < MIN_WEIGHT).sum() > f:
             break
         weights = lower
-    kept: Array = weights >= MOSTLY
+    kept: Array = weights >= MIN_WEIGHT
     return kept
 
 
 def _largest_variance(squared: Array, weights: Array) -> tuple[float, Array]:
-    """Return the variance along its largest direction, and clients' squared distances [K] along it.
+    """Return the largest variance along any direction, and the squared distances [K] along it.
 
-    The matrix of inner products follows from the squared distances [K, K] (classical scaling).
+    The inner products are computed from the squared distances [K, K] (classical scaling).
     """
-    share = weights / weights.sum()
-    row = squared @ share
-    inner = (row[:, None] + row[None, :] - squared - share @ row) / 2
-    root = np.sqrt(share)
+    p = weights / weights.sum()
+    row = squared @ p
+    inner = (row[:, None] + row[None, :] - squared - p @ row) / 2
+    root = np.sqrt(p)
     values, vectors = np.linalg.eigh(root[:, None] * inner * root[None, :])
     along = values[-1] * vectors[:, -1] ** 2
-    return float(values[-1]), np.divide(along, share, out=np.zeros_like(along), where=share > 0)
+    return float(values[-1]), np.divide(along, p, out=np.zeros_like(along), where=p > 0)

@@ -1,14 +1,14 @@
-"""The rounds of a run: how many clients each needs, when it closes, and its learning rate.
+"""Rounds of a run: number of clients, closing time, late updates, and learning rate.
 
-Updates of late clients are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022).
-
-A round closes when enough of the clients that it waits for have answered, and either all of them
-have or a grace time has passed since; or at its timeout. NVFlare has the same rule (min_responses,
+A round closes when all sampled clients have replied, when a grace period has passed since enough
+clients have replied, or at its timeout. NVFlare has the same rule (min_responses,
 wait_time_after_min_received).
 
-The factor on the learning rate is a function of the round's number, so that it does not depend on
-when a client was sampled, or on whether the run was resumed. The formulas are those of
-torch.optim.lr_scheduler, with rounds for epochs.
+The learning rate is multiplied by a factor that depends only on the round number, so it is the same
+for clients that are sampled late and for resumed runs. The formulas are those of
+torch.optim.lr_scheduler, with rounds instead of epochs.
+
+Late updates are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022).
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from statistics import median
 
 import numpy as np
 
-from fedhet.algorithms.robust import min_replies, withstood
+from fedhet.algorithms.robust import max_malicious, min_replies
 from fedhet.base.arrays import Array
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings, TrainingSettings
 
 MIN_GRACE = 10.0
-"""The least seconds for which an evaluation waits when enough clients have answered."""
+"""Minimum grace period of an evaluation, in seconds."""
 RECENT = 20
-"""The number of last rounds whose median duration is the usual one."""
+"""Number of recent rounds whose median duration is the typical one."""
 
 
 @dataclass(frozen=True)
 class Closing:
-    """The rule of one round."""
+    """Rule by which a round closes."""
 
     min_replies: int
-    """Answers with which the round closes, from 1."""
+    """Number of replies after which the grace period starts, at least 1."""
     grace: float = 0.0
-    """Seconds."""
+    """Grace period, in seconds."""
     timeout: float = math.inf
-    """Seconds since the round began."""
+    """Maximum duration of the round, in seconds."""
     patience: float = 0.0
-    """The least grace, in times of what enough answers took."""
+    """Minimum grace period, relative to the time until `min_replies` replies had arrived."""
 
     def closes_at(self, answers: Iterable[float], began: float) -> float:
-        """Return when a round that began at `began` closes, if answers come at these times.
+        """Return the closing time of a round in which all awaited replies have known times.
 
-        It waits for all of them.
+        Args:
+            answers: Times at which the replies arrive.
+            began: Time at which the round started.
         """
         times = sorted(answers)
         if not times:
@@ -56,15 +58,17 @@ class Closing:
         return max(began, min(times[-1], self._graced(times, began), began + self.timeout))
 
     def waits(self, now: float, answers: Sequence[float], awaited: int) -> float:
-        """Return for how many seconds to wait for the next answer; 0: the round closes.
+        """Return the time to wait for the next reply in seconds, or 0 if the round closes now.
 
-        `now` and `answers`, the times of those that have come, in their order, are seconds since
-        the round began; `awaited` are yet to come.
+        Args:
+            now: Seconds since the start of the round.
+            answers: Times of the replies that have arrived, in seconds since the start, ascending.
+            awaited: Number of replies that are still expected.
         """
         return max(0.0, min(self._graced(answers), self.timeout) - now) if awaited else 0.0
 
     def _graced(self, times: Sequence[float], began: float = 0.0) -> float:
-        """Return when the grace ends that follows enough of the answers; infinity if too few."""
+        """Return the end of the grace period, or infinity if too few replies have arrived."""
         if self.min_replies > len(times):
             return math.inf
         at = times[self.min_replies - 1]
@@ -72,28 +76,29 @@ class Closing:
 
 
 def wanted(members: int, fraction: float) -> int:
-    """Return how many of a federation's clients a round needs: a share of them, at least one."""
+    """Return the number of clients in a round: a fraction of the members, at least one."""
     return max(1, int(fraction * members + 0.5))
 
 
 def asked(number: int, over_selection: float) -> int:
-    """Return how many clients are asked so that a round gets `number` answers in good time."""
+    """Return the number of clients to sample so that a round gets `number` replies in time."""
     return math.ceil(round((1 + over_selection) * number, 9))
 
 
 def honest_majority(run: RunSettings) -> tuple[int, int, int]:
-    """Return how many clients may be malicious, of how many that are asked, and the least replies.
+    """Return the numbers of malicious clients, sampled clients, and required replies of a round.
 
-    A round with a robust average must not close with fewer replies: all malicious clients may be
-    faster than the honest clients. (0, asked, 1) if the mean is not robust.
+    A round with robust aggregation must not close with fewer replies, because all malicious clients
+    may reply faster than the honest clients. Without robust aggregation, the numbers are 0, the
+    number of sampled clients, and 1.
     """
     defense, members = run.defense, run.clients
     count = min(asked(wanted(members, run.fraction), run.pace.over_selection), members)
     if defense.average == "mean":
         return 0, count, 1
-    # Clients influence who is asked, unless clients are selected at random.
+    # Unless clients are selected at random, malicious clients can influence the selection.
     among = count if run.pace.select == "random" else members
-    malicious = min(withstood(among, defense.malicious_fraction), count)
+    malicious = min(max_malicious(among, defense.malicious_fraction), count)
     least = min(min_replies(defense.average, malicious), count) if malicious else 1
     return malicious, count, least
 
@@ -101,10 +106,14 @@ def honest_majority(run: RunSettings) -> tuple[int, int, int]:
 def closing(
     pace: PaceSettings, needed: int, awaited: int, durations: Iterable[float] = (), least: int = 1
 ) -> Closing:
-    """Return the rule of a round that needs `needed` answers, or as many as are awaited.
+    """Return the closing rule of a training round.
 
-    `durations` are the seconds of the rounds before. `least` answers are needed in any case: the
-    share 'enough' is one of the clients that are idle, who may be few.
+    Args:
+        pace: Settings of the pace.
+        needed: Number of replies that the round needs.
+        awaited: Number of clients from which replies are expected.
+        durations: Durations of the previous rounds, in seconds.
+        least: Minimum number of replies, even if `pace.min-replies` is a fraction of few clients.
     """
     share = pace.min_replies if pace.min_replies <= 1 else 1.0
     number = math.ceil(round(share * needed, 9)) if pace.min_replies <= 1 else int(pace.min_replies)
@@ -113,16 +122,17 @@ def closing(
 
 
 def closing_of_evaluation(pace: PaceSettings, asked: int, durations: Iterable[float]) -> Closing:
-    """Return the rule of an evaluation, which waits longer: who is left out cannot be asked next.
+    """Return the closing rule of an evaluation.
 
-    Once enough have answered, it waits for as long again, and for MIN_GRACE at least.
+    After enough replies, an evaluation waits as long again, and at least MIN_GRACE seconds, because
+    an excluded client is not called again.
     """
     rule = closing(pace, asked, asked, durations)
     return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
 
 
 def usual(durations: Iterable[float]) -> float:
-    """Return the median of the last rounds' seconds; infinity before the first has ended."""
+    """Return the median duration of the recent rounds, or infinity before the first round ends."""
     last = list(durations)[-RECENT:]
     return median(last) if last else math.inf
 
@@ -169,16 +179,19 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
 
 
 MILESTONES = (0.5, 0.75)
-"""Default milestones, in shares of the run (He et al., Deep Residual Learning, 2016)."""
+"""Default milestones, as fractions of the run (He et al., Deep Residual Learning, 2016)."""
 MIN_CHANGE = 1e-4
-"""Relative improvement that counts as one; ReduceLROnPlateau's default."""
+"""Minimum relative improvement; the default of ReduceLROnPlateau."""
 
 
 @dataclass(frozen=True)
 class Plateau:
-    """The state of torch's ReduceLROnPlateau: the least value, and rounds since an improvement.
+    """State of a ReduceLROnPlateau schedule.
 
-    `factor` is the present one on the learning rate.
+    Attributes:
+        best: Lowest value so far.
+        waited: Number of rounds since the last improvement.
+        factor: Current factor on the learning rate.
     """
 
     best: float = math.inf
@@ -186,7 +199,7 @@ class Plateau:
     factor: float = 1.0
 
     def after(self, value: float, *, patience: int, decay: float) -> Plateau:
-        """Return the state after a round whose loss or error is `value`."""
+        """Return the state after a round with the given loss or error."""
         if value < self.best * (1 - MIN_CHANGE):
             return Plateau(value, 0, self.factor)
         if self.waited < patience:
@@ -200,15 +213,15 @@ NO_PLATEAU = Plateau()
 def rate_factor(
     settings: TrainingSettings, round: int, rounds: int, plateau: Plateau = NO_PLATEAU
 ) -> float:
-    """Return the factor on the learning rate in `round`, 1 to `rounds`, in (0, 1]."""
+    """Return the factor on the learning rate in `round`, in (0, 1]; rounds start at 1."""
     warm_up = settings.warm_up_rounds
-    factor = min(1.0, round / (warm_up + 1))  # linear, and 1 after the warm-up
-    if settings.schedule == "cosine":  # 1 in the first round after it, close to 0 in the last
+    factor = min(1.0, round / (warm_up + 1))  # linear during the warm-up, then 1
+    if settings.schedule == "cosine":  # 1 in the first round after the warm-up, near 0 at the end
         angle = math.pi * max(0, round - warm_up - 1) / max(1, rounds - warm_up)
         factor *= (1 + math.cos(angle)) / 2
     elif settings.schedule == "step":
         ends = settings.milestones or [max(1, int(s * rounds)) for s in MILESTONES]
-        factor *= settings.decay ** bisect_left(ends, round)  # the milestones before the round
+        factor *= settings.decay ** bisect_left(ends, round)  # number of milestones passed
     elif settings.schedule == "plateau":
         factor *= plateau.factor
     return factor

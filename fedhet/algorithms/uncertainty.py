@@ -1,11 +1,13 @@
-"""UM-pFSSL: the uncertainty of predictions for unlabeled samples, and a client's helpers.
+"""UM-pFSSL: uncertainty of predictions on unlabeled samples, and selection of helpers.
 
 Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
-Semi-Supervised Learning: Eqs. 1, 5 and 9 to 14, and Algorithms 2 and 3. N unlabeled samples,
-C classes, M helpers, T passes.
+Semi-Supervised Learning, Eqs. 1, 5 and 9 to 14, Algorithms 2 and 3.
 
-Helpers have the numbers of the server's pool; the client itself is in its own list and is never
-removed. Ranks are by Corr (Eq. 13), ties by number.
+Each client's model has a number in the server's pool, which also identifies it as a helper. A
+client is in its own helper list and is never removed. Helpers are ranked by Corr (Eq. 13), and by
+number if Corr is equal.
+
+Shapes: N unlabeled samples, C classes, M helpers, T dropout passes.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from fedhet.base.arrays import Array
 from fedhet.learning.devices import CPU, Compute
 from fedhet.learning.training import evaluating
 
-PROCESSOR_ROWS, ACCELERATOR_ROWS = 128, 1024
-"""Samples times passes at once. The masks depend on it, so that no setting changes it."""
+CPU_ROWS, GPU_ROWS = 128, 1024
+"""Samples times passes in a batch. These are constants because the dropout masks depend on them."""
 
 DROPOUTS = (
     nn.Dropout,
@@ -39,13 +41,13 @@ DROPOUTS = (
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Return whether `module` has any dropout layer."""
+    """Return whether a module has a dropout layer with a positive rate."""
     return any(isinstance(part, DROPOUTS) and part.p > 0 for part in module.modules())
 
 
 @contextlib.contextmanager
 def dropping(model: nn.Module) -> Iterator[None]:
-    """Turn on dropout only: batch normalization keeps using its running statistics."""
+    """Enable dropout in evaluation mode; batch norms use their running statistics."""
     with evaluating(model):
         for part in model.modules():
             if isinstance(part, DROPOUTS):
@@ -57,28 +59,35 @@ def dropping(model: nn.Module) -> Iterator[None]:
 def predictive(
     model: nn.Module, x: Tensor, passes: int, compute: Compute = CPU, rows: int | None = None
 ) -> Tensor:
-    """Return the mean prediction over T = `passes` dropout masks on x [N, ...]: Eq. 9, [N, C].
+    """Return the mean predictions [N, C] over several dropout masks (Eq. 9).
 
-    The passes are rows of one batch of at most `rows` rows (None: 128 on a processor, 1024 on an
-    accelerator). Layers before the first dropout layer give the same output in every pass and run
-    once. The masks are drawn from torch's global generator.
+    The layers before the first dropout layer run only once, because their outputs are the same in
+    each pass. The masks are sampled from PyTorch's global generator.
+
+    Args:
+        model: Model with dropout.
+        x: Samples, of shape [N, ...].
+        passes: Number T of dropout masks.
+        compute: Device and precision.
+        rows: Maximum number of samples times passes in a batch, or None for the default of the
+            device.
     """
-    steady, noisy = split_at_dropout(model)
-    rows = rows or (PROCESSOR_ROWS if compute.device.type == "cpu" else ACCELERATOR_ROWS)
+    deterministic, stochastic = split_at_dropout(model)
+    rows = rows or (CPU_ROWS if compute.device.type == "cpu" else GPU_ROWS)
     with dropping(model), compute.autocast():
         means = []
         for part in torch.split(x, max(1, rows // passes)):
-            before = steady(compute.to_inputs(part))
-            logits = noisy(before.repeat(passes, *[1] * (before.ndim - 1)))
-            likely = logits.float().softmax(1)
-            means.append(likely.reshape(passes, len(before), logits.shape[1]).mean(0))
+            hidden = deterministic(compute.to_inputs(part))
+            logits = stochastic(hidden.repeat(passes, *[1] * (hidden.ndim - 1)))
+            probabilities = logits.float().softmax(1)
+            means.append(probabilities.reshape(passes, len(hidden), logits.shape[1]).mean(0))
     return torch.cat(means)
 
 
 def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Split `model` into the layers before its first dropout layer, and the rest."""
+    """Split a model into the layers before its first dropout layer and the remaining layers."""
 
-    def layers_of(module: nn.Module) -> list[nn.Module]:  # that run in sequence
+    def layers_of(module: nn.Module) -> list[nn.Module]:  # layers that run in sequence
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             return [layer for part in module for layer in layers_of(part)]
         return [module]
@@ -89,18 +98,19 @@ def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def entropy(predictions: Tensor) -> Tensor:
-    """Return H of Eq. 10 for each row of `predictions` [..., C]: [...], from 0 to log C.
+    """Return the entropy H [...] of predictions [..., C], from 0 to log C (Eq. 10).
 
-    A row of NaN (from a model whose outputs overflow) has infinite entropy: no certainty at all.
+    The entropy is infinite for predictions that are NaN, i.e. if the model's outputs overflow.
     """
-    each: Tensor = torch.special.entr(predictions)
-    return each.sum(-1).nan_to_num(nan=math.inf)
+    terms: Tensor = torch.special.entr(predictions)
+    return terms.sum(-1).nan_to_num(nan=math.inf)
 
 
 def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pseudo-labels of Eq. 11, [N, C], and the helper that gave each, [N].
+    """Return the pseudo-labels [N, C] of Eq. 11, and the helper [N] that predicted each of them.
 
-    Each sample gets, of `predictions` [M, N, C], that of the helper with the lowest entropy on it.
+    The pseudo-label of a sample is the prediction with the lowest entropy among the helpers'
+    `predictions` [M, N, C].
     """
     helper = entropy(predictions).argmin(0)
     rows = torch.arange(predictions.shape[1], device=predictions.device)
@@ -110,8 +120,8 @@ def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
 def certainty(entropies: Tensor, classes: int) -> float:
     """Return H-bar of Eq. 14, from 0 to 1, for the entropies [N] of one model.
 
-    Uses the mean instead of the sum in Eq. 12: only then does the paper's 0 <= H-bar <= 1 hold. 0
-    if there are no samples.
+    Uses the mean instead of the sum in Eq. 12, because the paper requires 0 <= H-bar <= 1. Returns
+    0 if there are no samples.
     """
     if len(entropies) == 0:
         return 0.0
@@ -119,10 +129,14 @@ def certainty(entropies: Tensor, classes: int) -> float:
 
 
 def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKind) -> float:
-    """Return Corr(k|j) of Eq. 13, from 0 to 1; `labeled` is mu_k, the labeled share (Eq. 2).
+    """Return Corr(k|j) of Eq. 13, from 0 to 1.
 
-    `en` is the certainty alone, `ta` the accuracy alone: a factor that all helpers of a client
-    share affects neither their order nor their weights.
+    Args:
+        certainty: H-bar.
+        accuracy: Test accuracy.
+        labeled: Labeled fraction mu_k of the samples (Eq. 2).
+        kind: "en+ta" is Eq. 13; "en" is the certainty alone, and "ta" the accuracy alone. The
+            latter omit the factor of Eq. 13, which affects neither the ranks nor the weights.
     """
     if kind == "en":
         return certainty
@@ -132,9 +146,9 @@ def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKi
 
 
 def aggregation_weights(relations: Tensor) -> Tensor:
-    """Return each helper's weight in Algorithm 1, line 18: Corr over the sum of Corr, [M].
+    """Return the weights [M] of the helpers in Algorithm 1, line 18: Corr over the sum of Corr.
 
-    The weights are equal if no helper is related at all.
+    The weights are equal if Corr is 0 for all helpers.
     """
     total = relations.sum()
     if total <= 0:
@@ -143,16 +157,20 @@ def aggregation_weights(relations: Tensor) -> Tensor:
 
 
 MIN_PSEUDO = 1e-7
-"""Lower bound of a pseudo-label's class probabilities, since the divergence takes their log."""
+"""Lower bound of the probabilities in a pseudo-label before the logarithm."""
 
 
 def pseudo_label_loss(logits: Tensor, pseudo: Tensor, divergence: Divergence) -> Tensor:
-    """Return UM-pFSSL's Eq. 5 per sample, [N], for logits and pseudo-labels [N, C].
+    """Return the divergence of Eq. 5 for each sample, of shape [N].
 
-    Eq. 5 prints KL(own, pseudo-label) with the prediction first, as Eq. 4 does its cross-entropy;
-    `forward` reads it as Eq. 4 is read: KL(pseudo || own), the divergence of knowledge
-    distillation, as the paper calls it. `reverse` is KL(own || pseudo). The gradient flows into
-    the logits only.
+    Eq. 5 is printed as KL(model, pseudo-label), and Eq. 4 has the prediction first, too. The paper
+    calls Eq. 5 the divergence of knowledge distillation, which is KL(pseudo-label || model). The
+    gradient flows only into the logits.
+
+    Args:
+        logits: Logits of the model, of shape [N, C].
+        pseudo: Pseudo-labels, of shape [N, C].
+        divergence: "forward" is KL(pseudo-label || model), "reverse" is KL(model || pseudo-label).
     """
     own = logits.float().log_softmax(1)
     target = pseudo.detach()
@@ -165,11 +183,18 @@ def pseudo_label_loss(logits: Tensor, pseudo: Tensor, divergence: Divergence) ->
 def semi_supervised_loss(
     logits: Tensor, labels: Tensor, pseudo: Tensor, labeled: Tensor, divergence: Divergence
 ) -> Tensor:
-    """Return UM-pFSSL's Eq. 1 for a batch, a scalar; `labels` [N], `pseudo` [N, C].
+    """Return the loss of Eq. 1 for a batch, as a scalar.
 
-    mu L^s + (1 - mu) L^u with the means of Eqs. 4 and 5 equals the mean over all samples of their
-    own term: cross-entropy if `labeled` [N], else the divergence. Up to a factor, this is also the
-    sum of lines 22 and 23 of Algorithm 1.
+    The loss mu L^s + (1 - mu) L^u, with the means of Eqs. 4 and 5, equals the mean over all samples
+    of their cross-entropy or divergence. Up to a factor, it is the sum of lines 22 and 23 of
+    Algorithm 1.
+
+    Args:
+        logits: Logits of the model, of shape [N, C].
+        labels: Labels, of shape [N]; ignored for unlabeled samples.
+        pseudo: Pseudo-labels, of shape [N, C]; ignored for labeled samples.
+        labeled: Whether a sample is labeled, bool, of shape [N].
+        divergence: Direction of the divergence in Eq. 5.
     """
     supervised = F.cross_entropy(logits.float(), labels, reduction="none")
     unsupervised = pseudo_label_loss(logits, pseudo, divergence)
@@ -177,27 +202,27 @@ def semi_supervised_loss(
 
 
 Key = tuple[int, int]
-"""A model's number in the pool and its version, the round in which it was uploaded."""
+"""Number of a model in the pool, and its version: the round in which it was uploaded."""
 CANDIDATE, FILL, REFRESH = range(3)
-"""Roles of the models sent: to be compared (Algorithm 3), to fill the list (Algorithm 1, line 16),
-to replace an older version of a helper (Algorithm 2)."""
+"""Roles of sent models: candidate for the helper list (Algorithm 3), addition to a list that is not
+full (Algorithm 1, line 16), and newer version of a helper (Algorithm 2)."""
 
 
 @dataclass(frozen=True)
 class Helper:
-    """A model in a client's list."""
+    """Model in a client's helper list."""
 
     number: int
-    """The model's number in the server's pool."""
+    """Number of the model in the server's pool."""
     version: int
-    """The round in which the model was uploaded."""
+    """Round in which the model was uploaded."""
     relation: float
-    """Corr(k|j) of this version with the client's data."""
+    """Corr(k|j) of this version, measured on the client's data."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan for one client in a round; models by number and version."""
+    """Plan for one client in a round: whether it trains, and the models that it is sent."""
 
     train: bool
     warm_up: bool
@@ -207,59 +232,65 @@ class Plan:
 
     @property
     def models(self) -> list[Key]:
-        """Return the models to send."""
+        """All models to send."""
         return [*self.candidates, *self.fill, *self.refresh]
 
     @property
     def roles(self) -> list[int]:
-        """Return the role of each model sent."""
+        """Role of each model in `models`."""
         counts = len(self.candidates), len(self.fill), len(self.refresh)
         return np.repeat([CANDIDATE, FILL, REFRESH], counts).tolist()
 
     @property
-    def idle(self) -> bool:
-        """Return whether there is nothing to ask of the client."""
+    def is_idle(self) -> bool:
+        """Whether the client has nothing to do in the round."""
         return not (self.train or self.warm_up or self.models)
 
 
 def ranked(helpers: Iterable[Helper]) -> list[Helper]:
-    """Return the helpers by rank, the least related first."""
+    """Sort helpers by rank, with the lowest relation first."""
     return sorted(helpers, key=lambda helper: (helper.relation, helper.number))
 
 
 def replaceable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return Re of Algorithm 3: the helpers of the `replace` lowest ranks, without the client."""
+    """Return the set Re of Algorithm 3: the `replace` lowest ranked helpers without the client."""
     return [helper for helper in ranked(helpers)[:replace] if helper.number != own]
 
 
 def refreshable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return Up of Algorithm 2: helpers above the `replace` lowest ranks, without the client."""
+    """Return the set Up of Algorithm 2: the higher ranked helpers without the client."""
     return [helper for helper in ranked(helpers)[replace:] if helper.number != own]
 
 
 def replaced(
     helpers: Sequence[Helper], candidates: Iterable[Helper], own: int, replace: int
 ) -> list[Helper]:
-    """Return the list after Algorithm 3, ranked.
+    """Replace helpers by candidates (Algorithm 3), and return the ranked list.
 
-    Each candidate is compared with the least related replaceable helper, and replaces it if more
-    related. Candidates that are already in the list are skipped.
+    Each candidate is compared with the replaceable helper of the lowest relation, and replaces it
+    if its own relation is higher. Candidates that are already in the list are skipped.
+
+    Args:
+        helpers: Current list.
+        candidates: Candidates with their relations.
+        own: Number of the client.
+        replace: Number of lowest ranks that can be replaced.
     """
-    places = replaceable(helpers, own, replace)
-    known = {helper.number for helper in helpers}
-    staying = [helper for helper in helpers if helper not in places]
+    slots = replaceable(helpers, own, replace)
+    numbers = {helper.number for helper in helpers}
+    remaining = [helper for helper in helpers if helper not in slots]
     for candidate in candidates:
-        if candidate.number in known or not places:
+        if candidate.number in numbers or not slots:
             continue
-        known.add(candidate.number)
-        least = ranked(places)[0]
-        if candidate.relation > least.relation:
-            places[places.index(least)] = candidate
-    return ranked([*staying, *places])
+        numbers.add(candidate.number)
+        lowest = ranked(slots)[0]
+        if candidate.relation > lowest.relation:
+            slots[slots.index(lowest)] = candidate
+    return ranked([*remaining, *slots])
 
 
 def refreshed(helpers: Iterable[Helper], newer: Mapping[int, Helper]) -> list[Helper]:
-    """Return the list after Algorithm 2, lines 7 to 11, ranked: with newer versions of helpers."""
+    """Update helpers to newer versions (Algorithm 2, lines 7 to 11), and return the ranked list."""
     return ranked(
         newer[h.number] if h.number in newer and newer[h.number].version > h.version else h
         for h in helpers
@@ -267,7 +298,7 @@ def refreshed(helpers: Iterable[Helper], newer: Mapping[int, Helper]) -> list[He
 
 
 def filled(helpers: Sequence[Helper], more: Iterable[Helper], size: int) -> list[Helper]:
-    """Return the list, filled up from `more` to at most `size` (Algorithm 1, line 16), ranked."""
+    """Fill a list up to `size` helpers (Algorithm 1, line 16), and return the ranked list."""
     full = {helper.number: helper for helper in helpers}
     for helper in more:
         if len(full) < size:
@@ -276,7 +307,7 @@ def filled(helpers: Sequence[Helper], more: Iterable[Helper], size: int) -> list
 
 
 def to_arrays(helpers: Sequence[Helper]) -> dict[str, Array]:
-    """Return a list as arrays [helpers]; `from_arrays` is the inverse."""
+    """Convert a helper list to arrays of shape [M]."""
     return {
         "numbers": np.array([helper.number for helper in helpers], np.int64),
         "versions": np.array([helper.version for helper in helpers], np.int64),
@@ -285,6 +316,6 @@ def to_arrays(helpers: Sequence[Helper]) -> dict[str, Array]:
 
 
 def from_arrays(arrays: Mapping[str, Array]) -> list[Helper]:
-    """Return the list from the arrays that `to_arrays` returned."""
+    """Convert arrays from `to_arrays` to a helper list."""
     columns = (arrays[name].tolist() for name in ("numbers", "versions", "relations"))
     return [Helper(*row) for row in zip(*columns, strict=True)]

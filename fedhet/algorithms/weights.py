@@ -1,12 +1,12 @@
-"""Model weights: their averages, their parts, and their compression.
+"""Model weights: averages, submodels and compression.
 
-- Averages: McMahan et al., Communication-Efficient Learning (FedAvg).
-- Sub-models, leading parts of a model's layers, and their average where they overlap: Diao et al.,
+- Averages: McMahan et al., Communication-Efficient Learning of Deep Networks (FedAvg).
+- Submodels, the leading parts of a model's layers, and averages over their overlaps: Diao et al.,
   HeteroFL, ICLR 2021, Section 3 and Algorithm 1.
-- Compression: stochastic rounding as in QSGD (Alistarh et al., NeurIPS 2017), with a scale for
-  each row; top-k with error feedback as in Stich et al., Sparsified SGD with Memory (NeurIPS 2018);
-  factors that keep most of a matrix's energy as in FedKD (Wu et al., Nature Communications 13,
-  2022, "Dynamic gradients approximation").
+- Stochastic rounding: QSGD (Alistarh et al., NeurIPS 2017), here with a scale per row.
+- Top-k sparsification with error feedback: Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
+- Low-rank factors: FedKD (Wu et al., Nature Communications 13, 2022, "Dynamic gradients
+  approximation").
 """
 
 from __future__ import annotations
@@ -26,20 +26,29 @@ from fedhet.learning.devices import Compute
 from fedhet.learning.training import batches, evaluating
 
 PART = 2**18
-"""Elements of a tensor that are averaged at once: sums in float64 take twice their memory."""
+"""Number of elements averaged at the same time, which bounds the memory of float64 sums."""
 
 
 def average_weights(models: Sequence[tuple[Arrays, float]]) -> dict[str, Array]:
-    """Return the average of models of one architecture, weighted by their numbers of samples.
+    """Return the weighted average of models of one architecture.
 
-    Sums are in float64, a part of one tensor at a time: models that are read from disk need not fit
-    into memory together. Running statistics of batch normalization are averaged like weights
-    (ours), its integer counters rounded. The order of `models` may affect the last bit: pass them
-    sorted. Raises ValueError if there is no model or no sample.
+    Sums are in float64 over one part of a tensor at a time, so that models on disk need not fit
+    into memory together. Running statistics of batch norms are averaged like weights, and integers
+    are rounded. The order of the models may affect the last bit; pass them sorted.
+
+    Args:
+        models: Pairs of a model's tensors and its weight, e.g. its number of samples.
+
+    Raises:
+        ValueError: If there is no model, or if the weights sum to 0.
+
+    Example:
+        >>> average_weights([({"w": np.float32([0])}, 1), ({"w": np.float32([4])}, 3)])
+        {'w': array([3.], dtype=float32)}
     """
     total = sum(weight for _, weight in models)
     if total <= 0:
-        raise ValueError("an average needs at least one model with at least one sample")
+        raise ValueError(f"expected models with a positive total weight, got {total:g}")
     if len(models) == 1:
         return {name: value.copy() for name, value in models[0][0].items()}
     averaged = {name: np.empty(value.shape, value.dtype) for name, value in models[0][0].items()}
@@ -53,35 +62,38 @@ def average_weights(models: Sequence[tuple[Arrays, float]]) -> dict[str, Array]:
 
 
 def _parts(size: int) -> list[slice]:
-    """Return slices that cover a number of elements, PART at a time."""
+    """Return slices of at most PART elements that cover `size` elements."""
     return [slice(start, start + PART) for start in range(0, size, PART)]
 
 
 def _elements(value: Array, part: slice) -> Array:
-    """Return some elements of a tensor, counted in C order, in float64."""
+    """Return a slice of the elements of a tensor, in C order and in float64."""
     return value.reshape(-1)[part].astype(np.float64)
 
 
 def as_type(mean: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an average as `dtype`: rounded if that is an integer's."""
+    """Convert an average to `dtype`; integers are rounded."""
     return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
 
 
-def moved_toward(new: Arrays, old: Arrays, share: float) -> dict[str, Array]:
-    """Return (1 - `share`) old + `share` new, `new` itself for a share of 1 (pFedMe's beta)."""
-    return dict(new) if share == 1 else average_weights([(old, 1 - share), (new, share)])
+def interpolate(old: Arrays, new: Arrays, beta: float) -> dict[str, Array]:
+    """Return (1 - beta) old + beta new (pFedMe, Algorithm 1, line 12)."""
+    return dict(new) if beta == 1 else average_weights([(old, 1 - beta), (new, beta)])
 
 
-def changed(weights: Arrays, changes: Arrays) -> dict[str, Array]:
-    """Return `weights` with `changes` added to them, each in its own type; variances stay >= 0."""
-    added = {name: (value + changes[name]).astype(value.dtype) for name, value in weights.items()}
+def add_update(weights: Arrays, update: Arrays) -> dict[str, Array]:
+    """Return the sum of weights and an update, in the types of the weights.
+
+    Running variances are clipped at 0.
+    """
+    added = {name: (value + update[name]).astype(value.dtype) for name, value in weights.items()}
     return {n: v.clip(min=0) if n.endswith("running_var") else v for n, v in added.items()}
 
 
 class RunningAverage:
-    """A weighted average of models of one architecture, which are added one at a time.
+    """Weighted average of models of one architecture that are added one at a time.
 
-    It holds their sums alone, in float64: its memory does not grow with the number of models.
+    Stores only sums in float64, so that the memory does not grow with the number of models.
     """
 
     def __init__(self) -> None:
@@ -90,24 +102,24 @@ class RunningAverage:
         self._total = 0.0
 
     def add(self, weights: Arrays, weight: float) -> None:
-        """Add a model. The order of models may affect the last bit: add them sorted."""
+        """Add a model. The order of the models may affect the last bit; add them sorted."""
         for name, value in weights.items():
             if first := name not in self._sums:
                 self._sums[name] = np.empty(value.shape)
                 self._types[name] = value.dtype
             sums = self._sums[name].reshape(-1)
             for part in _parts(value.size):
-                share = _elements(value, part) * weight
-                sums[part] = share if first else sums[part] + share
+                weighted = _elements(value, part) * weight
+                sums[part] = weighted if first else sums[part] + weighted
         self._total += weight
 
     def mean(self) -> dict[str, Array]:
-        """Return the average, in the models' own types; integer counters are rounded.
+        """Return the average in the types of the models; integers are rounded.
 
-        Raises ValueError if there is no model or no weight.
+        Raises ValueError if there is no model, or if the weights sum to 0.
         """
         if self._total <= 0:
-            raise ValueError("an average needs at least one model with a positive weight")
+            raise ValueError(f"expected models with a positive total weight, got {self._total:g}")
         means = {name: np.empty(sums.shape, self._types[name]) for name, sums in self._sums.items()}
         for name, mean in means.items():
             for part in _parts(mean.size):
@@ -117,22 +129,22 @@ class RunningAverage:
 
 
 SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
-"""The layers that the scaler follows."""
+"""Layers whose outputs the scaler divides."""
 STATISTICS_BATCH = 128
-"""Samples in a batch whose statistics are queried: on every machine the same ones."""
+"""Batch size when statistics are queried; a constant, so that all machines get the same result."""
 
 
-def fits(shapes: Shapes, whole: Shapes) -> bool:
-    """Return whether tensors of `shapes` are leading parts of tensors of the shapes `whole`."""
-    return shapes.keys() == whole.keys() and all(
-        len(shape) == len(whole[name][0])
-        and all(size <= most for size, most in zip(shape, whole[name][0], strict=True))
+def is_submodel(shapes: Shapes, full: Shapes) -> bool:
+    """Return whether tensors of `shapes` are leading parts of tensors of the shapes `full`."""
+    return shapes.keys() == full.keys() and all(
+        len(shape) == len(full[name][0])
+        and all(size <= full_size for size, full_size in zip(shape, full[name][0], strict=True))
         for name, (shape, _) in shapes.items()
     )
 
 
-def cut(weights: Arrays, shapes: Shapes) -> dict[str, Array]:
-    """Return the leading part, of each of `shapes`, of every tensor of a model."""
+def cut_submodel(weights: Arrays, shapes: Shapes) -> dict[str, Array]:
+    """Return the leading part of each tensor of a model, with the given shapes."""
     return {
         name: np.array(weights[name][tuple(map(slice, shape))])
         for name, (shape, _) in shapes.items()
@@ -141,10 +153,14 @@ def cut(weights: Arrays, shapes: Shapes) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class SubModel:
-    """A client's part of the global model, after training.
+    """Submodel of a client after training.
 
-    `weight` is what it counts for. If `labels` [P] are given, it has trained the rows of these
-    classes alone of the tensors whose names begin with `head`.
+    Attributes:
+        weights: Tensors of the submodel, by name.
+        weight: Weight of the client in averages.
+        labels: Classes of the client, of shape [P], or None. If set, only the rows of these classes
+            count in tensors whose names start with `head`.
+        head: Prefix of the head's tensors.
     """
 
     weights: Arrays
@@ -153,7 +169,7 @@ class SubModel:
     head: str = "classifier."
 
     def region(self, name: str) -> tuple[Any, ...]:
-        """Return the index of the elements of a global tensor that the client has trained."""
+        """Return the index of the elements of a global tensor that the client trained."""
         region: tuple[Any, ...] = tuple(map(slice, self.weights[name].shape))
         if self.labels is not None and name.startswith(self.head):
             return (self.labels, *region[1:])
@@ -161,31 +177,31 @@ class SubModel:
 
 
 def average_overlaps(before: Arrays, models: Sequence[SubModel]) -> dict[str, Array]:
-    """Return the global weights after a round: each element's mean over those who trained it.
+    """Average each element over the submodels that trained it (HeteroFL, Algorithm 1).
 
-    An element that nobody trained keeps its value of `before`. Sums are in float64. The order of
-    `models` may affect the last bit: pass them sorted.
+    Elements that no client trained keep their value in `before`. Sums are in float64. The order of
+    the models may affect the last bit; pass them sorted.
     """
     averaged = {}
     for name, value in before.items():
-        held = np.zeros(value.shape)
+        total = np.zeros(value.shape)
         for model in models:
-            held[model.region(name)] += model.weight
-        mean = np.where(held > 0, 0.0, value.astype(np.float64))
+            total[model.region(name)] += model.weight
+        mean = np.where(total > 0, 0.0, value.astype(np.float64))
         for model in models:
             region = model.region(name)
             trained = model.weights[name][region].astype(np.float64)
-            mean[region] += trained * (model.weight / held[region])
+            mean[region] += trained * (model.weight / total[region])
         averaged[name] = as_type(mean, value.dtype)
     return averaged
 
 
 @contextlib.contextmanager
 def scaling(module: nn.Module, rate: float) -> Iterator[None]:
-    """Divide the outputs of the SCALED layers in `module` by `rate`: the scaler.
+    """Divide the outputs of the SCALED layers in `module` by `rate` (HeteroFL's scaler).
 
-    It makes up, while a narrow sub-model trains, for what its outputs lack against the global
-    model's. Outside of the block, as in evaluation, nothing is divided.
+    During training, the scaler compensates for the smaller outputs of a narrow submodel. Nothing is
+    divided outside the block, e.g. in evaluation.
     """
     layers = [part for part in module.modules() if isinstance(part, SCALED)]
     hooks = [layer.register_forward_hook(lambda _, x, out: out / rate) for layer in layers]
@@ -200,9 +216,9 @@ def scaling(module: nn.Module, rate: float) -> Iterator[None]:
 def query_statistics(
     model: nn.Module, x: Tensor, compute: Compute, generator: torch.Generator
 ) -> None:
-    """Set the running statistics of batch norms to the mean over batches of x [N, ...].
+    """Set the running statistics of batch norms to their mean over batches of x [N, ...].
 
-    Static batch norm: nothing is tracked in training, and the statistics are queried afterwards.
+    With HeteroFL's static batch norm, statistics are not tracked in training but queried later.
     """
     norms: list[Any] = [part for part in model.modules() if isinstance(part, _BatchNorm)]
     if not norms:
@@ -211,7 +227,7 @@ def query_statistics(
     with evaluating(model), compute.autocast():
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # the plain mean over batches
+            norm.momentum = None  # computes the mean over batches
             norm.train()
         for rows in batches(len(x), STATISTICS_BATCH, generator, x.device):
             model(compute.to_inputs(x[rows]))
@@ -220,13 +236,13 @@ def query_statistics(
 
 
 LEVELS = 127
-"""The greatest integer of a row, which stands for its largest absolute value."""
+"""Integer that represents the largest absolute value of a row."""
 
 
 def scales_of(rows: Array) -> Array:
-    """Return the scale [R] of each of the rows [R, M], float32: s = max |x| / 127.
+    """Return the scale s = max |x| / 127 of each row of `rows` [R, M], as float32 of shape [R].
 
-    It is rounded up, so that no value is more than 127 scales.
+    Scales are rounded up, so that |x| / s is at most 127.
     """
     largest = np.abs(rows).max(1, initial=0).astype(np.float64)
     scales: Array = (largest / LEVELS).astype(np.float32)
@@ -236,10 +252,9 @@ def scales_of(rows: Array) -> Array:
 
 
 def rounded(rows: Array, scales: Array, rng: np.random.Generator) -> Array:
-    """Return the rows [R, M] in units of their scales [R], rounded at random to int8.
+    """Quantize rows [R, M] to int8 with stochastic rounding, q = floor(x / s + u).
 
-    q = floor(x / s + u) with u uniform in [0, 1), so that the mean of s q over u is x. A row of
-    zeros stays zero.
+    u is uniform in [0, 1), so that s q is an unbiased estimate of x. Zero rows stay zero.
     """
     units = rows / np.where(scales > 0, scales, 1)[:, None]
     units += rng.random(units.shape, dtype=np.float32)
@@ -247,30 +262,35 @@ def rounded(rows: Array, scales: Array, rng: np.random.Generator) -> Array:
 
 
 def largest(values: Array, count: int) -> Array:
-    """Return which of the values [N] are the `count` of largest size, bool [N].
+    """Return a mask [N] of the `count` values with the largest magnitude.
 
-    Of equal ones, those that come first: the choice is the same on every machine.
+    Ties are resolved by order, so that all machines select the same values.
     """
     sizes = np.abs(values)
-    least = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
-    chosen: Array = sizes > least
-    equal = np.flatnonzero(sizes == least)
-    chosen[equal[: count - int(chosen.sum())]] = True
-    return chosen
+    threshold = np.partition(sizes, len(sizes) - count)[len(sizes) - count]
+    selected: Array = sizes > threshold
+    equal = np.flatnonzero(sizes == threshold)
+    selected[equal[: count - int(selected.sum())]] = True
+    return selected
 
 
 def energy_kept(round: int, rounds: int, start: float, end: float) -> float:
-    """Return T(t) = T_start + (T_end - T_start) t (Eq. 9), t the share of rounds, from 1 / R to 1.
+    """Return the energy T(t) = T_start + (T_end - T_start) t (FedKD, Eq. 9), t = round / rounds.
 
-    So early rounds are approximated roughly, and late ones finely.
+    Updates in late rounds are approximated more precisely.
     """
     return start + (end - start) * round / rounds
 
 
 def min_rank(singular: Array, energy: float) -> int:
-    """Return the least K whose first squares, of [Q], sum to more than `energy` of all (Eq. 8).
+    """Return the minimum rank K that keeps more than a fraction `energy` of the energy (Eq. 8).
 
-    All that are not zero, if no K does; 0 for a matrix of zeros.
+    The energy is the sum of the squared singular values. Returns the number of nonzero singular
+    values if no rank exceeds the fraction, and 0 for a zero matrix.
+
+    Args:
+        singular: Singular values, descending, of shape [Q].
+        energy: Fraction T of the energy.
     """
     squares = np.cumsum(np.square(singular))
     if not squares.size or not squares[-1] > 0:
@@ -280,13 +300,14 @@ def min_rank(singular: Array, energy: float) -> int:
 
 
 def factors(matrix: Array, energy: float) -> tuple[Array, Array]:
-    """Return U Sigma [P, K] and V [K, Q] of a matrix [P, Q], K the least rank for `energy`.
+    """Return factors U Sigma [P, K] and V [K, Q] of a matrix [P, Q], with the rank of `min_rank`.
 
-    Sigma travels in U (ours): the paper sends it as a matrix of its own. By PyTorch, whose threads
-    the run sets; numpy's take thirty times as long for matrices as small as these.
+    Unlike the paper, Sigma is multiplied into U instead of sent separately. Uses PyTorch, because
+    NumPy does not respect the run's number of threads and takes thirty times as long for small
+    matrices.
     """
-    wide = torch.from_numpy(matrix.astype(np.float64))
-    u, singular, v = (each.numpy() for each in torch.linalg.svd(wide, full_matrices=False))
+    exact = torch.from_numpy(matrix.astype(np.float64))
+    u, singular, v = (part.numpy() for part in torch.linalg.svd(exact, full_matrices=False))
     rank = min_rank(singular, energy)
     left, right = u[:, :rank] * singular[:rank], v[:rank]
     return left.astype(matrix.dtype), right.astype(matrix.dtype)

@@ -1,1 +1,1 @@
-"""The client halves of the methods, one per file."""
+"""Clients of the methods, one per file."""

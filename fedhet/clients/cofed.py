@@ -1,4 +1,4 @@
-"""CoFED, client half: local training, predictions on the public set, update training."""
+"""Client of CoFED: local training, predictions on the public set, and update training."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ from fedhet.wire.knowledge import Knowledge
 FOUND_OPTIMIZER, FOUND_RATE, FOUND_DECAY, FOUND_FACTOR = (
     f"search.{name}" for name in ("optimizer", "lr", "decay", "update")
 )
-"""Keys of the client's metadata under which it keeps the result of its search."""
+"""Metadata keys of the hyperparameters found by the search."""
 MIN_TO_SEARCH = 3
-"""The smallest number of samples to search with: two to train on, and one held out."""
+"""Minimum number of samples for the search: two for training and one held-out sample."""
 
 
 class CofedClient(HetClient):
-    """Trains alone, sends its predictions on the public set, and learns from the vote.
+    """Trains locally, sends predictions on the public set, and learns from the pseudolabels.
 
-    Its model and training stay private: any model with `fit` and `predict` may take part.
+    The server needs neither the model nor its architecture, so models without gradients can take
+    part.
     """
 
     settings: CofedSettings
 
     @cached_property
     def public(self) -> Tensor:
-        """The public samples [N, ...], on the device, without their labels."""
+        """Public samples [N, ...] on the device."""
         return self.compute.to_device(self.public_set(labeled=False).x)
 
     def sizes(self) -> Sizes:
-        """Return the axes C (classes), L = C + 1 (C stands for none) and N (public instances)."""
+        """Return axes C (classes), L = C + 1 (classes and none) and N (public instances)."""
         classes = self.info.classes
         return Sizes({"C": classes, "L": classes + 1, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Run steps 1, 4 and 2 of Section 4.1, as far as they are due.
+        """Run the steps of Section 4.1 that are due.
 
-        The client's first participation trains on its own data (step 1). If pseudolabels were sent,
-        it runs the update training (step 4). Then, if asked, it predicts the public set (step 2).
+        In its first round, the client trains on its own data (step 1). If the server has sent
+        pseudolabels, it runs the update training (step 4). If requested, it then predicts the
+        public set (step 2).
         """
         if self.state.participations == 0:
             self._train_locally(round)
@@ -65,21 +67,21 @@ class CofedClient(HetClient):
         return self._predictions() if knowledge.scalars["predict"] else Knowledge()
 
     def training_set(self) -> tuple[Tensor, Tensor]:
-        """Return the client's own data, plus R_i once it has been sent."""
-        if not self._updated:
+        """Return the client's data, plus R_i after it has been received."""
+        if not self._has_pseudolabels:
             return self.x, self.y
         labels = self.state.tensors["labels"].to(self.compute.device)
-        given = (labels < self.info.classes).nonzero().flatten()
-        x = concatenated(self.x, self.public[given])
-        return x, torch.cat([self.y, labels[given]])
+        rows = (labels < self.info.classes).nonzero().flatten()
+        x = concatenated(self.x, self.public[rows])
+        return x, torch.cat([self.y, labels[rows]])
 
     def evaluation(self, knowledge: Knowledge) -> Evaluations:
         """Return the scores of the current model, and of the model after local training.
 
-        The latter were measured at that time; before any update training, both are the same.
+        The latter scores are stored. Both are equal before the first update training.
         """
-        measured = super().evaluation(knowledge) if self._updated else {}
-        kinds = ("local",) if self._updated else ("local", "private")
+        measured = super().evaluation(knowledge) if self._has_pseudolabels else {}
+        kinds = ("local",) if self._has_pseudolabels else ("local", "private")
         metadata = self.state.metadata
         return measured | {
             (protocol, kind): Evaluation(float(metadata[f"local.{protocol}"]), math.nan)
@@ -90,32 +92,32 @@ class CofedClient(HetClient):
 
     @property
     def training(self) -> TrainingSettings:
-        """Return the training settings: those that the search has found, if there was one."""
-        metadata, own = self.state.metadata, super().training
+        """Training settings, with the hyperparameters found by the search."""
+        metadata, training = self.state.metadata, super().training
         if FOUND_RATE not in metadata:
-            return own
+            return training
         rate = float(metadata[FOUND_RATE]) * float(metadata.get(FOUND_FACTOR, 1.0))
-        return own.model_copy(update={"optimizer": metadata[FOUND_OPTIMIZER], "lr": rate})
+        return training.model_copy(update={"optimizer": metadata[FOUND_OPTIMIZER], "lr": rate})
 
     @property
     def _decay(self) -> float:
         return float(self.state.metadata.get(FOUND_DECAY, 1.0))
 
     @property
-    def _updated(self) -> bool:
-        """Return whether the model has had an update training since local training."""
+    def _has_pseudolabels(self) -> bool:
+        """Whether the client has received pseudolabels, and so has run an update training."""
         return "labels" in self.state.tensors
 
     def _train_locally(self, round: int) -> None:
-        """Train on the client's own data, and measure the baseline of relative accuracy."""
-        a_network = not isinstance(self.private, Refitted)
-        searches = self.settings.search == "grid" and a_network
+        """Train on the client's data, and store the scores as the baseline."""
+        is_network = not isinstance(self.private, Refitted)
+        searches = self.settings.search == "grid" and is_network
         if searches and len(self.y) >= MIN_TO_SEARCH:
-            found = Trials(self, round).local()
+            best = GridSearch(self, round).local()
             self.state.metadata |= {
-                FOUND_OPTIMIZER: found.optimizer,
-                FOUND_RATE: found.lr,
-                FOUND_DECAY: found.decay,
+                FOUND_OPTIMIZER: best.optimizer,
+                FOUND_RATE: best.lr,
+                FOUND_DECAY: best.decay,
             }
         self.fit_private(self.generator(round, "batches"), decay=self._decay)
         models, metrics = {"local": self.private}, self.run.metrics
@@ -125,9 +127,9 @@ class CofedClient(HetClient):
             self.state.metadata[f"local.{protocol}"] = score.accuracy
 
     def _update(self, round: int) -> None:
-        """Train on the client's own data and R_i, as in local training but for the minibatches."""
+        """Train on the client's data and R_i (step 4)."""
         if FOUND_RATE in self.state.metadata:
-            self.state.metadata[FOUND_FACTOR] = Trials(self, round).update()
+            self.state.metadata[FOUND_FACTOR] = GridSearch(self, round).update()
         self.fit_private(
             self.generator(round, "update"),
             epochs=self.settings.update_epochs,
@@ -136,27 +138,25 @@ class CofedClient(HetClient):
         )
 
     def _predictions(self) -> Knowledge:
-        """Return the class of every public instance, or C where the model is undecided."""
+        """Predict the class of each public instance; C is an abstention."""
         classes, margin, model = self.info.classes, self.settings.margin, self.private
         logits = logits_of(model, self.public, self.compute)
         predictions = logits.argmax(1).cpu().numpy()
         if margin:
-            likely = logits.softmax(1)
+            probabilities = logits.softmax(1)
             if isinstance(model, Refitted):
-                likely = model.probabilities(self.compute.to_inputs(self.public))
-            predictions[undecided(likely.cpu().numpy(), margin)] = classes
+                probabilities = model.probabilities(self.compute.to_inputs(self.public))
+            predictions[undecided(probabilities.cpu().numpy(), margin)] = classes
         space = self.space.cpu().numpy().astype(smallest_uint(classes))
-        answers = classes + (margin > 0)
-        return Knowledge(
-            {"predictions": predictions.astype(smallest_uint(answers)), "space": space}
-        )
+        values = classes + (margin > 0)
+        return Knowledge({"predictions": predictions.astype(smallest_uint(values)), "space": space})
 
 
-class Trials:
-    """The search of Section 5.2: trainings on a part of the client's own data, scored on the rest.
+class GridSearch:
+    """Hyperparameter search of Section 5.2, evaluated on held-out data of the client.
 
-    They do not change the client's models or random draws. The held-out part is the same in every
-    round; the final training uses all data.
+    The search changes neither the client's models nor its random numbers. The held-out samples are
+    the same in every round. The final training uses all samples.
     """
 
     def __init__(self, client: CofedClient, round: int) -> None:
@@ -164,47 +164,51 @@ class Trials:
         labels = client.y.cpu().numpy()
         count = min(max(1, int(self.settings.search_share * len(labels))), len(labels) - 2)
         rng = numpy_rng(client.run.seed, client.info.name, "search")
-        held = stratified(labels, count, rng)
-        kept = np.setdiff1d(np.arange(len(labels)), held)
-        self.own, self.held = (
-            Split(client.x[rows], client.y[rows])
-            for rows in (torch.from_numpy(part).to(client.y.device) for part in (kept, held))
-        )
+        held_out = stratified(labels, count, rng)
+        remaining = np.setdiff1d(np.arange(len(labels)), held_out)
+        parts = (torch.from_numpy(part).to(client.y.device) for part in (remaining, held_out))
+        self.train_part, self.held_out = (Split(client.x[r], client.y[r]) for r in parts)
 
     def local(self) -> Candidate:
         """Return the best configuration of the grid for local training."""
-        return best(grid(self.settings), lambda each: self._score(self._trained(each)))
+        return find_best(grid(self.settings), lambda each: self._score(self._trained(each)))
 
     def update(self) -> float:
-        """Return the best factor for the learning rate found, for update training.
+        """Return the best factor on the learning rate for update training.
 
-        The model that is trained further has not seen the held-out part either.
+        The models are trained from scratch, because the client's model has seen the held-out data.
         """
         metadata = self.client.state.metadata
-        found = Candidate(
+        local = Candidate(
             str(metadata[FOUND_OPTIMIZER]),
             float(metadata[FOUND_RATE]),
             float(metadata[FOUND_DECAY]),
         )
-        before, factors = self._trained(found), self.settings.search_updates
-        tried = [replace(found, lr=found.lr * factor) for factor in factors]
-        chosen = best(tried, lambda each: self._score(self._updated(deepcopy(before), each)))
-        return factors[tried.index(chosen)]
+        model, factors = self._trained(local), self.settings.search_updates
+        candidates = [replace(local, lr=local.lr * factor) for factor in factors]
+        best = find_best(candidates, lambda each: self._score(self._updated(deepcopy(model), each)))
+        return factors[candidates.index(best)]
 
     def _trained(self, candidate: Candidate) -> nn.Module:
-        """Return a new model after local training on all but the held-out part."""
+        """Return a new model after local training without the held-out data."""
         model = self.client.compute.place(self.client.setup()["private"])
         within, training = self.client.samples.within_space(model), self.client.training
         self._fit(
-            within, candidate, self.own, training.local_epochs, training.batch_size, "batches"
+            within,
+            candidate,
+            self.train_part,
+            training.local_epochs,
+            training.batch_size,
+            "batches",
         )
         return within
 
     def _updated(self, model: nn.Module, candidate: Candidate) -> nn.Module:
-        """Return the model after update training on all but the held-out part."""
+        """Return the model after update training without the held-out data."""
         x, y = self.client.training_set()
-        given = len(self.client.y)  # R_i follows the client's own samples
-        data = Split(concatenated(self.own.x, x[given:]), torch.cat([self.own.y, y[given:]]))
+        start = len(self.client.y)  # R_i follows the client's own samples
+        own = self.train_part
+        data = Split(concatenated(own.x, x[start:]), torch.cat([own.y, y[start:]]))
         epochs = self.settings.update_epochs or self.client.training.local_epochs
         self._fit(model, candidate, data, epochs, self.settings.update_batch_size, "update")
         return model
@@ -213,8 +217,8 @@ class Trials:
         self, model: nn.Module, candidate: Candidate, data: Split, epochs: int, size: int, use: str
     ) -> None:
         client, recipe = self.client, self.client.recipe
-        own = {"optimizer": candidate.optimizer, "lr": candidate.lr, "keep_optimizer": False}
-        settings, device = client.training.model_copy(update=own), client.compute.device
+        update = {"optimizer": candidate.optimizer, "lr": candidate.lr, "keep_optimizer": False}
+        settings, device = client.training.model_copy(update=update), client.compute.device
         recipe.begin(self.round)
         with seeded(client.run.seed, client.info.name, self.round, "search", device=device):
             optimizing = recipe.round_optimization(settings, model.parameters())
@@ -233,12 +237,12 @@ class Trials:
         recipe.begin(self.round)
 
     def _score(self, model: nn.Module) -> Evaluation:
-        return evaluate(model, self.held.x, self.held.y, self.client.compute)
+        return evaluate(model, self.held_out.x, self.held_out.y, self.client.compute)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A training configuration: `decay` is the factor on the rate after each epoch."""
+    """Hyperparameters: optimizer, learning rate, and its decay factor per epoch."""
 
     optimizer: str
     lr: float
@@ -246,9 +250,9 @@ class Candidate:
 
 
 def grid(settings: CofedSettings) -> list[Candidate]:
-    """Return every combination that a search tries (Section 5.2).
+    """Return all combinations of hyperparameters to try (Section 5.2).
 
-    The rates that sgd tries are ten times as high, as in the authors' published script.
+    Learning rates are multiplied by 10 for sgd, as in the authors' published script.
     """
     return [
         Candidate(optimizer, rate * (10.0 if optimizer == "sgd" else 1.0), decay)
@@ -258,10 +262,13 @@ def grid(settings: CofedSettings) -> list[Candidate]:
     ]
 
 
-def best(candidates: Iterable[Candidate], score_of: Callable[[Candidate], Evaluation]) -> Candidate:
-    """Return the candidate of the highest accuracy; of equals, the one of the lowest loss.
+def find_best(
+    candidates: Iterable[Candidate], score_of: Callable[[Candidate], Evaluation]
+) -> Candidate:
+    """Return the candidate with the highest accuracy.
 
-    If they are equal in both, it is the first. A loss that is not finite is the highest.
+    Ties are resolved by the lowest loss, then by order. Losses that are not finite count as
+    infinite.
     """
 
     def rank(candidate: Candidate) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Cronus, client half: trains on its own data and the public soft labels as on one data set."""
+"""Client of Cronus: trains on the union of its own data and the softly labeled public data."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fedhet.methods.cronus import CronusSettings
 
 
 class CronusClient(FedMdClient):
-    """Takes its minibatches from the union of its own data and the softly labeled public data.
+    """Trains on batches from the union of the client's data and the softly labeled public data.
 
-    In its first participation there are no soft labels: the paper's initialization phase.
+    Before the first consensus, it trains on its own data alone, the paper's initialization phase.
     """
 
     settings: CronusSettings
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
-        """Train for the local epochs on the union, or on its own data until there is a consensus.
+        """Train for the local epochs on the union, or on the client's data without a consensus.
 
-        An epoch passes over every sample of the union once. In its targets, a class is an own
-        sample's, and -1 - r is that of the consensus's row r.
+        The target of a sample of the client is its class. The target of the public sample in row r
+        of the consensus is -1 - r.
         """
         if consensus is None:
             self._revisit(round, optimizing)
@@ -41,7 +41,7 @@ class CronusClient(FedMdClient):
         self.train_own(loss_of, self.private, optimizing, generator, labeled=union)
 
     def _loss(self, logits: Tensor, y: Tensor, consensus: Consensus) -> Tensor:
-        """Return the mean loss of a batch's logits [B, C] against targets [B] of the union."""
+        """Return the mean loss of logits [B, C] against targets [B] of the union."""
         is_own = y >= 0
         columns, classes = self.own_classes(logits, y)
         classes = classes.where(is_own, -1)

@@ -1,7 +1,7 @@
-"""DS-FL, client half: FedMD's round, with probabilities on unlabeled public data."""
+"""Client of DS-FL: FedMD's round with probabilities on unlabeled public data."""
 
 from fedhet.clients.fedmd import FedMdClient
 
 
 class DsFlClient(FedMdClient):
-    """Distils the sharpened mean ("Distillation"), trains ("Update"), and predicts."""
+    """Trains on the consensus ("Distillation") and on its data ("Update"), and predicts."""

@@ -1,4 +1,4 @@
-"""FD, client half: Algorithm 1, "Local training phase"."""
+"""Client of FD: Algorithm 1, "Local training phase"."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FdObjective(FedHeObjective):
-    """Cross-entropy, and the distillation regularizer; gathers class sums of probabilities."""
+    """Cross-entropy plus the distillation regularizer; accumulates class sums of probabilities."""
 
     settings: FdSettings  # type: ignore[assignment]
 
-    def answers(self, logits: Tensor) -> Tensor:
-        """Return the probabilities F(w, b) of logits [N, C], 0 outside the label space."""
+    def averaged_output(self, logits: Tensor) -> Tensor:
+        """Return the probabilities F(w, b) [N, C], which are 0 outside the label space."""
         own = self.own_classes.columns(logits.detach().float()).softmax(1)
         if own.shape == logits.shape:
             return own
-        whole = torch.zeros_like(logits, dtype=own.dtype)
-        whole[:, self.own_classes.space] = own
-        return whole
+        probabilities = torch.zeros_like(logits, dtype=own.dtype)
+        probabilities[:, self.own_classes.space] = own
+        return probabilities
 
     def distillation(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
         """Return gamma times the distillation regularizer (line 5)."""
@@ -40,19 +40,19 @@ class FdObjective(FedHeObjective):
 
 
 class FdClient(FedHeClient):
-    """Learns from its labels and from the others' probabilities; replies with its own."""
+    """Trains on labels and on the class means of other clients, and sends its class means."""
 
     settings: FdSettings  # type: ignore[assignment]
     objective: ClassVar[type[FedHeObjective]] = FdObjective
     all_epochs: ClassVar[bool] = True
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs; return each class's mean probabilities over all of them."""
+        """Train for the local epochs, and return the mean probabilities over all of them."""
         means = self._learn(round, self.read_teacher(knowledge))
         probabilities = nearest_distributions(means.logits)
         return Knowledge({"classes": means.classes, "probabilities": probabilities})
 
     def entries(self, knowledge: Knowledge) -> Array:
-        """Return the logarithms of the other clients' probabilities: logits of the same softmax."""
+        """Return the log probabilities of the other clients, used as logits."""
         logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], MIN_PROBABILITY))
         return logs

@@ -1,4 +1,4 @@
-"""FedAvg, client half: Algorithm 1, "ClientUpdate", for all methods that average weights."""
+"""Client of FedAvg, and base class for methods that average weights: Algorithm 1, ClientUpdate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedAvgClient(HetClient):
-    """Starts each round from the averages, trains on its own data, and sends the result."""
+    """Trains from the averaged weights, and sends the resulting weights."""
 
     settings: FedAvgSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the model after training and, if averages were received, the model with them."""
+        """Return the model after training, and the model with the averages if they were sent."""
         models = {"private": self.private}
         if weights := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.width), weights)
@@ -34,15 +34,15 @@ class FedAvgClient(HetClient):
         return Knowledge(self.reply(local))
 
     def start(self, weights: Arrays) -> HetModel:
-        """Return the private model as a round starts: with the averages."""
+        """Load the averages into the private model, and return it."""
         return self._joined(self.network, weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the private model with the term that the method adds to its loss."""
+        """Return the local training of the method; the default is FedAvg's."""
         return LocalModel(self.network, self.anchor())
 
     def anchor(self) -> dict[str, Tensor]:
-        """Return a copy of the private model's tensors, as they are before training."""
+        """Return a copy of the private model's tensors before training."""
         return {k: v.detach().clone() for k, v in self.network.state_dict().items()}
 
     def steps(self) -> int:
@@ -50,18 +50,18 @@ class FedAvgClient(HetClient):
         return 1
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the tensors to send."""
+        """Return the tensors to send, by field."""
         names = part_names(self.network, self.settings.part)
         sent = {k: v for k, v in local.upload().items() if k in names}
         return grouped("weights", to_host_arrays(sent))
 
     def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
-        """Return `model` with `weights`, and the private model's own tensors for the rest."""
+        """Load `weights` into `model`, and the private model's tensors for all other names."""
         load_weights(model, {**to_arrays(self.network), **weights})
         return model
 
     def _learn(self, round: int, local: LocalModel) -> None:
-        """Train on cross-entropy plus the method's term."""
+        """Train on cross-entropy plus the method's regularizer."""
         self.network.train()
         self.train_own(
             LocalObjective(local, self.own_classes),
@@ -75,7 +75,7 @@ class FedAvgClient(HetClient):
 
 
 class LocalObjective(nn.Module):
-    """Cross-entropy within the client's classes."""
+    """Cross-entropy within the client's label space."""
 
     def __init__(self, local: LocalModel, own_classes: nn.Module) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""FedBN, client half: FedAvg's; batch norms stay at the client (Algorithm 1)."""
+"""Client of FedBN: FedAvg with local batch norms (Algorithm 1)."""
 
 from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedBnClient(FedAvgClient):
-    """Trains the whole model, and sends all tensors but those of batch norms."""
+    """Trains the full model, and sends all tensors except those of batch norms."""

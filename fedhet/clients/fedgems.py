@@ -1,4 +1,4 @@
-"""FedGEMS, client half: Algorithm 1, "ClientTrain" and "ClientSelect"."""
+"""Client of FedGEMS: Algorithm 1, ClientTrain and ClientSelect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.algorithms.distillation import taught_loss
+from fedhet.algorithms.distillation import selective_loss
 from fedhet.base.arrays import Array
 from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
@@ -22,30 +22,30 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsClient(HetClient):
-    """Distils from the server on the public set, trains on its own data, answers with logits."""
+    """Distills the server's logits on the public set, trains on its data, and sends logits."""
 
     settings: FedGemsSettings
 
     @cached_property
     def public(self) -> Split:
-        """The public set, on the device."""
+        """Public set on the device."""
         return placed_public(self.public_set(labeled=True), self.compute, self.node.data)
 
     def sizes(self) -> Sizes:
-        """Return the axes C, and B, the bytes of a bit mask over the public samples."""
+        """Return axes C (classes) and B, the bytes of a bit mask over the public samples."""
         return Sizes({"C": self.info.classes, "B": -(-len(self.public) // 8)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Run lines 19 to 27, then ClientSelect (lines 31 to 33).
+        """Run ClientTrain (lines 19 to 27) and ClientSelect (lines 31 to 33).
 
-        Until the server has logits there is nothing to distil: train on private data alone, as in
-        the paper's first step (Section 3.2).
+        Before the server has sent logits, the client trains on its private data alone, as in the
+        paper's first step (Section 3.2).
         """
-        self._take_in(knowledge)
+        self._store_logits(knowledge)
         model = self.network.train()
         optimizing = self.optimization(model.parameters())
         if "logits" in self.state.tensors:
-            self._distil(model, optimizing, round)
+            self._distill(model, optimizing, round)
         generator = self.generator(round, "batches")
         self.train_own(CrossEntropy(model), self.private, optimizing, generator)
         rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
@@ -54,32 +54,33 @@ class FedGemsClient(HetClient):
         logits = logits_of(model, self.public.x[rows], self.compute)
         return Knowledge({"logits": logits.cpu().numpy()})
 
-    def _take_in(self, knowledge: Knowledge) -> None:
-        """Store the server's logits [N, C]: all of them, or those that have changed."""
+    def _store_logits(self, knowledge: Knowledge) -> None:
+        """Store the server's logits [N, C], of which it sends all or only the changed rows."""
         if "logits" not in knowledge.tensors:
             return
         rows = self._rows(knowledge, "changed")
-        came = torch.tensor(knowledge.tensors["logits"], device=self.compute.device)
-        if len(came) != len(rows):
-            raise KnowledgeError("server", "logits", f"{len(came)} rows for {len(rows)} samples")
+        received = torch.tensor(knowledge.tensors["logits"], device=self.compute.device)
+        if len(received) != len(rows):
+            fault = f"expected {len(rows)} rows, got {len(received)}"
+            raise KnowledgeError("server", "logits", fault)
         if len(rows) == len(self.public):
-            self.state.tensors["logits"] = came
+            self.state.tensors["logits"] = received
         elif "logits" not in self.state.tensors:
-            raise KnowledgeError("server", "changed", "this client has no earlier logits")
+            raise KnowledgeError("server", "changed", "this client has no previous logits")
         else:
-            whole = self.state.tensors["logits"].clone()
-            whole[rows] = came
-            self.state.tensors["logits"] = whole
+            logits = self.state.tensors["logits"].clone()
+            logits[rows] = received
+            self.state.tensors["logits"] = logits
 
-    def _distil(self, model: HetModel, optimizing: Optimization, round: int) -> None:
-        """Train on the public set by Eq. 6 (lines 21 to 23)."""
+    def _distill(self, model: HetModel, optimizing: Optimization, round: int) -> None:
+        """Train on the public set with Eq. 6 (lines 21 to 23)."""
         public, epsilon = self.public, self.settings.epsilon
         teacher = self.state.tensors["logits"]
         numbers = torch.arange(len(public), device=self.compute.device)
-        taught = torch.ones_like(numbers, dtype=torch.bool)
+        known = torch.ones_like(numbers, dtype=torch.bool)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            return taught_loss(model(x), public.y[rows], teacher[rows], taught[rows], epsilon)
+            return selective_loss(model(x), public.y[rows], teacher[rows], known[rows], epsilon)
 
         generator = self.generator(round, "public")
         epochs = self.settings.public_epochs
@@ -88,7 +89,7 @@ class FedGemsClient(HetClient):
         )
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
-        """Return the public samples whose bit is set in a field; all if the field is absent."""
+        """Return the public samples whose bit is set in a field, or all if the field is absent."""
         bits = knowledge.tensors.get(field)
         if bits is None:
             return np.arange(len(self.public))

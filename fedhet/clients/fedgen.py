@@ -1,4 +1,4 @@
-"""FedGen, client half: LG-FedAvg's, with a head that learns from generated features too."""
+"""Client of FedGen: LG-FedAvg with a head that is also trained on generated features."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from fedhet.wire.knowledge import Knowledge
 
 @dataclass(frozen=True)
 class Teacher:
-    """The generator as the server sent it, and how much it counts in the round."""
+    """Generator received from the server, and its weight in the round."""
 
     generator: Generator
     prior: Tensor
-    """p(y) [P] over the client's own classes, or zeros if the federation has none of them."""
-    share: float
-    """What is left of the weights alpha and beta, for they fall from round to round."""
+    """p(y) [P] of the client's classes, or zeros if p(y) is 0 for all of them."""
+    decay: float
+    """Factor on the weights alpha and beta in the round."""
     draws: torch.Generator
 
 
 class FedGenClient(FedAvgClient):
-    """Trains its extractor and the head, for which the generator stands for the other clients."""
+    """Trains extractor and head; generated features replace the data of other clients."""
 
     settings: FedGenSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model. Raises ModelError for a head that is not linear."""
+        """Build the private model. Raises ModelError if its head is not linear."""
         models = super().setup()
         classifier = models["private"].get_submodule("classifier")
         if not isinstance(classifier, nn.Linear):
             kind = type(classifier).__name__
-            raise ModelError(f"fedgen averages heads that are nn.Linear, not {kind}")
+            raise ModelError(f"fedgen: the classifier must be an nn.Linear, got {kind}")
         return models
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the private model; what the server teaches is kept for its training."""
-        self._teacher: Teacher | None = None  # in the first round there is none
+        """Return the private model, and store the generator for its training."""
+        self._teacher: Teacher | None = None  # the server sends no generator in the first round
         weights, own = knowledge.group("generator"), self.settings
         if not weights:
             return super().local_model(round, knowledge)
@@ -63,7 +63,7 @@ class FedGenClient(FedAvgClient):
         return super().local_model(round, knowledge)
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the head and, if a setting needs them, the numbers of samples by class."""
+        """Return the head, and the number of samples per class if a setting requires it."""
         sent = super().reply(local)
         if self.settings.sends_counts:
             classes, counts = np.unique(self.y.cpu().numpy(), return_counts=True)
@@ -71,18 +71,19 @@ class FedGenClient(FedAvgClient):
         return sent
 
     def _learn(self, round: int, local: LocalModel) -> None:
-        """Train on cross-entropy, a divergence of own samples, and generated ones (Eq. 5)."""
+        """Train on Eq. 5: cross-entropy, divergence, and cross-entropy on generated features."""
         if (teacher := self._teacher) is None:
             super()._learn(round, local)
             return
         self.network.train()
-        beta = self.settings.beta * teacher.share
+        beta = self.settings.beta * teacher.decay
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             logits, target = self.own_classes(local.logits(x), y)
             loss = F.cross_entropy(logits.float(), target)
-            answer, _ = self.own_classes(self._answer(teacher.generator.drawn(y, teacher.draws)), y)
-            return loss + beta * distillation_loss(answer, logits)
+            generated = teacher.generator.sample(y, teacher.draws)
+            target_logits, _ = self.own_classes(self._head_logits(generated), y)
+            return loss + beta * distillation_loss(target_logits, logits)
 
         self.train_own(
             loss_of,
@@ -92,23 +93,24 @@ class FedGenClient(FedAvgClient):
             penalty=lambda: self._generated_loss(teacher),
         )
 
-    def _answer(self, features: Tensor) -> Tensor:
+    def _head_logits(self, features: Tensor) -> Tensor:
         """Return the head's logits [N, C] of features [N, D].
 
-        Not by calling the head, which would count generated features as samples of the client's.
+        Does not call the head, because the hooks of DP-SGD would count generated features as
+        samples of the client.
         """
         head = self.network.classifier
         assert isinstance(head, nn.Linear)
         return F.linear(features, head.weight, head.bias)
 
     def _generated_loss(self, teacher: Teacher) -> Tensor | float:
-        """Return alpha times the head's cross-entropy on features generated for classes ~ p(y)."""
+        """Return alpha times the head's cross-entropy on features of classes sampled from p(y)."""
         if not teacher.prior.any() or not self.settings.alpha:
             return 0.0
         size = self.training.batch_size
-        drawn = torch.multinomial(teacher.prior, size, replacement=True, generator=teacher.draws)
-        labels = rows_of(self.space, drawn)
-        features = teacher.generator.drawn(labels, teacher.draws)
-        logits, target = self.own_classes(self._answer(features), labels)
-        weight = self.settings.alpha * teacher.share
+        columns = torch.multinomial(teacher.prior, size, replacement=True, generator=teacher.draws)
+        labels = rows_of(self.space, columns)
+        features = teacher.generator.sample(labels, teacher.draws)
+        logits, target = self.own_classes(self._head_logits(features), labels)
+        weight = self.settings.alpha * teacher.decay
         return weight * F.cross_entropy(logits.float(), target)

@@ -1,4 +1,4 @@
-"""FedGH, client half: local training from the global head, and class means of the features."""
+"""Client of FedGH: local training from the global head, and class means of the features."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGhClient(FedProtoClient):
-    """Replaces its head by the global one, trains all of its model, and sends no weights.
+    """Starts from the global head, trains the full model, and sends class means of the features.
 
-    Of FedProto it has the class means after training; its loss is cross-entropy alone.
+    The class means are computed after training, as in FedProto. The loss is cross-entropy alone.
     """
 
     settings: FedGhSettings  # type: ignore[assignment]
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the model after training and, if one was received, it with the global head."""
+        """Return the model after training, and the model with the global head if it was sent."""
         models: dict[str, nn.Module] = {"private": self.private}
         if head := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.feature_dim), head)
@@ -28,12 +28,12 @@ class FedGhClient(FedProtoClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train from the global head; return the local averaged representations."""
+        """Train from the global head, and return the local averaged representations."""
         self._joined(self.network, knowledge.group("weights"))
         self._learn(round, None)
         means = self._means()
         return Knowledge({"classes": means.classes, "features": means.features})
 
     def _joined(self, model: HetModel, head: Arrays) -> HetModel:
-        """Return `model` with this head, and the private model's own extractor."""
+        """Load the head into `model`, and the private model's extractor."""
         return load_weights(model, {**to_arrays(self.network), **head})

@@ -1,4 +1,4 @@
-"""FedGKT, client half: trains an edge model, sends features, logits and labels ("ClientTrain")."""
+"""Client of FedGKT: Algorithm 1, ClientTrain."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 
 OUTSIDE = 30.0
-"""How far the logits of classes outside the label space lie below the lowest inside (ours): their
-probability is practically 0, and the numbers in a message keep one magnitude."""
+"""Distance of the logits outside the label space below the lowest logit inside (not in the paper).
+Their probabilities are nearly 0, while all values in a message have a similar magnitude."""
 
 
 class FedGktClient(HetClient):
-    """Learns from its labels and the server's logits of its own training samples."""
+    """Trains an edge model on labels and the server's logits; sends features, logits and labels."""
 
     settings: FedGktSettings
 
     def sizes(self) -> Sizes:
-        """Return the axes C, D and N, the client's training samples, and the server model."""
+        """Return axes C, D and N (training samples), and the shapes of the server model."""
         sizes = super().sizes()
         return Sizes({**sizes.axes, "N": len(self.y)}, sizes.models)
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the edge model and, if its weights came, the server's on the edge's features."""
+        """Return the edge model, and its extractor followed by the server model if it was sent."""
         models = {"private": self.private}
         if weights := knowledge.group("server"):
-            own, width = self.settings, self.settings.feature_dim
-            server = build(own.server_model, (width,), self.info.classes, seed=self.run.seed)
+            name, width = self.settings.server_model, self.settings.feature_dim
+            server = build(name, (width,), self.info.classes, seed=self.run.seed)
             server = self.compute.place(load_weights(server, weights))
             joined = HetModel(self.network.extractor, server, width)
             models["server"] = self.samples.within_space(joined)
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs, then send what the server learns from.
+        """Train for the local epochs; return features, logits and labels of the training samples.
 
-        Samples keep their order, and images are not augmented: logits belong to the images as they
-        are. In its first round a client has no logits of the server's, and learns from labels.
+        In its first round, a client has no logits from the server, and trains on labels alone.
+        Images are not augmented, because the logits belong to the unchanged images.
         """
-        model, own = self.network.train(), self.settings
-        taught = knowledge.tensors.get("logits")
-        teacher = None if taught is None else torch.tensor(taught, device=self.compute.device)
+        model, settings = self.network.train(), self.settings
+        received = knowledge.tensors.get("logits")
+        teacher = None if received is None else torch.tensor(received, device=self.compute.device)
         targets = torch.searchsorted(self.space, self.y)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ class FedGktClient(HetClient):
             loss = F.cross_entropy(logits, targets[rows])
             if teacher is None:
                 return loss
-            given = self.samples.own_columns(teacher[rows])
-            return loss + own.alpha * distillation_loss(given, logits, own.temperature)
+            target = self.samples.own_columns(teacher[rows])
+            return loss + settings.alpha * distillation_loss(target, logits, settings.temperature)
 
         rows = torch.arange(len(self.y), device=self.compute.device)
         optimizing = self.optimization(model.parameters())

@@ -1,4 +1,4 @@
-"""FedHe, client half: cross-entropy, and a distance to the server's logits of a sample's class."""
+"""Client of FedHe: cross-entropy plus a distance from the server's logits of a sample's class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedHeObjective(nn.Module):
-    """Cross-entropy, and the distance to the server's logits; gathers class sums if it is to."""
+    """Training objective of FedHe.
+
+    While `gathering` is set, it also accumulates the class sums of each batch.
+    """
 
     def __init__(
         self,
@@ -42,25 +45,25 @@ class FedHeObjective(nn.Module):
         """Return the loss of a batch."""
         features, logits = self.model.features_and_logits(x)
         if self.gathering:
-            self.sums.add(features, self.answers(logits), y)
+            self.sums.add(features, self.averaged_output(logits), y)
         own, target = self.own_classes(logits, y)
         loss = F.cross_entropy(own.float(), target)
         if self.teacher is None:
             return loss
         return loss + self.distillation(own, target, self.teacher)
 
-    def answers(self, logits: Tensor) -> Tensor:
-        """Return what is averaged by class of a batch's logits [N, C]."""
+    def averaged_output(self, logits: Tensor) -> Tensor:
+        """Return the output [N, C] that is averaged per class, by default the logits."""
         return logits
 
     def distillation(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return the term that is added to cross-entropy, a scalar."""
+        """Return the term that is added to the cross-entropy, a scalar."""
         return self.settings.alpha * self.distance(logits, labels, teacher).mean()
 
     def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return the distance of own logits [N, C] to those of each sample's class, [N].
+        """Return the distance [N] of logits [N, C] from the server's logits of each sample's class.
 
-        0 for a class without an entry.
+        The distance is 0 for classes that the teacher does not know.
         """
         if self.settings.loss == "mse":
             return class_feature_loss(logits, labels, teacher)
@@ -68,38 +71,38 @@ class FedHeObjective(nn.Module):
 
 
 class FedHeClient(HetClient):
-    """Trains near the server's class logits, and replies with its own."""
+    """Trains on labels and on the server's class logits, and sends its class logits."""
 
     settings: FedHeSettings
     objective: ClassVar[type[FedHeObjective]] = FedHeObjective
     all_epochs: ClassVar[bool] = False
-    """Whether class means are over all local epochs, not over the last alone."""
+    """Whether class means are computed over all local epochs instead of the last one."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs; return each class's mean logits over the last of them."""
+        """Train for the local epochs, and return the mean logits over the last epoch."""
         means = self._learn(round, self.read_teacher(knowledge))
         return Knowledge({"classes": means.classes, "logits": means.logits})
 
     def read_teacher(self, knowledge: Knowledge) -> Teacher | None:
-        """Return the server's logits as features and as probabilities, or None if it sent none.
+        """Return the server's logits as a teacher, or None if it sent none.
 
-        Of the client's own classes alone, both as rows and as columns (ours): clients of other
-        label spaces have not learned to tell these classes from the rest.
+        Rows and columns are restricted to the client's label space (not in the paper), because
+        clients with other label spaces have not learned to distinguish these classes.
         """
         if "classes" not in knowledge.tensors:
             return None
         present, space = knowledge.tensors["classes"], self.space.cpu().numpy()
-        own = np.isin(present, space)
-        rows = np.searchsorted(space, present[own])
-        logits = self.entries(knowledge)[own][:, space]
+        in_space = np.isin(present, space)
+        rows = np.searchsorted(space, present[in_space])
+        logits = self.entries(knowledge)[in_space][:, space]
         return Teacher.of(rows, logits, logits, len(space), self.compute.device)
 
     def entries(self, knowledge: Knowledge) -> Array:
-        """Return the server's logits [P, C] of each class that it sends."""
+        """Return the server's logits [P, C] of the classes in the instruction."""
         return knowledge.tensors["logits"]
 
     def _learn(self, round: int, teacher: Teacher | None) -> ClassMeans:
-        """Train for the local epochs; return the class means of the last, or of all epochs."""
+        """Train for the local epochs, and return the class means."""
         model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, model.feature_dim, self.compute.device)
         objective = self.objective(model, self.own_classes, teacher, sums, self.settings)
@@ -110,4 +113,4 @@ class FedHeClient(HetClient):
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
-        return self.privacy.class_means(sums, model, objective.answers)
+        return self.privacy.class_means(sums, model, objective.averaged_output)

@@ -1,6 +1,6 @@
-"""FedMD, client half: transfer learning, then "Digest", "Revisit" and "Communicate" each round.
+"""Client of FedMD: transfer learning, then "Digest", "Revisit" and "Communicate" in each round.
 
-Which of Flower's rounds has which step: fedhet/strategies/fedmd.py.
+See `fedhet.strategies.fedmd` for the assignment of these steps to rounds.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from fedhet.wire.knowledge import Knowledge
 
 @dataclass(frozen=True)
 class Consensus:
-    """Scores [R, C] of public samples, whose images are x [R, ...]."""
+    """Consensus scores [R, C] of public samples x [R, ...]."""
 
     x: Tensor
     scores: Tensor
 
     def numbers(self) -> Tensor:
-        """Return 0 to R - 1, on the device."""
+        """Return the row numbers 0 to R - 1 on the device."""
         return torch.arange(len(self.scores), device=self.scores.device)
 
 
 class FedMdClient(HetClient):
-    """Learns from the consensus on public data, then from its own data, and answers with scores.
+    """Trains on the consensus and on its own data, and sends scores of public samples.
 
-    A client learns public data over all classes even if its label space has fewer: the
-    federation's task is the union of all label spaces, as in CoFED's comparison with FedMD.
+    The scores cover all classes, even if the client's label space has fewer, because the task is
+    the union of all label spaces, as in CoFED's comparison with FedMD.
     """
 
     settings: ConsensusSettings
 
     @cached_property
     def public(self) -> Split:
-        """The public set, on the device."""
-        found = self.public_set(labeled=self.settings.public_epochs > 0)
-        return placed_public(found, self.compute, self.node.data)
+        """Public set on the device."""
+        public = self.public_set(labeled=self.settings.public_epochs > 0)
+        return placed_public(public, self.compute, self.node.data)
 
     def sizes(self) -> Sizes:
-        """Return the axes C, and N, the number of public samples."""
+        """Return axes C (classes) and N (public samples)."""
         return Sizes({"C": self.info.classes, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Learn from the public data and the client's own, and predict what is asked for.
+        """Train on the consensus and on the client's data, and return scores of public samples.
 
-        On its first participation a client begins with transfer learning: public labels, and then
-        its own data, which it trains on in every round.
+        In its first round, a client starts with transfer learning: it trains on the labeled public
+        data, if `public-epochs` is set.
         """
         optimizing = self.optimization(self.network.train().parameters())
         if self.state.participations == 0 and self.settings.public_epochs:
@@ -64,7 +64,7 @@ class FedMdClient(HetClient):
             loss_of, generator = CrossEntropy(self.network), self.generator(round, "labels")
             self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
         exchanged, consensus = self.settings.exchanged, None
-        if exchanged in knowledge.tensors:  # otherwise no client has replied yet
+        if exchanged in knowledge.tensors:  # absent before the first replies
             scores = torch.tensor(knowledge.tensors[exchanged], device=self.compute.device)
             consensus = Consensus(self._public_images(knowledge, "rows"), scores)
         self.learn(round, consensus, optimizing)
@@ -73,7 +73,7 @@ class FedMdClient(HetClient):
         return Knowledge({exchanged: scores.cpu().numpy()})
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
-        """Digest the consensus, if there is one, and revisit the client's own data."""
+        """Train on the consensus, if there is one ("Digest"), and on the client's data."""
         if consensus is not None:
             self.train_epochs(
                 consensus.x,
@@ -87,16 +87,16 @@ class FedMdClient(HetClient):
         self._revisit(round, optimizing)
 
     def consensus_loss(self, consensus: Consensus, x: Tensor, rows: Tensor) -> Tensor:
-        """Return the loss on images x [B, ...], whose scores are rows [B] of the consensus."""
+        """Return the loss of samples x [B, ...] against rows [B] of the consensus."""
         logits, target = self.network(x), consensus.scores[rows]
         return digest_losses(self.settings.loss, logits, target, self.settings.exchanged).mean()
 
     def _revisit(self, round: int, optimizing: Optimization) -> None:
-        """Train for the local epochs on the client's own data, within its label space."""
+        """Train for the local epochs on the client's data, within its label space ("Revisit")."""
         loss_of, generator = CrossEntropy(self.private), self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, generator)
 
     def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:
-        """Return the public samples that a field numbers."""
+        """Return the public samples whose numbers are in a field."""
         numbers = torch.from_numpy(knowledge.tensors[field].astype("int64"))
         return self.public.x[numbers.to(self.compute.device)]

@@ -1,4 +1,4 @@
-"""FedMRL, client half: one model of a shared and an own network, whose features are fused."""
+"""Client of FedMRL: a shared and a local network, whose features are fused by a projector."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class Fusion(nn.Module):
-    """The extractor of a client's whole model: that of G, that of F, and P, x -> [N, d2].
+    """Extractor of the private model: the extractors of G and F followed by the projector P.
 
-    The whole model is this and F's head. G is a part of it, with its own head, so that model,
-    projector and all are saved, used and exported as one; `shared` alone travels.
+    The private model consists of this extractor and the head of F. The shared model G is a part of
+    the extractor, including its head, so that all parts are saved and exported as one model. Only
+    `shared` is sent.
     """
 
-    def __init__(self, shared: HetModel, own: HetModel) -> None:
+    def __init__(self, shared: HetModel, local: HetModel) -> None:
         super().__init__()
-        self.shared, self.own = shared, own.extractor
-        self.projector = Projector(shared.feature_dim, own.feature_dim)
+        self.shared, self.own = shared, local.extractor
+        self.projector = Projector(shared.feature_dim, local.feature_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the fused representation [N, d2] of x [N, ...]."""
+        """Return the fused features [N, d2] of samples x [N, ...]."""
         return self.projector.fuse(self.shared.extractor(x), self.own(x))
 
     def coarse_logits(self, fused: Tensor) -> Tensor:
-        """Return the logits [N, C] of G's head on the coarse part of [N, d2]."""
+        """Return the logits [N, C] of G's head on the coarse part of fused features [N, d2]."""
         logits: Tensor = self.shared.classifier(self.projector.coarse(fused))
         return logits
 
 
 class FedMrlClient(HetClient):
-    """Trains both networks and the projector on the losses of both heads; sends the shared one."""
+    """Trains both networks and the projector on the losses of both heads; sends G."""
 
     settings: FedMrlSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the whole model; F's features have their native width, or d1 if that is more."""
-        own, least = self.build_model(), self.settings.shared_dim
-        if own.feature_dim < least:
-            own = self.build_model(least)
+        """Build the private model; the features of F have their default width, but at least d1."""
+        local, shared_dim = self.build_model(), self.settings.shared_dim
+        if local.feature_dim < shared_dim:
+            local = self.build_model(shared_dim)
         with seeded(self.run.seed, "projector"):
-            shared = self.build_model(least, name=self.settings.shared)
-            fusion = Fusion(shared, own)
-        return {"private": HetModel(fusion, own.classifier, own.feature_dim)}
+            shared = self.build_model(shared_dim, name=self.settings.shared)
+            fusion = Fusion(shared, local)
+        return {"private": HetModel(fusion, local.classifier, local.feature_dim)}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the whole model after training and, if one came, with the average as its G."""
+        """Return the private model, and the model with the averaged G if it was sent."""
         models: dict[str, nn.Module] = {"private": self.private}
         if weights := knowledge.group("weights"):
             averaged = copy.deepcopy(self.network)
@@ -64,10 +65,10 @@ class FedMrlClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Start from the averaged shared model, train all parts, and return the shared one.
+        """Start from the averaged shared model, train all parts, and return the shared model.
 
-        The loss is m^F times the own head's plus m^G times the shared one's; the means of both over
-        the last epoch are metrics.
+        The loss is m^F times the loss of the local head plus m^G times the loss of the shared head.
+        Their means over the last epoch are sent as metrics.
         """
         model, device = self.network, self.compute.device
         fusion = fusion_of(model)
@@ -91,6 +92,6 @@ class FedMrlClient(HetClient):
 
 
 def fusion_of(model: HetModel) -> Fusion:
-    """Return the extractor of a client's whole model."""
+    """Return the extractor of the private model."""
     assert isinstance(model.extractor, Fusion)
     return model.extractor

@@ -1,7 +1,7 @@
-"""FedPer, client half: FedAvg's; the head, its personalization layer, stays (Algorithm 1)."""
+"""Client of FedPer: FedAvg with a local head, the personalization layer (Algorithm 1)."""
 
 from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedPerClient(FedAvgClient):
-    """Trains the whole model, and sends the base layers (the extractor)."""
+    """Trains the full model, and sends the base layers, i.e. the extractor."""

@@ -1,4 +1,4 @@
-"""FedProto, client half: Algorithm 1, "LocalUpdate"."""
+"""Client of FedProto: Algorithm 1, LocalUpdate."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedProtoClient(HetClient):
-    """Draws its features to the global prototypes, and replies with its own."""
+    """Trains its features toward the global prototypes, and sends local prototypes."""
 
     settings: PrototypeSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model and, if prototypes were received, its features with these."""
+        """Return the private model, and a nearest-prototype classifier if prototypes were sent."""
         models: dict[str, nn.Module] = {"private": self.private}
         if teacher := self.read_prototypes(knowledge):
             nearest = NearestPrototype(self.network.extractor, teacher.features, teacher.known)
@@ -37,7 +37,7 @@ class FedProtoClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs; return the prototypes (Eq. 3) of the model after training."""
+        """Train for the local epochs, and return the prototypes of the trained model (Eq. 3)."""
         teacher = self.read_prototypes(knowledge)
         self._learn(round, teacher)
         means = self._means()
@@ -45,7 +45,7 @@ class FedProtoClient(HetClient):
         return Knowledge(parts)
 
     def read_prototypes(self, knowledge: Knowledge) -> Teacher | None:
-        """Return the global prototypes, arranged by class, or None if the server sent none."""
+        """Return the global prototypes as a teacher, or None if the server sent none."""
         parts = knowledge.tensors
         if "classes" not in parts:
             return None
@@ -53,7 +53,7 @@ class FedProtoClient(HetClient):
         return Teacher.of(parts["classes"], parts["features"], None, self.info.classes, device)
 
     def _learn(self, round: int, teacher: Teacher | None) -> None:
-        """Train on cross-entropy plus, if there are prototypes, the pull toward them (Eq. 7)."""
+        """Train on cross-entropy plus the distance from the prototypes, if they exist (Eq. 7)."""
         model = self.network.train()
         pull: tuple[float, PrototypeDistance] = (0.0, "mse")
         if teacher is not None:
@@ -64,7 +64,7 @@ class FedProtoClient(HetClient):
 
     @torch.no_grad()
     def _means(self) -> ClassMeans:
-        """Return the class means over the client's own samples, in evaluation mode."""
+        """Return the class means over the client's samples, in evaluation mode."""
         model = self.network
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
         with evaluating(model), self.compute.autocast():
@@ -77,7 +77,7 @@ class FedProtoClient(HetClient):
 
 
 class PrototypeObjective(nn.Module):
-    """Cross-entropy plus the pull toward the prototypes (Eq. 7; Eq. 11 of FedTGP)."""
+    """Cross-entropy plus a distance from the prototypes (Eq. 7; FedTGP, Eq. 11)."""
 
     def __init__(
         self,
@@ -87,13 +87,21 @@ class PrototypeObjective(nn.Module):
         weight: float,
         distance: PrototypeDistance,
     ) -> None:
-        """`weight` is lambda; `distance` is as in FedTGP's settings, and `mse` in FedProto."""
+        """Create the objective.
+
+        Args:
+            model: Model to train.
+            own_classes: Restriction to the client's label space.
+            teacher: Global prototypes, or None if there are none.
+            weight: Weight lambda of the distance.
+            distance: Kind of distance.
+        """
         super().__init__()
         self.model, self.own_classes, self.teacher = model, own_classes, teacher
         self.weight, self.distance = weight, distance
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the loss; cross-entropy alone if the server has sent no prototypes."""
+        """Return the loss of a batch."""
         features, logits = self.model.features_and_logits(x)
         own, target = self.own_classes(logits, y)
         loss = F.cross_entropy(own.float(), target)

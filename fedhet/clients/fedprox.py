@@ -1,4 +1,4 @@
-"""FedProx, client half: Algorithm 2, line 6."""
+"""Client of FedProx: Algorithm 2, line 6."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class FedProxClient(FedAvgClient):
     settings: FedProxSettings
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the private model with the proximal term."""
+        """Return the local training with the proximal term."""
         return ProximalModel(self.network, self.anchor(), self.settings.mu)

@@ -1,4 +1,4 @@
-"""FedTGP, client half: FedProto's, without the numbers of samples (Algorithm 1, lines 5 to 7)."""
+"""Client of FedTGP: FedProto's client without numbers of samples (Algorithm 1, lines 5 to 7)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedTgpClient(FedProtoClient):
-    """Draws its features to the trained prototypes (Eq. 11), and replies with its own (Eq. 2)."""
+    """Trains its features toward the prototypes (Eq. 11), and sends local prototypes (Eq. 2)."""
 
     settings: FedTgpSettings
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train as in FedProto; return the prototypes alone."""
+        """Train as in FedProto, and return the prototypes without numbers of samples."""
         parts = super().train(round, knowledge).tensors
         return Knowledge({name: parts[name] for name in ("classes", "features")})

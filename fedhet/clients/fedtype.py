@@ -1,4 +1,4 @@
-"""FedType, client half: Algorithm 1, uncertainty-based asymmetrical reciprocity learning."""
+"""Client of FedType: Algorithm 1, uncertainty-based asymmetrical reciprocity learning."""
 
 from __future__ import annotations
 
@@ -23,41 +23,44 @@ from fedhet.models import HetModel, load_weights, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 MIN_CALIBRATED = 32
-"""The smallest batch of D', unless a training batch is smaller: batch norms need samples."""
+"""Minimum batch size for D', limited by the training batch size, because of batch norms."""
 Pair = tuple[Tensor, Tensor]
-"""A tensor of the private model, and the same of its teacher, which is the proxy by default."""
+"""Tensors of the private model and of its teacher, which is the proxy by default."""
 
 
 class FedTypeClient(HetClient):
-    """Trains a private model and a proxy on each other; only the proxy is sent."""
+    """Trains a private model and a proxy on each other, and sends only the proxy.
+
+    D is the client's training data, and D' its calibration data.
+    """
 
     settings: FedTypeSettings
 
     def prepare(self) -> None:
-        """Split D' from D: 7:2:1 of the client's samples for training, test and calibration.
+        """Split D' from D, in the ratio 7:2:1 of training, test and calibration samples.
 
         With `calibrate-on = training`, D' is D.
         """
         self.label_set = torch.unique(self.y)
-        """The classes [P] of the client's data, ascending: the paper's label set of D."""
+        """Classes [P] in D, ascending."""
         self.held_out = self.samples.own
         if self.settings.calibrate_on == "training":
             return
-        everything = len(self.y) + len(self.tests.get("personal", ()))
-        count = max(1, round(self.settings.calibration * everything))
+        total = len(self.y) + len(self.tests.get("personal", ()))
+        count = max(1, round(self.settings.calibration * total))
         count = min(count, len(self.y) - 2)
         order = numpy_rng(self.run.seed, "calibration", self.info.name).permutation(len(self.y))
-        held, rest = (torch.tensor(part.copy()) for part in (order[:count], order[count:]))
+        held_out, remaining = (torch.tensor(part.copy()) for part in (order[:count], order[count:]))
         x, y = self.x, self.y
-        self.held_out = Split(rows_of(x, held), rows_of(y, held))
-        self.samples.own = Split(rows_of(x, rest), rows_of(y, rest))
+        self.held_out = Split(rows_of(x, held_out), rows_of(y, held_out))
+        self.samples.own = Split(rows_of(x, remaining), rows_of(y, remaining))
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the private model and the proxy."""
         return {"private": self.build_model(), "proxy": self._new_proxy()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, the proxy, and the server's proxy as last received."""
+        """Return the private model, the trained proxy, and the server's proxy if it was sent."""
         models = dict(self.models)
         if weights := knowledge.group("proxy"):
             models["global"] = self.compute.place(load_weights(self._new_proxy(), weights))
@@ -67,52 +70,52 @@ class FedTypeClient(HetClient):
         """Run Algorithm 1, starting from the server's proxy."""
         load_weights(self.models["proxy"], knowledge.group("proxy"))
         proxy = self._proxy(round, knowledge)
-        learning = Reciprocity(self, proxy, round)
+        reciprocity = Reciprocity(self, proxy, round)
         for epoch in range(self.training.local_epochs):
-            learning.run_epoch(epoch)
-        if (accuracy := learning.imitation.accuracy) is not None:
+            reciprocity.run_epoch(epoch)
+        if (accuracy := reciprocity.imitation.accuracy) is not None:
             self.state.metadata["proxy_accuracy"] = accuracy
         sent = grouped("proxy", to_host_arrays(proxy.upload()))
         if isinstance(proxy, VariationalModel):
             sent |= grouped("scale", to_host_arrays(proxy.scale()))
-        return Knowledge(sent, learning.imitation.metrics())
+        return Knowledge(sent, reciprocity.imitation.metrics())
 
     @property
     def accuracy(self) -> float | None:
-        """Return the proxy's accuracy on D' as last measured, in any round; None: never."""
-        found = self.state.metadata.get("proxy_accuracy")
-        return None if found is None else float(found)
+        """Last measured accuracy of the proxy on D', or None before the first measurement."""
+        accuracy = self.state.metadata.get("proxy_accuracy")
+        return None if accuracy is None else float(accuracy)
 
     def _new_proxy(self) -> HetModel:
         return self.build_model(name=self.settings.proxy)
 
     def _proxy(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the proxy, with the training that its kind of aggregation needs.
+        """Return the local training of the proxy that belongs to `aggregation`.
 
         Raises KnowledgeError if the standard deviations of a variational proxy are missing.
         """
-        model, chosen = self.models["proxy"], self.settings
+        model, settings = self.models["proxy"], self.settings
         anchor = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        match chosen.aggregation:
+        match settings.aggregation:
             case "fedprox":
-                return ProximalModel(model, anchor, chosen.prox_mu)
+                return ProximalModel(model, anchor, settings.prox_mu)
             case "pfedme":
-                return MoreauModel(model, anchor, chosen.moreau_lambda, chosen.moreau_rate)
+                return MoreauModel(model, anchor, settings.moreau_lambda, settings.moreau_rate)
             case "pfedbayes":
                 if not (scale := knowledge.group("scale")):
-                    raise KnowledgeError("server", "scale", "missing, pfedbayes needs it")
-                placed = {name: torch.tensor(value) for name, value in scale.items()}
-                placed = all_to_device(placed, self.compute.device)
+                    raise KnowledgeError("server", "scale", "missing, required by pfedbayes")
+                scales = {name: torch.tensor(value) for name, value in scale.items()}
+                scales = all_to_device(scales, self.compute.device)
                 seed = derive(self.run.seed, self.info.name, round, "weights")
-                return VariationalModel(model, anchor, placed, chosen.bayes_zeta, seed)
+                return VariationalModel(model, anchor, scales, settings.bayes_zeta, seed)
         return LocalModel(model, anchor)
 
 
 class Reciprocity:
-    """One round of Algorithm 1 at one client: the private model and the proxy learn jointly."""
+    """Joint training of the private model and the proxy in one round (Algorithm 1)."""
 
     def __init__(self, client: FedTypeClient, proxy: LocalModel, round: int) -> None:
-        """Start a round; `proxy` has the server's weights."""
+        """Start a round with a proxy that has the server's weights."""
         self.client, self.settings, self.proxy = client, client.settings, proxy
         self.private = client.network.train()
         self.proxy.model.train()
@@ -121,7 +124,7 @@ class Reciprocity:
             if self.settings.teacher == "proxy"
             else LocalModel(copy.deepcopy(proxy.model).requires_grad_(False), proxy.anchor)
         )
-        """The model that the private one imitates."""
+        """Model that the private model imitates."""
         self.optimizing: Optimization = client.optimization(
             self.private.parameters(), proxy.parameters()
         )
@@ -136,7 +139,7 @@ class Reciprocity:
 
     def run_epoch(self, epoch: int) -> None:
         """Calibrate both models on D', then train both on the epoch's data."""
-        if self.settings.backward == "conformal" and not self.is_silent:
+        if self.settings.backward == "conformal" and not self.skips_imitation:
             self.calibrate()
         x, y = self.client.x, self.client.y
         if self.settings.epoch_data == "part":
@@ -155,22 +158,23 @@ class Reciprocity:
             )
 
     @property
-    def is_silent(self) -> bool:
-        """Return whether D' is too small for the sets to be informative."""
-        return self.imitation.is_silent(len(self.client.held_out))
+    def skips_imitation(self) -> bool:
+        """Whether imitation is skipped because D' is too small."""
+        return self.imitation.is_skipped(len(self.client.held_out))
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Fit both conformal models (Eq. 5) on D', in the mode that also gives the sets."""
-        held = self.client.held_out
-        count = max(1, len(held) // self.client.training.batch_size)
+        """Fit both conformal models on D' (Eq. 5), in the mode in which the sets are computed."""
+        held_out = self.client.held_out
+        count = max(1, len(held_out) // self.client.training.batch_size)
         with frozen_statistics(self.private), frozen_statistics(self.teacher.model):
-            parts = [self.held_out_views(part) for part in torch.tensor_split(held.x, count)]
+            parts = [self.held_out_views(part) for part in torch.tensor_split(held_out.x, count)]
         private, teacher = (torch.cat(part).float() for part in zip(*parts, strict=True))
-        self.imitation.calibrate(teacher, private, torch.searchsorted(self.client.space, held.y))
+        targets = torch.searchsorted(self.client.space, held_out.y)
+        self.imitation.calibrate(teacher, private, targets)
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return what `views` gives for a part of D'; training samples are added to a small one."""
+        """Return the `views` of a part of D'; adds training samples if it is small."""
         missing = max(min(self.client.training.batch_size, MIN_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing]
         with self.client.compute.autocast():
@@ -179,22 +183,25 @@ class Reciprocity:
         return private[: len(x)], proxy[: len(x)]
 
     def logits(self, x: Tensor) -> Pair:
-        """Return the logits of the private model and its teacher while training, [N, C] each.
+        """Return the training logits of the private model and its teacher, [N, C] each.
 
         C is the number of classes in the client's label space.
         """
         return self.within(self.private(x)), self.within(self.teacher.logits(x))
 
     def within(self, logits: Tensor) -> Tensor:
-        """Return the columns of `logits` that belong to the client's label space."""
+        """Return the columns of logits that belong to the client's label space."""
         return self.client.samples.own_columns(logits)
 
     @torch.no_grad()
     def views(self, x: Tensor, trained: Pair | None = None) -> Pair:
-        """Return the logits of the private model and its teacher for the sets, in the chosen mode.
+        """Return the logits of the private model and its teacher from which sets are computed.
 
-        `trained` are those of a training step, if any. A single sample is always evaluated, since
-        batch norm cannot train on it.
+        A single sample is always passed in evaluation mode, because batch norms need at least two.
+
+        Args:
+            x: Samples, of shape [N, ...].
+            trained: Logits of the current training step, or None if there is none.
         """
         if self.settings.mode == "training" and len(x) > 1:
             return trained or self.logits(x)
@@ -202,53 +209,53 @@ class Reciprocity:
             return self.within(self.private(x)), self.within(self.teacher.model(x))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the joint objective of a batch (Eq. 2)."""
+        """Return the joint loss of a batch (Eq. 2)."""
         private = self.within(self.private(x))
         self.step_proxy_before(private, x, y)
         proxy = self.within(self.proxy.logits(x))
-        teacher = proxy if self.teacher is self.proxy else self.taught(x)
-        own = self.supervised(private, y) + self.backward_loss(x, private, teacher)
-        return own + self.forward_loss(private, proxy, y)
+        teacher = proxy if self.teacher is self.proxy else self.teacher_logits(x)
+        private_loss = self.supervised(private, y) + self.backward_loss(x, private, teacher)
+        return private_loss + self.forward_loss(private, proxy, y)
 
     def private_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the private model's part of Eq. 2 of a batch; its teacher is frozen."""
+        """Return the private model's part of Eq. 2 for a batch; the teacher is frozen."""
         private = self.within(self.private(x))
-        return self.supervised(private, y) + self.backward_loss(x, private, self.taught(x))
+        return self.supervised(private, y) + self.backward_loss(x, private, self.teacher_logits(x))
 
     def proxy_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the proxy's part of Eq. 2 of a batch; the private model is frozen."""
+        """Return the proxy's part of Eq. 2 for a batch; the private model is frozen."""
         with torch.no_grad(), frozen_statistics(self.private):
             private = self.within(self.private(x))
         self.step_proxy_before(private, x, y)
         return self.forward_loss(private, self.within(self.proxy.logits(x)), y)
 
     @torch.no_grad()
-    def taught(self, x: Tensor) -> Tensor:
-        """Return the frozen teacher's logits [N, C] while training."""
+    def teacher_logits(self, x: Tensor) -> Tensor:
+        """Return the training logits [N, C] of the frozen teacher."""
         with frozen_statistics(self.teacher.model):
             return self.within(self.teacher.logits(x))
 
     def supervised(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy of logits [N, C] with the classes y [N]."""
+        """Return the cross-entropy of logits [N, C] with labels y [N]."""
         return F.cross_entropy(logits.float(), torch.searchsorted(self.client.space, y))
 
     def step_proxy_before(self, private: Tensor, x: Tensor, y: Tensor) -> None:
-        """Take the proxy's steps before the joint step (pFedMe's K - 1)."""
+        """Take the K - 1 steps of pFedMe on the proxy before the joint step."""
         count = self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauModel) else 0
         for _ in range(count):
             self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x)), y))
 
     def forward_loss(self, private: Tensor, proxy: Tensor, y: Tensor) -> Tensor:
-        """Return the proxy's loss: Eq. 1, or the authors' code's, and its aggregation's term."""
+        """Return the loss of the proxy: Eq. 1 or the authors' variant, plus the regularizer."""
         divergence, regularizer = distillation_loss(private, proxy), self.proxy.regularizer()
         if self.settings.proxy_loss == "kl":
             return divergence + regularizer
         return self.supervised(proxy, y) + divergence / proxy.shape[1] + regularizer
 
     def backward_loss(self, x: Tensor, private: Tensor, teacher: Tensor) -> Tensor:
-        """Return the private model's loss on its teacher's logits: Eq. 3 or an ablation."""
+        """Return the private model's loss against its teacher: Eq. 3 or an ablation."""
         if self.settings.backward == "symmetric":
             return distillation_loss(teacher, private)
-        if self.settings.backward == "none" or self.is_silent:
+        if self.settings.backward == "none" or self.skips_imitation:
             return private.new_zeros(())
         return self.imitation.loss(private, teacher, self.views(x, (private, teacher)))

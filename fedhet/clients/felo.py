@@ -1,4 +1,4 @@
-"""Felo, client half: Algorithm 1, "Client processes"."""
+"""Client of Felo: Algorithm 1, "Client processes"."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FeloClient(HetClient):
-    """Trains on Eq. 1 and replies with its class means, and its weights if these are shared."""
+    """Trains on Eq. 1, and sends class means, and weights if they are shared."""
 
     settings: FeloSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model and, if received, the average of the client's architecture."""
+        """Return the private model, and the average of the architecture if it was sent."""
         models: dict[str, nn.Module] = {"private": self.private}
         if weights := knowledge.group("weights"):
             average = load_weights(self.build_model(self.settings.feature_dim), weights)
@@ -28,9 +28,9 @@ class FeloClient(HetClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run lines 9 to 15 of Algorithm 1.
 
-        The client's first participation trains with cross-entropy alone (line 10). It starts from
-        the averaged weights of its architecture if there are any (ours): otherwise a client sampled
-        late would overwrite what its architecture has learned instead of adding to it.
+        In its first round, a client trains with cross-entropy alone (line 10). Unlike the paper, it
+        then starts from the averaged weights of its architecture, if they exist. Otherwise, a
+        client that is sampled late would undo the progress of its architecture.
         """
         if weights := knowledge.group("weights"):
             load_weights(self.network, weights)
@@ -38,23 +38,25 @@ class FeloClient(HetClient):
         teacher = None if first else self.read_teacher(round, knowledge)
         model, last = self.network.train(), self.training.local_epochs - 1
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
-        own = self.settings
-        terms = Terms(own.alpha, own.feature_weight, own.logit_weight, own.feature_norm)
+        settings = self.settings
+        terms = Terms(
+            settings.alpha, settings.feature_weight, settings.logit_weight, settings.feature_norm
+        )
         objective = FeloObjective(model, teacher, sums, terms)
 
-        def before_epoch(epoch: int) -> None:  # the class means are those of the last epoch
+        def before_epoch(epoch: int) -> None:  # class means are computed in the last epoch
             objective.gathering = epoch == last
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         self.train_own(objective, self.private, optimizing, generator, before_epoch=before_epoch)
         tensors = dict(vars(self.privacy.class_means(sums, model)))
-        if own.share_weights:
+        if settings.share_weights:
             tensors |= grouped("weights", to_arrays(model))
         return Knowledge(tensors)
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
-        """Return the server's averages, arranged by class, or None if it sent none."""
+        """Return the server's averages as a teacher, or None if it sent none."""
         parts = knowledge.tensors
         if "classes" not in parts:
             return None
@@ -68,7 +70,10 @@ class FeloClient(HetClient):
 
 
 class FeloObjective(nn.Module):
-    """Eq. 1; while it gathers, the class sums of the batches are added up."""
+    """Training objective of Felo (Eq. 1).
+
+    While `gathering` is set, it also accumulates the class sums of each batch.
+    """
 
     def __init__(
         self, model: HetModel, teacher: Teacher | None, sums: ClassSums, terms: Terms
@@ -78,7 +83,7 @@ class FeloObjective(nn.Module):
         self.terms, self.gathering = terms, False
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return Eq. 1."""
+        """Return the loss of a batch."""
         features, logits = self.model.features_and_logits(x)
         if self.gathering:
             self.sums.add(features, logits, y)

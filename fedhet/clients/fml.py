@@ -1,4 +1,4 @@
-"""FML, client half: the local update, in which two models learn from each other."""
+"""Client of FML: mutual distillation between the private model and the meme."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FmlClient(HetClient):
-    """Trains a private model and the meme, which is its proxy, on each other; sends the meme."""
+    """Trains the private model and the meme on each other, and sends the meme."""
 
     settings: FmlSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model and the meme."""
+        """Build the private model, and the meme as the proxy."""
         return {"private": self.build_model(), "proxy": self._new_meme()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, the meme after training, and the average as last received."""
+        """Return the private model, the trained meme, and the averaged meme if it was sent."""
         models = dict(self.models)
         if weights := knowledge.group("weights"):
             models["global"] = self.compute.place(load_weights(self._new_meme(), weights))
@@ -43,7 +43,7 @@ class FmlClient(HetClient):
 
 
 class MutualObjective(nn.Module):
-    """The losses of both models, each with the other as its teacher."""
+    """Sum of the losses of both models, each with the other model as its teacher."""
 
     def __init__(
         self, private: nn.Module, meme: nn.Module, own_classes: nn.Module, settings: FmlSettings
@@ -53,7 +53,7 @@ class MutualObjective(nn.Module):
         self.settings = settings
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the sum of both losses."""
+        """Return the loss of a batch."""
         own, target = self.own_classes(self.private(x), y)
         shared, _ = self.own_classes(self.meme(x), y)
         mutual = mutual_loss(own, shared, target, self.settings.alpha)

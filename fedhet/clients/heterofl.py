@@ -1,8 +1,8 @@
-"""HeteroFL, client half: local training of a sub-model (Algorithm 1; Section 3).
+"""Client of HeteroFL: local training of a submodel (Algorithm 1, Section 3).
 
-Static batch norm: the batch norms of a model are given their statistics after training, from the
-client's own training data, and these never travel. The paper queries all clients for those of the
-global model (ours: each client has its own for every model that it evaluates).
+With static batch norm, the statistics of batch norms are computed after training, from the client's
+training data, and are never sent. The paper queries all clients for the statistics of the global
+model. Here, each client uses its own statistics for each model that it evaluates.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class HeteroFlClient(FedAvgClient):
-    """Trains the run's model at the width of its own level."""
+    """Trains a submodel with the width of the client's level."""
 
     settings: HeteroFlSettings
 
     def prepare(self) -> None:
-        """Narrow the client's model to its level; a site may name a narrow model itself."""
+        """Select the submodel of the client's level; a site may also configure a narrow model."""
         narrow = narrow_name(self.info.model, self.settings.width_of(self.node.partition))
-        if is_registered(narrow):  # otherwise the server refuses the run's model
+        if is_registered(narrow):  # otherwise the server rejects the model
             self.info = replace(self.info, model=narrow)
         self.absent = torch.ones(self.info.classes, dtype=torch.bool, device=self.compute.device)
-        """The classes that the client has no samples of, bool [C]."""
+        """Mask [C] of the classes without samples on the client."""
         self.absent[self.y] = False
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the sub-model, and query the statistics of its batch norms."""
+        """Train the submodel, and query the statistics of its batch norms."""
         rate = self._rate()
         narrow = self.settings.scaler and rate < 1
         scaler = scaling(self.network.extractor, rate) if narrow else contextlib.nullcontext()
         with scaler, frozen_statistics(self.network):
-            answer = super().train(round, knowledge)
+            reply = super().train(round, knowledge)
         self._query(self.network)
-        return answer
+        return reply
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the model after training, and the client's part of the global model.
 
-        At the widest level that part is the whole, which the paper judges: the kind `server`.
+        At the widest level, the latter is the full global model, which the paper evaluates; it is
+        also returned as the kind "server".
         """
         models = super().eval_models(knowledge)
         if "global" in models:
@@ -60,7 +61,7 @@ class HeteroFlClient(FedAvgClient):
         return models
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the trained tensors and, for the masked cross-entropy, the client's classes."""
+        """Return the trained tensors, and the client's classes if `masked` is set."""
         sent = super().reply(local)
         if self.settings.masked:
             sent["labels"] = (~self.absent).nonzero().flatten().cpu().numpy()
@@ -68,11 +69,11 @@ class HeteroFlClient(FedAvgClient):
 
     @property
     def own_classes(self) -> LabelSpace:
-        """What a loss sees of logits and classes: masked ones, or those of its label space."""
+        """Restriction of logits in a loss: masked classes, or the client's label space."""
         return MaskedClasses(self.absent) if self.settings.masked else super().own_classes
 
     def _rate(self) -> float:
-        """Return the width of the client's model, as a share of the global model's."""
+        """Return the width of the client's model relative to the global model."""
         return base_and_width(self.info.model)[1] / max(self.settings.widths)
 
     def _query(self, model: nn.Module) -> None:
@@ -80,11 +81,11 @@ class HeteroFlClient(FedAvgClient):
 
 
 class MaskedClasses(LabelSpace):
-    """All classes, of which the logits of absent ones are masked in a loss."""
+    """Masking of the logits of absent classes in a loss."""
 
     def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [N, C], 0 for the absent classes, which are the space; and y [N] as it is.
+        """Return the logits [N, C] with 0 for absent classes, and y [N] unchanged.
 
-        Their outputs get no gradient; in the sum over classes each stands as exp(0).
+        Masked logits have no gradient, and contribute exp(0) to the softmax denominator.
         """
         return logits.masked_fill(self.space, 0.0), y

@@ -1,4 +1,4 @@
-"""LG-FedAvg, client half: FedAvg's; the extractor, a local representation, stays (Algorithm 1)."""
+"""Client of LG-FedAvg: FedAvg of the head, with a local extractor (Algorithm 1)."""
 
 from fedhet.clients.fedavg import FedAvgClient
 

@@ -1,4 +1,4 @@
-"""Each client trains alone: the baseline of every table."""
+"""Client of the baseline in which each client trains alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class LocalClient(HetClient):
-    """Trains with cross-entropy on the client's own data, for as many epochs as in a method."""
+    """Trains with cross-entropy on its own data, for the same number of epochs as a method."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs; return an empty reply."""
+        """Train for the local epochs, and return an empty reply."""
         self.fit_private(self.generator(round, "batches"))
         return Knowledge()

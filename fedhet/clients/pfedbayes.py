@@ -1,9 +1,9 @@
-"""pFedBayes, client half: Algorithm 1, "ClientUpdate".
+"""Client of pFedBayes: Algorithm 1, ClientUpdate.
 
-zeta and the initial scale are those of the paper's experiments; Adam and the number of personal
-steps follow a public implementation that reports the paper's accuracy
-(github.com/AllenBeau/pFedBayes), which is not the authors' own. Unlike there, an epoch passes over
-all batches, and Adam starts anew in each round (ours).
+zeta and the initial scale are the values in the paper's experiments. Adam and the number of
+personal steps follow a public implementation that reports the paper's accuracy, but is not by the
+authors (github.com/AllenBeau/pFedBayes). Unlike in that implementation, an epoch passes over all
+batches, and the state of Adam is reset in each round.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from fedhet.models import HetModel, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 PERSONAL = "scale"
-"""The group of the state's tensors that holds the personal standard deviations."""
+"""State key of the personal standard deviations."""
 
 
 class PFedBayesClient(FedAvgClient):
-    """Trains a personal Gaussian for every weight, and sends a localized one that follows it.
+    """Trains personal Gaussian weights, and sends localized Gaussian weights that follow them.
 
-    The private model, which is evaluated, has the personal means.
+    The private model has the personal means.
     """
 
     settings: PFedBayesSettings
 
     def start(self, weights: Arrays) -> HetModel:
-        """Start from the server's means in the first participation, later from the personal."""
+        """Start from the server's means in the first round, later from the personal means."""
         return self.network if self.state.participations else super().start(weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the personal Gaussians with the localized ones, which are the server's."""
-        mean, scale = (self._placed(knowledge.group(name)) for name in ("weights", "scale"))
+        """Return the local training of both distributions; the localized one is the server's."""
+        mean, scale = (self._on_device(knowledge.group(name)) for name in ("weights", "scale"))
         return LocalizedModel(
             self.network,
             mean,
@@ -50,14 +50,14 @@ class PFedBayesClient(FedAvgClient):
         )
 
     def steps(self) -> int:
-        """Return the number of personal steps per batch."""
+        """Return the number of steps per batch on the personal distribution."""
         return self.settings.steps
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the localized means and standard deviations; keep the personal ones."""
+        """Store the personal standard deviations, and return the localized distribution."""
         assert isinstance(local, LocalizedModel)
         self.state.tensors |= grouped(PERSONAL, local.scale())
         return super().reply(local) | grouped("scale", to_host_arrays(local.local_scale()))
 
-    def _placed(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+    def _on_device(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         return all_to_device({k: torch.tensor(v) for k, v in arrays.items()}, self.compute.device)

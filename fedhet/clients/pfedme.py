@@ -1,4 +1,4 @@
-"""pFedMe, client half: Algorithm 1, lines 3 to 9."""
+"""Client of pFedMe: Algorithm 1, lines 3 to 9."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class PFedMeClient(FedAvgClient):
-    """Trains a personal model near a local copy of the server's, and sends the copy.
+    """Trains a personal model near a local copy of the server's model, and sends the copy.
 
-    Each batch has K steps on the personal model (Eq. 7), and then one of the copy (Eq. 8).
+    Each batch takes K steps on the personal model (Eq. 7) and one step on the copy (Eq. 8).
     """
 
     settings: PFedMeSettings
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the personal model with its local copy."""
+        """Return the local training of the personal model and the local copy."""
         return MoreauModel(self.network, self.anchor(), self.settings.strength, self.settings.rate)
 
     def steps(self) -> int:
-        """Return K."""
+        """Return the number K of steps per batch on the personal model."""
         return self.settings.steps

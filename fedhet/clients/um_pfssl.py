@@ -1,4 +1,4 @@
-"""UM-pFSSL, client half: Algorithm 1, lines 5 to 12 and 14 to 24, on one client's data."""
+"""Client of UM-pFSSL: Algorithm 1, lines 5 to 12 and 14 to 24."""
 
 from __future__ import annotations
 
@@ -42,47 +42,47 @@ from fedhet.runs.storage import ModelStore
 from fedhet.wire.knowledge import Knowledge
 
 MIN_BATCH = 2
-"""The smallest number of samples to train on: batch norms have no statistics of a single one."""
+"""Minimum number of training samples, because batch norms need at least two."""
 LISTS_ON_DISK = 4
-"""The number of latest lists whose models stay on disk, as the run may go back a few rounds."""
+"""Number of recent lists whose models are kept on disk, because a run may roll back."""
 
 
 class UmPfsslClient(HetClient):
-    """Finds helpers, starts from their average, and learns from labels and pseudo-labels."""
+    """Selects helpers, starts from their average, and trains on labels and pseudo-labels."""
 
     settings: UmPfsslSettings
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Search and update helpers (lines 7 to 12); if sampled, train with them (14 to 24)."""
+        """Search for and update helpers (lines 7 to 12), and train if sampled (lines 14 to 24)."""
         if self.settings.warm_up and not self._own_version:
             self._warm_up(round)
         own = int(knowledge.scalars["own"])
         helpers = self._helpers(own)
-        sent = self._take_in(knowledge)
-        helpers = replaced(helpers, sent[CANDIDATE], own, self.settings.replace)
-        new = {helper.number for helper in sent[CANDIDATE]}
+        received = self._receive(knowledge)
+        helpers = replaced(helpers, received[CANDIDATE], own, self.settings.replace)
+        new = {helper.number for helper in received[CANDIDATE]}
         metrics: dict[str, float] = {"replaced": sum(helper.number in new for helper in helpers)}
-        helpers = refreshed(helpers, {helper.number: helper for helper in sent[REFRESH]})
+        helpers = refreshed(helpers, {helper.number: helper for helper in received[REFRESH]})
         if knowledge.scalars["train"]:
-            helpers = filled(helpers, sent[FILL], self.settings.helpers)
+            helpers = filled(helpers, received[FILL], self.settings.helpers)
             metrics |= self._learn(round, helpers, own)
             helpers = ranked([self._self(own), *(h for h in helpers if h.number != own)])
-        self._remember(helpers)
+        self._store(helpers)
         metrics["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
-        if self._own_version > int(knowledge.scalars["held"]):  # or the last reply was lost
+        if self._own_version > int(knowledge.scalars["held"]):  # also after a lost reply
             tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors, metrics)
 
-    # The client's own model.
+    # Training of the private model.
 
     @property
     def _own_version(self) -> int:
-        """Return the round in which the private model was last trained; 0: never."""
+        """Round in which the private model was last trained, or 0 if it never was."""
         return int(self.state.metadata.get("trained", 0))
 
     def _warm_up(self, round: int) -> None:
-        """Train on the labeled part alone (line 5)."""
+        """Train on labeled samples alone (line 5)."""
         self.state.metadata["trained"] = round
         if len(self.y) < MIN_BATCH:
             return
@@ -93,15 +93,15 @@ class UmPfsslClient(HetClient):
         self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
-        """Run lines 17 to 23 with a full list; return the share of wrong pseudo-labels."""
+        """Run lines 17 to 23 with a full list, and return the fraction of wrong pseudo-labels."""
         weights = [self._weights(helper, own) for helper in helpers]
         predictions = [
             self._predict(self._spare(model), helper)
             for model, helper in zip(weights, helpers, strict=True)
         ]
         pseudo, _ = most_certain(torch.stack(predictions))
-        shares = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
-        load_weights(self.network, average_weights([*zip(weights, shares, strict=True)]))
+        factors = aggregation_weights(torch.tensor([h.relation for h in helpers])).tolist()
+        load_weights(self.network, average_weights([*zip(weights, factors, strict=True)]))
         self._train_jointly(round, pseudo if self.settings.pseudo_labels else pseudo[:0])
         self.state.metadata["trained"] = round
         known = self.unlabeled.y != UNKNOWN
@@ -109,9 +109,9 @@ class UmPfsslClient(HetClient):
         return {"pseudo_error": float(wrong.float().mean())} if len(wrong) else {}
 
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
-        """Train for the local epochs on Eq. 1, with pseudo-labels [N, C] for the unlabeled part.
+        """Train for the local epochs on Eq. 1, with pseudo-labels [N, C] of unlabeled samples.
 
-        With no pseudo-labels, on the labeled part alone.
+        Trains on labeled samples alone if there are no pseudo-labels.
         """
         model = self.network.train()
         x = torch.cat([self.x, self.unlabeled.x[: len(pseudo)]])
@@ -123,53 +123,56 @@ class UmPfsslClient(HetClient):
         direction = self.settings.divergence
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            own = model(x)
-            return semi_supervised_loss(own, labels[rows], targets[rows], labeled[rows], direction)
+            logits = model(x)
+            return semi_supervised_loss(
+                logits, labels[rows], targets[rows], labeled[rows], direction
+            )
 
         optimizing = self.optimization(model.parameters())
         generator = self.generator(round, "batches")
         rows = torch.arange(len(x), device=self.compute.device)
         self.train_epochs(x, rows, loss_of, optimizing, generator)
 
-    # The helpers.
+    # Helpers.
 
     def _helpers(self, own: int) -> list[Helper]:
         """Return the list of the last round, without helpers whose models are lost."""
-        listed = [Helper(*row) for row in json.loads(str(self.state.metadata.get("helpers", "[]")))]
+        saved = [Helper(*row) for row in json.loads(str(self.state.metadata.get("helpers", "[]")))]
         others = [
-            h for h in listed if h.number != own and (h.number, h.version) in self._helper_store
+            h for h in saved if h.number != own and (h.number, h.version) in self._helper_store
         ]
-        kept = [h for h in listed if h.number == own and h.version == self._own_version]
-        return ranked([*others, *(kept or [self._self(own)])])
+        current = [h for h in saved if h.number == own and h.version == self._own_version]
+        return ranked([*others, *(current or [self._self(own)])])
 
-    def _remember(self, helpers: list[Helper]) -> None:
-        """Save the list, and keep the models of the last few lists on disk."""
+    def _store(self, helpers: list[Helper]) -> None:
+        """Save the list, and delete the models that no recent list contains."""
         keys = [[helper.number, helper.version] for helper in helpers]
         recent = [keys, *json.loads(str(self.state.metadata.get("recent", "[]")))][:LISTS_ON_DISK]
         self._helper_store.keep([(number, version) for keys in recent for number, version in keys])
         rows = [[helper.number, helper.version, helper.relation] for helper in helpers]
         self.state.metadata |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
 
-    def _take_in(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
-        """Store the received models on disk; return them by role, with their relations."""
-        taken: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
+    def _receive(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
+        """Store the received models on disk, and return them by role, with their relations."""
+        received: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
         if "numbers" not in knowledge.tensors:
-            return taken
+            return received
         rows = zip(*(knowledge.tensors[k] for k in ("numbers", "versions", "roles")), strict=True)
         stacked = knowledge.group("models")
         for row, (number, version, role) in enumerate(rows):
-            if int(role) not in taken:
-                raise KnowledgeError("server", "roles", f"holds {role}, the greatest is {REFRESH}")
+            if int(role) not in received:
+                fault = f"must be from {CANDIDATE} to {REFRESH}, got {role}"
+                raise KnowledgeError("server", "roles", fault)
             weights = {name: tensor[row] for name, tensor in stacked.items()}
             helper = Helper(int(number), int(version), 0.0)
             self._helper_store.put((helper.number, helper.version), weights)
-            taken[int(role)].append(self._related(weights, helper))
-        return taken
+            received[int(role)].append(self._related(weights, helper))
+        return received
 
     def _self(self, own: int) -> Helper:
-        """Return the client's own entry, with its relation measured on its own data."""
-        me = Helper(own, self._own_version, 0.0)
-        return self._related(to_arrays(self.network), me)
+        """Return the entry of the client itself, with its relation to the client's data."""
+        entry = Helper(own, self._own_version, 0.0)
+        return self._related(to_arrays(self.network), entry)
 
     def _weights(self, helper: Helper, own: int) -> Mapping[str, Array]:
         if helper.number == own:
@@ -177,34 +180,33 @@ class UmPfsslClient(HetClient):
         return self._helper_store.get((helper.number, helper.version))
 
     def _related(self, weights: Mapping[str, Array], helper: Helper) -> Helper:
-        """Return the helper with its relation to this client's data (Eq. 13)."""
+        """Return the helper with its relation to the client's data (Eq. 13)."""
         model = self._spare(weights)
-        sure = certainty(entropy(self._predict(model, helper)), self.info.classes)
-        share = len(self.y) / (len(self.y) + len(self.unlabeled))
-        labeled = len(self.y) > 0
-        accuracy = evaluate(model, self.x, self.y, self.compute).accuracy if labeled else 0.0
-        found = relation(sure, accuracy, share, self.settings.relation)
-        return Helper(helper.number, helper.version, found)
+        h_bar = certainty(entropy(self._predict(model, helper)), self.info.classes)
+        labeled = len(self.y) / (len(self.y) + len(self.unlabeled))
+        accuracy = evaluate(model, self.x, self.y, self.compute).accuracy if len(self.y) else 0.0
+        corr = relation(h_bar, accuracy, labeled, self.settings.relation)
+        return Helper(helper.number, helper.version, corr)
 
     def _predict(self, model: HetModel, helper: Helper) -> Tensor:
-        """Return a helper's predictions for the unlabeled part (Eq. 9), [N, C].
+        """Return a helper's predictions [N, C] of the unlabeled samples (Eq. 9).
 
-        The dropout masks depend only on the model, so its relation need not be computed again.
+        The dropout masks depend only on the model, so its relation is the same in every round.
         """
         place = (self.info.name, "masks", helper.number, helper.version)
         with seeded(self.run.seed, *place, device=self.compute.device):
             return predictive(model, self.unlabeled.x, self.settings.passes, self.compute)
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:
-        """Return the spare model that evaluates helpers, with `weights` loaded."""
-        load_weights(self._tried, weights)
-        return self._tried
+        """Load the weights of a helper into the model that evaluates helpers, and return it."""
+        load_weights(self._helper_model, weights)
+        return self._helper_model
 
     @cached_property
-    def _tried(self) -> HetModel:
+    def _helper_model(self) -> HetModel:
         return self.compute.place(self.build_model())
 
     @property
     def _helper_store(self) -> ModelStore:
-        """Return the store of the helpers' models, next to the client's private state."""
+        """Store of the helpers' models, next to the client's private state."""
         return ModelStore(self.state.folder / "helpers", self.state.folder.parents[1])

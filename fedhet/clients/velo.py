@@ -1,4 +1,4 @@
-"""Velo, client half: "Client processes" of Algorithm 2, the same as Felo's."""
+"""Client of Velo: Algorithm 2, "Client processes", the same as in Felo."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class VeloClient(FeloClient):
-    """Trains on Eq. 1; each sample is paired with one of its class's synthetic features."""
+    """Trains on Eq. 1, where each sample is paired with a synthetic feature of its class."""
 
     settings: VeloSettings
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
-        """Return the server's averages, with S features per class, or None if it sent none."""
+        """Return a teacher with S features per class, or None if the server sent none."""
         teacher = super().read_teacher(round, knowledge)
         if teacher is None:
             return None

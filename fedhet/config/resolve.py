@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from fedhet import models
-from fedhet.algorithms.robust import withstood
+from fedhet.algorithms.robust import max_malicious
 from fedhet.algorithms.rounds import closing, honest_majority, wanted
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
@@ -187,7 +187,7 @@ def _check_against_malice(config: Config) -> None:
                 f"{required} replies per round for '{average}', got {closes}. Set "
                 f"'pace.min-replies' to {required}, or lower 'defense.malicious-fraction'."
             )
-        malicious, start = withstood(run.clients, fraction), run.engine.min_clients
+        malicious, start = max_malicious(run.clients, fraction), run.engine.min_clients
         if 0 < start < min(2 * malicious + 1, run.clients):
             problem = (
                 f"the first {malicious} of {run.clients} clients to join may be malicious "

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from fedhet.algorithms.robust import (
-    filtered,
+    filter_clients,
     geometric_weights,
     krum,
+    max_malicious,
     mean_squares,
     min_replies,
-    relative,
+    relative_distances,
     trimmed_mean,
     weighted_mean,
-    withstood,
 )
 from fedhet.algorithms.weights import as_type
 from fedhet.base.arrays import Array
@@ -68,7 +68,7 @@ class Defense:
         found, record = list(replies), self._state.record
         asked, self._share = len({*record.asked, *record.late}), self.settings.malicious_fraction
         if 0 < len(found) < asked:
-            malicious = withstood(asked, self.settings.malicious_fraction)
+            malicious = max_malicious(asked, self.settings.malicious_fraction)
             self._share = min(max(self._share, malicious / len(found)), 0.5)
             least = min(min_replies(self.settings.average, malicious), asked)
             if malicious and len(found) < least:
@@ -95,7 +95,7 @@ class Defense:
         squared = distances(self.contract, replies, self._share)
         if squared is None:
             return np.ones(len(replies), bool)
-        choose = krum if self.settings.average == "krum" else filtered
+        choose = krum if self.settings.average == "krum" else filter_clients
         return choose(squared, self._share)
 
     def combined(self, replies: Sequence[Knowledge]) -> list[dict[str, Array]]:
@@ -143,7 +143,7 @@ def distances(contract: Contract, replies: Sequence[Knowledge], share: float) ->
                 sums, sizes = np.zeros((size, size)), np.zeros((size, size))
                 for name in group.names:
                     stack = group.stack(name)
-                    squared = relative(mean_squares(flat(stack)), share)
+                    squared = relative_distances(mean_squares(flat(stack)), share)
                     sums += np.nan_to_num(squared) * stack[0].size
                     sizes += ~np.isnan(squared) * stack[0].size
                 mean = np.divide(sums, sizes, out=np.full_like(sums, np.nan), where=sizes > 0)

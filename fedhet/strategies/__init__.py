@@ -1,1 +1,1 @@
-"""The server halves of the methods, one per file."""
+"""Strategies of the methods, one per file."""

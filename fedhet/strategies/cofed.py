@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedhet.algorithms.consensus import Vote, aggregate, conflicts, for_space
+from fedhet.algorithms.consensus import Vote, aggregate, count_conflicts, labels_in_space
 from fedhet.base.arrays import Array, grouped, groups
 from fedhet.base.errors import KnowledgeError, closest
 from fedhet.methods.cofed import SPEC, CofedSettings
@@ -67,7 +67,7 @@ class CofedStrategy(HetStrategy):
         if client.name not in self.votes:
             return Knowledge(scalars=predict)
         labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
-        kept, classes = for_space(self.pseudolabeled, self.votes[client.name].space)
+        kept, classes = labels_in_space(self.pseudolabeled, self.votes[client.name].space)
         labels[kept] = classes
         return Knowledge({"labels": labels}, predict)
 
@@ -130,10 +130,11 @@ class CofedStrategy(HetStrategy):
         """
         sizes = self.pseudolabeled.sum(1)
         spaces = [vote.space for vote in self.votes.values()]
+        received = [len(labels_in_space(self.pseudolabeled, space)[0]) for space in spaces]
         metrics = {
             "pseudolabels": float(sizes.sum()),
-            "received": float(np.mean([len(for_space(self.pseudolabeled, s)[0]) for s in spaces])),
-            "conflicts": float(np.mean([conflicts(self.pseudolabeled, s) for s in spaces])),
+            "received": float(np.mean(received)),
+            "conflicts": float(np.mean([count_conflicts(self.pseudolabeled, s) for s in spaces])),
         }
         if self.settings.margin:
             none = [vote.predictions == self.task.classes for vote in self.votes.values()]

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedhet.algorithms.classwise import totals_of, without
+from fedhet.algorithms.classwise import means_of_others, sum_by_class
 from fedhet.base.arrays import Array
 from fedhet.methods.fd import SPEC, FdSettings
 from fedhet.strategies.base import Reply
@@ -38,7 +38,7 @@ class FdStrategy(FedHeStrategy):
         own = self.latest.get(client.name, {})
         present = own.get("classes", np.zeros(0, np.int64))
         vectors = own.get("probabilities", np.zeros((0, client.classes)))
-        classes, means = without(self._totals, present, vectors)
+        classes, means = means_of_others(self._totals, present, vectors)
         return Knowledge({"classes": classes, "probabilities": means})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
@@ -58,4 +58,4 @@ class FdStrategy(FedHeStrategy):
         super()._instruct_all()
         latest = [self.latest[name] for name in sorted(self.latest)]
         parts = [(each["classes"], each["probabilities"]) for each in latest]
-        self._totals = totals_of(parts, self.task.classes)
+        self._totals = sum_by_class(parts, self.task.classes)

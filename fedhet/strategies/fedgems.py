@@ -16,9 +16,9 @@ from fedhet.algorithms.distillation import (
     Targets,
     fuse,
     fuse_all,
+    select_targets,
+    selective_loss,
     split,
-    targets_of,
-    taught_loss,
 )
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.data.store import check_no_overlap
@@ -171,13 +171,13 @@ class FedGemsStrategy(HetStrategy):
         `counts` becomes the sizes of S1, S2 and S3.
         """
         counts.copy_(torch.stack([part.sum() for part in self.parts]))
-        taught = targets_of(self.parts, self.pool, fused)
+        taught = select_targets(self.parts, self.pool, fused)
         logits = torch.tensor(self.logits, device=self.x.device)
         pool.keep(torch.arange(len(self.y), device=self.x.device), logits, self.right)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             teacher, known = taught.logits[rows], taught.known[rows]
-            return taught_loss(
+            return selective_loss(
                 self.learner.model(x), self.y[rows], teacher, known, self.settings.epsilon
             )
 
@@ -197,8 +197,10 @@ class FedGemsStrategy(HetStrategy):
             parts = self._split(right, recalled.known)
             counts.add_(torch.stack([part.sum() for part in parts]))
             helped = Targets(fused.logits[rows], fused.known[rows])
-            taught = targets_of(parts, recalled, helped)
+            taught = select_targets(parts, recalled, helped)
             pool.keep(rows, logits.detach(), right)
-            return taught_loss(logits, labels, taught.logits, taught.known, self.settings.epsilon)
+            return selective_loss(
+                logits, labels, taught.logits, taught.known, self.settings.epsilon
+            )
 
         return loss_of

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fedhet.algorithms.classwise import capped
+from fedhet.algorithms.classwise import cap_counts
 from fedhet.algorithms.feature_models import (
     Generator,
     agreement,
@@ -55,7 +55,7 @@ class FedGenStrategy(FedAvgStrategy):
         sent = reply.knowledge.tensors
         if "counts" not in sent:
             return reply
-        counts = capped(sent["counts"], reply.samples)
+        counts = cap_counts(sent["counts"], reply.samples)
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from fedhet.algorithms.weights import changed, energy_kept, factors
+from fedhet.algorithms.weights import add_update, energy_kept, factors
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.methods.fedkd import SPEC, FedKdSettings
 from fedhet.runs.measures import mean_metrics
@@ -55,7 +55,7 @@ class FedKdStrategy(FedAvgStrategy):
         energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
         shapes = self.sizes(self.task).models["update"]
-        self._instruct_all({"weights": changed(mentee, unpacked(sent, shapes))})
+        self._instruct_all({"weights": add_update(mentee, unpacked(sent, shapes))})
         # A late client's mentee is older than the one that this changes.
         self._change(round, sent, [reply.client.name for reply in replies if not reply.age])
         metrics = mean_metrics([reply.knowledge.scalars for reply in replies])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fedhet.algorithms.classwise import capped
+from fedhet.algorithms.classwise import cap_counts
 from fedhet.base.arrays import Array
 from fedhet.methods.fedproto import SPEC, FedProtoSettings
 from fedhet.strategies.base import Reply
@@ -39,7 +39,7 @@ class FedProtoStrategy(FedHeStrategy):
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply, with `counts` that sum to at most the client's weight in averages."""
-        counts = capped(reply.knowledge.tensors["counts"], reply.samples)
+        counts = cap_counts(reply.knowledge.tensors["counts"], reply.samples)
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
     def weights(self, tensors: Mapping[str, Array]) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedhet.algorithms.local_models import START_SCALE, equal_scales
-from fedhet.algorithms.weights import moved_toward
+from fedhet.algorithms.weights import interpolate
 from fedhet.base.arrays import Array
 from fedhet.methods.fedtype import SPEC, FedTypeSettings
 from fedhet.models import to_arrays
@@ -33,4 +33,4 @@ class FedTypeStrategy(FedAvgStrategy):
     def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
         """Return the average or, with pFedMe, (1 - beta) times `before` plus beta times it."""
         beta = self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
-        return moved_toward(average, before, beta)
+        return interpolate(before, average, beta)

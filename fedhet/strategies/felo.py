@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedhet.algorithms.classwise import ClassMeans, average, capped
+from fedhet.algorithms.classwise import ClassMeans, average, cap_counts
 from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array, Arrays, group, grouped, groups
 from fedhet.methods.felo import SPEC, FeloSettings
@@ -54,7 +54,7 @@ class FeloStrategy(HetStrategy):
 
     def accept(self, round: int, reply: Reply) -> Reply:
         """Return the reply, with `counts` that sum to at most the client's weight in averages."""
-        counts = capped(reply.knowledge.tensors["counts"], reply.samples)
+        counts = cap_counts(reply.knowledge.tensors["counts"], reply.samples)
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""HeteroFL, server half: sub-models cut from one global model, averaged where they overlap.
+"""HeteroFL, server half: submodels cut from one global model, averaged where they overlap.
 
 Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
 Learning for Heterogeneous Clients, ICLR 2021: Algorithm 1, with the scaler, the static batch norm
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fedhet.algorithms.weights import SubModel, average_overlaps, cut, fits
+from fedhet.algorithms.weights import SubModel, average_overlaps, cut_submodel, is_submodel
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.heterofl import SPEC, WIDTHS, HeteroFlSettings
@@ -47,7 +47,9 @@ class HeteroFlStrategy(HetStrategy):
         """Send the client's part of the global weights; its model's name gives the size."""
         if client.model not in self._parts:
             shapes = self.sizes(client).models["weights"]
-            self._parts[client.model] = Knowledge(grouped("weights", cut(self.weights, shapes)))
+            self._parts[client.model] = Knowledge(
+                grouped("weights", cut_submodel(self.weights, shapes))
+            )
         return self._parts[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
@@ -87,4 +89,4 @@ class HeteroFlStrategy(HetStrategy):
     def _is_part(self, client: ClientInfo) -> bool:
         """Return whether a client's model is a part of the global one."""
         whole = self.sizes(replace(client, model=self.model)).models["weights"]
-        return fits(self.sizes(client).models["weights"], whole)
+        return is_submodel(self.sizes(client).models["weights"], whole)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedhet.algorithms.weights import moved_toward
+from fedhet.algorithms.weights import interpolate
 from fedhet.base.arrays import Array
 from fedhet.methods.pfedme import SPEC, PFedMeSettings
 from fedhet.strategies.fedavg import FedAvgStrategy
@@ -22,4 +22,4 @@ class PFedMeStrategy(FedAvgStrategy):
 
     def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
         """Return w^{t+1} = (1 - beta) w^t + beta times the average (line 12)."""
-        return moved_toward(average, before, self.settings.beta)
+        return interpolate(before, average, self.settings.beta)

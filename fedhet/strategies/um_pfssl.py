@@ -80,7 +80,7 @@ class UmPfsslStrategy(HetStrategy):
         for name, plan in plans.items():
             if not plan.refresh:
                 self.refreshes[name] = max(self._due(round), 0)
-        asked = {name: plan for name, plan in plans.items() if not plan.idle}
+        asked = {name: plan for name, plan in plans.items() if not plan.is_idle}
         training = tuple(name for name, plan in asked.items() if plan.train or plan.warm_up)
         return Selection(training, tuple(sorted(asked.keys() - set(training))))
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from fedhet.algorithms.classwise import newest
+from fedhet.algorithms.classwise import newest_rows
 from fedhet.algorithms.feature_models import Cvae, separation, synthesize, train_cvae
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng, seeded, torch_generator
@@ -102,7 +102,7 @@ class VeloStrategy(FeloStrategy):
         order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
         features = np.concatenate([self.features, features[order]])
         labels = np.concatenate([self.labels, labels[order]])
-        rows = newest(labels, self.settings.memory)
+        rows = newest_rows(labels, self.settings.memory)
         self.features, self.labels = features[rows], labels[rows]
 
     def _train(self, round: int) -> dict[str, float]:
