@@ -278,7 +278,7 @@ def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
     ],
 )
 def test_fedgem_has_no_components_to_take_away(name, value, default):
-    with pytest.raises(SettingsError, match=f"'fedgems.{name}' = .* takes {default} where"):
+    with pytest.raises(SettingsError, match=f"'fedgems.{name}' must be {default} with"):
         fedgems(**{"fedgems.selective": False, f"fedgems.{name}": value})
 
 
