@@ -1,4 +1,4 @@
-# Everything a person runs by hand. `make demo` and `make test` work on a fresh machine.
+# Commands for developers. `make demo` and `make test` work on a fresh machine.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test slow fuzz lint format types proto proto-check reference constraints constraints-check docker-lock bench gpu docs docs-links notebook clean
 
-help:            ## print this list
+help:            ## list all targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*##/ —/'
 
 $(STAMP): pyproject.toml
@@ -15,23 +15,23 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-install: $(STAMP) ## create the virtual environment, with what the tests need
+install: $(STAMP) ## create the virtual environment with the development dependencies
 
-demo: install    ## train ten clients with five architectures, and each alone; ends with a table and a report
+demo: install    ## train ten clients with five architectures, and a local baseline; writes a report
 	$(BIN)/fedhet run felo --preset demo --against local
 
-test: install lint types proto-check ## run lint, types and tests, as CI does
+test: install lint types proto-check ## run lint, types and tests, like CI
 	$(BIN)/python -m pytest -m 'not slow' --numprocesses logical --dist loadgroup --ignore tests/test_gpu.py
 	$(BIN)/python -m pytest -m 'not slow' tests/test_gpu.py
 
 slow: install    ## run the longer tests
 	$(BIN)/python -m pytest -m slow
 
-fuzz: install    ## check that a million damaged replies are refused or within the contract
+fuzz: install    ## check that a million corrupted replies are rejected or satisfy the contract
 	FEDHET_FUZZ=1000000 $(BIN)/python -m pytest --timeout 0 tests/test_fuzz.py
 	$(BIN)/python -m benchmarks.fuzz_folders build/fuzz --count 100000
 
-lint: install    ## check style, the layers of imports, dead code, and spelling
+lint: install    ## check style, import layers, dead code and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
@@ -42,36 +42,36 @@ format: install  ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: install   ## check types with mypy, strict
+types: install   ## check types with mypy (strict)
 	$(BIN)/mypy
 
-proto: install   ## generate the code of the wire contract
+proto: install   ## generate code from the .proto file
 	@mkdir -p build/proto
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	cp build/proto/fedhet/v1/knowledge_pb2.py build/proto/fedhet/v1/knowledge_pb2.pyi fedhet/_generated/
 
-proto-check: install ## check that the committed generated code matches the .proto file
+proto-check: install ## check that the generated code matches the .proto file
 	@mkdir -p build/proto
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=build/proto --pyi_out=build/proto proto/fedhet/v1/knowledge.proto
 	@for f in knowledge_pb2.py knowledge_pb2.pyi; do cmp build/proto/fedhet/v1/$$f fedhet/_generated/$$f || { echo "run: make proto"; exit 1; }; done
 
-reference: install ## write the settings, the methods' pages and flwr's run config from the declarations, and the claims from the tables
+reference: install ## generate the reference pages, method pages and Flower's run config from the code, and the claims from the tables
 	$(BIN)/python -m fedhet.config.reference
 	$(BIN)/python -m fedhet.experiments.claims
 
-# uv comes with Flower. The image has Linux and Python 3.11, on amd64 or arm64: the pins are the same for both.
+# uv is a dependency of Flower. The image uses Linux and Python 3.11; amd64 and arm64 share the same pins.
 COMPILE = $(BIN)/uv pip compile --quiet --custom-compile-command 'make constraints' --no-annotate --generate-hashes \
 	--python-version 3.11 --python-platform x86_64-manylinux_2_28 --output-file
 WANTED := build/wanted.txt
 
-constraints: install ## write docker/constraints.txt and overrides.txt: the newest versions that fit, of all packages of the image
+constraints: install ## pin the newest compatible versions of the image's packages in docker/constraints.txt and overrides.txt
 	@mkdir -p build
 	@$(BIN)/python docker/wanted.py image build > $(WANTED)
 	$(COMPILE) docker/constraints.txt --upgrade $(WANTED)
 	@echo 'cryptography>=50,<51' > build/overrides.in
 	$(COMPILE) docker/overrides.txt --upgrade --no-deps build/overrides.in
 
-constraints-check: install ## check that docker/constraints.txt still fits pyproject.toml, with all dependencies
+constraints-check: install ## check that docker/constraints.txt matches pyproject.toml
 	@mkdir -p build
 	@$(BIN)/python docker/wanted.py image build > $(WANTED)
 	@cp docker/constraints.txt build/constraints.txt
@@ -80,14 +80,14 @@ constraints-check: install ## check that docker/constraints.txt still fits pypro
 
 BASE_TAG := python:3.11-slim-bookworm
 
-docker-lock:     ## write today's digest of the base image's tag to docker/Dockerfile
+docker-lock:     ## pin the current digest of the base image in docker/Dockerfile
 	docker pull --quiet $(BASE_TAG)
 	digest=$$(docker image inspect --format '{{index .RepoDigests 0}}' $(BASE_TAG) | sed 's/.*@//') \
 	&& test -n "$$digest" \
 	&& sed -i.before "s|$(BASE_TAG)@sha256:[0-9a-f]*|$(BASE_TAG)@$$digest|" docker/Dockerfile && rm docker/Dockerfile.before
 	@grep '^ARG IMAGE=' docker/Dockerfile
 
-bench: install   ## run the benchmarks; prints ratios
+bench: install   ## run the benchmarks and print ratios
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.training_loop
 	$(BIN)/python -m benchmarks.evaluation
@@ -107,22 +107,22 @@ bench: install   ## run the benchmarks; prints ratios
 	$(BIN)/python -m benchmarks.knowledge_share
 	$(BIN)/python -m benchmarks.model_pool
 
-gpu: install     ## measurements on an accelerator, in parts of a few minutes
+gpu: install     ## run the benchmarks on an accelerator, in parts of a few minutes
 	$(BIN)/python -m benchmarks.gpu
 
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
-docs: $(VENV)/.docs ## build the pages of docs/ as a site, in build/docs/index.html; a dead link fails
+docs: $(VENV)/.docs ## build the documentation in build/docs/index.html; fails on dead links
 	$(BIN)/sphinx-build -W --keep-going -b html docs build/docs
 	@echo build/docs/index.html
 
-docs-links: $(VENV)/.docs ## ask for the addresses of the web that the pages link to
+docs-links: $(VENV)/.docs ## check the external links of the documentation
 	$(BIN)/sphinx-build -b linkcheck docs build/links
 
-notebook: install ## run examples/fedhet.ipynb, and store its outputs in it
+notebook: install ## execute examples/fedhet.ipynb and store its outputs
 	OMP_NUM_THREADS=1 $(BIN)/python tests/test_notebook.py
 
-clean:           ## remove what the build and the runs left, except .venv
+clean:           ## remove build outputs and runs, except .venv
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

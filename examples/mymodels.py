@@ -1,4 +1,4 @@
-"""Models of one's own: a network, and a classifier that needs no gradients."""
+"""Custom models: a network, and a classifier without gradients."""
 
 from math import prod
 

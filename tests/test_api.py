@@ -125,7 +125,7 @@ def test_models_and_predictions(result, tmp_path):
     assert np.allclose(result.predict("client-1", x).probabilities, wanted, atol=1e-6)
     assert result.kinds("client-1") == ("private",)
     assert result.export("client-1", tmp_path / "m.safetensors").name == "m.safetensors.json"
-    with pytest.raises(StateError, match="no client 'client-9'"):
+    with pytest.raises(StateError, match="client 'client-9' not found"):
         result.model("client-9")
     with pytest.raises(SettingsError, match="expected one of safetensors, pt2, onnx"):
         result.export("client-1", tmp_path / "m.bin")

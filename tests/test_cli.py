@@ -95,7 +95,7 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["run", "felo", "--dataset", "digit"], ["'data.dataset'", "'digit'", "'digits'"]),
         (["run", "felo", "--preset", "dmo"], ["'dmo'", "did you mean 'demo'?"]),
         (["run", "felo", "-s", "device=cuda:7"], ["'engine.device'", "'cuda:7'", "cpu"]),
-        (["run", "felo", "--seeds", "0,0"], ["--seeds 0,0", "0,1,2"]),
+        (["run", "felo", "--seeds", "0,0"], ["--seeds", "0,0", "0,1,2"]),
         (["run", "felo", "--out", "a b"], ["'out'", "'a b'"]),
         (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds' is set twice"]),
         (["run", "felo", "--models", "mlp", "-s", "pool=cnn2"], ["'models.pool' is set twice"]),
@@ -170,7 +170,7 @@ def test_a_file_of_version_01_is_refused_with_the_new_name(call, tmp_path):
         status, _, error = call(*words, "--config", old)
         assert status == 2
         assert error.split(maxsplit=1)[1].strip() == (
-            "unknown setting 'local-epochs': it is 'training.local-epochs'"
+            "unknown setting 'local-epochs'; use its full name, 'training.local-epochs'"
         )
 
 
@@ -227,7 +227,7 @@ def test_a_signal_ends_a_run_at_once(tmp_path, backend, number):
         finally:
             process.kill()
     error = (tmp_path / "err").read_text()
-    assert f"`fedhet report {out}` shows what it has recorded" in error
+    assert f"show the results so far with `fedhet report {out}`" in error
     assert len(error.strip().splitlines()) == 1, "Ray would print a stack trace"
     result = CliRunner().invoke(app, ["report", str(out)])
     assert result.exit_code == 0, result.output

@@ -87,7 +87,7 @@ def test_a_link_to_a_file_ends_the_resumed_run(cut, received, mine, name):
 def test_a_link_to_a_folder_of_figures_ends_the_report(received, mine):
     (received / "figures").symlink_to(mine)
     before = content(mine)
-    with pytest.raises(StateError, match="run/figures: expected no symlink") as error:
+    with pytest.raises(StateError, match="run/figures is a symlink") as error:
         report.write(received)
     assert one_line(error)
     assert content(mine) == before

@@ -91,7 +91,9 @@ def test_kinds_besides_the_private_model(tmp_path):
     assert set(client.kinds) == {"private", "proxy"}
     scores = summary["accuracy"]["common"]["proxy"]["per_client"]
     assert client.accuracy("proxy")["common"] == scores["client-1"]
-    with pytest.raises(StateError, match="no model of kind 'proxi', but private, proxy; did you"):
+    with pytest.raises(
+        StateError, match="a kind of model from private, proxy, got 'proxi'; did you"
+    ):
         client.model("proxi")
 
 
@@ -137,7 +139,7 @@ def test_a_state_of_before_there_were_records(trained, tmp_path):
         path.unlink()
     scores = summary["accuracy"]["common"]["private"]["per_client"]
     assert open_client(copy, CNN).accuracy()["common"] == scores[CNN]
-    with pytest.raises(StateError, match="name the run's directory"):
+    with pytest.raises(StateError, match="Use the run directory"):
         open_client(copy / "state", CNN)
 
 
@@ -569,8 +571,8 @@ def test_the_commands(trained, images, call, tmp_path):
     assert status == 0
     assert f"card: {path}.json" in out
     for words, says in [
-        (("predict", directory, "client-7", images), "no client 'client-7'"),
-        (("predict", directory, MLP, images, "--kind", "proxy"), "no model of kind 'proxy'"),
+        (("predict", directory, "client-7", images), "client 'client-7' not found"),
+        (("predict", directory, MLP, images, "--kind", "proxy"), "got 'proxy'"),
         (
             ("export", directory, MLP, "--format", "pickle", "--out", path),
             "expected one of safetensors",
@@ -663,7 +665,7 @@ def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path):
     right = np.mean([said.classes[k] == name for k, name in zip(said.labels, names, strict=True)])
     common = summary["accuracy"]["common"]["private"]["per_client"]["client-1"]
     assert right == pytest.approx(common)
-    with pytest.raises(DataError, match="takes"):
+    with pytest.raises(DataError, match="expects"):
         samples_for(found.record, np.zeros((2, 5), np.float32))
     if kind == "text":
         for number, text in enumerate(x[:3]):

@@ -159,8 +159,8 @@ def test_an_option_names_its_choices_and_its_default(command, option, choices, d
 
 def test_an_arguments_help_is_shown():
     assert "Method to run; see `fedhet methods`." in said_by("run", "--help")[1]
-    assert "Runs, or folders of runs." in said_by("compare", "--help")[1]
-    assert "One method, in full." in said_by("methods", "--help")[1]
+    assert "Run directories, or directories of runs." in said_by("compare", "--help")[1]
+    assert "Method to describe in detail." in said_by("methods", "--help")[1]
 
 
 def test_settings_come_in_sections_without_ends_that_nobody_reaches():

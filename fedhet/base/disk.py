@@ -262,4 +262,4 @@ def check_no_symlinks(directory: Path) -> None:
 
 def _check_no_symlink(path: Path) -> None:
     if path.is_symlink():
-        raise StateError(f"{path}: expected no symlink in a run directory. Remove it.")
+        raise StateError(f"{path} is a symlink, expected a file or directory. Remove the symlink.")

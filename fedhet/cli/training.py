@@ -199,7 +199,7 @@ def _run(
 
 
 def _resume_hint(directory: Path) -> str:
-    """Return a hint how to continue a run that is interrupted now."""
+    """Return a hint for continuing an interrupted run."""
     resume = f"`fedhet run --resume {directory}`"
     metrics = directory / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:

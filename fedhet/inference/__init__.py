@@ -1,1 +1,1 @@
-"""The use of what was trained: a client's models, their predictions, and files for elsewhere."""
+"""Use of trained models: the Python API, predictions, and export."""

@@ -78,8 +78,8 @@ class Encoder(nn.Module):
         return torch.where(self.kind.eq(_NUMBER), numbers, codes)
 
 
-class Classifier(nn.Module):
-    """Model from unscaled samples, as stored in the client's files, to probabilities."""
+class ExportedModel(nn.Module):
+    """Model that maps unscaled samples, as stored in the client's files, to probabilities."""
 
     def __init__(self, model: nn.Module, preprocess: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def _write_program(
     if record.table is not None:
         columns = len(record.table.columns)
         example = torch.zeros(2, columns, dtype=torch.float64)
-        classifier = Classifier(model, Encoder(record.table)).eval()
+        exported = ExportedModel(model, Encoder(record.table)).eval()
     else:
         shape = tuple(record.shape)
         if record.kind == TEXT.name:  # the program has a fixed text length
@@ -148,21 +148,21 @@ def _write_program(
         else:
             example = torch.zeros(2, *shape)
             example = example.to(torch.uint8) if record.stored == "bytes" else example
-        classifier = Classifier(model, scaled).eval()
+        exported = ExportedModel(model, scaled).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         with _quiet(), torch.no_grad():
-            program = torch.export.export(classifier, (example,), dynamic_shapes=(batch,))
+            program = torch.export.export(exported, (example,), dynamic_shapes=(batch,))
             if form == "pt2":
                 with path.open("wb") as file:
                     torch.export.save(program, file, extra_files={"card.json": text})
                 return
-            exported: Any = torch.onnx.export(
+            onnx: Any = torch.onnx.export(
                 program, (), dynamo=True, input_names=["x"], output_names=["probabilities"],
                 verbose=False,
             )  # fmt: skip
-            exported.model.metadata_props["card"] = text
-            exported.save(str(path), external_data=False)
+            onnx.model.metadata_props["card"] = text
+            onnx.save(str(path), external_data=False)
     except FedhetError:
         raise
     except Exception as error:  # PyTorch's tracer and ONNX converter raise many types

@@ -1,1 +1,1 @@
-"""Settings: the schema of a table, and the declarations of all settings that every run has."""
+"""Settings of a run: base classes, and the tables that every run has."""

@@ -76,9 +76,7 @@ class EngineSettings(ComputeSettings):
     track: Literal["none", "wandb", "mlflow", "prometheus"] = machine_field(
         "none", "experiment tracker that also receives the run's metrics (docs/guide.md)"
     )
-    strict: bool = machine_field(
-        True, "whether an error in a user's client code stops a simulation"
-    )
+    strict: bool = machine_field(True, "stop a simulation if a user's client code raises an error")
     cpus_per_client: Positive = machine_field(1.0, "Ray: CPUs per worker")
     gpus_per_client: Annotated[float, Field(ge=0, le=1)] = machine_field(
         0.0,
@@ -118,8 +116,8 @@ class EngineSettings(ComputeSettings):
     )
     outlier_factor: NonNegative = Field(
         1000.0,
-        description="rejects a reply if the root mean square of a field exceeds this multiple of "
-        "the other clients' median; 0 = never",
+        description="maximum root mean square of a field in a reply, as a multiple of the other "
+        "clients' median; larger replies are rejected; 0 = no limit",
     )
     max_refusals: CountOrNone = Field(
         3,

@@ -150,8 +150,8 @@ class DataSettings(Schema):
     )
     tokenizer: str = Field(
         "words",
-        description="words = split into words and hash them; or a directory in $FEDHET_ENCODERS "
-        "that contains the tokenizer.json of an encoder",
+        description="tokenizer of texts: words (hashes each word), or a directory in "
+        "$FEDHET_ENCODERS that contains the tokenizer.json of an encoder",
     )
     vocabulary: Vocabulary = Field(
         8192, description="tokenizer = words: vocabulary size; must be the same at every site"
