@@ -57,7 +57,7 @@ def ratings(client: HetClient, others: Sequence[HetClient]) -> dict[str, list[fl
     for number, other in enumerate(others):
         model = other.network
         with seeded(client.run.seed, client.info.name, "masks", number):
-            answers = predictive(model, x, client.config.own.flat()["passes"])
+            answers = predictive(model, x, client.config.method_settings.flat()["passes"])
         sure = certainty(entropy(answers), client.info.classes)
         right = evaluate(model, client.x, client.y, client.compute).accuracy
         for kind in KINDS:

@@ -137,7 +137,7 @@ class Pool:
         self.stubs = [
             Stub(
                 ClientInfo(f"client-{k:03d}", model, 10, CLASSES, "image", SHAPE),
-                config.own,
+                config.method_settings,
             )
             for k in range(run.clients)
         ]
@@ -207,7 +207,7 @@ def measure_memory(model: str, clients: int, rounds: int) -> None:
 def traffic(model: str, clients: int, rounds: int) -> tuple[float, float, float]:
     """Return the bytes of a run of Algorithm 1, Eq. 28's bound and Eq. 27's, in models."""
     config = settings(model, clients, rounds + 1)  # the first round is the warm-up
-    own: Any = config.own
+    own: Any = config.method_settings
     fraction = config.run.fraction
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(config, Path(folder) / "run")

@@ -69,7 +69,7 @@ def of_run(run: PlannedRun) -> float:
     passes = sum(
         each.rounds * each.epochs
         for each in config.method.spec.privacy.passes(
-            config.own, config.run.training, config.run.rounds
+            config.method_settings, config.run.training, config.run.rounds
         )
     )
     clients = _mean(config.run.models.pool, shape, classes)
@@ -81,7 +81,10 @@ def of_run(run: PlannedRun) -> float:
 
 def _added(config: Config, shape: tuple[int, ...], classes: int) -> tuple[float, float]:
     """Return the operations of the models that a method adds at the clients, at the server."""
-    named = {name: str(getattr(config.own, name)) for name in config.method.spec.model_settings}
+    named = {
+        name: str(getattr(config.method_settings, name))
+        for name in config.method.spec.model_settings
+    }
     found = {name: operations(model, shape, classes) for name, model in named.items() if model}
     server = found.pop("server_model", 0.0)
     return sum(found.values()), server

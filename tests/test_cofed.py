@@ -210,7 +210,7 @@ def test_weights_by_name_are_a_map(tmp_path):
     given = parse_pairs(["cofed.credibility= site-a = 2, site-b=0.5"])
     assert given == {"cofed.credibility": {"site-a": 2, "site-b": 0.5}}
     config = resolve({"method": "cofed", **given})
-    assert config.own.credibility == {"site-a": 2.0, "site-b": 0.5}
+    assert config.method_settings.credibility == {"site-a": 2.0, "site-b": 0.5}
     (tmp_path / "mine.toml").write_text(config.to_toml())
     assert resolve(read_toml(tmp_path / "mine.toml")) == config
     assert hash(resolve(from_flower(to_flower(config.flat())))) == hash(config)

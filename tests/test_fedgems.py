@@ -220,7 +220,7 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
     chosen = {**few, "weight_decay": 1e-3, "fedgems.server-epochs": 2, **SGD, **changes}
     config = fedgems(**chosen)
     server = Server(config, tmp_path / "run")
-    strategy, own = server.strategy, config.own.flat()
+    strategy, own = server.strategy, config.method_settings.flat()
     public = RunData.of(config.run).public_set("image", (1, 8, 8), 10)
     paper = PaperServer(strategy.learner.model, public.x, public.y, strategy.run, own)
     seen = set()

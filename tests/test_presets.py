@@ -171,7 +171,7 @@ def test_velos_table_4_is_a_sweep(preset):
     """`fedhet sweep velo interval=1,2,3,4,5,6,8,10 --preset …`."""
     name, swept = read_sweep("interval=1,2,3,4,5,6,8,10", "velo")
     configs = [resolve({**gather("velo", preset), name: value}) for value in swept]
-    assert [config.own.interval for config in configs] == [1, 2, 3, 4, 5, 6, 8, 10]
+    assert [config.method_settings.interval for config in configs] == [1, 2, 3, 4, 5, 6, 8, 10]
     assert {config.run.rounds for config in configs} == {100}
 
 
@@ -186,7 +186,9 @@ def test_the_small_experiment_of_felos_is_the_same_with_every_method(method, alp
     assert assigned == dict.fromkeys(("cnn2", "cnn3", "lenet5", "cofed-cnn1", "cofed-cnn3"), 4)
     assert run.data.partition == ("dirichlet" if alpha else "iid")
     assert not alpha or run.data.alpha == alpha
-    assert config.own == type(config.own)()  # the methods' own settings at their defaults
+    assert (
+        config.method_settings == type(config.method_settings)()
+    )  # the methods' own settings at their defaults
 
 
 # FedGEMS, Section 4.1 and Table 13; Tables 10 and 11 for the models.

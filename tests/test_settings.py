@@ -106,7 +106,7 @@ def test_both_halves_of_a_method_read_the_same_settings(tmp_path):
     server = Server(config, tmp_path / "run")
     node = read_node({"partition-id": 0, "num-partitions": 4}, config.run, str(tmp_path))
     for half in (server.strategy, open_client(config, node)):
-        assert half.settings is config.own
+        assert half.settings is config.method_settings
         assert (half.settings.feature_dim, half.settings.alpha) == (7, 0.25)
         assert half.settings.weighting == "samples"
 
@@ -353,7 +353,7 @@ def test_another_type(kind, name):
 def test_a_whole_number_stands_for_a_number():
     config = resolve({"data.alpha": 1, "felo.alpha": 2})
     assert config == resolve({"data.alpha": 1.0, "felo.alpha": 2.0})
-    assert type(config.run.data.alpha) is type(config.own.alpha) is float
+    assert type(config.run.data.alpha) is type(config.method_settings.alpha) is float
 
 
 LITERALS = [n for n, i in RunSettings.fields().items() if allowed_values(i).startswith("one of")]

@@ -537,7 +537,7 @@ def test_a_run_keeps_to_the_bound_of_equation_28(tmp_path):
     summary = run(config, tmp_path / "run")
     method = [record["method"] for record in records(tmp_path / "run")]
     size = sum(array.nbytes for array in weights(0).values())
-    own, steps = config.own, config.run.rounds - 1
+    own, steps = config.method_settings, config.run.rounds - 1
     assert own.refresh_rounds(0.34) == own.refresh
     bound = 6 * own.helpers * steps / own.refresh + own.search_rounds * own.replace * 6
     bound += 0.34 * 6 * steps

@@ -471,10 +471,10 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
 def test_the_extreme_pool_meets_in_one_width():
     """Table 3: ResNet-50 alone has features of another width than 512."""
     config = resolve(read_preset("velo-cifar10-extreme"))
-    width = config.own.feature_dim
+    width = config.method_settings.feature_dim
     names = config.run.models.pool
     assert list(names) == [f"resnet{depth}" for depth in (10, 18, 26, 34, 50)]
-    assert config.own.feature_dim == width == 512
+    assert config.method_settings.feature_dim == width == 512
     for name in names:
         found = models.shapes(name, (3, 32, 32), 10, width)
         assert found["classifier.weight"] == ((10, width), "float32")

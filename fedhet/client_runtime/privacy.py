@@ -221,7 +221,7 @@ class DifferentialPrivacy(NoPrivacy):
         """Planned releases of the client, assuming that it is sampled in every round."""
         config, protection = self._config, self._config.method.spec.privacy
         rounds = config.run.rounds + config.method.spec.learns_last
-        passes = protection.passes(config.own, self._node.training, rounds)
+        passes = protection.passes(config.method_settings, self._node.training, rounds)
         return Plan(len(self._samples.own.y), passes, rounds, protection.vectors)
 
     @contextlib.contextmanager

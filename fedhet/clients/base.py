@@ -86,7 +86,7 @@ class HetClient(NumPyClient):
     def __init__(self, config: Config, node: Node, samples: ClientSamples | None = None) -> None:
         engine = config.run.engine.model_copy(update={"device": node.device})
         self.config = config.replacing(engine=engine, training=node.training)
-        self.run, self.settings, self.node = self.config.run, config.own, node
+        self.run, self.settings, self.node = self.config.run, config.method_settings, node
         self.compute = compute_for(engine)
         if self.run.privacy.is_on:
             # Opacus reads a convolution's input as if it were contiguous, so its per-sample

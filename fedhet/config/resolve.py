@@ -56,7 +56,7 @@ class Config:
 
     run: RunSettings
     method: Method
-    own: MethodSettings
+    method_settings: MethodSettings
 
     @property
     def uses_unlabeled(self) -> bool:
@@ -65,7 +65,8 @@ class Config:
 
     def flat(self) -> dict[str, Any]:
         """Return all settings by full name (inverse of `resolve`)."""
-        own = {f"{self.method.table}.{name}": value for name, value in self.own.flat().items()}
+        table = self.method.table
+        own = {f"{table}.{name}": value for name, value in self.method_settings.flat().items()}
         return {**self.run.flat(), **own}
 
     def to_toml(self) -> str:
@@ -104,25 +105,27 @@ def complete(given: GivenSettings) -> Config:
     every setting. A method setting with its default value counts as unset unless it is in
     `given.explicit`. Raises SettingsError.
     """
-    run, method, own, is_private = given.run, given.method, given.own, given.run.privacy.is_on
-    spec, kind = method.spec, sources.sample_kind(run.data)
-    usual, default = spec.defaults(kind), type(own)()
-    usual = {k: v for k, v in usual.items() if f"{method.table}.{kebab(k)}" not in given.explicit}
+    run, method, settings = given.run, given.method, given.method_settings
+    spec, is_private, kind = method.spec, run.privacy.is_on, sources.sample_kind(run.data)
+    defaults, initial = spec.defaults(kind), type(settings)()
+    defaults = {
+        k: v for k, v in defaults.items() if f"{method.table}.{kebab(k)}" not in given.explicit
+    }
     if is_private:
         clients = spec.privacy.models
-        usual |= {k: models.group_norm_name(v) for k, v in usual.items() if k in clients}
-    unset = {k: v for k, v in usual.items() if getattr(own, k) == getattr(default, k)}
-    own = own.model_copy(update=unset)
+        defaults |= {k: models.group_norm_name(v) for k, v in defaults.items() if k in clients}
+    unset = {k: v for k, v in defaults.items() if getattr(settings, k) == getattr(initial, k)}
+    settings = settings.model_copy(update=unset)
 
     changes: dict[str, Any] = {}
-    fixed = own.fixed_rounds()
+    fixed = settings.fixed_rounds()
     if fixed is not None and run.rounds != fixed:
         if run.rounds != RunSettings().rounds:
             problem = f"the settings of {run.method} determine the number of rounds"
             raise invalid_setting("rounds", run.rounds, str(fixed), problem)
         changes["rounds"] = fixed
     data: dict[str, Any] = {}
-    needs_public = spec.needs_public or own.uses_public()
+    needs_public = spec.needs_public or settings.uses_public()
     if needs_public and not (run.data.public_fraction or run.data.public_dataset):
         data["public_fraction"] = PUBLIC_FRACTION
     if (spec.needs_unlabeled or run.training.semi != "none") and not run.data.labeled_alpha:
@@ -134,7 +137,7 @@ def complete(given: GivenSettings) -> Config:
     if is_private and run.engine.precision == "auto":
         changes["engine"] = run.engine.model_copy(update={"precision": "float32"})
 
-    config = Config(run.model_copy(update=changes), method, own)
+    config = Config(run.model_copy(update=changes), method, settings)
     _check_models_and_data(config)
     _check_against_malice(config)
     _check_privacy(config)
@@ -151,10 +154,10 @@ def _check_models_and_data(config: Config) -> None:
         models.assign(pool, run.clients, run.seed, run.models.assignment)
     except FedhetError as error:
         raise SettingsError(f"setting 'models.pool' = {list(pool)!r}: {error}") from None
-    values = config.own.flat()
-    for own, info in config.own.fields().items():
-        if A_MODEL in info.metadata and values[own] != info.default:
-            _check_own_model(config, own, lambda model: models.check_name(str(model)))
+    values = config.method_settings.flat()
+    for name, info in config.method_settings.fields().items():
+        if A_MODEL in info.metadata and values[name] != info.default:
+            _check_method_model(config, name, lambda model: models.check_name(str(model)))
     sources.find_source(run.data.dataset)
     if run.data.public_dataset not in ("", *NO_DATASET):
         sources.find_source(run.data.public_dataset, "data.public-dataset")
@@ -203,7 +206,7 @@ def _check_against_malice(config: Config) -> None:
 
 def _check_privacy(config: Config) -> None:
     """Reject settings that differential privacy does not support, and name supported values."""
-    run, method, own = config.run, config.method, config.own
+    run, method = config.run, config.method
     if not run.privacy.is_on:
         return
     switch, epsilon = "privacy.noise-multiplier", run.privacy.noise_multiplier
@@ -225,7 +228,7 @@ def _check_privacy(config: Config) -> None:
         problem = f"unsupported by {method.name} ({method.spec.privacy.unsupported})"
         raise invalid_setting(switch, epsilon, "0", problem)
     for name, needed in method.spec.privacy.needs.items():
-        check(f"{method.table}.{kebab(name)}", getattr(own, name), needed)
+        check(f"{method.table}.{kebab(name)}", getattr(config.method_settings, name), needed)
     if run.data.public_dataset == GENERATED:
         problem = "generated samples reveal values of the clients' samples"
         expected = f"another dataset, or 'data.public-fraction', with '{switch}'"
@@ -271,9 +274,9 @@ def _check_training_and_pool(config: Config) -> None:
             raise invalid_setting("models.pool", pool, f"neural networks with {name}", problem)
 
 
-def _check_own_model(config: Config, name: str, check: Callable[[Any], object]) -> None:
+def _check_method_model(config: Config, name: str, check: Callable[[Any], object]) -> None:
     """Check the model named by the method's setting `name`, and name the setting in errors."""
-    value = config.own.flat()[name]
+    value = config.method_settings.flat()[name]
     try:
         check(value)
     except FedhetError as error:
@@ -286,7 +289,7 @@ def _models_of_clients(config: Config) -> Iterator[tuple[str, str]]:
     for model in dict.fromkeys(config.run.models.pool):
         yield "models.pool", model
     for name in config.method.spec.privacy.models:
-        yield f"{config.method.table}.{kebab(name)}", getattr(config.own, name)
+        yield f"{config.method.table}.{kebab(name)}", getattr(config.method_settings, name)
 
 
 # --- checks for a machine, and for a deployment
@@ -305,9 +308,9 @@ def check(config: Config, store: RunData | None = None) -> None:
     augmentation(run.training.augment, KINDS[kind], shape)
     for name in dict.fromkeys(run.models.pool):
         models.check(name, kind, shape, classes, any_model=spec.any_model)
-        spec.check_model(config.own, ClientInfo("", name, 0, classes, kind, shape))
+        spec.check_model(config.method_settings, ClientInfo("", name, 0, classes, kind, shape))
     for field in spec.model_settings:
-        _check_own_model(
+        _check_method_model(
             config,
             kebab(field),
             lambda model: models.check(model, kind, shape, classes, any_model=False),

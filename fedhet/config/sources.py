@@ -305,7 +305,7 @@ class GivenSettings:
 
     method: Method
     run: RunSettings
-    own: MethodSettings
+    method_settings: MethodSettings
     explicit: frozenset[str]
     """Names of the given settings, which the method's defaults do not replace."""
 
@@ -320,29 +320,29 @@ def validate(values: Mapping[str, object]) -> GivenSettings:
     if not isinstance(method_name, str):
         raise invalid_setting("method", method_name, "string")
     method = find_method(method_name)
-    of_method, of_all = method.settings(), RunSettings.fields()
+    method_fields, run_fields = method.settings(), RunSettings.fields()
     own: dict[str, object] = {}
     shared: dict[str, object] = {}
     foreign: dict[str, object] = {}
     for name, value in values.items():
-        info = (of_all | of_method).get(name)
+        info = (run_fields | method_fields).get(name)
         # Accept lists as text such as "cnn2,mlp" also in Python and TOML.
         if isinstance(value, str) and info is not None and is_collection(info):
             value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
-        if name in of_method:
+        if name in method_fields:
             own[name.partition(".")[2]] = value
         else:
-            (shared if name in of_all else foreign)[name] = value
+            (shared if name in run_fields else foreign)[name] = value
     known = all_settings() if foreign else {}
     for name, value in foreign.items():
         if name not in known:
-            in_a_table = any(full.endswith(f".{name}") for full in of_all)
-            raise unknown(name, of_all if in_a_table else known)
+            is_abbreviated = any(full.endswith(f".{name}") for full in run_fields)
+            raise unknown(name, run_fields if is_abbreviated else known)
         is_bool = known[name].annotation is bool
         if plain(value) != plain(known[name].default) or isinstance(value, bool) != is_bool:
             raise SettingsError(
                 f"setting '{name}': unsupported by method '{method.name}', got {value!r}"
             )
     run = build(RunSettings, shared)
-    own_settings = build(method.spec.settings, own, f"{method.table}.")
-    return GivenSettings(method, run, own_settings, frozenset(values))
+    method_settings = build(method.spec.settings, own, f"{method.table}.")
+    return GivenSettings(method, run, method_settings, frozenset(values))

@@ -38,7 +38,7 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
     device = find_device(run.engine.device)
     if run.engine.gpus_per_client or device.type != "cuda":
         return config
-    kind, shape, own = dataset.kind, tuple(dataset.shape), config.own.flat()
+    kind, shape, own = dataset.kind, tuple(dataset.shape), config.method_settings.flat()
     others = [str(own[kebab(name)]) for name in config.method.spec.model_settings]
     batches = run.training.pools().get("batch_size", (run.training.batch_size,))
     sizes = {

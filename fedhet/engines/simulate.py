@@ -281,7 +281,7 @@ def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: floa
     common = len(data.common_test) if data.common_test is not None else 0
     trained = rounds * run.fraction * epochs * fmean(train for train, _ in sizes)
     evaluated = rounds / run.evaluate_every * fmean(test + common for _, test in sizes)
-    own = config.own.flat()
+    own = config.method_settings.flat()
     others = [str(own[kebab(name)]) for name in config.method.spec.model_settings]
     models = Counter(assign(run.models.pool, clients, run.seed, run.models.assignment))
     models.update(dict.fromkeys(others, clients))

@@ -498,7 +498,7 @@ def _fitted(values: Values) -> tuple[Values, str]:
     """
     try:
         free = resolve({name: value for name, value in values.items() if name != "rounds"})
-        if (fixed := free.own.fixed_rounds()) is not None:
+        if (fixed := free.method_settings.fixed_rounds()) is not None:
             planned = resolve({**values, "rounds": fixed}).run.training.local_epochs
             epochs = int(values["rounds"]) * int(planned) // fixed  # type: ignore[call-overload]
             values = {**values, "rounds": fixed, "training.local-epochs": max(1, epochs)}

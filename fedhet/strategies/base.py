@@ -89,7 +89,7 @@ class HetStrategy(Strategy):
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
         # If several training settings are assigned to clients, the server uses the first.
         config = config.replacing(training=config.run.training.first())
-        self.run, self.settings, self.log = config.run, config.own, log
+        self.run, self.settings, self.log = config.run, config.method_settings, log
         self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
         self._held_out = HeldOutClients(self.run, self.spec)
