@@ -406,7 +406,7 @@ def test_a_class_mean_is_not_private():
     private = {"privacy.epsilon": 8.0, "models": "mlp"}
     with pytest.raises(SettingsError, match=r"'fedtgp\.distance' = .*takes.*mse"):
         fedtgp(**private)
-    assert fedtgp(**private, **{"fedtgp.distance": "mse"}).own.pull == (10.0, "mse")
+    assert fedtgp(**private, **{"fedtgp.distance": "mse"}).method_settings.pull == (10.0, "mse")
 
 
 def test_the_nearest_trained_prototype_is_judged(tmp_path):

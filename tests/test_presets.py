@@ -310,7 +310,7 @@ PAIRED = {"euclidean": 0.1, "mse": 10.0}
 
 @pytest.mark.parametrize("name", [n for n in preset_names() if "fedtgp" in n])
 def test_a_preset_mixes_no_distance_with_the_weight_of_the_other(name):
-    own = resolve(read_preset(name)).own
+    own = resolve(read_preset(name)).method_settings
     weight, distance = own.pull
     assert weight == PAIRED[distance]
 
