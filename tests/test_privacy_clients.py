@@ -878,7 +878,7 @@ def test_one_switch_chooses_models_that_fit():
     config = resolve({"method": "felo", "privacy.epsilon": 8.0})
     assert config.run.models.pool[:3] == ("cnn2-gn", "cnn3-gn", "mlp")
     assert config.run.engine.precision == "float32"
-    assert resolve({"method": "fml", "privacy.epsilon": 8.0}).own.meme == "cnn2-gn"
+    assert resolve({"method": "fml", "privacy.epsilon": 8.0}).method_settings.meme == "cnn2-gn"
     assert (
         "text-gru"
         not in resolve(

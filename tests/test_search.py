@@ -47,7 +47,7 @@ PREDICT = Knowledge(scalars={"predict": True})
 
 def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
     rates = {"cofed.search-rates": [0.002, 0.01]}
-    found = grid(resolve({"method": "cofed", **rates}).own)
+    found = grid(resolve({"method": "cofed", **rates}).method_settings)
     expected = [
         Candidate(o, r * {"adam": 1, "sgd": 10}[o], d)
         for o, r, d in product(["adam", "sgd"], [0.002, 0.01], [1.0, 0.99])
@@ -58,7 +58,7 @@ def test_the_grid_is_every_combination_and_sgd_tries_ten_times_the_rates():
 
 def test_the_default_grid_is_that_of_the_published_script():
     """[0.02 0.04 0.06 0.08 0.1] / (1 + 9 * (s == "adam")), for "adam" and "sgdm"; updates .1, 2."""
-    settings = resolve({"method": "cofed"}).own
+    settings = resolve({"method": "cofed"}).method_settings
     tried = grid(settings)
     rates = {o: sorted({c.lr for c in tried if c.optimizer == o}) for o in ("adam", "sgd")}
     assert rates["sgd"] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])

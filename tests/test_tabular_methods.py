@@ -86,14 +86,16 @@ def test_a_method_of_one_model_has_one_for_tables_without_saying_so():
 
 def test_a_methods_own_models_are_for_tables_too():
     def own(method, **changes):
-        return resolve({"method": method, "data.dataset": "breast-cancer", **changes}).own
+        return resolve(
+            {"method": method, "data.dataset": "breast-cancer", **changes}
+        ).method_settings
 
     assert own("fedtype").proxy == "mlp"
     assert own("fedtype", **{"fedtype.proxy": "mlp2"}).proxy == "mlp2"
     assert own("fedgems").server_model == "mlp3"
     assert own("fedgems", **{"fedgems.server-model": "mlp"}).server_model == "mlp"
-    assert resolve({"method": "fedtype"}).own.proxy == "cnn2"
-    assert resolve({"method": "fedgems"}).own.server_model == "gems-resnet56"
+    assert resolve({"method": "fedtype"}).method_settings.proxy == "cnn2"
+    assert resolve({"method": "fedgems"}).method_settings.server_model == "gems-resnet56"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_a_methods_own_model_for_images_is_refused_for_a_table(method, setting, 
 
 def test_flowers_run_config_which_lists_every_setting_chooses_no_model():
     given = {**to_flower(defaults()), "method": "fedtype", "data.dataset": "breast-cancer"}
-    assert resolve_flower(given).own.proxy == "mlp"
+    assert resolve_flower(given).method_settings.proxy == "mlp"
 
 
 @pytest.mark.parametrize(

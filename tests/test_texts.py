@@ -324,8 +324,8 @@ def test_the_default_models_are_those_of_the_kind(tmp_path):
     assert of(method="cofed").run.models.pool == pool
     assert of(method="fedavg").run.models.pool == ("text-cnn",)
     assert of(method="um-pfssl").run.models.pool == ("text-cnn-dropout",)
-    assert of(method="fedtype").own.proxy == "text-cnn"
-    assert of(method="fedgems").own.server_model == "text-transformer"
+    assert of(method="fedtype").method_settings.proxy == "text-cnn"
+    assert of(method="fedgems").method_settings.server_model == "text-transformer"
     signals = resolve({"method": "fedgems", "data.sample-kind": "signal"})  # of sites' own folders
     assert signals.own.server_model == "signal-resnet"
     assert signals.run.models.pool == (

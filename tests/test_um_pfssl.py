@@ -164,7 +164,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
 )
 def test_helpers_are_updated_as_often_as_clients_train(fraction, refresh, expected):
     """The paper's nu = 10 is for a tenth sampled: once for each round of a client."""
-    assert um(refresh=refresh).own.refresh_rounds(fraction) == expected
+    assert um(refresh=refresh).method_settings.refresh_rounds(fraction) == expected
 
 
 @pytest.mark.parametrize("value", ["often", 0, -1, 2.5, True])
