@@ -144,8 +144,8 @@ class Folder:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
         """Yield a path of the directory for temporary files. Raises the errors of `opened`."""
-        with self.opened() as folder:
-            yield self._path_of(folder)
+        with self.opened() as directory:
+            yield self._path_of(directory)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
@@ -176,19 +176,19 @@ class Folder:
         """
         temporary, flags = f".{name}.{secrets.token_hex(6)}", os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            with self.opened() as folder:
-                os.close(os.open(temporary, flags, 0o600, dir_fd=folder))
+            with self.opened() as directory:
+                os.close(os.open(temporary, flags, 0o600, dir_fd=directory))
                 try:
-                    yield self._path_of(folder) / temporary
+                    yield self._path_of(directory) / temporary
                     flags = os.O_RDONLY | _NO_FOLLOW
-                    with os.fdopen(os.open(temporary, flags, dir_fd=folder), "rb") as file:
+                    with os.fdopen(os.open(temporary, flags, dir_fd=directory), "rb") as file:
                         os.fchmod(file.fileno(), 0o600 if private else 0o644)
                         os.fsync(file.fileno())
-                    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                    os.fsync(folder)
+                    os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+                    os.fsync(directory)
                 finally:
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(temporary, dir_fd=folder)
+                        os.unlink(temporary, dir_fd=directory)
         except (OSError, SafetensorError) as error:
             raise StateError(
                 f"cannot write {self.path / name}: {reason_of(error)}; the file is unchanged"
@@ -199,9 +199,9 @@ class Folder:
 
         Raises OSError, and StateError if it is a symlink or not a regular file.
         """
-        with self.opened() as folder:
+        with self.opened() as directory:
             try:
-                descriptor = os.open(name, flags | _NO_FOLLOW | os.O_CREAT, mode, dir_fd=folder)
+                descriptor = os.open(name, flags | _NO_FOLLOW | os.O_CREAT, mode, dir_fd=directory)
             except OSError:
                 _check_no_symlink(self.path / name)
                 raise
@@ -212,15 +212,15 @@ class Folder:
 
     def rename(self, name: str, new: str) -> None:
         """Rename a file in the directory. Raises OSError or StateError."""
-        with self.opened() as folder:
-            os.replace(name, new, src_dir_fd=folder, dst_dir_fd=folder)
+        with self.opened() as directory:
+            os.replace(name, new, src_dir_fd=directory, dst_dir_fd=directory)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files in the directory that exist. Raises OSError or StateError."""
-        with self.opened() as folder:
+        with self.opened() as directory:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder)
+                    os.unlink(name, dir_fd=directory)
 
     def clear(self) -> None:
         """Remove all files in the directory if it exists. Raises OSError or StateError."""
@@ -232,14 +232,14 @@ class Folder:
 
         Raises OSError or StateError.
         """
-        with self.opened() as folder, os.scandir(folder) as entries:
+        with self.opened() as directory, os.scandir(directory) as entries:
             for entry in entries:
                 is_temporary = entry.name.startswith(".") and f"{suffix}." in entry.name
                 if is_temporary or entry.name.startswith(".tmp"):  # safetensors uses .tmp
                     with contextlib.suppress(OSError):
                         modified = entry.stat(follow_symlinks=False).st_mtime
                         if time.time() - modified > MAX_TEMPORARY_AGE:
-                            os.unlink(entry.name, dir_fd=folder)
+                            os.unlink(entry.name, dir_fd=directory)
 
     def _path_of(self, descriptor: int) -> Path:
         """Return a path of the open directory, for libraries that need a path."""

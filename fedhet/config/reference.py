@@ -88,11 +88,11 @@ def with_part(path: Path, part: str, paper: str = "") -> str:
     return f"{before}{BEGIN}\n\n{part}\n{END}{rest.partition(END)[2]}"
 
 
-def _index(methods: Iterable[Method], folder: str, *, brief: bool = False) -> str:
+def _index(methods: Iterable[Method], prefix: str, *, brief: bool = False) -> str:
     """Build the table of methods; if `brief`, without their requirements."""
     columns = len(METHOD_COLUMNS) - brief
     rows = [
-        (f"[`{method.name}`]({folder}{method.name}.md)", method.spec.title, _needs(method.spec))
+        (f"[`{method.name}`]({prefix}{method.name}.md)", method.spec.title, _needs(method.spec))
         for method in methods
     ]
     return in_markdown(METHOD_COLUMNS[:columns], [row[:columns] for row in rows])
