@@ -158,7 +158,7 @@ def test_a_run_goes_on(tmp_path):
             quick(None, resume=out, rounds=3, **{**options, **other})
     with pytest.raises(StateError, match="contains a run with 'seed' = 0, not 1"):
         quick(None, resume=out, rounds=3, seed=1, **options)
-    with pytest.raises(StateError, match=r"cannot resume .*config\.toml not found"):
+    with pytest.raises(StateError, match=r"config\.toml not found"):
         quick(None, resume=tmp_path, rounds=3, **options)
 
 

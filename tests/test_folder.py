@@ -64,7 +64,7 @@ def test_a_link_to_a_folder_ends_the_resumed_run(cut, received, mine, name):
     else:
         (received / name).symlink_to(mine, target_is_directory=True)
     before = content(mine)
-    with pytest.raises(StateError, match=f"run/{name} is a link") as error:
+    with pytest.raises(StateError, match=f"run/{name} is a symlink") as error:
         run(resumed(cut[0], received), received)
     assert one_line(error)
     assert content(mine) == before
@@ -78,7 +78,7 @@ def test_a_link_to_a_file_ends_the_resumed_run(cut, received, mine, name):
         (received / name).unlink()
     (received / name).symlink_to(theirs)
     before = content(mine)
-    with pytest.raises(StateError, match=f"run/{name} is a link") as error:
+    with pytest.raises(StateError, match=f"run/{name} is a symlink") as error:
         run(resumed(cut[0], received), received)
     assert one_line(error)
     assert content(mine) == before
@@ -111,7 +111,7 @@ def test_a_link_at_a_site_is_refused(tmp_path, mine, part):
     (root / part).symlink_to(mine)
     before = content(mine)
     store = ClientStore(root, "run-1", "client-0")
-    with pytest.raises(StateError, match=f"states/{part} is a link") as error:
+    with pytest.raises(StateError, match=f"states/{part} is a symlink") as error:
         store.save(1, {"w": torch.ones(3)}, {"version": 1})
     assert one_line(error)
     assert content(mine) == before
