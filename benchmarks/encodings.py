@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--encodings", default="float32,float16,int8,top-k")
     parser.add_argument("--rounds", default="15,10", help="for each data set")
     given = parser.parse_args()
-    for name in ("write_figures", "write_page"):  # they take longer than such a small run
+    for name in ("write_figures", "write_report"):  # they take longer than such a small run
         assert hasattr(report, name), name
         setattr(report, name, lambda run: None)
     seeds = [int(each) for each in given.seeds.split(",")]

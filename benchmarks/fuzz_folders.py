@@ -302,14 +302,14 @@ def _page(run: Path) -> None:
 
 @contextlib.contextmanager
 def _undrawn() -> Iterator[None]:
-    before = report.write_figures, report.write_page, report.write_comparison  # type: ignore
+    before = report.write_figures, report.write_report, report.write_comparison  # type: ignore
     chart, Drawing.chart = Drawing.chart, lambda drawing: Chart("", (), "")  # type: ignore
-    report.write_figures = report.write_page = lambda run: None  # type: ignore
+    report.write_figures = report.write_report = lambda run: None  # type: ignore
     report.write_comparison = lambda found, out: []  # type: ignore
     try:
         yield
     finally:
-        report.write_figures, report.write_page, report.write_comparison = before  # type: ignore
+        report.write_figures, report.write_report, report.write_comparison = before  # type: ignore
         Drawing.chart = chart  # type: ignore[method-assign]
 
 

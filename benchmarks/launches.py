@@ -55,7 +55,7 @@ from fedhet.config.resolve import resolve
 from fedhet.engines.simulate import simulate
 from fedhet.methods.registry import method_names
 
-for name in ("write_figures", "write_page"):
+for name in ("write_figures", "write_report"):
     setattr(fedhet.report, name, lambda run: None)
 steps, plain = [0], training.Optimization.step
 

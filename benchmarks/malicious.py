@@ -87,7 +87,7 @@ def run(config: Config, directory: Path) -> None:
         return
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.ExitStack() as without:
-        for name in ("write_figures", "write_page"):
+        for name in ("write_figures", "write_report"):
             without.enter_context(patch(f"fedhet.report.{name}", lambda run: None))
         simulate(config, directory)
     for name in ("checkpoints", "state", "tensorboard", "pool"):

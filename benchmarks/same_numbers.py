@@ -98,7 +98,7 @@ PROGRAM = """
 import json, sys
 import fedhet.report
 from fedhet.cli import app
-for name in ("write_figures", "write_page"):
+for name in ("write_figures", "write_report"):
     assert hasattr(fedhet.report, name), name
     setattr(fedhet.report, name, lambda run: None)
 for words in json.load(sys.stdin):

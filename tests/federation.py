@@ -97,7 +97,7 @@ def training(run: RunSettings, **changes: object) -> RunSettings:
 def without_figures() -> Iterator[None]:
     """Let runs end without figures and pages, which take longer than such a small run."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("write_figures", "write_page"):
+        for name in ("write_figures", "write_report"):
             patch.setattr(f"fedhet.report.{name}", lambda run: None)
         yield
 

@@ -136,7 +136,7 @@ def test_a_run_is_loaded_again(result, tmp_path):
     pd.testing.assert_frame_equal(again.history, result.history)
     assert repr(again) == repr(result)
     assert "felo on digits: 4 clients, round 2 of 2; accuracy (common) 0." in repr(again)
-    with pytest.raises(StateError, match="no such run directory"):
+    with pytest.raises(StateError, match=r"run directory .* not found"):
         fedhet.load(tmp_path / "nowhere")
 
 

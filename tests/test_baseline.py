@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from synthetic import Page, lines_of, make, shown
 
-from fedhet.report import final_table, load_run, write_page
+from fedhet.report import final_table, load_run, write_report
 
 ROOT = Path(__file__).parent.parent
 SMALL = [f"--set={each}" for each in ("max-samples=300", "min-samples=20", "local-epochs=1")]
@@ -46,7 +46,7 @@ def test_each_seed_has_its_baseline_and_is_compared_with_it(tmp_path, call):
     assert status == 0, fault
     for seed in (0, 1):
         assert summary_of(tmp_path / "runs" / f"seed-{seed}" / "baseline")["seed"] == seed
-    assert "differences by seed" in said
+    assert "paired differences" in said
     assert re.search(r"felo +local +2 ", said)
 
 
@@ -78,7 +78,7 @@ def test_table_page_and_curve_show_both(tmp_path: Path) -> None:
     assert f"against local: {sentence}" in text
     for name, value in own.items():
         assert re.search(rf"{name} .*{value:.4f} +{other[name]:.4f}", text)
-    page = Page(write_page(load_run(path)))
+    page = Page(write_report(load_run(path)))
     assert f"against local {sentence}" in page.text
     assert re.search(r"fedhet run felo --config \S+ --against local", page.text)
     assert f"local {b:.3f}" in page.text  # the legend of the curve

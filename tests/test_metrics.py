@@ -334,7 +334,7 @@ def test_a_runs_metrics_are_in_its_files(judged):
     page = (directory / "report.html").read_text()
     for title in ("Balanced accuracy", "Macro F1", "AUC", "Test loss", "Calibration error"):
         assert f"{title}, " in page
-    assert "Recall of every class" in page
+    assert "Recall by class" in page
 
 
 def test_with_the_default_nothing_else_changes(judged, tmp_path):
@@ -405,7 +405,7 @@ def test_the_command_compares_by_a_metric(judged, tmp_path):
     assert told.exit_code == 0, told.output
     assert "last round, test loss" in told.output
     assert json.loads((tmp_path / "compare" / "compare.json").read_text())["metric"] == "test-loss"
-    with pytest.raises(SettingsError, match="these runs have accuracy, balanced-accuracy"):
+    with pytest.raises(SettingsError, match="metric: must be one of accuracy, balanced-accuracy"):
         report.compare([directory], metric="auroc")
 
 
@@ -464,7 +464,7 @@ def test_a_custom_metric_can_be_negative(signed_metrics, tmp_path):
     asked = report.compare([tmp_path / "run"], -0.5, metric="kappa", protocol="personal")
     assert asked.target == -0.5
     assert "kappa, " in (tmp_path / "run" / "report.html").read_text()
-    view = report.load_run(tmp_path / "run").measuring("kappa")
+    view = report.load_run(tmp_path / "run").with_metric("kappa")
     figure = Figure()
     figures.metrics([("Cohen's kappa", view)]).draw(figure)
     low = (view.curve(view.headline, "private")[["mean", "std"]] @ [1, -1]).min()

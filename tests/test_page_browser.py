@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from synthetic import UNSAFE, lines_of, make, rewrite
 
-from fedhet.report import compare, load_run, write_comparison, write_page
+from fedhet.report import compare, load_run, write_comparison, write_report
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -51,7 +51,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row["method"] |= {"once": 0.25} if row["round"] == 2 else {}
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewrite(path / "summary.json", lambda content: content.update(dataset=ALERT))
-    return write_page(load_run(path))
+    return write_report(load_run(path))
 
 
 class Opened:
@@ -125,7 +125,7 @@ def test_pointing_at_a_round_shows_its_values(opened: Opened, report: Path) -> N
 
 
 def test_bytes_have_a_linear_axis_and_true_values(opened: Opened, report: Path) -> None:
-    title = "Bytes sent, cumulated"
+    title = "Cumulative bytes sent"
     up, down = (
         np.cumsum([r[f"bytes_{d}"] for r in lines_of(report.parent)]) for d in ("up", "down")
     )
@@ -215,7 +215,7 @@ def test_nothing_overflows_and_the_schemes_differ(
     write_comparison(compare([tmp_path]), tmp_path / "out")
     with_baseline = make(tmp_path / "with", rounds=3, method="felo")
     make(with_baseline / "baseline", rounds=3, method="local")
-    beside = write_page(load_run(with_baseline))
+    beside = write_report(load_run(with_baseline))
     backgrounds = []
     for path in (report, beside, tmp_path / "out" / "compare.html"):
         for scheme in ("light", "dark"):
@@ -231,7 +231,7 @@ def test_nothing_overflows_and_the_schemes_differ(
 
 def test_a_phone_shows_every_clients_accuracy_without_scrolling(browser: Any, report: Path) -> None:
     page = Opened(browser, report, width=390)
-    table = page.tab.locator(".table", has=page.tab.get_by_text("Every client in the last round"))
+    table = page.tab.locator(".table", has=page.tab.get_by_text("Clients in the last round"))
     headers = table.locator("thead th").all_inner_texts()
     first = next(n for n, text in enumerate(headers) if "common private" in text.lower())
     for row in table.locator("tbody tr").all():

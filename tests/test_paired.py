@@ -22,7 +22,7 @@ from fedhet.report import (
     load_run,
     paired_table,
     write_comparison,
-    write_page,
+    write_report,
 )
 
 BOTH = ("common", "personal")
@@ -58,7 +58,7 @@ def test_a_run_of_an_older_version_has_its_tail_from_its_records(tmp_path: Path)
     assert "tail" not in (path / "summary.json").read_text()
     run = load_run(path)
     text = shown(final_table(run))
-    page = Page(write_page(load_run(path))).text
+    page = Page(write_report(load_run(path))).text
     row = next(line for line in text.splitlines() if line.strip().startswith("tail"))
     columns = [(p, k) for p in BOTH for k in ("private", "proxy")]
     wanted = [f"{tail_by_hand(path, *column):.4f}" for column in columns]
@@ -83,9 +83,9 @@ def test_a_written_tail_is_read_and_changes_nothing(tmp_path: Path) -> None:
 def test_an_unfinished_runs_tail_is_of_the_rounds_so_far(tmp_path: Path) -> None:
     path = make(tmp_path / "run", rounds=6, finished=False, settings={"rounds": 50})
     assert load_run(path).tail("common", "private").rounds == (5, 6)
-    assert "mean of rounds 5–6" in Page(write_page(load_run(path))).text
+    assert "mean of rounds 5–6" in Page(write_report(load_run(path))).text
     one = make(tmp_path / "one", rounds=3)
-    assert "mean of round 3 best" in Page(write_page(load_run(one))).text
+    assert "mean of round 3 best" in Page(write_report(load_run(one))).text
 
 
 def test_a_comparison_has_the_tail_of_every_protocol_and_kind(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_the_baseline_is_named_or_local_or_the_first(tmp_path: Path) -> None:
     assert sides([paths[0], paths[2]]) == [("velo", "felo")]
     assert sides(paths, against="velo") == [("felo", "velo"), ("local", "velo")]
     assert sides([paths[0]]) == []
-    with pytest.raises(SettingsError, match=r"'--against vel' is none of .*felo.*mean 'velo'\?"):
+    with pytest.raises(SettingsError, match=r"--against: must be one of .*felo.*mean 'velo'\?"):
         compare(paths, against="vel")
 
 
@@ -245,11 +245,17 @@ def test_other_kinds_can_be_compared(tmp_path: Path) -> None:
         assert pair.last.mean == pytest.approx(np.mean(each))
         assert pair.last.se == pytest.approx(np.std(each, ddof=1) / math.sqrt(3))
         assert f"{baseline} (private)" in shown(paired_table(found))
-    with pytest.raises(SettingsError, match=r"local has no 'proxy' models under common.*private"):
+    with pytest.raises(
+        SettingsError, match=r"under common must be one of .*private.*, got 'proxy'"
+    ):
         compare(paths, against="local:proxy")
-    with pytest.raises(SettingsError, match=r"'kind' = 'proxy'.*have private under personal"):
+    with pytest.raises(
+        SettingsError, match=r"kind: must be one of private under personal.*got 'proxy'"
+    ):
         compare(paths, kind="proxy", protocol="personal")
-    with pytest.raises(SettingsError, match=r"'protocol' = 'own' .* have common, personal"):
+    with pytest.raises(
+        SettingsError, match=r"protocol: must be one of common, personal .*got 'own'"
+    ):
         compare(paths, protocol="own")
     assert compare(paths, protocol="personal").headline == ("personal", "private")
 
@@ -267,13 +273,13 @@ def test_where_nothing_can_be_paired_the_reason_is_said(tmp_path: Path) -> None:
     assert reasons == {
         "felo": "only 1 shared seed",
         "velo": "no shared seed",
-        "cofed": "another data set",
+        "cofed": "different data sets",
         "fedgems": "not evaluated",
     }
     found = compare(paths[:3])
     write_comparison(found, tmp_path / "out")
     assert paired_table(found) is None
-    note = "no paired differences over seeds: no shared seed or only 1 shared seed"
+    note = "no paired differences: no shared seed or only 1 shared seed"
     assert note in found.notes
     page = Page(tmp_path / "out" / "compare.html").text
     assert note in page
@@ -294,7 +300,7 @@ def test_the_command_prints_and_writes_them(tmp_path: Path) -> None:
     command = ["compare", str(tmp_path / "felo"), str(tmp_path / "local"), "--out", str(out)]
     result = CliRunner().invoke(app, [*command, "--protocol", "personal", "--against", "felo"])
     assert result.exit_code == 0, result.output
-    assert "differences by seed: personal private" in result.output
+    assert "paired differences: personal private" in result.output
     (pair,) = json.loads((out / "compare.json").read_text())["paired"]
     assert (pair["group"], pair["against"]) == ("local", "felo")
     assert (pair["protocol"], pair["kind"]) == ("personal", "private")

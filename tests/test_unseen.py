@@ -172,8 +172,8 @@ def test_a_method_that_offers_nothing_says_so(tmp_path):
     run(small("local"), tmp_path / "run", [Hears()])
     assert any("local offers them nothing" in text for text in said)
     found = load_run(tmp_path / "run")
-    assert "local offers a client nothing with which nobody has trained" in remarks(found)
-    assert "offers a client nothing" in render_run(found)
+    assert "local offers no model to held-out clients" in remarks(found)
+    assert "offers no model to" in render_run(found)
     assert set(records(tmp_path / "run")[-1]["accuracy"]["common"]) == {"private"}
 
 
@@ -181,7 +181,7 @@ def test_an_architecture_that_no_one_trained_is_offered_nothing(tmp_path):
     pool = ["mlp", "mlp2", "mlp3", "mlp-dropout"]
     config = small("felo", **{"models.pool": pool, "clients": 4, "data.held-out-clients": 0.25})
     run(config, tmp_path / "run")
-    assert any("offers a client nothing" in line for line in remarks(load_run(tmp_path / "run")))
+    assert any("offers no model to" in line for line in remarks(load_run(tmp_path / "run")))
 
 
 # Where it is shown
@@ -189,7 +189,7 @@ def test_an_architecture_that_no_one_trained_is_offered_nothing(tmp_path):
 
 def test_it_is_a_kind_of_its_own_on_the_page_in_comparisons_and_in_python(averaged, tmp_path):
     found = load_run(averaged)
-    assert not any("offers a client nothing" in line for line in remarks(found))
+    assert not any("offers no model to" in line for line in remarks(found))
     assert "unseen-epoch: the same after one local epoch" in legend(found)
     assert "common unseen-epoch" in render_run(found)
     run(small("local"), tmp_path / "local")

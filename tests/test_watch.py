@@ -168,7 +168,7 @@ def test_a_page_is_made_again_only_if_its_run_has_changed(runs, monkeypatch):
     monkeypatch.setattr(
         watch, "render_run", lambda run, live: (made.append(run), str(run.baseline is None))[1]
     )
-    monkeypatch.setattr(watch, "comparison_page", lambda paths: str(made.append(paths)))
+    monkeypatch.setattr(watch, "comparison_html", lambda paths: str(made.append(paths)))
     with serve(runs) as address:
         assert [get(address, "/run/felo-0")[1] for _ in range(3)] == ["True"] * 3
         assert len(made) == 1

@@ -32,7 +32,7 @@ from fedhet.experiments.plan import (
     table_names,
 )
 from fedhet.methods.registry import shipped_names
-from fedhet.report.tables import Cell, Cells, markdown, plain
+from fedhet.report.tables import Cell, Cells, escape_markdown, markdown
 from fedhet.runs.directory import read_validated
 
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
@@ -187,7 +187,7 @@ def _section(result: TableResult, others: Sequence[TableResult]) -> str:
     part = re.split(r", (?=Table|Fig|Section)", table.source, maxsplit=1)[-1]
     about = [f"{part}. {result.about(table)}", f"{result.hardware} {result.made}.".strip()]
     claims = [
-        f"- {plain(claim.says)}: **{WORDS[claim.verdict]}** ({_places(claim.counts)})."
+        f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({_places(claim.counts)})."
         for claim in claims_in([result])
     ]
     for other in others:
@@ -197,8 +197,8 @@ def _section(result: TableResult, others: Sequence[TableResult]) -> str:
             claims.append(f"- Size {other.size}: {listed}.")
     digits = 1 if table.unit == "percent" else 2
     parts = [
-        f"## {plain(table.title)}\n",
-        f"{plain(' '.join(about))}\n",
+        f"## {escape_markdown(table.title)}\n",
+        f"{escape_markdown(' '.join(about))}\n",
         f"```bash\n{result.command}\n```\n",
         markdown(cells(result, table, digits)),
         "\n".join(claims) + "\n" if claims else "",

@@ -22,7 +22,16 @@ from fedhet.methods.registry import find_method
 from fedhet.report.comparison import Spread
 from fedhet.report.page import render
 from fedhet.report.run import Run
-from fedhet.report.tables import LATEX_HEAD, MARK, Cell, Cells, markdown, mean_cell, plain, tabular
+from fedhet.report.tables import (
+    LATEX_HEAD,
+    MARK,
+    Cell,
+    Cells,
+    escape_markdown,
+    markdown,
+    mean_cell,
+    tabular,
+)
 from fedhet.runs.records import NAN, PROTOCOLS
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
 
@@ -277,8 +286,8 @@ def write_latex(results: FieldResults, out: Path) -> Path:
 def as_markdown(results: FieldResults) -> str:
     """Return the table as a section of Markdown."""
     parts = [
-        f"## {plain(results.plan.table.title)}\n",
-        f"{plain(about(results.plan, results.finished))}\n",
+        f"## {escape_markdown(results.plan.table.title)}\n",
+        f"{escape_markdown(about(results.plan, results.finished))}\n",
         f"```bash\n{command_of(results.plan)}\n```\n",
     ]
     for measure, title in TITLES.items():
@@ -287,7 +296,7 @@ def as_markdown(results: FieldResults) -> str:
     parts += ["### Costs\n", markdown(costs(results)), f"{COST}\n"]
     if found := refusals(results):
         parts += ["### Where a method cannot run\n", markdown(found)]
-    parts += ["\n", *(f"- {plain(note)}\n" for note in results.plan.table.notes)]
+    parts += ["\n", *(f"- {escape_markdown(note)}\n" for note in results.plan.table.notes)]
     return "\n".join(parts)
 
 

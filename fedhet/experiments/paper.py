@@ -28,7 +28,7 @@ from fedhet.experiments.plan import (
 )
 from fedhet.report.comparison import Difference
 from fedhet.report.page import render
-from fedhet.report.tables import LATEX_HEAD, Cell, Cells, markdown, plain, tabular
+from fedhet.report.tables import LATEX_HEAD, Cell, Cells, escape_markdown, markdown, tabular
 from fedhet.runs.directory import read_if_exists
 from fedhet.runs.records import NAN, Origin, Summary
 
@@ -205,7 +205,7 @@ def _compare(
                 comparisons.append(Comparison(**place, outcome="not measured"))
                 continue
             clear: Any = "holds" if d.mean > 0 else "does not hold"
-            outcome = clear if d.clear else "within noise"
+            outcome = clear if d.is_clear else "within noise"
             both = {"difference": round(d.mean, 4), "se": _rounded(d.se)}
             comparisons.append(Comparison(**place, outcome=outcome, **both))
     return comparisons
@@ -237,7 +237,11 @@ def _value(path: Path, metric: str) -> float:
     run, (first, second, *rest) = finished_run(path), metric.split("/")
     statistic = rest[0] if rest else "mean"
     if first == "figure":
-        return float(run.figures[second].ffill().iloc[-1]) if second in run.figures else NAN
+        return (
+            float(run.method_metrics[second].ffill().iloc[-1])
+            if second in run.method_metrics
+            else NAN
+        )
     if first == "bytes":
         return float(run.costs[f"bytes_{second}"].mean()) / KIB
     if first == "relative":
@@ -331,8 +335,8 @@ def overview(tables: Sequence[Results]) -> Cells:
 def as_markdown(result: TableResult, table: PaperTable) -> str:
     """Return a section of Markdown: the table, its claims, every comparison, and notes."""
     parts = [
-        f"## {plain(table.title)}\n",
-        f"{plain(table.source)}. {plain(result.about(table))}\n",
+        f"## {escape_markdown(table.title)}\n",
+        f"{escape_markdown(table.source)}. {escape_markdown(result.about(table))}\n",
         f"```bash\n{result.command}\n```\n",
         markdown(cells(result, table)),
         f"{LEGEND} {TAU}\n",
@@ -340,7 +344,7 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
     if result.comparisons:
         folded = f"<details><summary>Each comparison</summary>\n\n{markdown(claims(result))}"
         parts += [markdown(outcomes(result)), f"{folded}\n</details>\n"]
-    parts += [f"- {plain(note)}\n" for note in table.notes]
+    parts += [f"- {escape_markdown(note)}\n" for note in table.notes]
     return "\n".join(parts)
 
 

@@ -337,7 +337,7 @@ class Result:
     def _views(self) -> list[tuple[str, report.Run]]:
         """Return a view of the run for each metric, accuracy first."""
         names = dict.fromkeys(name for record in self._run.records for name in record.metrics)
-        return [(name, self._run.measuring(name)) for name in (ACCURACY, *names)]
+        return [(name, self._run.with_metric(name)) for name in (ACCURACY, *names)]
 
     @cached_property
     def clients(self) -> pd.DataFrame:
@@ -365,7 +365,7 @@ class Result:
     @property
     def method_metrics(self) -> pd.DataFrame:
         """Data frame with one row per round and one column per method metric."""
-        return self._run.figures
+        return self._run.method_metrics
 
     @property
     def plots(self) -> dict[str, Path]:

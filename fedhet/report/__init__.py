@@ -1,4 +1,4 @@
-"""Reports of runs: tables, figures and pages; and comparisons of runs."""
+"""Reports of runs, comparisons and sweeps: tables, figures and HTML."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from fedhet.report.comparison_report import (
     write_for_paper,
 )
 from fedhet.report.figures import write_figures
-from fedhet.report.page import write_page
+from fedhet.report.page import write_report
 from fedhet.report.run import Run, load_run
 from fedhet.report.sweep import sweep, sweep_table, write_sweep
 from fedhet.report.tables import final_table, metric_table
@@ -19,16 +19,23 @@ from fedhet.report.tables import final_table, metric_table
 __all__ = [
     "Comparison", "Run", "compare", "comparison_table", "final_table", "load_run",
     "metric_table", "paired_table", "sweep", "sweep_table", "write", "write_comparison",
-    "write_figures", "write_figures_for_paper", "write_for_paper", "write_page", "write_sweep",
+    "write_figures", "write_figures_for_paper", "write_for_paper", "write_report", "write_sweep",
 ]  # fmt: skip
 
 
 def write(directory: Path | str) -> Run:
-    """Write the figures and the page of a run into its directory and return the run.
+    """Write the figures and the HTML report of a run into its directory.
 
-    Raises StateError, which names the file, if one is absent, truncated or malformed.
+    Args:
+        directory: Directory of the run.
+
+    Returns:
+        The run.
+
+    Raises:
+        StateError: If a file of the run is missing, truncated or malformed.
     """
     run = load_run(directory)
     write_figures(run)
-    write_page(run)
+    write_report(run)
     return run

@@ -1,8 +1,8 @@
-"""Comparison of runs: groups that differ only in their seed, their order, and their differences.
+"""Comparison of runs: groups of runs that differ only in their seeds, and paired differences.
 
-Runs of one seed share data, split and initial weights wherever their settings allow it, so that the
-difference of two methods varies less over seeds than either accuracy. Tests of the differences have
-Holm's correction for their number; SciPy is imported when a test is asked for.
+Runs with the same seed share data, splits and initial weights as far as their settings allow.
+Therefore, the difference between two methods varies less over seeds than their accuracies. Tests of
+the differences use Holm's correction. SciPy is only imported if a test is requested.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fedhet.settings.text import as_text
 Column = tuple[str, str]
 """A protocol and a kind of model."""
 BASELINE = "local"
-"""The method that is the baseline by default, if it is among the runs."""
-CLEAR = 2.0
-"""A difference is marked if it is more than this many standard errors from zero."""
-TESTS = {"none": "", "t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
-"""The tests of the differences; see `p_value`."""
+"""Default baseline method, if it is among the runs."""
+MIN_STANDARD_ERRORS = 2.0
+"""Number of standard errors from zero beyond which a difference is marked."""
+TESTS = {"none": "", "t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}
+"""Tests of the differences (see `p_value`)."""
 DIGITS = 12
-"""Of a difference of accuracies; what is beyond them is of floating point."""
+"""Decimals of a difference; further decimals are floating-point errors."""
 
 
 # --- groups of runs ------------------------------------------------------------------------
@@ -41,7 +41,7 @@ DIGITS = 12
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over the runs of a group; the sample standard deviation is NaN for a single run."""
+    """Mean and sample standard deviation over the runs of a group; NaN std for a single run."""
 
     mean: float = NAN
     std: float = NAN
@@ -49,9 +49,9 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Return the spread of the values that are not NaN."""
-        known = pd.Series([*values], dtype=float)
-        return cls(float(known.mean()), float(known.std()), int(known.count()))
+        """Compute the spread of the values, ignoring NaN."""
+        series = pd.Series([*values], dtype=float)
+        return cls(float(series.mean()), float(series.std()), int(series.count()))
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Group:
 
     @property
     def method(self) -> str:
-        """The method's name."""
+        """Name of the method."""
         return self.runs[0].method
 
     @property
     def dataset(self) -> str:
-        """The dataset's name."""
+        """Name of the data set."""
         return self.runs[0].dataset
 
     @property
@@ -79,32 +79,32 @@ class Group:
 
     @property
     def seeds(self) -> tuple[int | None, ...]:
-        """The runs' seeds."""
+        """Seeds of the runs."""
         return tuple(run.seed for run in self.runs)
 
     def score(self, column: Column) -> Spread:
-        """Return the last round's mean over clients, as a spread over the runs."""
+        """Return the spread over runs of the mean score in the last round."""
         return Spread.of(run.last(*column).mean for run in self.runs)
 
     def tail(self, column: Column) -> Spread:
-        """Return the mean accuracy of the last fifth of the rounds, as a spread over the runs."""
+        """Return the spread over runs of the mean score in the last fifth of the rounds."""
         return Spread.of(run.tail(*column).mean for run in self.runs)
 
     def worst(self, column: Column) -> Spread:
-        """Return the last round's worst client accuracy, as a spread over the runs."""
+        """Return the spread over runs of the worst client's score in the last round."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
-        """Return the means of the runs that have a seed, by seed; `of` is `Run.last` or `.tail`."""
+        """Return the mean scores of the runs by seed. `of` is `Run.last` or `Run.tail`."""
         means = {run.seed: of(run, *column).mean for run in self.runs if run.seed is not None}
         return pd.Series(means, dtype=float)
 
     def total(self, cost: str) -> Spread:
-        """Return one of `Run.totals`, such as `bytes_up` or `seconds`, over the runs."""
+        """Return the spread over runs of an entry of `Run.totals`, such as `bytes_up`."""
         return Spread.of(float(run.totals[cost]) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
-        """Return mean and std of the accuracy by round, and its mean costs so far."""
+        """Return the mean and std of the score by round, and the mean cumulative costs."""
         curve = over_seeds([run.curve(*column)["mean"] for run in self.runs])
         for cost in ("bytes", "epsilon", "clock"):
             mean = over_seeds([run.costs[cost] for run in self.runs])["mean"]
@@ -112,97 +112,100 @@ class Group:
         return curve
 
     @property
-    def figures(self) -> set[str]:
-        """The names of the method's own metrics that every run has."""
-        return set.intersection(*(set(run.figures) for run in self.runs))
+    def method_metrics(self) -> set[str]:
+        """Names of the metrics of the method that all runs have."""
+        return set.intersection(*(set(run.method_metrics) for run in self.runs))
 
-    def figure(self, name: str) -> pd.DataFrame:
-        """Return mean and std of one of the method's own metrics by round."""
-        return over_seeds([run.figures.get(name, pd.Series(dtype=float)) for run in self.runs])
+    def method_curve(self, metric: str) -> pd.DataFrame:
+        """Return the mean and std of a metric of the method by round."""
+        absent = pd.Series(dtype=float)
+        return over_seeds([run.method_metrics.get(metric, absent) for run in self.runs])
 
 
-def over_seeds(each: Sequence[pd.Series]) -> pd.DataFrame:
-    """Return mean and sample standard deviation of several runs' curves, NaN for a single run.
+def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
+    """Return the mean and sample standard deviation of curves, for rounds in all of them.
 
-    Only rounds for which every run has a value are kept.
+    The standard deviation of a single curve is NaN.
     """
-    table = pd.concat([curve.dropna() for curve in each], axis=1, join="inner").sort_index()
+    table = pd.concat([curve.dropna() for curve in curves], axis=1, join="inner").sort_index()
     return pd.DataFrame({"mean": table.mean(axis=1), "std": table.std(axis=1)})
 
 
-def runs_below(folder: Path) -> list[Path]:
-    """Return the run's directory that a folder is, or those one or two levels below it."""
-    if (folder / "config.toml").is_file():
-        return [folder]
-    near = {path.parent for path in folder.glob("*/config.toml")}
-    far = {path.parent for path in folder.glob("*/*/config.toml")}
+def find_runs(directory: Path) -> list[Path]:
+    """Return the run directories among `directory` and two levels of its subdirectories."""
+    if (directory / "config.toml").is_file():
+        return [directory]
+    near = {path.parent for path in directory.glob("*/config.toml")}
+    far = {path.parent for path in directory.glob("*/*/config.toml")}
     return sorted(near | {path for path in far if path.parent not in near})
 
 
-def load_runs(folders: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
-    """Return the runs that can be read, and a note for each that cannot.
+def load_runs(directories: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
+    """Load the runs in the directories (see `find_runs`).
 
-    The folders are the runs' directories, or parents of these one or two levels above.
+    Returns the runs, and a note for each run that cannot be read. Raises StateError if a directory
+    contains no run, or if no run can be read.
     """
     paths: dict[Path, Path] = {}
-    for folder in map(Path, folders):
-        below = runs_below(folder)
-        if not below:
-            raise StateError(f"{folder}: neither a run's directory nor a parent of one")
-        for path in below:
+    for directory in map(Path, directories):
+        found = find_runs(directory)
+        if not found:
+            raise StateError(f"no run found in {directory}")
+        for path in found:
             paths.setdefault(path.resolve(), path)
     runs, notes = [], []
     for path in paths.values():
         try:
             runs.append(load_run(path))
         except StateError as error:
-            notes.append(f"left out: {error}")
+            notes.append(f"skipped: {error}")
     if not runs:
-        raise StateError(notes[0].removeprefix("left out: ") if notes else "no run to compare")
+        raise StateError(notes[0].removeprefix("skipped: ") if notes else "no run to compare")
     return runs, notes
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Return the runs in groups with distinct labels, and notes on runs left out.
+    """Group runs that differ only in their seeds.
 
-    The unfinished runs of a group that has finished ones are left out. Of a seed, the longest run
-    is kept, then the latest: runs of the same seed are one sample.
+    Unfinished runs are skipped if their group has finished runs. Runs with the same seed are one
+    sample: of these, only the longest and then latest run is kept.
+
+    Returns:
+        The groups, with unique labels, and notes on skipped runs.
     """
-    place = where_it_ran() | {"seed"}
-    found: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    ignored = where_it_ran() | {"seed"}
+    by_settings: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
-        named = {key: as_text(value) for key, value in run.settings.items() if key not in place}
-        found.setdefault(tuple(sorted(named.items())), []).append(run)
+        texts = {key: as_text(value) for key, value in run.settings.items() if key not in ignored}
+        by_settings.setdefault(tuple(sorted(texts.items())), []).append(run)
     notes: list[str] = []
-    kept: list[tuple[Run, ...]] = []
-    for some in found.values():
-        whole = [run for run in some if run.finished]
-        for run in some:
+    groups: list[tuple[Run, ...]] = []
+    for candidates in by_settings.values():
+        finished = [run for run in candidates if run.finished]
+        for run in candidates:
             if not run.finished:
-                fate = "left out" if whole else "its last round so far is shown, marked *"
-                notes.append(
-                    f"{path_text(run.path)}: unfinished, {run.done} of {run.planned} rounds; {fate}"
-                )
+                action = "skipped" if finished else "its last round is shown, marked with *"
+                progress = f"unfinished, {run.done} of {run.planned} rounds"
+                notes.append(f"{path_text(run.path)}: {progress}; {action}")
         best: dict[int | None, Run] = {}
-        changed = {run.path: (run.path / "metrics.jsonl").stat().st_mtime for run in some}
-        for run in sorted(whole or some, key=lambda run: (run.done, changed[run.path])):
+        changed = {run.path: (run.path / "metrics.jsonl").stat().st_mtime for run in candidates}
+        for run in sorted(finished or candidates, key=lambda run: (run.done, changed[run.path])):
             if run.seed in best:
                 shorter, longer = path_text(best[run.seed].path), path_text(run.path)
-                notes.append(f"{shorter}: left out, {longer} has the same seed")
+                notes.append(f"{shorter}: skipped, because {longer} has the same seed")
             best[run.seed] = run
         by_seed = sorted(best.values(), key=lambda run: -1 if run.seed is None else run.seed)
-        kept.append(tuple(by_seed))
-    each = pd.DataFrame([dict(key) for key in found])
-    labels = _labels(each, [some[0].method for some in kept])
-    settings = [dict(key) for key in found]
-    return [Group(*parts) for parts in zip(labels, settings, kept, strict=True)], notes
+        groups.append(tuple(by_seed))
+    settings = [dict(key) for key in by_settings]
+    labels = _labels(pd.DataFrame(settings), [group[0].method for group in groups])
+    return [Group(*parts) for parts in zip(labels, settings, groups, strict=True)], notes
 
 
 def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
-    """Return, for each row, the method and the settings in which that method's rows differ.
+    """Label each row with its method and the settings that vary among the rows of that method.
 
-    A setting is named by its last part where that is unique, as on the command line, and a file by
-    its name alone if the names still differ.
+    Settings are shortened to their last part if that is unique, and paths to file names if these
+    are still distinct.
     """
 
     def file_names(values: pd.Series[str]) -> pd.Series[str]:
@@ -229,57 +232,59 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences of an accuracy between two groups, for the seeds that both have.
+    """Paired differences of the scores of two groups, for the seeds that both have.
 
-    With fewer than two of them, mean and standard error are NaN.
+    With fewer than two shared seeds, mean and standard error are NaN.
     """
 
     per_seed: Mapping[int, float] = field(default_factory=dict)
     mean: float = NAN
     se: float = NAN
-    """The sample standard deviation of the differences, divided by the root of their number."""
+    """Standard error of the mean difference."""
 
     @classmethod
-    def of(cls, ours: pd.Series, theirs: pd.Series) -> Difference:
-        """Return ours - theirs, both indexed by seed."""
-        each = (ours - theirs).dropna().sort_index().round(DIGITS)
-        per_seed = {int(seed): float(value) for seed, value in each.items()}
-        if len(each) < 2:
+    def of(cls, scores: pd.Series, baseline: pd.Series) -> Difference:
+        """Compute scores - baseline, both indexed by seed."""
+        differences = (scores - baseline).dropna().sort_index().round(DIGITS)
+        per_seed = {int(seed): float(value) for seed, value in differences.items()}
+        if len(differences) < 2:
             return cls(per_seed)
-        return cls(per_seed, float(each.mean()), float(each.sem(ddof=1)))
+        return cls(per_seed, float(differences.mean()), float(differences.sem(ddof=1)))
 
     @property
     def n(self) -> int:
-        """The number of seeds."""
+        """Number of shared seeds."""
         return len(self.per_seed)
 
     @property
-    def clear(self) -> bool:
+    def is_clear(self) -> bool:
         """Whether the mean is more than two standard errors from zero."""
-        return abs(self.mean) > CLEAR * self.se
+        return abs(self.mean) > MIN_STANDARD_ERRORS * self.se
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A group and its baseline: the differences of the last round, and of the tail."""
+    """Paired differences between a group and its baseline."""
 
     group: Group
     baseline: Group
     column: Column
     baseline_column: Column
-    """Of the same protocol; its kind of model may be another."""
+    """Same protocol as `column`, but perhaps another kind of model."""
     last: Difference
+    """Differences in the last round."""
     tail: Difference
+    """Differences in the last fifth of the rounds."""
     p: float = NAN
-    """Of the last round's differences, corrected for the number of pairs; NaN if not tested."""
+    """p-value of the last round, corrected for the number of pairs; NaN if not tested."""
 
     @property
     def fault(self) -> str:
-        """Why the two cannot be compared seed by seed, or ""."""
+        """Reason why the two groups cannot be compared by seed, or ""."""
         if self.last.n > 1:
             return ""
         if self.group.dataset != self.baseline.dataset:
-            return "another data set"
+            return "different data sets"
         sides = (self.group, self.column), (self.baseline, self.baseline_column)
         if not all(group.score(column).n for group, column in sides):
             return "not evaluated"
@@ -288,40 +293,42 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups, best first by the headline column, and notes for the reader."""
+    """Groups of runs in descending order of the headline score, with paired differences."""
 
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
     target: float
     target_label: str
-    """The target as it is shown: a percentage if the metric is a fraction."""
+    """Target as text: a percentage if the metric is a fraction."""
     notes: tuple[str, ...]
-    figures: tuple[str, ...]
-    """The methods' own metrics that are also drawn over rounds."""
+    method_metrics: tuple[str, ...]
+    """Metrics of the methods to plot over rounds."""
     pairs: tuple[Pair, ...]
-    """The differences to the baseline, one pair a group."""
+    """Differences to the baseline, one pair per group."""
     metric: Metric
-    """What is compared; the runs' scores are of this metric."""
+    """Metric of the compared scores."""
     test: str
-    """How the pairs were tested."""
+    """Test of the differences, a key of `TESTS`."""
 
     @property
     def headline(self) -> Column:
-        """The protocol and kind by which the groups are ordered."""
+        """Protocol and kind by which the groups are ordered."""
         return self.columns[0]
 
     def to_target(self, group: Group, cost: str) -> Spread:
-        """Return a cost when the target was first reached, over a group's runs that reached it.
+        """Return the cumulative cost at which the runs of a group first reached the target.
 
-        `cost` is cumulative, a column of `Run.costs`: `bytes` or `clock`, in simulated seconds.
+        Args:
+            group: Group of runs; runs that did not reach the target are ignored.
+            cost: Column of `Run.costs`, such as `bytes`, or `clock` in simulated seconds.
         """
         sign = -1 if self.metric.lower_is_better else 1
-        found = []
+        costs = []
         for run in group.runs:
             means = run.curve(*self.headline)["mean"]
             reached = means.index[sign * means >= sign * self.target]
-            found.append(float(run.costs[cost][reached[0]]) if len(reached) else NAN)
-        return Spread.of(found)
+            costs.append(float(run.costs[cost][reached[0]]) if len(reached) else NAN)
+        return Spread.of(costs)
 
     @property
     def has_clock(self) -> bool:
@@ -335,13 +342,13 @@ class Comparison:
 
     @property
     def basis(self) -> str:
-        """What the table shows, and the order of its rows."""
+        """Description of the table and of the order of its rows."""
         metric = "" if self.metric.name == ACCURACY else f", {self.metric.title}"
         return f"last round{metric}, mean ± std over seeds; ordered by {' '.join(self.headline)}"
 
     @property
     def title(self) -> str:
-        """The metric's name at the beginning of a title."""
+        """Capitalized title of the metric."""
         return self.metric.title[0].upper() + self.metric.title[1:]
 
 
@@ -355,37 +362,50 @@ def compare(
     metric: str = ACCURACY,
     test: str = "none",
 ) -> Comparison:
-    """Compare runs, given by their directories or by parents up to two levels above.
+    """Compare runs that differ in settings, with statistics over seeds.
 
-    `kind` and `protocol` say whose accuracy on which test set orders the runs, is paired, and
-    defines the bytes to reach; by default that of the clients' own models, `private`, under the
-    headline protocol of most runs. `target` is the accuracy of "bytes to reach": a fraction, or a
-    percentage if above 1; by default 90 % of the lowest last accuracy, which all runs reach.
-    `figures` are names of the methods' own metrics, comma-separated, to be drawn over rounds too.
-    `against` is the baseline of the paired differences; see `pair_groups`.
-    `metric` is compared in place of the accuracy, where the runs have measured it. `test`: whether
-    the paired differences are tested, and how; see `p_value`. Raises StateError if nothing can be
-    compared, SettingsError for a kind, protocol, metric or baseline that these runs do not have.
+    Args:
+        dirs: Directories of runs, or parents of these up to two levels above.
+        target: Score for the bytes to reach it: a fraction, or a percentage if above 1. By default,
+            90 % of the lowest last score, which all runs reach.
+        kind: Kind of models whose score orders the groups, by default `private`.
+        protocol: Test set of this score, by default the headline protocol of most runs.
+        figures: Comma-separated metrics of the methods to plot over rounds.
+        against: Baseline of the paired differences (see `pair_groups`).
+        metric: Metric to compare, by default the accuracy.
+        test: Test of the paired differences: "none", "t" or "wilcoxon" (see `p_value`).
+
+    Returns:
+        The comparison.
+
+    Raises:
+        StateError: If no run can be read, or none was evaluated.
+        SettingsError: If an argument is invalid, or no run has the kind, protocol, metric or
+            baseline.
+
+    Example:
+        >>> comparison = compare(["runs/felo", "runs/fedavg"], against="fedavg")
+        >>> [group.label for group in comparison.groups]
+        ['felo', 'fedavg']
     """
     if test not in TESTS:
-        raise SettingsError(f"'--test {test}' is not allowed: it takes {', '.join(TESTS)}")
-    judged = metric_of(metric)
-    sign = -1 if judged.lower_is_better else 1
-    if target is not None and (judged.is_fraction or not judged.lowest < target <= judged.highest):
+        raise SettingsError(f"--test: must be one of {', '.join(TESTS)}, got {test!r}")
+    compared = metric_of(metric)
+    sign = -1 if compared.lower_is_better else 1
+    in_range = target is None or compared.lowest < target <= compared.highest
+    if target is not None and (compared.is_fraction or not in_range):
         if not 0 < target <= 100:
-            raise SettingsError(
-                f"setting 'target' = {target!r} is not allowed: it takes a fraction or a percentage"
-            )
+            raise SettingsError(f"target: must be a fraction or a percentage, got {target!r}")
         target = target / 100 if target > 1 else target
     runs, notes = load_runs(dirs)
     measured = {name for run in runs for name in run.metrics}
     if metric not in (ACCURACY, *measured):
-        known = ", ".join([ACCURACY, *sorted(measured, key=in_order)])
+        available = ", ".join([ACCURACY, *sorted(measured, key=in_order)])
         raise SettingsError(
-            f"setting 'metric' = {metric!r} is not allowed: these runs have {known}; "
-            "'metrics' says what a run measures"
+            f"metric: must be one of {available} for these runs, got {metric!r}. The setting "
+            "'metrics' selects the metrics that a run measures."
         )
-    groups, more = group_runs([run.measuring(metric) for run in runs])
+    groups, group_notes = group_runs([run.with_metric(metric) for run in runs])
     columns = choose_columns(groups, kind, protocol)
 
     def rank(group: Group) -> tuple[float, str]:
@@ -394,72 +414,81 @@ def compare(
 
     ranked = sorted(groups, key=rank)
     pairs = pair_groups(ranked, columns[0], against, test)
-    notes += [*more, *cautions(ranked, columns[0])]
+    notes += [*group_notes, *cautions(ranked, columns[0])]
     faults = {pair.fault for pair in pairs}
     if pairs and "" not in faults:
-        notes.append(f"no paired differences over seeds: {' or '.join(sorted(faults))}")
+        notes.append(f"no paired differences: {' or '.join(sorted(faults))}")
     basis = ""
     if target is None:
-        target = default_target(ranked, columns[0], judged)
-        share = "110 % of the highest" if judged.lower_is_better else "90 % of the lowest"
-        above = f" above {judged.lowest:g}" if judged.lowest else ""
-        basis = f"{share} {judged.title}{above}, so all reach it"
-    label = percent(target) if judged.is_fraction else score(target)
+        target = default_target(ranked, columns[0], compared)
+        bound = "110 % of the highest" if compared.lower_is_better else "90 % of the lowest"
+        above = f" above {compared.lowest:g}" if compared.lowest else ""
+        basis = f"{bound} {compared.title}{above}, which all runs reach"
+    label = percent(target) if compared.is_fraction else score(target)
     notes += [f"bytes to {label}: {basis}"] if basis else []
-    own = chosen_figures(figures, sorted({name for group in groups for name in group.figures}))
-    return Comparison(tuple(ranked), columns, target, label, tuple(notes), own, pairs, judged, test)
+    available_metrics = sorted({name for group in groups for name in group.method_metrics})
+    chosen = choose_metrics(figures, available_metrics)
+    return Comparison(
+        tuple(ranked), columns, target, label, tuple(notes), chosen, pairs, compared, test
+    )
 
 
 def choose_columns(
     groups: Sequence[Group], kind: str | None = None, protocol: str | None = None
 ) -> tuple[Column, ...]:
-    """Return every protocol and kind, the shared headline first.
+    """Return all columns of the groups, with the headline column of the comparison first.
 
-    That is `protocol`, or the one that is the headline of most groups; among ties, the one under
-    which most were evaluated, then `common`; and of its kinds `kind`, or the first one, `private`.
-    Raises SettingsError for a kind or protocol under which none of the groups was evaluated.
+    Args:
+        groups: Groups to compare.
+        kind: Kind of the headline column, by default the first kind, `private`.
+        protocol: Protocol of the headline column. By default, the headline protocol of most groups;
+            ties are broken by the number of groups evaluated, then in favor of `common`.
+
+    Raises:
+        StateError: If no group was evaluated.
+        SettingsError: If no group was evaluated under the kind or protocol.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
-        raise StateError("none of the runs was evaluated, so there is nothing to compare")
-    _check("protocol", protocol, {under for under, _ in columns})
-    wanted = {column for column in columns if protocol in (None, column[0])}
-    _check("kind", kind, {each for _, each in wanted}, f" under {protocol}" if protocol else "")
-    wanted = {column for column in wanted if kind in (None, column[1])}
+        raise StateError("no run to compare: none of the runs was evaluated")
+    _check("protocol", protocol, {each for each, _ in columns})
+    preferred = {column for column in columns if protocol in (None, column[0])}
+    _check("kind", kind, {each for _, each in preferred}, f" under {protocol}" if protocol else "")
+    preferred = {column for column in preferred if kind in (None, column[1])}
 
-    def place(column: Column) -> tuple[object, ...]:
-        under, each = column
-        headline = sum(group.runs[0].headline == under for group in groups)
-        evaluated = sum(any(run.kinds(under) for run in group.runs) for group in groups)
-        preferred = (-headline, -evaluated, position(under, list(TEST_SETS)))
-        return column not in wanted, preferred, position(each, KINDS)
+    def rank(column: Column) -> tuple[object, ...]:
+        column_protocol, column_kind = column
+        headline = sum(group.runs[0].headline == column_protocol for group in groups)
+        evaluated = sum(any(run.kinds(column_protocol) for run in group.runs) for group in groups)
+        order = (-headline, -evaluated, position(column_protocol, list(TEST_SETS)))
+        return column not in preferred, order, position(column_kind, KINDS)
 
-    return tuple(sorted(columns, key=place))
-
-
-def _check(name: str, value: str | None, there: set[str], where: str = "") -> None:
-    if value not in (None, *there):
-        known = ", ".join(sorted(there)) + where
-        raise SettingsError(f"setting '{name}' = {value!r} is not allowed: these runs have {known}")
+    return tuple(sorted(columns, key=rank))
 
 
-def chosen_figures(names: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Split a comma-separated text of names. Raises SettingsError for one not in `known`."""
-    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
-    for name in wanted:
-        if name not in known:
+def _check(name: str, value: str | None, available: set[str], where: str = "") -> None:
+    if value not in (None, *available):
+        choices = ", ".join(sorted(available)) + where
+        raise SettingsError(f"{name}: must be one of {choices} for these runs, got {value!r}")
+
+
+def choose_metrics(names: str, available: Sequence[str]) -> tuple[str, ...]:
+    """Split a comma-separated list of metric names. Raises SettingsError for unknown names."""
+    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
+    for name in chosen:
+        if name not in available:
             raise SettingsError(
-                f"'--figures {name}' is not a figure of these runs: {', '.join(known) or 'none'}"
-                f"{nearest(name, known)}"
+                f"--figures: unknown metric {name!r}, expected one of "
+                f"{', '.join(available) or 'none'}{nearest(name, available)}"
             )
-    return wanted
+    return chosen
 
 
 def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> float:
-    """Return 90 % of the lowest last value of any run, so that all of them reach it.
+    """Return 90 % of the lowest last score of any run, so that all runs reach the target.
 
-    Of a metric of which lower values are better, it is 110 % of the highest. The percentage counts
-    from the metric's lowest possible value.
+    If lower scores are better, returns 110 % of the highest. The percentage is relative to the
+    metric's lowest possible value.
     """
     last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
     if not last.count():
@@ -472,59 +501,65 @@ def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> f
 
 
 def cautions(groups: Sequence[Group], column: Column) -> list[str]:
-    """Return notes on what makes rows hard to compare."""
+    """Return notes on differences that limit the comparison."""
     notes = []
     datasets = sorted({group.dataset for group in groups})
     if len(datasets) > 1:
-        notes.append(f"Rows of different data sets cannot be compared: {', '.join(datasets)}.")
+        notes.append(f"Scores on different data sets are not comparable: {', '.join(datasets)}.")
     rounds = sorted({run.done for group in groups for run in group.runs})
     if len(rounds) > 1:
         notes.append(f"The runs have different numbers of rounds: {', '.join(map(str, rounds))}.")
     if len({tuple(map(str, group.seeds)) for group in groups}) > 1:
-        notes.append("The groups do not all have the same seeds.")
-    unjudged = [group.label for group in groups if group.score(column).n == 0]
-    if unjudged:
+        notes.append("The groups have different seeds.")
+    missing = [group.label for group in groups if group.score(column).n == 0]
+    if missing:
         notes.append(
-            f"Not evaluated under {' '.join(column)}, and therefore last: {', '.join(unjudged)}."
+            f"Not evaluated under {' '.join(column)}, and therefore last: {', '.join(missing)}."
         )
     for name in sorted({group.runs[0].headline for group in groups} - {"", column[0]}):
         labels = ", ".join(group.label for group in groups if group.runs[0].headline == name)
-        used, usual = (TEST_SETS.get(each, each) for each in (column[0], name))
+        used, headline = (TEST_SETS.get(each, each) for each in (column[0], name))
         notes.append(
-            f"Rows are ordered by the scores on the {used}. The pages of {labels} show the scores "
-            f"on the {usual} first; here, they are in the columns '{name} …'."
+            f"Rows are ordered by scores on the {used}. The headline scores of {labels} are on the "
+            f"{headline}; see the columns '{name} …'."
         )
     return notes
 
 
-# --- differences seed by seed ----------------------------------------------------------------
+# --- paired differences ----------------------------------------------------------------------
 
 
 def pair_groups(
     groups: Sequence[Group], column: Column, against: str | None = None, test: str = "none"
 ) -> tuple[Pair, ...]:
-    """Return each group with its baseline, in the order of the groups.
+    """Pair each group with its baseline, in the order of the groups.
 
-    `against` names the baseline by its label or its method; "NAME:KIND" takes its models of another
-    kind. By default it is `local`, or the first group if `local` is not among them. If a method is
-    named that several groups have, each group's baseline is the one with which it shares most
-    settings. Raises SettingsError for a baseline that is not there.
+    Args:
+        groups: Groups to compare.
+        column: Headline column.
+        against: Label or method of the baseline, or "NAME:KIND" for its models of another kind. By
+            default `local` or, if absent, the first group. If several groups have the method, each
+            group is paired with the one that shares the most settings.
+        test: Test of the differences (see `p_value`).
+
+    Raises:
+        SettingsError: If the baseline does not exist.
     """
-    baselines, theirs = _baselines(groups, column, against)
+    baselines, baseline_column = _baselines(groups, column, against)
     pairs = []
     for group in groups:
-        ours = set(group.settings.items())
-        baseline = max(baselines, key=lambda each: len(ours & set(each.settings.items())))
-        if baseline is group and (theirs == column or not group.score(column).n):
+        settings = set(group.settings.items())
+        baseline = max(baselines, key=lambda each: len(settings & set(each.settings.items())))
+        if baseline is group and (baseline_column == column or not group.score(column).n):
             continue
         last = tail = Difference()
         if group.dataset == baseline.dataset:
             last, tail = (
-                Difference.of(group.by_seed(column, of), baseline.by_seed(theirs, of))
+                Difference.of(group.by_seed(column, of), baseline.by_seed(baseline_column, of))
                 for of in (Run.last, Run.tail)
             )
         p = p_value([*last.per_seed.values()], test)
-        pairs.append(Pair(group, baseline, column, theirs, last, tail, p))
+        pairs.append(Pair(group, baseline, column, baseline_column, last, tail, p))
     corrected = holm([pair.p for pair in pairs])
     return tuple(replace(pair, p=p) for pair, p in zip(pairs, corrected, strict=True))
 
@@ -532,40 +567,47 @@ def pair_groups(
 def _baselines(
     groups: Sequence[Group], column: Column, against: str | None
 ) -> tuple[list[Group], Column]:
-    """Return the groups that are baselines, and their protocol and kind."""
+    """Return the baseline groups, and their protocol and kind."""
 
-    def named(name: str) -> list[Group]:  # the group of that label, or else those of that method
+    def with_name(name: str) -> list[Group]:  # labels take precedence over methods
         labeled = [group for group in groups if group.label == name]
         return labeled or [group for group in groups if group.method == name]
 
     if against is None:
-        local = [group for group in named(BASELINE) if group.score(column).n]
+        local = [group for group in with_name(BASELINE) if group.score(column).n]
         return local or [groups[0]], column
-    if found := named(against):
-        return found, column
+    if baselines := with_name(against):
+        return baselines, column
     name, _, kind = against.rpartition(":")
-    if not (found := named(name)):
+    if not (baselines := with_name(name)):
         labels = [group.label for group in groups]
         raise SettingsError(
-            f"'--against {against}' is none of these runs: {', '.join(labels)}"
+            f"--against: must be one of {', '.join(labels)}, got {against!r}"
             f"{nearest(against, labels)}"
         )
-    theirs = column[0], kind
-    if not any(group.score(theirs).n for group in found):
-        runs = [run for group in found for run in group.runs]
-        known = sorted({known for run in runs for known in run.kinds(column[0])})
+    baseline_column = column[0], kind
+    if not any(group.score(baseline_column).n for group in baselines):
+        runs = [run for group in baselines for run in group.runs]
+        kinds = sorted({kind for run in runs for kind in run.kinds(column[0])})
         raise SettingsError(
-            f"'--against {against}': {name} has no {kind!r} models under {column[0]}, but "
-            f"{', '.join(known) or 'none at all'}"
+            f"--against: the kind of models of {name} under {column[0]} must be one of "
+            f"{', '.join(kinds) or 'none'}, got {kind!r}"
         )
-    return found, theirs
+    return baselines, baseline_column
 
 
 def p_value(differences: Sequence[float], test: str) -> float:
-    """Return the two-sided p of differences whose center would be 0; NaN if none can be said.
+    """Return the two-sided p-value of the hypothesis that the differences are centered at 0.
 
-    The paired t-test takes them as normal; Wilcoxon's signed-rank test takes them as symmetric and
-    cannot go below 2^(1-n) for n seeds: 0.25 for three, 0.0625 for five.
+    The t-test assumes a normal distribution, the Wilcoxon signed-rank test a symmetric one. With n
+    seeds, the p-value of the latter is at least 2^(1-n): 0.25 for three seeds, 0.0625 for five.
+
+    Args:
+        differences: Paired differences, one for each seed.
+        test: "none", "t" or "wilcoxon".
+
+    Returns:
+        The p-value, or NaN if it cannot be computed or `test` is "none".
     """
     from scipy import stats
 
@@ -574,20 +616,21 @@ def p_value(differences: Sequence[float], test: str) -> float:
         return NAN
     if test == "wilcoxon":
         return float(stats.wilcoxon(differences).pvalue)
-    if len(set(differences)) == 1:  # without any spread nothing is known of it
+    if len(set(differences)) == 1:  # the t-test needs a positive standard deviation
         return NAN
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Return p values with Holm's correction: the chance of one false finding among all is p.
+    """Apply Holm's correction to p-values, which bounds the family-wise error rate.
 
-    Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979. The i-th smallest of m is
-    multiplied by m - i + 1, and is no smaller than those before it. NaN stays and does not count.
+    Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979. The i-th smallest of m
+    p-values is multiplied by m - i + 1, and is at least the previous corrected value. NaN is
+    unchanged and not counted.
     """
-    known = sorted((value, place) for place, value in enumerate(values) if not math.isnan(value))
-    found, largest = list(values), 0.0
-    for rank, (value, place) in enumerate(known):
-        largest = max(largest, min(1.0, (len(known) - rank) * value))
-        found[place] = largest
-    return found
+    valid = sorted((value, index) for index, value in enumerate(values) if not math.isnan(value))
+    corrected, largest = list(values), 0.0
+    for rank, (value, index) in enumerate(valid):
+        largest = max(largest, min(1.0, (len(valid) - rank) * value))
+        corrected[index] = largest
+    return corrected

@@ -1,4 +1,4 @@
-"""A comparison as it is shown: its tables, figures, page and files."""
+"""Presentation of a comparison: tables, figures, HTML report and files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fedhet.report.tables import (
     Blocks,
     Cell,
     Cells,
+    escape_markdown,
     markdown,
     mean_cell,
-    plain,
     tabular,
 )
 from fedhet.runs.records import NAN
@@ -42,56 +42,73 @@ from fedhet.runs.units import (
     score,
 )
 
-SHOWN = 12
-"""Maximum number of groups, the best ones, that are drawn as curves."""
+MAX_CURVES = 12
+"""Maximum number of plotted curves, of the best groups."""
 COST_AXES = {
-    "bytes": ("costs", "bytes sent", "for bytes", "bytes sent, up and down", "bytes"),
+    "bytes": ("costs", "bytes sent", "by bytes sent", "bytes sent, up and down", "bytes"),
     "epsilon": (
-        "privacy", "epsilon", "for epsilon", "epsilon spent, the largest of any client", "number",
+        "privacy", "epsilon", "by epsilon", "consumed epsilon, maximum over clients", "number",
     ),
     "clock": ("clock", "simulated time", "by simulated time", "simulated hours", "seconds"),
 }  # fmt: skip
-"""The costs over which accuracy is drawn: the figure's name, its text alternative, the end of its
-title, the axis' label, and its unit."""
+"""Cumulative costs against which accuracy is plotted: name of the figure, name in the alternative
+text, end of the title, axis label, and unit."""
 COSTS = ("bytes_up", "bytes_down", "seconds", "start")
-TAIL_OF = "tail: mean of the last fifth of the rounds, of"
+TAIL_OF = "tail: mean over the last fifth of the rounds, for"
 PAIRED = (
-    "Difference for the same seed: mean ± standard error over the n seeds that "
-    f"both have. {MARK}: beyond two standard errors."
+    "Paired differences: mean ± standard error over the n shared seeds. "
+    f"{MARK}: more than two standard errors from zero."
 )
 MAX_COLUMNS = 6
-"""Number of columns that fit the width of a paper."""
+"""Maximum number of columns that fit the text width of a paper."""
 
 
 # --- files ------------------------------------------------------------------------------------
 
 
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write compare.png, .html, .md, .json and the requested figures; return their paths.
+    """Write compare.png, .html, .md, .json and figures of the requested metrics of the methods.
 
-    Beside each PNG, an SVG of the same figure is written.
+    Each figure is also written as SVG.
+
+    Args:
+        comparison: Comparison of runs.
+        out_dir: Output directory.
+
+    Returns:
+        The paths of the files, without the SVG files.
     """
     out = Path(out_dir)
-    page = drawings(comparison)
-    own = page[len(page) - len(comparison.figures) :]
-    pngs = [figure.write(Folder(out)) for figure in (overview(comparison), *own)]
-    html = write_text(out / "compare.html", render_comparison(comparison, page))
+    figures = drawings(comparison)
+    of_methods = figures[len(figures) - len(comparison.method_metrics) :]
+    pngs = [figure.write(Folder(out)) for figure in (overview(comparison), *of_methods)]
+    html = write_text(out / "compare.html", render_comparison(comparison, figures))
     markdown = write_text(out / "compare.md", to_markdown(comparison))
-    numbers = to_json(to_dict(comparison), indent=1, inf_nan_mode="null").decode()
-    data = write_text(out / "compare.json", numbers + "\n")
+    content = to_json(to_dict(comparison), indent=1, inf_nan_mode="null").decode()
+    data = write_text(out / "compare.json", content + "\n")
     return [*pngs, html, markdown, data]
 
 
 def write_for_paper(
     comparison: Comparison, out_dir: Path | str, *, latex: bool, csv: bool
 ) -> list[Path]:
-    """Write compare.tex, the tables in LaTeX, and compare.csv, a row for each run and model."""
+    """Write the tables as LaTeX (compare.tex) and the scores as CSV (compare.csv).
+
+    The CSV file has a row for each run, protocol and kind of model.
+
+    Args:
+        comparison: Comparison of runs.
+        out_dir: Output directory.
+        latex: Whether to write compare.tex.
+        csv: Whether to write compare.csv.
+
+    Returns:
+        The paths of the files.
+    """
     texts = {}
     if latex:
         texts["compare.tex"] = comparison_latex(comparison)
     if csv:
-        # `mean`, `std` and `worst` are over the clients in the last round, `tail` is the mean of
-        # the last fifth of the rounds; all of the metric that is compared.
         rows = [
             {
                 "run": group.label, "method": run.method, "dataset": run.dataset, "seed": run.seed,
@@ -112,30 +129,31 @@ def write_for_paper(
 
 
 def write_figures_for_paper(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write a comparison's figures as PDFs of a paper's size and fonts into `paper/`."""
+    """Write the figures as PDFs in the size and fonts of a paper into `paper/`."""
     out = Path(out_dir)
-    folder = Folder(out / "paper", out)
-    return [figure.write_for_paper(folder) for figure in drawings(comparison)]
+    directory = Folder(out / "paper", out)
+    return [figure.write_for_paper(directory) for figure in drawings(comparison)]
 
 
-def comparison_page(dirs: Sequence[Path | str]) -> str:
-    """Return the page of a comparison of runs; nothing is written. Raises as `compare` does."""
-    found = compare(dirs)
-    return render_comparison(found, drawings(found))
+def comparison_html(dirs: Sequence[Path | str]) -> str:
+    """Return the HTML report of a comparison without writing files. Raises like `compare`."""
+    comparison = compare(dirs)
+    return render_comparison(comparison, drawings(comparison))
 
 
 def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
-    """Return the page of a comparison."""
+    """Return the HTML report of a comparison."""
     groups, metric = comparison.groups, comparison.metric
     spreads = [(group.label, group.score(comparison.headline)) for group in groups]
-    (label, best), *others = [(name, spread) for name, spread in spreads if spread.n]
+    (label, best), *following = [(name, spread) for name, spread in spreads if spread.n]
     hero = {"std over seeds": score(best.std)} if best.n > 1 else {}
     worse, last = ("above", "highest") if metric.lower_is_better else ("below", "lowest")
-    for name, (other, spread) in zip(["next", last], [*others[:1], *others[1:][-1:]], strict=False):
+    shown = [*following[:1], *following[1:][-1:]]
+    for name, (other, spread) in zip(["next", last], shown, strict=False):
         hero[name] = f"{other}, {abs(best.mean - spread.mean):.4f} {worse}"
     protocol, kind = comparison.headline
     of = f"mean {metric.title} of {label}: {kind} models {where(protocol)}, last round"
-    # Columns that are empty, or repeat what the title says, are not shown.
+    # Omit empty columns, and the data set if it is the same for all groups.
     cells = comparison_cells(comparison).columns
     texts = {header: {cell.text for cell in column} for header, column in cells.items()}
     kept = {
@@ -143,7 +161,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         for header, column in cells.items()
         if texts[header] != {ABSENT} and (header != "data set" or len(texts[header]) > 1)
     }
-    # A setting that a group's method does not have is no difference.
+    # A setting is shared even if some methods do not have it.
     settings = pd.DataFrame([group.settings for group in groups])
     differs = settings.nunique() > 1
     return render(
@@ -152,7 +170,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         comparison=comparison,
         groups=groups,
         datasets=sorted({group.dataset for group in groups}),
-        hero={"value": score(best.mean), "what": of, **hero},
+        hero={"value": score(best.mean), "description": of, **hero},
         table=Cells(kept, words=sum(header in ("run", "data set") for header in kept)),
         paired=paired_cells(comparison),
         paired_basis=paired_legend(comparison),
@@ -163,10 +181,10 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Return the table, with the notes below it, in Markdown."""
+    """Return the tables and notes of a comparison as Markdown."""
     headline = " ".join(comparison.headline)
-    basis = f"L{comparison.basis[1:]}. {TAIL_OF} {headline}."
-    notes = "".join(f"- {plain(note)}\n" for note in comparison.notes)
+    basis = f"L{comparison.basis[1:]}. {TAIL_OF[0].upper()}{TAIL_OF[1:]} {headline}."
+    notes = "".join(f"- {escape_markdown(note)}\n" for note in comparison.notes)
     table = markdown(comparison_cells(comparison))
     paired = paired_cells(comparison)
     below = f"\n{markdown(paired)}\n{paired_legend(comparison)}\n" if paired else ""
@@ -174,21 +192,21 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
-    """Return a comparison as plain data; unknown values are NaN."""
+    """Return a comparison as escape_markdown data, with NaN for unknown values."""
 
-    def curve(found: pd.DataFrame) -> dict[str, list[float]]:
-        return {"rounds": found.index.tolist(), **found.to_dict("list")}
+    def curve(frame: pd.DataFrame) -> dict[str, list[float]]:
+        return {"rounds": frame.index.tolist(), **frame.to_dict("list")}
 
-    def difference(found: Difference) -> dict[str, object]:
-        return {**asdict(found), "n": found.n, "beyond_2_se": found.clear}
+    def difference(values: Difference) -> dict[str, object]:
+        return {**asdict(values), "n": values.n, "beyond_2_se": values.is_clear}
 
     def scores(group: Group) -> dict[str, dict[str, object]]:
-        found: dict[str, dict[str, object]] = {}
+        by_protocol: dict[str, dict[str, object]] = {}
         for column in comparison.columns:
             if (spread := group.score(column)).n:
-                others = {"tail": asdict(group.tail(column)), "worst": asdict(group.worst(column))}
-                found.setdefault(column[0], {})[column[1]] = asdict(spread) | others
-        return found
+                extra = {"tail": asdict(group.tail(column)), "worst": asdict(group.worst(column))}
+                by_protocol.setdefault(column[0], {})[column[1]] = asdict(spread) | extra
+        return by_protocol
 
     protocol, kind = comparison.headline
     groups = [
@@ -204,7 +222,9 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
             "clock": asdict(group.total("clock")),
             "clock_to_target": asdict(comparison.to_target(group, "clock")),
             "curve": curve(group.curve(comparison.headline)),
-            "figures": {name: curve(group.figure(name)) for name in comparison.figures},
+            "figures": {
+                name: curve(group.method_curve(name)) for name in comparison.method_metrics
+            },
         }
         for group in comparison.groups
     ]  # fmt: skip
@@ -230,7 +250,7 @@ def to_dict(comparison: Comparison) -> dict[str, object]:
 
 
 def comparison_cells(comparison: Comparison) -> Cells:
-    """Return one row per group, in the order of `Comparison`."""
+    """Build the table of a comparison, with one row per group."""
     groups, headline = comparison.groups, comparison.headline
     names = [printable(group.label) + ("" if group.finished else " *") for group in groups]
 
@@ -268,20 +288,20 @@ def comparison_cells(comparison: Comparison) -> Cells:
 
 
 def paired_cells(comparison: Comparison) -> Cells | None:
-    """Return one row per pair, or None if no pair has two seeds."""
+    """Build the table of paired differences, or return None if no pair has two shared seeds."""
     pairs = comparison.pairs
     if all(pair.fault for pair in pairs):
         return None
 
-    def differences(found: Sequence[tuple[Difference, str]]) -> list[Cell]:
+    def differences(values: Sequence[tuple[Difference, str]]) -> list[Cell]:
         return [
-            Cell(f"{d.mean:+.4f} ± {d.se:.4f}{f' {MARK}' if d.clear else ''}", d.mean)
+            Cell(f"{d.mean:+.4f} ± {d.se:.4f}{f' {MARK}' if d.is_clear else ''}", d.mean)
             if d.n > 1
             else Cell(absent, NAN)
-            for d, absent in found
+            for d, absent in values
         ]
 
-    against = [  # with the kind of model of a baseline if that is another
+    against = [  # name the baseline's kind of model if it differs
         pair.baseline.label
         + (f" ({pair.baseline_column[1]})" if pair.baseline_column != pair.column else "")
         for pair in pairs
@@ -299,17 +319,17 @@ def paired_cells(comparison: Comparison) -> Cells | None:
 
 
 def paired_legend(comparison: Comparison) -> str:
-    """Return what the columns of the paired differences are."""
+    """Return the legend of the paired differences."""
     if comparison.test == "none":
         return PAIRED
     return (
-        f"{PAIRED} p: {TESTS[comparison.test]} of the last round, two-sided, with Holm's "
-        "correction over the rows."
+        f"{PAIRED} p: two-sided {TESTS[comparison.test]} of the last round, with Holm's correction "
+        "over the rows."
     )
 
 
 def comparison_table(comparison: Comparison) -> Blocks:
-    """Return a comparison for the terminal, with its notes below."""
+    """Build the terminal table of a comparison, with its notes as the caption."""
     headline = " ".join(comparison.headline)
     notes = [f"{TAIL_OF} {headline}", *comparison.notes]
     lines = "\n".join(map(printable, notes))
@@ -317,34 +337,34 @@ def comparison_table(comparison: Comparison) -> Blocks:
 
 
 def paired_table(comparison: Comparison) -> Blocks | None:
-    """Return the paired differences for the terminal, or None if no pair has two seeds."""
+    """Build the terminal table of paired differences, or return None if there are none."""
     cells = paired_cells(comparison)
-    title = f"differences by seed: {' '.join(comparison.headline)}"
+    title = f"paired differences: {' '.join(comparison.headline)}"
     return None if cells is None else Blocks(cells, title, paired_legend(comparison))
 
 
 def comparison_latex(comparison: Comparison) -> str:
-    """Return a comparison's table, and that of the paired differences if there are any.
+    """Return the table of a comparison, and the paired differences if any, as LaTeX.
 
-    The table has at most `MAX_COLUMNS` columns, since a paper is no wider: the label, the data set
-    if there are several, the headline score, epsilon if it is known, the worst client, the bytes,
-    and further scores as far as there is room. A comment names the columns that are omitted.
+    The table has at most `MAX_COLUMNS` columns: label, data set if there are several, headline
+    score, epsilon, worst client, bytes, and further scores if they fit. A comment lists the omitted
+    columns.
     """
-    found = comparison_cells(comparison).columns
+    columns = comparison_cells(comparison).columns
     headline, *others = [" ".join(column) for column in comparison.columns]
     several = len({group.dataset for group in comparison.groups}) > 1
-    about = ["run", "data set"] if several else ["run"]
+    labels = ["run", "data set"] if several else ["run"]
     costs = ("bytes up", "bytes down")
-    wanted = [*about, headline, "epsilon", "worst client", *costs, *others, "tail"]
-    chosen = [header for header in wanted if header in found][:MAX_COLUMNS]
-    kept = Cells({h: found[h] for h in found if h in chosen}, words=len(about))
-    omitted = [header for header in found if header not in (*chosen, "run", "data set")]
-    notes = f"% Omitted here, but in compare.json: {', '.join(omitted)}\n" if omitted else ""
+    preferred = [*labels, headline, "epsilon", "worst client", *costs, *others, "tail"]
+    chosen = [header for header in preferred if header in columns][:MAX_COLUMNS]
+    kept = Cells({h: columns[h] for h in columns if h in chosen}, words=len(labels))
+    omitted = [header for header in columns if header not in (*chosen, "run", "data set")]
+    notes = f"% Columns only in compare.json: {', '.join(omitted)}\n" if omitted else ""
     sign = -1 if comparison.metric.lower_is_better else 1
     scores = [
         header for header in (headline, *others, "tail", "worst client") if header in kept.columns
     ]
-    clear = {pair.group.label for pair in comparison.pairs if pair.last.clear}
+    clear = {pair.group.label for pair in comparison.pairs if pair.last.is_clear}
     marked = [row for row, group in enumerate(comparison.groups) if group.label in clear]
     parts = [LATEX_HEAD + notes, tabular(kept, dict.fromkeys(scores, sign), marked)]
     if (paired := paired_cells(comparison)) is not None:
@@ -356,34 +376,35 @@ def comparison_latex(comparison: Comparison) -> str:
 
 
 def drawings(comparison: Comparison) -> list[Drawing]:
-    """Return the page's figures, with the requested metrics of the methods last."""
+    """Return the figures of a comparison; metrics of the methods come last."""
     title, groups = comparison.metric.title, comparison.groups
-    found: list[tuple[str, str, Callable[[Axes, Comparison], None]]] = [
+    panels: list[tuple[str, str, Callable[[Axes, Comparison], None]]] = [
         ("finals", f"last {title} by group", _finals),
         ("curves", f"{title} over rounds", _by_round),
     ]
     for cost, (name, words, *_) in COST_AXES.items():
         if cost == "bytes" or any(group.total(cost).n for group in groups):
-            found.append((name, f"{title} by {words}", partial(_by_cost, cost=cost)))
-    found += [
-        (f"compare-{name}", f"{name} by round", partial(_own, name=name))
-        for name in comparison.figures
+            panels.append((name, f"{title} by {words}", partial(_by_cost, cost=cost)))
+    panels += [
+        (f"compare-{name}", f"{name} by round", partial(_method_metric, name=name))
+        for name in comparison.method_metrics
     ]
-    names = _names(comparison)[:SHOWN]
-    rows = math.ceil(len(names) / style.legend_columns(names))  # of the legend
+    names = _names(comparison)[:MAX_CURVES]
+    legend_rows = math.ceil(len(names) / style.legend_columns(names))
+    default = style.HEIGHT + 0.18 * (legend_rows - 1)
     heights = {"finals": max(2.2, 1.3 + 0.32 * len(groups))}
 
     def alone(draw: Callable[[Axes, Comparison], None]) -> Callable[[Figure], None]:
         return lambda figure: draw(figure.subplots(), comparison)
 
     return [
-        Drawing(name, alone(draw), alt, height=heights.get(name, style.HEIGHT + 0.18 * (rows - 1)))
-        for name, alt, draw in found
+        Drawing(name, alone(draw), alt, height=heights.get(name, default))
+        for name, alt, draw in panels
     ]
 
 
 def overview(comparison: Comparison) -> Drawing:
-    """Draw accuracy over rounds next to the last round's accuracy."""
+    """Draw the score over rounds next to the scores of the last round."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
@@ -395,7 +416,7 @@ def overview(comparison: Comparison) -> Drawing:
 
 
 def _names(comparison: Comparison, width: int = 40) -> list[str]:
-    """Return the groups' labels in a figure, in their order."""
+    """Return shortened, distinct labels of the groups."""
     labels = [group.label + ("" if group.finished else " *") for group in comparison.groups]
     return style.disambiguate(labels, width)
 
@@ -423,15 +444,15 @@ def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
         style.ticks(ax, style.in_hours, "x")
     style.panel(ax, mode="point", xUnit=unit)
     ax.set_xlabel(label)
-    style.head(ax, f"{comparison.title} {title}{_best(comparison)}")
+    style.set_title(ax, f"{comparison.title} {title}{_best(comparison)}")
 
 
 def _best(comparison: Comparison) -> str:
-    return f" (best {SHOWN})" if len(comparison.groups) > SHOWN else ""
+    return f" (best {MAX_CURVES})" if len(comparison.groups) > MAX_CURVES else ""
 
 
-def _own(ax: Axes, comparison: Comparison, name: str) -> None:
-    rounds = _draw(ax, comparison, lambda group: group.figure(name))
+def _method_metric(ax: Axes, comparison: Comparison, name: str) -> None:
+    rounds = _draw(ax, comparison, lambda group: group.method_curve(name))
     style.panel(ax, unit="number")
     note = "band: ± std over seeds" if comparison.has_seeds else ""
     style.over_rounds(ax, rounds, name, note, human_number)
@@ -440,35 +461,35 @@ def _own(ax: Axes, comparison: Comparison, name: str) -> None:
 def _draw(
     ax: Axes, comparison: Comparison, curve_of: Callable[[Group], pd.DataFrame], x: str = ""
 ) -> list[int]:
-    """Draw one curve per group, with a band over seeds, over rounds or a column `x`.
+    """Draw a curve with a band over seeds for each group, over rounds or the column `x`.
 
     Returns the rounds covered.
     """
     rounds, names = [1], _names(comparison)
-    for number, group in enumerate(comparison.groups[:SHOWN]):
+    for number, group in enumerate(comparison.groups[:MAX_CURVES]):
         curve = curve_of(group)
         if len(curve):
             rounds += curve.index.tolist()
-            at = curve[x].clip(lower=1) if x == "bytes" else curve.get(x)
-            curve = curve if at is None else curve.set_index(at)
+            x_values = curve[x].clip(lower=1) if x == "bytes" else curve.get(x)
+            curve = curve if x_values is None else curve.set_index(x_values)
             style.band(ax, number, curve["mean"], curve["std"], names[number])
     return rounds
 
 
 def _finals(ax: Axes, comparison: Comparison) -> None:
-    """Draw the last round's accuracy: one dot per seed, a mark for the mean."""
+    """Draw the scores of the last round: a dot for each seed, and a marker for the mean."""
     names, column = _names(comparison), comparison.headline
     for row, (group, name) in enumerate(zip(comparison.groups, names, strict=True)):
         color, mark = style.mark(row)
-        each, spread = [run.last(*column).mean for run in group.runs], group.score(column)
+        means, spread = [run.last(*column).mean for run in group.runs], group.score(column)
         if math.isfinite(spread.std):
             low, high = spread.mean - spread.std, spread.mean + spread.std
             line = ax.hlines(row, low, high, color=color, linewidth=5, alpha=0.25)
             style.tag(ax, group.label, [line])
-        if len(each) > 1:
-            ax.scatter(each, [row] * len(each), color=color, s=14, alpha=0.6, linewidth=0)
+        if len(means) > 1:
+            ax.scatter(means, [row] * len(means), color=color, s=14, alpha=0.6, linewidth=0)
             seeds = [f"seed {run.seed}" for run in group.runs]
-            style.record(ax, group.label, pd.Series(float(row), each), name, seeds)
+            style.record(ax, group.label, pd.Series(float(row), means), name, seeds)
         ax.scatter(spread.mean, row, color=color, marker=mark, s=52, zorder=3)
         style.record(ax, group.label, pd.Series(float(row), [spread.mean]), name, ["mean"])
     style.panel(ax, mode="point", unit="none", xUnit="score")
@@ -478,6 +499,6 @@ def _finals(ax: Axes, comparison: Comparison) -> None:
     ax.grid(visible=False)
     ax.grid(visible=True, axis="x")
     style.ticks(ax, axis="x")
-    what = comparison.metric.title
-    ax.set_xlabel(f"{what} (dots: seeds; bar: ± std)" if comparison.has_seeds else what)
-    style.head(ax, "Last round")
+    title = comparison.metric.title
+    ax.set_xlabel(f"{title} (dots: seeds; bar: ± std)" if comparison.has_seeds else title)
+    style.set_title(ax, "Last round")

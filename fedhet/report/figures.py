@@ -1,4 +1,4 @@
-"""Figures of one run: over its rounds, and of its clients."""
+"""Figures of a run, over its rounds and of its clients."""
 
 from __future__ import annotations
 
@@ -23,54 +23,60 @@ from fedhet.report.run import STAGES, TEST_SETS, Run
 from fedhet.report.style import GAP, HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds, plural
 
-BARS = 50
-"""Maximum number of bars; in longer runs, a bar is the mean of several rounds."""
+MAX_BARS = 50
+"""Maximum number of bars; in longer runs, each bar is the mean of several rounds."""
 STAGE_NAMES = {
     "train": "training", "evaluate": "evaluation", "server": "server", "overhead": "overhead",
 }  # fmt: skip
-PANELS, ACROSS = 12, 3
-"""The maximum number of the method's own metrics that are drawn, and of panels in a row."""
-NAMED = 30
-"""Maximum number of clients that are drawn with their names."""
+MAX_PANELS, PANELS_PER_ROW = 12, 3
+"""Maximum number of plotted metrics of the method, and of panels in a row."""
+MAX_NAMED = 30
+"""Maximum number of clients labeled with their names."""
 
 
 def write_figures(run: Run, *, paper: bool = False) -> list[Path]:
-    """Write the run's figures as PNG and SVG into `figures/`; return the PNGs' paths.
+    """Write the figures of a run as PNG and SVG into `figures/`.
 
-    For a `paper`, PDFs in its size and fonts are written into `figures/paper/` instead: as wide as
-    a column with one panel, else as the text of two columns.
+    Args:
+        run: The run.
+        paper: Whether to write PDFs in the size and fonts of a paper into `figures/paper/` instead.
+            Figures with one panel have the width of a column, others the width of the text.
+
+    Returns:
+        The paths of the PNG or PDF files.
     """
-    folder = Folder(run.path / "figures" / ("paper" if paper else ""), run.path)
+    directory = Folder(run.path / "figures" / ("paper" if paper else ""), run.path)
     write = Drawing.write_for_paper if paper else Drawing.write
-    return [write(drawing, folder) for drawing in drawings(run)]
+    return [write(drawing, directory) for drawing in drawings(run)]
 
 
 def drawings(run: Run) -> list[Drawing]:
-    """Return the figures that the run has data for."""
-    found: list[Drawing | None] = [accuracy(run, run.protocols)] if run.protocols else []
-    found += [_traffic(run), _time(run), _loss(run), _by_cost(run, "epsilon")]
-    found += [_by_cost(run, "clock"), metrics(run.besides), _labels(run), _last_accuracies(run)]
+    """Return the figures for which the run has data."""
+    figures: list[Drawing | None] = [accuracy(run, run.protocols)] if run.protocols else []
+    figures += [_traffic(run), _time(run), _loss(run), _by_cost(run, "epsilon")]
+    figures += [_by_cost(run, "clock"), metrics(run.extra_metrics), _labels(run)]
+    figures.append(_last_accuracies(run))
     if run.relative is not None:
         protocol, ratio = run.relative
-        title = f"Accuracy relative to training alone, {TEST_SETS.get(protocol, protocol)}"
+        title = f"Accuracy relative to local training, {TEST_SETS.get(protocol, protocol)}"
         draw = partial(_models, scores=_by_model(run, ratio.per_client), title=title)
-        found.append(Drawing("relative", draw, "relative accuracy by client"))
-    return [drawing for drawing in (*found, _client_curves(run), _method(run)) if drawing]
+        figures.append(Drawing("relative", draw, "relative accuracy by client"))
+    return [drawing for drawing in (*figures, _client_curves(run), _method(run)) if drawing]
 
 
 # --- over rounds ------------------------------------------------------------------------------
 
 
 def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
-    """Draw accuracy over rounds: one panel per protocol, one curve per kind of model."""
+    """Draw the accuracy over rounds, with a panel per protocol and a curve per kind of model."""
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(1, len(protocols), squeeze=False)
         for ax, protocol in zip(grid[0], protocols, strict=True):
             for kind in run.kinds(protocol):
                 _curve(ax, run.curve(protocol, kind), kind)
-            if run.baseline and run.against:
-                mean = run.baseline.curve(protocol, run.against[1])["mean"]
+            if run.baseline and run.baseline_column:
+                mean = run.baseline.curve(protocol, run.baseline_column[1])["mean"]
                 if not mean.empty:
                     name, look = run.baseline.method, {"size": 2, **style.DOTTED}
                     label = f"{name}{GAP}{mean.iloc[-1]:.3f}"
@@ -88,7 +94,7 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
         for column in run.columns
         if column[0] in protocols
     ]
-    alt = f"accuracy over {plural(len(run.records), 'round')}, at the end: {', '.join(last)}"
+    alt = f"accuracy over {plural(len(run.records), 'round')}, in the last round: {', '.join(last)}"
     return Drawing("accuracy", draw, alt, width=WIDTH * len(protocols))
 
 
@@ -124,7 +130,7 @@ def _traffic(run: Run) -> Drawing:
             style.line(ax, total, style.SERIES[number], series=way, **look)
         style.panel(ax, unit="bytes")
         ax.set_ylim(bottom=0)
-        style.over_rounds(ax, run.costs.index, "Bytes sent, cumulated", text=style.in_bytes)
+        style.over_rounds(ax, run.costs.index, "Cumulative bytes sent", text=style.in_bytes)
 
     rounds = plural(len(run.records), "round")
     alt = f"bytes sent over {rounds}, in total {ends['up']} up and {ends['down']} down"
@@ -132,30 +138,31 @@ def _traffic(run: Run) -> Drawing:
 
 
 def _time(run: Run) -> Drawing:
-    """Draw the time by stage: one bar for the full run, and one bar per round.
+    """Draw the time by stage, in a bar for the full run and a bar for each round.
 
-    The times of clients are added up, so their sum exceeds the wall time if clients train at the
-    same time. The axis label therefore states both.
+    The sum of the clients' times exceeds the wall time if clients train at the same time. The axis
+    label therefore states both.
     """
 
     def draw(figure: Figure) -> None:
         top, ax = figure.subplots(2, 1, height_ratios=[1, 7])
         stages = [stage for stage in STAGES if run.totals[stage] > 0]
-        room = style.room(top)
+        max_chars = style.legend_chars(top)
 
-        # The shares of the stages, as one horizontal bar.
-        shares = run.totals[stages] / run.totals[stages].sum()
-        for stage, start, share in zip(stages, shares.cumsum() - shares, shares, strict=True):
-            top.barh(0, share, left=start, color=style.STAGE_COLORS[stage], height=1)
-            if share > 0.16 * style.ROOM / room:
+        # Draw the fractions of the stages as one horizontal bar.
+        fractions = run.totals[stages] / run.totals[stages].sum()
+        starts = fractions.cumsum() - fractions
+        for stage, start, fraction in zip(stages, starts, fractions, strict=True):
+            top.barh(0, fraction, left=start, color=style.STAGE_COLORS[stage], height=1)
+            if fraction > 0.16 * style.LEGEND_CHARS / max_chars:
                 ink = style.ON_DARK if stage == "train" else style.ON_LIGHT
                 look: Any = {"ha": "center", "va": "center", "color": ink, "fontsize": 8}
-                top.text(start + share / 2, 0, f"{STAGE_NAMES[stage]} {share:.0%}", **look)
+                top.text(start + fraction / 2, 0, f"{STAGE_NAMES[stage]} {fraction:.0%}", **look)
         top.set_xlim(0, 1)
         top.axis("off")
 
-        # A bar for each round, or for several, with the stages stacked.
-        step = math.ceil(len(run.costs) / BARS)
+        # Draw a stacked bar for each round or, in long runs, for several rounds.
+        step = math.ceil(len(run.costs) / MAX_BARS)
         means = run.costs.reset_index().groupby(np.arange(len(run.costs)) // step).mean()
         means = means.set_index("round")
         rounds, bottoms = means.index, means[stages].cumsum(axis="columns") - means[stages]
@@ -172,23 +179,23 @@ def _time(run: Run) -> Drawing:
         style.panel(ax, unit="seconds", dots=False)
         ax.set_ylim(bottom=0)
         work, wall = run.totals[stages].sum(), run.totals["seconds"]
-        note = f"work of all clients and the server: {human_seconds(work)}"
+        note = f"total of clients and server: {human_seconds(work)}"
         note += f", wall time: {human_seconds(wall)}" if wall > 0 else ""
-        note += f"; a bar: mean of {step}" if step > 1 else ""
+        note += f"; bar: mean of {step} rounds" if step > 1 else ""
         seconds = "{:g} s".format
         style.over_rounds(ax, run.costs.index, note=note, text=seconds, margin=0.7 * step)
         handles, names = ax.get_legend_handles_labels()
         top.legend(
             handles, names, loc="lower left", bbox_to_anchor=(0, 1.1), labelcolor=style.INK,
-            ncols=style.legend_columns(names, room), handletextpad=0.5, columnspacing=1.0,
+            ncols=style.legend_columns(names, max_chars), handletextpad=0.5, columnspacing=1.0,
         )  # fmt: skip
-        top.set_title("Where the time went", color=style.INK, pad=26)
+        top.set_title("Time by stage", color=style.INK, pad=26)
 
     return Drawing("time", draw, "seconds by stage")
 
 
 def _loss(run: Run) -> Drawing | None:
-    """Draw the training loss over rounds, with the range of most clients."""
+    """Draw the mean training loss over rounds, with the range of 80 % of the clients."""
     mean = run.mean_loss
     if mean.empty:
         return None
@@ -199,52 +206,52 @@ def _loss(run: Run) -> Drawing | None:
         style.panel(ax, unit="number")
         each = run.losses.loc[mean.index]
         if each.count(axis="columns").max() > 2:
-            low, high = (each.quantile(share, axis="columns") for share in (0.1, 0.9))
+            low, high = (each.quantile(level, axis="columns") for level in (0.1, 0.9))
             series = "80 % of the clients"
             style.shade(ax, low, high, style.SERIES[0], series=series, alpha=0.13, label=series)
-            for share, curve in (("lowest tenth", low), ("highest tenth", high)):
-                style.record(ax, series, curve, share)
+            for name, curve in (("10th percentile", low), ("90th percentile", high)):
+                style.record(ax, series, curve, name)
         style.over_rounds(ax, run.costs.index, "Training loss")
 
     return Drawing("loss", draw, "training loss over rounds")
 
 
 def _by_cost(run: Run, cost: str) -> Drawing | None:
-    """Draw the headline accuracy by epsilon or by simulated time (`clock`); None without it."""
-    end = float(run.totals[cost])
-    if math.isnan(end) or not run.columns:
+    """Draw the headline accuracy by epsilon or simulated time (`clock`), if available."""
+    total = float(run.totals[cost])
+    if math.isnan(total) or not run.columns:
         return None
     if cost == "epsilon":
         name, title, unit = "privacy", "epsilon", "number"
-        label = "epsilon spent, the largest of any client"
-        alt = f"accuracy by epsilon, at the end {end:.3g}"
+        label = "consumed epsilon, maximum over clients"
+        alt = f"accuracy by epsilon, up to {total:.3g}"
     else:
         name, title, unit = "clock", "simulated time", "seconds"
         late = float(np.mean([len(record.late) for record in run.records]))
-        label = f"simulated hours  ({late:.3g} clients late when a round closes, on average)"
-        alt = f"accuracy by simulated time, in all {human_seconds(end)}"
+        label = f"simulated hours  (on average {late:.3g} late clients per round)"
+        alt = f"accuracy by simulated time, up to {human_seconds(total)}"
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
         for kind in run.kinds(run.headline):
             means = run.curve(run.headline, kind)["mean"]
-            spent = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
+            curve = means.set_axis(run.costs[cost].loc[means.index].rename(cost))
             color = style.KIND_COLORS.get(kind, style.OTHER_COLOR)
-            style.line(ax, spent, color, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
+            style.line(ax, curve, color, series=kind, label=f"{kind}{GAP}{means.iloc[-1]:.3f}")
         ax.set_xlim(left=0)
         ax.legend()
         style.ticks(ax)
         if cost == "clock":
             style.ticks(ax, style.in_hours, "x")
         style.panel(ax, mode="point", xUnit=unit)
-        style.head(ax, f"Accuracy by {title}: {TEST_SETS.get(run.headline, run.headline)}")
+        style.set_title(ax, f"Accuracy by {title}: {TEST_SETS.get(run.headline, run.headline)}")
         ax.set_xlabel(label)
 
     return Drawing(name, draw, alt)
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
-    """Draw metrics over rounds, one panel each, under the headline protocol; see `Run.besides`."""
+    """Draw metrics of `Run.extra_metrics` over rounds, a panel for each metric."""
 
     def draw(ax: Axes, title: str) -> None:
         view = dict(views)[title]
@@ -254,34 +261,34 @@ def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
         where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
         style.over_rounds(ax, view.costs.index, f"{title[0].upper()}{title[1:]}{where}")
 
-    return _grid("metrics", list(dict(views)), draw, "metrics besides accuracy over rounds")
+    return _grid("metrics", list(dict(views)), draw, "metrics other than accuracy over rounds")
 
 
 def _method(run: Run) -> Drawing | None:
-    """Draw the method's own metrics over rounds, one panel each; the page has small curves."""
+    """Draw the metrics of the method over rounds, a panel for each."""
 
     def draw(ax: Axes, name: str) -> None:
-        style.line(ax, run.figures[name])
-        style.over_rounds(ax, run.figures.index, style.short(run.title_of(name), 42))
+        style.line(ax, run.method_metrics[name])
+        style.over_rounds(ax, run.method_metrics.index, style.short(run.title_of(name), 42))
 
-    return _grid("method", list(run.figures)[:PANELS], draw, "method's figures")
+    return _grid("method", list(run.method_metrics)[:MAX_PANELS], draw, "metrics of the method")
 
 
 def _grid(
     name: str, panels: Sequence[str], draw: Callable[[Axes, str], None], alt: str
 ) -> Drawing | None:
-    """Return a figure of small panels, each filled by `draw`; None without panels."""
-    across = min(len(panels), ACROSS)
-    if not across:
+    """Return a figure of small panels, each filled by `draw`, or None without panels."""
+    columns = min(len(panels), PANELS_PER_ROW)
+    if not columns:
         return None
-    rows = math.ceil(len(panels) / across)
+    rows = math.ceil(len(panels) / columns)
 
     def fill(figure: Figure) -> None:
-        grid = figure.subplots(rows, across, squeeze=False).flatten()
+        grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for ax, panel in zip_longest(grid, panels):
             ax.axis("off") if panel is None else draw(ax, panel)
 
-    size = {"width": WIDTH * 0.75 * across, "height": HEIGHT * 0.75 * rows}
+    size = {"width": WIDTH * 0.75 * columns, "height": HEIGHT * 0.75 * rows}
     return Drawing(name, fill, alt, **size)
 
 
@@ -301,7 +308,7 @@ def _labels(run: Run) -> Drawing | None:
         ax = figure.subplots()
         norm = PowerNorm(0.6, vmin=0, vmax=top)
         ax.imshow(counts, cmap=style.HEAT, norm=norm, aspect="auto", interpolation="nearest")
-        if len(counts) <= NAMED and len(classes) <= 12 and top < 10_000:
+        if len(counts) <= MAX_NAMED and len(classes) <= 12 and top < 10_000:
             for (row, column), count in np.ndenumerate(counts):
                 if count:
                     ink = style.ON_DARK if float(norm(int(count))) > 0.55 else style.INK
@@ -313,20 +320,20 @@ def _labels(run: Run) -> Drawing | None:
             places = pd.Series(float(row), range(len(classes)))
             style.record(ax, "labels", places, str(name), shown)
         style.panel(ax, mode="point", unit="none", xUnit="none", dots=False)
-        _names(ax, "y", list(counts.index))
-        _names(ax, "x", classes)
+        _set_names(ax, "y", list(counts.index))
+        _set_names(ax, "x", classes)
         ax.set_xlabel("class")
-        ax.set_ylabel("client" if len(counts) > NAMED else "")
-        style.head(ax, f"Labels: samples per class (at most {top:,})")
+        ax.set_ylabel("client" if len(counts) > MAX_NAMED else "")
+        style.set_title(ax, f"Labels: samples per class (at most {top:,})")
 
     height = min(max(2.5, 1.5 + 0.2 * len(counts)), 5.6)
     return Drawing("labels", draw, "labels by client", height=height)
 
 
-def _names(ax: Axes, axis: str, names: Sequence[str]) -> None:
-    """Label the ticks of one axis; only some of them if there are many."""
-    room = NAMED if axis == "y" else 12 if max(map(len, names)) > 3 else 20
-    ticks = range(0, len(names), math.ceil(len(names) / room))
+def _set_names(ax: Axes, axis: str, names: Sequence[str]) -> None:
+    """Label the ticks of an axis, or every n-th tick if there are many."""
+    max_ticks = MAX_NAMED if axis == "y" else 12 if max(map(len, names)) > 3 else 20
+    ticks = range(0, len(names), math.ceil(len(names) / max_ticks))
     shown = [style.short(names[tick]) for tick in ticks]
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     chosen.set_ticks(list(ticks), shown)
@@ -337,21 +344,24 @@ def _names(ax: Axes, axis: str, names: Sequence[str]) -> None:
 
 
 def _last_accuracies(run: Run) -> Drawing | None:
-    """Draw the last accuracy of every client, colored by its model."""
+    """Draw the last accuracy of each client, colored by model."""
     if not run.columns:
         return None
     protocol, kind = run.columns[0]
-    known = _by_model(run, run.last(protocol, kind).per_client)
-    if known.empty:
+    scores = _by_model(run, run.last(protocol, kind).per_client)
+    if scores.empty:
         return None
     title = f"Clients: {kind} model, {TEST_SETS.get(protocol, protocol)}"
-    draw = partial(_rows if len(known) <= NAMED else _models, scores=known, title=title)
-    height = min(max(2.5, 1.5 + 0.2 * len(known)), 5.6)
+    draw = partial(_rows if len(scores) <= MAX_NAMED else _models, scores=scores, title=title)
+    height = min(max(2.5, 1.5 + 0.2 * len(scores)), 5.6)
     return Drawing("clients", draw, "last accuracy by client", height=height)
 
 
 def _client_curves(run: Run) -> Drawing | None:
-    """Draw a curve for each client, colored by its model; None for one client or one round."""
+    """Draw the accuracy of each client over rounds, colored by model.
+
+    Returns None for a single client or a single round.
+    """
     if not run.columns:
         return None
     protocol, kind = run.columns[0]
@@ -367,61 +377,61 @@ def _client_curves(run: Run) -> Drawing | None:
         for name in sorted(each, key=lambda name: pool.index(models[name])):
             model = models[name]
             color, _ = style.mark(pool.index(model))
-            drawn = ax.plot(each.index, each[name], color=color, linewidth=1.0, alpha=alpha)
-            style.tag(ax, model, drawn)
+            artists = ax.plot(each.index, each[name], color=color, linewidth=1.0, alpha=alpha)
+            style.tag(ax, model, artists)
             style.record(ax, model, each[name], name)
         for number, model in enumerate(pool):
-            key = ax.plot([], [], color=style.mark(number)[0], label=style.short(model))
-            style.tag(ax, model, key)
+            artists = ax.plot([], [], color=style.mark(number)[0], label=style.short(model))
+            style.tag(ax, model, artists)
         mean = each.mean(axis="columns")
         style.line(ax, mean, style.INK, series="mean", label="mean", linewidth=2.2)
         style.panel(ax, mode="point")
         where = TEST_SETS.get(protocol, protocol)
         style.over_rounds(ax, each.index, f"Accuracy per client: {kind} model, {where}")
 
-    return Drawing("client-curves", draw, "accuracy of every client over rounds")
+    return Drawing("client-curves", draw, "accuracy of each client over rounds")
 
 
 def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
-    """Return the clients that have a value, lowest first, with their `model` and `value`."""
+    """Return the `model` and `value` of each client with a value, in ascending order."""
     frame = pd.DataFrame({"value": pd.Series(values, dtype=float).dropna()})
     models = [run.models.get(name, "model unknown") for name in frame.index]
     return frame.assign(model=models).sort_values("value", kind="stable")
 
 
 def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
-    """Draw one row per client."""
+    """Draw a row for each client."""
     ax = figure.subplots()
     mean = float(scores["value"].mean())
     ax.axvline(mean, color=style.MUTED, zorder=1, **style.DASHED)
     rows = scores.assign(row=range(len(scores)))
-    for number, (model, some) in enumerate(rows.groupby("model")):
+    for number, (model, clients) in enumerate(rows.groupby("model")):
         color, mark = style.mark(number)
-        rules = ax.hlines(some["row"], mean, some["value"], color=color, alpha=0.45)
+        rules = ax.hlines(clients["row"], mean, clients["value"], color=color, alpha=0.45)
         dots = ax.scatter(
-            some["value"], some["row"], color=color, marker=mark, s=34, zorder=3,
+            clients["value"], clients["row"], color=color, marker=mark, s=34, zorder=3,
             label=style.short(str(model)),
         )  # fmt: skip
         style.tag(ax, str(model), [rules, dots])
-        places = pd.Series(some["row"].to_numpy(), some["value"])
-        style.record(ax, str(model), places, str(model), [*map(str, some.index)])
+        points = pd.Series(clients["row"].to_numpy(), clients["value"])
+        style.record(ax, str(model), points, str(model), [*map(str, clients.index)])
     style.panel(ax, mode="point", unit="none", xUnit="score")
-    _names(ax, "y", list(scores.index))
+    _set_names(ax, "y", list(scores.index))
     style.ticks(ax, axis="x")
     ax.set_ylim(-0.8, len(scores) - 0.2)
     ax.grid(visible=False)
     ax.grid(visible=True, axis="x")
     ax.set_xlabel(f"accuracy (line: mean {mean:.3f})")
-    style.head(ax, title)
+    style.set_title(ax, title)
 
 
 def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
-    """Draw one column per model, with one mark per client."""
+    """Draw a column for each model, with a marker for each client."""
     ax = figure.subplots()
-    pool = {str(model): some["value"] for model, some in scores.groupby("model")}
+    pool = {str(model): clients["value"] for model, clients in scores.groupby("model")}
     for column, (model, values) in enumerate(pool.items()):
         color, mark = style.mark(column)
-        # The fuller a bin of values is, the wider are their horizontal offsets.
+        # Spread the markers horizontally, the more the more values there are in a bin.
         span = values.max() - values.min() or 1.0
         bins = values.groupby((values - values.min()) // (span / 24))
         number, size = bins.cumcount(), bins.transform("size")
@@ -435,8 +445,8 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
         end = (column + 0.38, mean)
         ax.annotate(f"{mean:.3f}", end, fontsize=8, va="center", color=style.INK)
     style.panel(ax, mode="point", xUnit="none")
-    _names(ax, "x", list(pool))
+    _set_names(ax, "x", list(pool))
     ax.set_xlim(-0.6, len(pool) - 0.2)
-    ax.set_xlabel("model  (a mark: a client; bar: mean)")
+    ax.set_xlabel("model  (marker: client; bar: mean)")
     style.ticks(ax)
-    style.head(ax, title)
+    style.set_title(ax, title)

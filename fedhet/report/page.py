@@ -1,4 +1,4 @@
-"""The HTML pages: one self-contained file each, readable on paper and on a phone."""
+"""HTML reports, each a self-contained file that is also readable on paper and on a phone."""
 
 from __future__ import annotations
 
@@ -32,37 +32,38 @@ from fedhet.runs.units import (
 )
 from fedhet.settings.text import as_text
 
-SPARKS = 24
-"""Maximum number of the method's own metrics that get a small curve."""
+MAX_SPARKLINES = 24
+"""Maximum number of metrics of the method with a sparkline."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """What a served page has besides a written one."""
+    """Additional content of a report that is served by `fedhet watch`."""
 
     status: str
-    """Where the status of its run is."""
+    """URL of the run's status."""
     rounds: int
-    """How many rounds are recorded: when there are more, the page is loaded again."""
+    """Number of recorded rounds; the report is reloaded when it increases."""
     home: bool
-    """Whether there is a list of runs to go back to."""
+    """Whether to link to the list of runs."""
 
 
-def write_page(run: Run) -> Path:
-    """Write `report.html` into a run's directory and return its path."""
+def write_report(run: Run) -> Path:
+    """Write `report.html` into the directory of a run and return its path."""
     return write_text(run.path / "report.html", render_run(run))
 
 
 def render(template: str, package: str = "fedhet.report", **content: object) -> str:
-    """Return a page of a package's template; texts are escaped, never treated as markup.
+    """Render a template of a package to HTML. All text is escaped.
 
-    What a template extends or imports is in this package. The name of each file ends in `.md`: a
-    Flower app bundle (FAB) carries no .html, .css or .js.
+    Templates may extend or include templates of `fedhet.report`. File names end in `.md`, because a
+    Flower app bundle (FAB) contains no .html, .css or .js files.
     """
 
     def read(name: str) -> str:
-        own = files(package) / f"{name}.md"
-        return (own if own.is_file() else files("fedhet.report") / f"{name}.md").read_text("utf-8")
+        path = files(package) / f"{name}.md"
+        default = files("fedhet.report") / f"{name}.md"
+        return (path if path.is_file() else default).read_text("utf-8")
 
     environment = Environment(
         loader=FunctionLoader(read),
@@ -81,12 +82,12 @@ def render(template: str, package: str = "fedhet.report", **content: object) -> 
 
 
 def render_run(run: Run, live: Live | None = None) -> str:
-    """Return the page of one run; `live`: of a page that is served."""
-    own = run.figures
-    over_rounds = [name for name in own if own[name].nunique() > 1]
-    once = {name: own[name].dropna() for name in own if name not in over_rounds}
+    """Return the HTML report of a run. `live` is set if the report is served."""
+    metrics = run.method_metrics
+    over_rounds = [name for name in metrics if metrics[name].nunique() > 1]
+    once = {name: metrics[name].dropna() for name in metrics if name not in over_rounds}
     about, hero = "", {}
-    if run.method in shipped_names():  # a method of one's own would be imported
+    if run.method in shipped_names():  # do not import a user's method
         spec = find_method(run.method).spec
         about = f"{run.method}: {spec.title}. {spec.paper}"
     if run.columns:
@@ -95,8 +96,8 @@ def render_run(run: Run, live: Live | None = None) -> str:
         when = "last round" if run.finished else f"round {curve.index[-1]}, the last so far"
         hero = {
             "score": run.last(protocol, kind),
-            "what": f"mean accuracy of the {kind} models {where(protocol)}, {when}",
-            "clients": run.counted(protocol, kind),
+            "description": f"mean accuracy of the {kind} models {where(protocol)}, {when}",
+            "clients": run.client_count(protocol, kind),
             "majority": float(np.mean([*run.majority(protocol).values()] or NAN)),
             "against": baseline_line(run).partition(": "),
             "tail": run.tail(protocol, kind),
@@ -118,17 +119,19 @@ def render_run(run: Run, live: Live | None = None) -> str:
         hero=hero,
         legend=legend(run),
         accuracy=[figures.accuracy(run, [name]).chart() for name in run.protocols],
-        metrics=[drawn.chart() for each in run.besides if (drawn := figures.metrics([each]))],
+        metrics=[drawn.chart() for each in run.extra_metrics if (drawn := figures.metrics([each]))],
         plots={d.name: d.chart() for d in drawings if d.name not in ("accuracy", "method")},
         peak=1e6 * (run.summary.peak_memory_mb if run.summary else peak),
-        sparks=[_spark(run.title_of(name), own[name]) for name in over_rounds[:SPARKS]],
+        sparks=[
+            _sparkline(run.title_of(name), metrics[name]) for name in over_rounds[:MAX_SPARKLINES]
+        ],
         once=[
             {
                 "name": run.title_of(name),
-                "value": human_number(known.iloc[-1]) if len(known) else ABSENT,
-                "rounds": spans(known.index),
+                "value": human_number(values.iloc[-1]) if len(values) else ABSENT,
+                "rounds": spans(values.index),
             }
-            for name, known in once.items()
+            for name, values in once.items()
         ],
         clients=client_cells(run),
         recalls=recall_cells(run),
@@ -139,31 +142,33 @@ def render_run(run: Run, live: Live | None = None) -> str:
 
 
 def where(protocol: str) -> str:
-    """Return the test set of a protocol, as "on the common test set"."""
+    """Describe the test set of a protocol, such as "on the common test set"."""
     name = TEST_SETS.get(protocol, protocol)
     return f"on each client's {name}" if protocol == "personal" else f"on the {name}"
 
 
-def _spark(title: str, values: pd.Series, width: float = 192, height: float = 36) -> dict[str, str]:
-    """Return a changing metric's last value, its range, and its curve as SVG paths.
+def _sparkline(
+    title: str, values: pd.Series, width: float = 192, height: float = 36
+) -> dict[str, str]:
+    """Return the last value and the range of a metric, and its sparkline as SVG paths.
 
-    The curve has a gap for each NaN. `chart` is what the page shows of it; see `style.Canvas`.
+    NaN values become gaps. `chart` describes the curve for tooltips (see `style.Canvas`).
     """
 
-    def unit(values: pd.Series) -> pd.Series:  # they are not all equal
+    def scaled(values: pd.Series) -> pd.Series:  # to [0, 1]; the values are not all equal
         return (values - values.min()) / (values.max() - values.min())
 
-    known = values.dropna()
-    x = 4 + width * unit(values.index.to_series())
-    y = 4 + height * (1 - unit(values))
-    places = x.round(1).astype(str) + " " + y.round(1).astype(str)
+    valid = values.dropna()
+    x = 4 + width * scaled(values.index.to_series())
+    y = 4 + height * (1 - scaled(values))
+    points = x.round(1).astype(str) + " " + y.round(1).astype(str)
     pens = pd.Series("L", values.index).where(values.shift().notna(), "M")
-    low, high = known.min(), known.max()
+    low, high = valid.min(), valid.max()
     return {
         "name": title,
-        "last": human_number(known.iloc[-1]),
+        "last": human_number(valid.iloc[-1]),
         "span": f"{human_number(low)} to {human_number(high)}",
-        "path": "".join((pens + places)[known.index]),
-        "dot": f"M{places[known.index[-1]]}h0",
-        "chart": style.lone_curve(known, (4, 4, 4 + width, 4 + height), values.index),
+        "path": "".join((pens + points)[valid.index]),
+        "dot": f"M{points[valid.index[-1]]}h0",
+        "chart": style.single_curve(valid, (4, 4, 4 + width, 4 + height), values.index),
     }

@@ -1,7 +1,7 @@
-"""A run, read from its directory.
+"""Results of a run, read from its directory.
 
-A file that is absent, truncated or malformed raises a StateError that names it. An interrupted run
-is accepted: it may lack `summary.json`, and the last line of `metrics.jsonl` may be truncated.
+An interrupted run is accepted: `summary.json` may be missing, and the last line of `metrics.jsonl`
+may be truncated. Any other missing or malformed file raises a StateError that names the file.
 """
 
 from __future__ import annotations
@@ -38,60 +38,61 @@ from fedhet.runs.records import (
 from fedhet.runs.units import natural, position
 
 TEST_SETS = {"common": "common test set", "personal": "own test split"}
-"""Protocol -> the data on which a model is evaluated."""
+"""Names of the test sets, by protocol."""
 MEANING = {
-    "common": "on the test set that all clients share",
+    "common": "on the test set common to all clients",
     "personal": "on each client's own test split",
-    "private": "a client's own model",
-    "local": "a client's model after local training alone, before any exchange",
-    "proxy": "the model that a client exchanges in place of its own",
-    "global": "the model that the server forms, one for each architecture",
-    "server": "a model that the server alone has",
-    HELD_OUT: "what the method offers a client with which nobody has trained, as it is",
-    HELD_OUT_EPOCH: "the same after one local epoch",
+    "private": "the client's private model",
+    "local": "the client's model after only local training, before any exchange",
+    "proxy": "the model that a client exchanges instead of its private model",
+    "global": "the server's global model, one for each architecture",
+    "server": "a model that only the server has",
+    HELD_OUT: "the model offered to held-out clients, which never train",
+    HELD_OUT_EPOCH: "the same model after one local epoch",
 }
-"""What the protocols are, and the kinds of model that several methods have."""
+"""Descriptions of the protocols and the common kinds of models."""
 STATISTICS = ["mean", "std", "worst"]
 STAGES = ("train", "evaluate", "server", "overhead")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as read from its directory, and one of its metrics; `summary` is None if unfinished."""
+    """Results of a run. The score methods return one metric, by default the accuracy."""
 
     path: Path
     settings: Mapping[str, object]
-    """The settings by their full names."""
+    """Settings by full name."""
     records: tuple[RoundRecord, ...]
     summary: Summary | None
+    """Summary of the run, or None if it is unfinished."""
     partition: Partition | None
     origin: Origin
     notes: tuple[str, ...]
     baseline: Run | None
-    """A run of another method that was trained beside this one, to compare it with."""
+    """Run of another method that was trained with this run for comparison."""
     method: str
     dataset: str
     seed: int | None
     planned: int
-    """The planned number of rounds."""
+    """Planned number of rounds."""
     models: Mapping[str, str]
-    """Each client's model; of an unfinished run, as far as it is known."""
+    """Model of each client; may be incomplete if the run is unfinished."""
     metric: str = ACCURACY
-    """The metric of `scores` and of all that is derived from them; see `measuring`."""
+    """Metric of `scores` and of all derived values (see `with_metric`)."""
 
     @property
     def finished(self) -> bool:
         """Whether the run is finished."""
         return self.summary is not None
 
-    def title_of(self, figure: str) -> str:
-        """Return what one of the method's own figures is called."""
-        shipped = self.method in shipped_names()  # a method of one's own would be imported
-        return metric_title(figure, find_method(self.method).spec.metrics if shipped else {})
+    def title_of(self, metric: str) -> str:
+        """Return the title of a metric of the method."""
+        is_shipped = self.method in shipped_names()  # do not import a user's method
+        return metric_title(metric, find_method(self.method).spec.metrics if is_shipped else {})
 
     @property
     def done(self) -> int:
-        """The last round that was recorded."""
+        """Number of the last recorded round."""
         return self.records[-1].round
 
     @cached_property
@@ -106,62 +107,62 @@ class Run:
 
     @cached_property
     def last_evaluated(self) -> RoundRecord | None:
-        """The last record with scores of the metric."""
-        found = (each for each in reversed(self.records) if each.scores.get(self.metric))
-        return next(found, None)
+        """Last record with scores of the metric."""
+        evaluated = (each for each in reversed(self.records) if each.scores.get(self.metric))
+        return next(evaluated, None)
 
     @property
     def scores(self) -> Mapping[str, Mapping[str, Score]]:
-        """The metric's scores in the last round, or in the last one evaluated if unfinished."""
+        """Scores of the metric in the last round or, if unfinished, the last evaluated round."""
         if self.summary:
             return self.summary.scores.get(self.metric, {})
         return self.last_evaluated.scores[self.metric] if self.last_evaluated else {}
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics measured besides accuracy, by their reported names, such as `recall.3`."""
+        """Reported names of the metrics other than accuracy, such as `recall.3`."""
         return tuple(self.last_evaluated.metrics) if self.last_evaluated else ()
 
-    def measuring(self, metric: str) -> Run:
+    def with_metric(self, metric: str) -> Run:
         """Return the run with the scores of another metric."""
         return self if metric == self.metric else replace(self, metric=metric)
 
     @cached_property
-    def besides(self) -> tuple[tuple[str, Run], ...]:
-        """The title of each metric that is shown besides accuracy, and the run with its scores."""
+    def extra_metrics(self) -> tuple[tuple[str, Run], ...]:
+        """Title of each displayed metric other than accuracy, and the run with its scores."""
         shown = filter(is_shown, self.metrics)
-        return tuple((metric_of(name).title, self.measuring(name)) for name in shown)
+        return tuple((metric_of(name).title, self.with_metric(name)) for name in shown)
 
     @cached_property
     def protocols(self) -> tuple[str, ...]:
-        """The protocols under which the run was evaluated, the headline protocol first."""
+        """Evaluated protocols, the headline protocol first."""
         headline = self.summary.headline if self.summary else self.settings.get("headline")
-        found = [name for name, kinds in self.scores.items() if kinds]
-        return tuple(sorted(found, key=lambda name: position(name, [headline, *TEST_SETS])))
+        evaluated = [name for name, kinds in self.scores.items() if kinds]
+        return tuple(sorted(evaluated, key=lambda name: position(name, [headline, *TEST_SETS])))
 
     @property
     def headline(self) -> str:
-        """The protocol of the headline number, or "" if nothing was evaluated."""
+        """Protocol of the headline score, or "" if nothing was evaluated."""
         return next(iter(self.protocols), "")
 
     def kinds(self, protocol: str) -> tuple[str, ...]:
-        """Return the kinds of model evaluated under a protocol, `private` first."""
-        found = self.scores.get(protocol, {})
-        return tuple(sorted(found, key=lambda name: position(name, KINDS)))
+        """Return the kinds of models evaluated under a protocol, `private` first."""
+        kinds = self.scores.get(protocol, {})
+        return tuple(sorted(kinds, key=lambda name: position(name, KINDS)))
 
     @property
     def columns(self) -> tuple[tuple[str, str], ...]:
-        """Every (protocol, kind) of the last round, the headline first."""
+        """All (protocol, kind) pairs of the last round, the headline first."""
         return tuple((name, kind) for name in self.protocols for kind in self.kinds(name))
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
-        """The last ratios to local training, and their protocol: the headline one if possible."""
-        found = self.last_evaluated.relative if self.last_evaluated else {}
-        return next(((name, found[name]) for name in self.protocols if name in found), None)
+        """Protocol and last ratios to local training, of the headline protocol if possible."""
+        ratios = self.last_evaluated.relative if self.last_evaluated else {}
+        return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
     def majority(self, protocol: str) -> Mapping[str, float]:
-        """Return, by client, the accuracy of always predicting the most frequent class.
+        """Return the accuracy of always predicting the most frequent class, by client.
 
         Empty for metrics other than accuracy.
         """
@@ -170,32 +171,31 @@ class Run:
         return self.last_evaluated.majority.get(protocol, {})
 
     def last(self, protocol: str, kind: str) -> Score:
-        """Return the last round's scores; empty if there are none."""
+        """Return the scores of the last round, or an empty score if not evaluated."""
         return self.scores.get(protocol, {}).get(kind, Score())
 
     def tail(self, protocol: str, kind: str) -> Tail:
-        """Return the mean of the last fifth of the rounds; of those so far if unfinished.
+        """Return the mean over the last fifth of the recorded rounds.
 
-        It is computed from the rounds' records, since summaries of older versions lack it.
+        Computed from the records, because summaries of older versions lack it.
         """
         return tail_of(self.records, protocol, kind, self.metric)
 
     @property
-    def against(self) -> tuple[str, str] | None:
-        """The protocol and kind of the baseline's models that the headline is compared with."""
+    def baseline_column(self) -> tuple[str, str] | None:
+        """Protocol and kind of the baseline's models with which the headline is compared."""
         if self.baseline is None or not self.columns:
             return None
-        (protocol, kind), found = self.columns[0], self.baseline.columns
-        return next(
-            (each for each in ((protocol, kind), (protocol, "private")) if each in found), None
-        )
+        (protocol, kind), available = self.columns[0], self.baseline.columns
+        candidates = (protocol, kind), (protocol, "private")
+        return next((each for each in candidates if each in available), None)
 
-    def counted(self, protocol: str, kind: str) -> str:
-        """Return over how many clients a mean is: "2 of 3"; "" for a model of the server."""
-        found, all_clients = len(self.last(protocol, kind).per_client), len(self.clients)
+    def client_count(self, protocol: str, kind: str) -> str:
+        """Format the number of clients in a mean, such as "2 of 3"; "" for a server model."""
+        count, all_clients = len(self.last(protocol, kind).per_client), len(self.clients)
         if kind == "server":
             return ""
-        return str(found) if found == all_clients else f"{found} of {all_clients}"
+        return str(count) if count == all_clients else f"{count} of {all_clients}"
 
     @property
     def has_clock(self) -> bool:
@@ -203,14 +203,14 @@ class Run:
         return not math.isnan(self.records[-1].clock)
 
     def curve(self, protocol: str, kind: str) -> pd.DataFrame:
-        """Return mean, std and worst score of every round that has this protocol and kind."""
-        found = {record.round: record.score(self.metric, protocol, kind) for record in self.records}
-        rows = {number: (s.mean, s.std, s.worst) for number, s in found.items() if s}
+        """Return the mean, std and worst score of each evaluated round."""
+        scores = {r.round: r.score(self.metric, protocol, kind) for r in self.records}
+        rows = {number: (s.mean, s.std, s.worst) for number, s in scores.items() if s}
         index = pd.Index(rows, name="round", dtype=int)
         return pd.DataFrame([*rows.values()], index, columns=STATISTICS, dtype=float)
 
     def by_client(self, protocol: str, kind: str) -> pd.DataFrame:
-        """Return each client's accuracy in the evaluated rounds, with one column per client."""
+        """Return the accuracy of each client (column) in each evaluated round (row)."""
         rows = {
             record.round: score.per_client
             for record in self.records
@@ -223,45 +223,45 @@ class Run:
     def costs(self) -> pd.DataFrame:
         """Bytes and seconds of each round; `bytes`, `epsilon` and `clock` are cumulative.
 
-        `epsilon` is the largest of the clients', NaN if no client's samples are protected. `clock`
-        is in simulated seconds, NaN without a simulated clock. `seconds` is wall-clock time, with
-        one column per stage; see `fedhet.runs.records.Seconds`.
+        `epsilon` is the maximum over clients, or NaN without differential privacy. `clock` is in
+        simulated seconds, or NaN without a simulated clock. `seconds` is wall-clock time, with one
+        additional column per stage (see `fedhet.runs.records.Seconds`).
         """
         rows = [
             {"bytes_up": record.bytes_up, "bytes_down": record.bytes_down, **dict(record.seconds)}
             for record in self.records
         ]
         frame = pd.DataFrame(rows, index=_rounds(self.records)).rename(columns={"total": "seconds"})
-        spent = [max(record.epsilon.values(), default=NAN) for record in self.records]
-        so_far = (frame["bytes_up"] + frame["bytes_down"]).cumsum()
+        epsilon = [max(record.epsilon.values(), default=NAN) for record in self.records]
+        total_bytes = (frame["bytes_up"] + frame["bytes_down"]).cumsum()
         clock = [record.clock for record in self.records]
-        return frame.assign(bytes=so_far, epsilon=spent, clock=clock)
+        return frame.assign(bytes=total_bytes, epsilon=epsilon, clock=clock)
 
     @property
     def losses(self) -> pd.DataFrame:
-        """The training loss of each round that has one, with one column per client."""
-        known = [record for record in self.records if record.loss]
-        rows = [record.loss.per_client for record in known if record.loss]
-        return pd.DataFrame(rows, index=_rounds(known), dtype=float)
+        """Training loss of each client (column) in each round with a loss (row)."""
+        with_loss = [record for record in self.records if record.loss]
+        rows = [record.loss.per_client for record in with_loss if record.loss]
+        return pd.DataFrame(rows, index=_rounds(with_loss), dtype=float)
 
     @property
     def mean_loss(self) -> pd.Series:
-        """The mean training loss of each round that has one."""
+        """Mean training loss of each round with a loss."""
         means = [record.loss.mean if record.loss else NAN for record in self.records]
         return pd.Series(means, index=_rounds(self.records), dtype=float).dropna()
 
     @cached_property
-    def figures(self) -> pd.DataFrame:
-        """The method's own metrics of each round, one column each, in order of occurrence."""
+    def method_metrics(self) -> pd.DataFrame:
+        """Metrics of the method (columns, in order of occurrence) in each round (row)."""
         rows = [record.method for record in self.records]
         return pd.DataFrame(rows, index=_rounds(self.records), dtype=float)
 
     @cached_property
     def totals(self) -> pd.Series:
-        """Sums of `costs` over the run: bytes up and down, wall-clock seconds, and by stage.
+        """Total bytes and wall-clock seconds of the run, also by stage.
 
-        `seconds` is that of the whole run, and `start` its part before the first round; NaN if not
-        known. `clock` and `epsilon` are those of the last round, `seconds_a_round` is a mean.
+        `start` is the part of `seconds` before the first round, or NaN if unknown. `clock` and
+        `epsilon` are the values of the last round. `seconds_a_round` is the mean over rounds.
         """
         if self.summary is None:
             sums = {**self.costs.drop(columns="bytes").sum(), "start": NAN}
@@ -274,46 +274,54 @@ class Run:
 
     @cached_property
     def samples(self) -> Mapping[str, int]:
-        """Each client's number of samples, if the label counts are known."""
+        """Number of samples of each client; empty if the label counts are unknown."""
         counts = self.partition.counts if self.partition else {}
         return {name: sum(row) for name, row in counts.items()}
 
     @cached_property
     def failures(self) -> pd.DataFrame:
-        """The rounds of every failure by client and reason, including requests without a reply."""
+        """Rounds of the failures, by client and reason. Includes clients that did not reply."""
         rows = []
-        for record in self.records:  # late clients are no failures
+        for record in self.records:  # a late reply is not a failure
             replied = {*record.answered, *record.failed, *record.late}
-            silent = dict.fromkeys(set(record.asked) - replied, "no answer")
-            lost = {**record.failed, **silent}
-            rows += [(*client_and_reason, record.round) for client_and_reason in lost.items()]
+            silent = dict.fromkeys(set(record.asked) - replied, "no reply")
+            failures = {**record.failed, **silent}
+            rows += [(client, reason, record.round) for client, reason in failures.items()]
         frame = pd.DataFrame(rows, columns=["client", "reason", "rounds"])
-        found = frame.groupby(["client", "reason"])["rounds"].agg(list).reset_index()
-        return found.sort_values("client", key=lambda names: names.map(natural), kind="stable")
+        grouped = frame.groupby(["client", "reason"])["rounds"].agg(list).reset_index()
+        return grouped.sort_values("client", key=lambda names: names.map(natural), kind="stable")
 
 
 def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
-    """Read a run's directory, and that of its baseline if there is one.
+    """Read the results of a run, and of its baseline if it has one.
 
-    Raises StateError, which names the file, if one is absent, truncated or malformed.
+    Args:
+        path: Directory of the run.
+        with_baseline: Whether to read the baseline.
+
+    Raises:
+        StateError: If a file is missing, truncated or malformed.
     """
     root = Path(path)
     if not root.is_dir():
-        raise StateError(f"{root}: no such run directory")
+        raise StateError(f"run directory {root} not found")
     with directory.reading(root / "config.toml"):
         tables = read_toml_tables(root / "config.toml")
     settings: Mapping[str, object] = pd.json_normalize(tables, sep=".").to_dict("records")[0]
     records, notes = directory.read_records(root / "metrics.jsonl")
     if not records:
-        raise StateError(f"{root / 'metrics.jsonl'}: holds no complete round")
+        raise StateError(f"{root / 'metrics.jsonl'}: no complete round found")
     summary = directory.read_if_exists(root / "summary.json", Summary)
     if summary and summary.last_round < records[-1].round:
-        notes.append(f"summary.json ends at round {summary.last_round}, metrics.jsonl continues")
+        notes.append(
+            f"ignored summary.json: it ends at round {summary.last_round}, but metrics.jsonl "
+            f"at round {records[-1].round}"
+        )
         summary = None
     partition = directory.read_if_exists(root / "partition.json", Partition)
     origin, baseline = directory.read_if_exists(root / "run.json", Origin) or Origin(), None
     if with_baseline:
-        with contextlib.suppress(StateError):  # until it has recorded a round
+        with contextlib.suppress(StateError):  # the baseline may not have recorded a round yet
             baseline = load_run(root / directory.BASELINE, with_baseline=False)
     dataset = summary.dataset if summary else str(settings.get("data.dataset", "?"))
     seed = summary.seed if summary else settings.get("seed")
@@ -336,13 +344,13 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
 
 
 def lowest(values: Mapping[str, float]) -> str:
-    """Return the client with the lowest value, ties by natural order, or ""."""
-    known = pd.Series(values, index=sorted(values, key=natural), dtype=float).dropna()
-    return str(known.idxmin()) if len(known) else ""
+    """Return the client with the lowest value, or "". Ties are broken by natural order."""
+    valid = pd.Series(values, index=sorted(values, key=natural), dtype=float).dropna()
+    return str(valid.idxmin()) if len(valid) else ""
 
 
 def highest(values: Mapping[str, float]) -> str:
-    """Return the client with the highest value, ties by natural order, or ""."""
+    """Return the client with the highest value, or "". Ties are broken by natural order."""
     return lowest({name: -value for name, value in values.items()})
 
 

@@ -1,10 +1,9 @@
-"""Style of all figures: colors, fonts, axes; as PNG on white, or as SVG for the page.
+"""Style of all figures (colors, fonts, axes), and their export as files or as SVG for HTML reports.
 
-Figures use matplotlib's object interface, never pyplot, so no global state is changed. The series
-colors are Okabe and Ito's, which color-blind readers can distinguish. In SVG each color becomes
-a CSS variable of the page, so that a figure follows its light or dark scheme. A drawing tags the
-artists of a series, so that the page can switch the series off, and records the values behind them,
-which the page shows when one points at them.
+Figures use matplotlib's object interface instead of pyplot, so that no global state is changed. The
+colors of series are by Okabe and Ito, which color-blind readers can distinguish. In a report, each
+color is a CSS variable, so that figures follow its light or dark color scheme. Artists are tagged
+with their series, so that the report can hide a series, and their values are recorded for tooltips.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from fedhet.base.disk import Folder
 from fedhet.runs.units import human_bytes, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
-"""Size of a figure with one axes, in inches."""
-PAGE_SCALE = 0.87
-"""How much smaller figures are drawn for the page, so that their text is legible on a phone."""
+"""Size of a figure with a single axes, in inches."""
+REPORT_SCALE = 0.87
+"""Scale of figures in reports, smaller so that their text is legible on a phone."""
 RC: Any = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.0,
     "text.color": "#1d2329", "text.parse_math": False,
@@ -62,9 +61,9 @@ RC: Any = {
     "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff",
     "svg.fonttype": "none", "pdf.fonttype": 42, "path.simplify_threshold": 0.3,
 }  # fmt: skip
-"""Style of all figures. Page variables replace the colors of text and lines; see `VARIABLES`."""
-COLUMN, PAGE = 3.25, 6.75
-"""Widths of a paper's column and of its text, in inches: of a figure with one axes, and others."""
+"""Style of all figures. In reports, CSS variables replace these colors (see `VARIABLES`)."""
+COLUMN_WIDTH, TEXT_WIDTH = 3.25, 6.75
+"""Width of a figure in a paper, in inches, with a single axes and with several axes."""
 PAPER_RC: Any = {
     "font.family": "serif",
     "font.serif": ["STIXGeneral", "DejaVu Serif"],  # like Times; both come with matplotlib
@@ -73,13 +72,13 @@ PAPER_RC: Any = {
     "axes.labelcolor": "000000", "text.color": "000000",
     "xtick.labelcolor": "000000", "ytick.labelcolor": "000000",
 }  # fmt: skip
-"""What a paper's figures have instead: text of 8 points as large as it will be printed."""
-ROOM = 72
-"""Letters of a legend beside each other, above an axes of WIDTH."""
+"""Style overrides for papers, with text of 8 points in print."""
+LEGEND_CHARS = 72
+"""Number of characters in a line of the legend above an axes of size WIDTH."""
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
 RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
-"""Colors of text on a fill that stays light, or dark, in both of the page's schemes."""
+"""Text colors on fills that are light, or dark, in both color schemes of a report."""
 SERIES = (
     "#0072b2", "#d55e00", "#009e73", "#c2619b", "#c98a00", "#56b4e9", "#7a5c3e", "#6f6fb5",
 )  # fmt: skip
@@ -102,21 +101,21 @@ VARIABLES = {
     **{color: f"--s{number}" for number, color in enumerate(SERIES)},
 }  # fmt: skip
 TAG = "series-"
-"""Begins the id of a tagged artist; the series' number follows."""
+"""Prefix of the id of a tagged artist, followed by the number of the series."""
 POINTS = 72
-"""Units of an SVG per inch."""
+"""SVG units per inch."""
 GAP = "\N{EN SPACE}"
-"""Separates a series' name from its number: SVG would merge two ordinary spaces into one."""
+"""Separator of the name and the value of a series; SVG would merge two ordinary spaces."""
 MAX_VALUES = 60_000
-"""Beyond this many values in a figure the page does not show them, to stay small."""
+"""Maximum number of values of a figure that are included in a report for tooltips."""
 
 PANEL = {"mode": "x", "head": "round", "unit": "score", "xUnit": "number", "dots": True}
-"""What the page shows of an axes by default: all curves at one x (or, in mode "point", the nearest
-point), `head` before the x, and a dot at each value; units are score, bytes, seconds, number."""
+"""Default tooltip of an axes. Mode "x" shows all curves at the nearest x, preceded by `head`; mode
+"point" shows the nearest point. `dots` marks each value. Units: score, bytes, seconds, number."""
 
 
 class Canvas(Figure):
-    """A figure that knows its series, by name, and the values of its axes."""
+    """Figure that records the names and values of its series."""
 
     def __init__(self, **look: Any) -> None:
         super().__init__(**look)
@@ -126,34 +125,34 @@ class Canvas(Figure):
         )
 
     def series_number(self, series: str) -> int:
-        """Return the number of a series, a new one for a new name."""
+        """Return the number of a series, and assign one to a new name."""
         if series not in self.series:
             self.series.append(series)
         return self.series.index(series)
 
     def description(self) -> str:
-        """Return as JSON where each axes lies, its limits, and its curves."""
-        panels = [(ax, found) for ax, found in self.panels.items() if found["curves"]]
-        count = sum(len(curve["y"]) for _, found in panels for curve in found["curves"])
+        """Return the position, limits and curves of each axes as JSON."""
+        panels = [(ax, content) for ax, content in self.panels.items() if content["curves"]]
+        count = sum(len(curve["y"]) for _, content in panels for curve in content["curves"])
         width, height = (POINTS * inches for inches in self.get_size_inches())
-        content = []
-        for ax, found in panels if count <= MAX_VALUES else ():
+        described = []
+        for ax, content in panels if count <= MAX_VALUES else ():
             (left, low), (right, high) = ax.get_position().get_points()
             box = (left * width, (1 - high) * height, right * width, (1 - low) * height)
             x = [*_rounded(ax.get_xlim()), ax.get_xscale() == "log"]
             y = [*_rounded(ax.get_ylim()), ax.get_yscale() == "log"]
-            content.append({"box": _rounded(box), "x": x, "y": y, **found})
-        return json.dumps(content, separators=(",", ":"), allow_nan=False)
+            described.append({"box": _rounded(box), "x": x, "y": y, **content})
+        return json.dumps(described, separators=(",", ":"), allow_nan=False)
 
 
-def panel(ax: Axes, **look: Any) -> None:
-    """Change what the page shows of an axes; see PANEL."""
+def panel(ax: Axes, **options: Any) -> None:
+    """Change the tooltip options of an axes (see PANEL)."""
     if isinstance(ax.figure, Canvas):
-        ax.figure.panels[ax].update(look)
+        ax.figure.panels[ax].update(options)
 
 
 def tag(ax: Axes, series: str, artists: Iterable[Artist]) -> None:
-    """Make artists part of a series, which the page switches on and off."""
+    """Assign artists to a series that can be toggled in the report."""
     if isinstance(ax.figure, Canvas):
         for artist in artists:
             artist.set_gid(f"{TAG}{ax.figure.series_number(series)}")
@@ -162,9 +161,14 @@ def tag(ax: Axes, series: str, artists: Iterable[Artist]) -> None:
 def record(
     ax: Axes, series: str, values: pd.Series, name: str = "", names: Sequence[str] = ()
 ) -> None:
-    """Record a series' values, by their index as x, under `name` (by default the series').
+    """Record the values of a curve for tooltips.
 
-    `names`, if given, are those of the points.
+    Args:
+        ax: Axes of the curve.
+        series: Series of the curve.
+        values: Values indexed by x.
+        name: Name of the curve, by default the series.
+        names: Names of the points, if any.
     """
     if isinstance(ax.figure, Canvas):
         curve = _curve(ax.figure.series_number(series), name or series, values)
@@ -177,64 +181,64 @@ def _curve(series: int, name: str, values: pd.Series) -> dict[str, Any]:
 
 
 def _rounded(values: Iterable[float]) -> list[float | None]:
-    """Return values with six significant digits; None for those that are not finite."""
+    """Round values to six significant digits, with None for NaN and infinity."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
-def lone_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> str:
-    """Return the description of an SVG that is a single curve, as of `Canvas.description`.
+def single_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> str:
+    """Describe an SVG of a single curve, in the format of `Canvas.description`.
 
-    `box` is left, top, right and bottom of the curve; it spans `xs` and the values' range.
+    Args:
+        values: Values indexed by x.
+        box: Left, top, right and bottom of the curve.
+        xs: All x values of the axis.
     """
     x, y = [min(xs), max(xs), False], [values.min(), values.max(), False]
-    shown = {"box": _rounded(box), "x": x, "y": y, **PANEL, "unit": "number"}
-    content = [{**shown, "curves": [_curve(0, str(values.name), values)]}]
+    options = {"box": _rounded(box), "x": x, "y": y, **PANEL, "unit": "number"}
+    content = [{**options, "curves": [_curve(0, str(values.name), values)]}]
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
-# --- a drawing, and its files ----------------------------------------------------------------
+# --- drawings and files ----------------------------------------------------------------------
 
 
 class Chart(NamedTuple):
-    """A figure for the page, with its title and legend apart."""
+    """Figure of a report, with separate title and legend."""
 
     title: str
     legend: Sequence[dict[str, Any]]
-    """A line has a text, the series' last value or "", its color, its series, or None if it cannot
-    be switched off, and its look: "solid", "dashed", "dotted" or "dot"."""
+    """Legend entries: text, last value or "", color, series (None if it cannot be toggled), and
+    look ("solid", "dashed", "dotted" or "dot")."""
     svg: Markup | str
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A named figure, drawn on demand."""
+    """Named figure that is drawn on demand."""
 
     name: str
     draw: Callable[[Figure], None]
     alt: str = ""
-    """Text alternative for readers who cannot see the figure."""
+    """Alternative text."""
     width: float = WIDTH
     height: float = HEIGHT
 
     def write(self, folder: Folder, dpi: int = 160) -> Path:
-        """Write `<name>.png` and `.svg` into a folder and return the PNG's path.
-
-        PDFs are for papers: their fonts take as much time as the rest of a report.
-        """
+        """Write the figure as PNG and SVG, and return the path of the PNG file."""
         with _styled(self) as figure:
             for artist in figure.findobj():
-                artist.set_gid(None)  # several artists share one: an id of a file must be unique
+                artist.set_gid(None)  # ids must be unique in a file, but artists share series
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
-            figure.set_layout_engine("none")  # what was laid out stays: it takes half of the time
+            figure.set_layout_engine("none")  # keep the layout: computing it takes half of the time
             self._save(figure, folder, "svg", metadata={"Date": None})
         return folder.path / f"{self.name}.png"
 
     def write_for_paper(self, folder: Folder) -> Path:
-        """Write `<name>.pdf` in a paper's size and fonts into a folder and return its path.
+        """Write the figure as PDF in the size and fonts of a paper, and return its path.
 
-        The fonts are embedded as TrueType (type 42), which publishers ask for.
+        Fonts are embedded as TrueType (type 42), as required by publishers.
         """
-        width = COLUMN if self.width <= WIDTH else PAGE
+        width = COLUMN_WIDTH if self.width <= WIDTH else TEXT_WIDTH
         with _styled(self, width / self.width, PAPER_RC) as figure:
             dates = {"Creator": "fedhet", "CreationDate": None}
             self._save(figure, folder, "pdf", metadata=dates)
@@ -245,14 +249,14 @@ class Drawing:
             figure.savefig(path, format=form, **options)
 
     def chart(self) -> Chart:
-        """Return the figure for the page, with its title and legend apart."""
-        with _styled(self, PAGE_SCALE) as figure:
+        """Return the figure for a report, with separate title and legend."""
+        with _styled(self, REPORT_SCALE) as figure:
             titles = [ax.get_title(loc="left") for ax in figure.axes]
             for ax in figure.axes:
                 ax.set_title("")
-                if shown := ax.get_legend():
-                    shown.remove()
-            legend: dict[str, dict[str, Any]] = {}  # each series once
+                if box := ax.get_legend():
+                    box.remove()
+            legend: dict[str, dict[str, Any]] = {}  # entries by text, without duplicates
             for ax in figure.axes:
                 for handle, text in zip(*ax.get_legend_handles_labels(), strict=True):
                     artist: Any = handle[0] if isinstance(handle, Container) else handle
@@ -270,17 +274,17 @@ class Drawing:
                     entry = {"text": name, "value": value, "color": color}
                     legend.setdefault(text, {**entry, "series": series, "look": look})
             file = io.StringIO()
-            nothing = {"Date": None, "Creator": None}
-            figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+            metadata = {"Date": None, "Creator": None}
+            figure.savefig(file, format="svg", transparent=True, metadata=metadata)
             svg = _inline(file.getvalue(), self.alt, figure.description())
         return Chart(next(filter(None, titles), ""), [*legend.values()], svg)
 
 
 @contextmanager
-def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[Canvas]:
-    rc = {**RC, "svg.hashsalt": drawing.name, **(look or {})}
+def _styled(drawing: Drawing, scale: float = 1.0, overrides: Any = None) -> Iterator[Canvas]:
+    rc = {**RC, "svg.hashsalt": drawing.name, **(overrides or {})}
     with mpl.rc_context(), warnings.catch_warnings():
-        mpl.rcdefaults()  # not the user's matplotlibrc, nor that of the working directory
+        mpl.rcdefaults()  # ignore matplotlibrc files of the user and the working directory
         mpl.rcParams.update(rc)
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
@@ -292,20 +296,21 @@ def _styled(drawing: Drawing, scale: float = 1.0, look: Any = None) -> Iterator[
 
 
 def _inline(svg: str, alt: str, description: str) -> Markup:
-    """Return a figure's SVG for the page.
+    """Convert an SVG file to inline SVG for a report.
 
-    What only a standalone file needs is removed, colors become CSS variables, and the series and
-    values are added. Texts are escaped: by matplotlib in the SVG, and here in the attributes.
+    Removes attributes that only a file needs, replaces colors by CSS variables, and adds the
+    description of series and values. Matplotlib escapes the text in the SVG; attributes are escaped
+    here.
     """
-    named = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
-    named += f' data-chart="{html.escape(description)}"'
+    attributes = f'class="plot" role="img" aria-label="{html.escape(alt)}"'
+    attributes += f' data-chart="{html.escape(description)}"'
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", svg)
     svg = re.sub(rf'<g id="{TAG}(\d+)"', r'<g data-series="\1"', svg)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     size = r'(<svg[^>]*?) width="[\d.]+pt" height="[\d.]+pt"'
-    svg = re.sub(size, lambda found: f"{found[1]} {named}", svg)
+    svg = re.sub(size, lambda match: f"{match[1]} {attributes}", svg)
 
     def variable(match: re.Match[str]) -> str:
         name = VARIABLES.get(match[2])
@@ -317,28 +322,28 @@ def _inline(svg: str, alt: str, description: str) -> Markup:
 # --- parts of figures ------------------------------------------------------------------------
 
 
-def legend_columns(labels: Sequence[str], room: int = ROOM) -> int:
-    """Return the number of legend columns that fit above an axes: all in one row if possible."""
-    if sum(len(label) + 5 for label in labels) <= room:
+def legend_columns(labels: Sequence[str], max_chars: int = LEGEND_CHARS) -> int:
+    """Return the number of legend columns that fit above an axes, in a single row if possible."""
+    if sum(len(label) + 5 for label in labels) <= max_chars:
         return max(len(labels), 1)
-    return max(1, room // (max(map(len, labels)) + 5))
+    return max(1, max_chars // (max(map(len, labels)) + 5))
 
 
-def room(ax: Axes) -> int:
-    """Return the letters of a legend that fit above an axes: fewer in a paper's column."""
+def legend_chars(ax: Axes) -> int:
+    """Return the number of characters in a line of the legend above an axes."""
     if mpl.rcParams["font.family"] != [PAPER_RC["font.family"]]:
-        return ROOM
-    place = ax.get_subplotspec()
-    across = place.get_gridspec().ncols if place else 1
+        return LEGEND_CHARS
+    spec = ax.get_subplotspec()
+    columns = spec.get_gridspec().ncols if spec else 1
     figure = ax.get_figure(root=True)
-    inches = figure.get_figwidth() / across if figure else WIDTH
-    return int(ROOM * inches / WIDTH * RC["legend.fontsize"] / PAPER_RC["legend.fontsize"])
+    scale = (figure.get_figwidth() / columns if figure else WIDTH) / WIDTH
+    return int(LEGEND_CHARS * scale * RC["legend.fontsize"] / PAPER_RC["legend.fontsize"])
 
 
-def head(ax: Axes, title: str) -> None:
+def set_title(ax: Axes, title: str) -> None:
     """Set the title of an axes and, below it, a legend of the labeled series."""
     handles, labels = ax.get_legend_handles_labels()
-    columns = legend_columns(labels, room(ax))
+    columns = legend_columns(labels, legend_chars(ax))
     ax.set_title(title, color=INK, pad=10 + 13 * math.ceil(len(labels) / columns))
     if handles:
         ax.legend(
@@ -355,7 +360,16 @@ def over_rounds(
     text: Callable[[float], str] = "{:.4g}".format,
     margin: float = 0.0,
 ) -> None:
-    """Set up a horizontal axis of integer rounds, with a note; then `ticks` of y, and `head`."""
+    """Configure the axes of a plot over rounds.
+
+    Args:
+        ax: Axes to configure.
+        rounds: Rounds on the horizontal axis.
+        title: Title of the axes.
+        note: Note added to the label of the horizontal axis.
+        text: Formats the ticks of the vertical axis.
+        margin: Minimum margin on both sides, in rounds.
+    """
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
     low, high = min(rounds), max(rounds)
@@ -363,22 +377,22 @@ def over_rounds(
     ax.set_xlim(low - margin, high + margin)
     ticks(ax, text)
     if title:
-        head(ax, title)
+        set_title(ax, title)
 
 
 def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = "y") -> None:
-    """Give an axis a few round ticks, formatted by `text`."""
+    """Set a few round ticks on an axis, formatted by `text`."""
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     chosen.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     chosen.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
 
 def log_bytes(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Give an axis of bytes a logarithmic scale: methods differ by powers of ten."""
+    """Set a logarithmic scale of bytes, because methods differ by powers of ten."""
     ax.set(**{f"{axis}scale": "log"})
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     low, high = chosen.get_view_interval()
-    if high < 10 * low:  # of less than a power of ten: there might be no tick at all
+    if high < 10 * low:  # extend the range to a power of ten, so that it contains a tick
         middle = math.sqrt(low * high)
         ax.set(**{f"{axis}lim": (middle / math.sqrt(10), middle * math.sqrt(10))})
     chosen.set_major_locator(LogLocator(numticks=6))
@@ -387,20 +401,20 @@ def log_bytes(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
 
 
 def in_bytes(value: float) -> str:
-    """Return a tick's number of bytes without superfluous digits."""
+    """Format a number of bytes as a tick label, without trailing zeros."""
     number, _, unit = human_bytes(value).partition(" ")
     return f"{float(number):g} {unit}"
 
 
 def in_hours(seconds: float) -> str:
-    """Return a tick's number of seconds in hours."""
+    """Format seconds as a tick label in hours."""
     return f"{seconds / 3600:.3g}"
 
 
 def mark(number: int) -> tuple[str, str]:
-    """Return the color and the marker of a series; pairs repeat only after many series."""
-    rounds, place = divmod(number, len(SERIES))
-    return SERIES[place], MARKERS[(place + rounds) % len(MARKERS)]
+    """Return the color and marker of a series. Pairs repeat only after many series."""
+    cycle, index = divmod(number, len(SERIES))
+    return SERIES[index], MARKERS[(index + cycle) % len(MARKERS)]
 
 
 def line(
@@ -412,18 +426,25 @@ def line(
     name: str = "",
     **look: Any,
 ) -> None:
-    """Draw values over their index, with markers if they are few, as a part of `series`.
+    """Draw a curve of values over their index, with markers if there are few values.
 
-    On the page they are shown under `name`, by default the series'.
+    Args:
+        ax: Axes to draw on.
+        values: Values indexed by x.
+        color: Color of the curve.
+        size: Size of the markers.
+        series: Series of the curve.
+        name: Name of the curve in tooltips, by default the series.
+        **look: Further properties of the line.
     """
-    marks = "o" if len(values) <= 25 else ""
-    drawn = ax.plot(values.index, values, color=color, marker=marks, markersize=size, **look)
-    tag(ax, series or name, drawn)
+    marker = "o" if len(values) <= 25 else ""
+    artists = ax.plot(values.index, values, color=color, marker=marker, markersize=size, **look)
+    tag(ax, series or name, artists)
     record(ax, series or name, values, name)
 
 
 def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = "") -> None:
-    """Draw the mean of a numbered series with a band of one standard deviation."""
+    """Draw the mean of a series with a band of one standard deviation."""
     color, _ = mark(number)
     dashes = DASHES[number % len(DASHES)]
     line(ax, mean, color, size=3, series=label or "mean", linestyle=dashes, label=label)
@@ -433,30 +454,27 @@ def band(ax: Axes, number: int, mean: pd.Series, std: pd.Series, label: str = ""
 def shade(
     ax: Axes, low: pd.Series, high: pd.Series, color: str, series: str = "", **look: Any
 ) -> None:
-    """Fill the area between two series with the same index, as a part of `series`."""
-    drawn = ax.fill_between(low.index, low, high, color=color, linewidth=0, **look)
-    tag(ax, series, [drawn])
+    """Fill the area between two curves with the same index."""
+    artist = ax.fill_between(low.index, low, high, color=color, linewidth=0, **look)
+    tag(ax, series, [artist])
 
 
 def short(name: str, width: int = 16) -> str:
-    """Return a printable name of at most `width` characters, shortened in the middle.
-
-    Names of clients and runs often differ at their ends.
-    """
+    """Shorten a name in the middle to at most `width` characters, since names differ at the end."""
     name = printable(name)
     tail = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[-tail:]}"
 
 
 def disambiguate(names: Sequence[str], width: int) -> list[str]:
-    """Return the names shortened; those that would look the same begin where they first differ."""
-    found = [short(name, width) for name in names]
-    labels = found[:]
-    for place, (name, label) in enumerate(zip(names, found, strict=True)):
-        alike = {n for n, other in zip(names, found, strict=True) if other == label}
-        columns = zip(*alike, strict=False)
-        start = sum(1 for _ in itertools.takewhile(lambda signs: len(set(signs)) == 1, columns))
-        start = max(name.rfind(sign, 0, start) for sign in " =,") + 1  # of the word that differs
-        if start and len(alike) > 1:
-            labels[place] = f"…{short(name[start:], width - 1)}"
+    """Shorten names. Names that would become equal start at the first word that differs."""
+    shortened = [short(name, width) for name in names]
+    labels = shortened[:]
+    for index, (name, label) in enumerate(zip(names, shortened, strict=True)):
+        equal = {n for n, other in zip(names, shortened, strict=True) if other == label}
+        columns = zip(*equal, strict=False)
+        start = sum(1 for _ in itertools.takewhile(lambda chars: len(set(chars)) == 1, columns))
+        start = max(name.rfind(char, 0, start) for char in " =,") + 1  # start of the word
+        if start and len(equal) > 1:
+            labels[index] = f"…{short(name[start:], width - 1)}"
     return labels

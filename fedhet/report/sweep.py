@@ -1,4 +1,4 @@
-"""Sweep over the values of one setting or of several: table, figure and page over the points."""
+"""Results of a sweep over values of one or more settings: table, figure and HTML report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fedhet.base.disk import Folder, write_text
 from fedhet.report import style
-from fedhet.report.comparison import chosen_figures
+from fedhet.report.comparison import choose_metrics
 from fedhet.report.page import render
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.report.style import WIDTH, Drawing
@@ -25,136 +25,154 @@ from fedhet.runs.units import human_number, plus_minus, printable
 from fedhet.settings.text import as_text
 
 TAIL = ", tail"
-"""Ends the name of a quantity that is the mean of the last fifth of the rounds."""
-CURVES = 12
-"""Maximum number of curves in a panel: of the combinations of all settings but the first."""
+"""Suffix of quantities that are means over the last fifth of the rounds."""
+MAX_CURVES = 12
+"""Maximum number of curves in a panel, one per combination of all settings but the first."""
 Point = tuple[object, ...]
-"""A value for each of the swept settings."""
+"""A value for each swept setting."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results at each point of a sweep."""
+    """Results at each point of a sweep."""
 
     names: tuple[str, ...]
-    """The swept settings."""
+    """Swept settings."""
     runs: Mapping[Point, tuple[Run, ...]]
-    """The runs of each point, one for each seed, in the order of the sweep."""
+    """Runs of each point, one for each seed, in the order of the sweep."""
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """One column per quantity and one row per run, indexed by the place of its point.
+        """Final value of each quantity (column) in each run (row), indexed by the point's number.
 
-        Last accuracies with their tails, and each metric's last value.
+        Quantities are accuracies, their means over the last fifth of the rounds, and all metrics.
         """
-        places, rows = [], []
-        for place, runs in enumerate(self.runs.values()):
+        index, rows = [], []
+        for number, runs in enumerate(self.runs.values()):
             for run in runs:
-                found: dict[str, float] = {}
+                values: dict[str, float] = {}
                 last = run.last_evaluated
                 for protocol, ratio in (last.relative if last else {}).items():
                     for statistic in ("mean", "best", "worst"):
                         name = f"relative accuracy, {protocol}, {statistic}"
-                        found[name] = getattr(ratio, statistic)
+                        values[name] = getattr(ratio, statistic)
                 for protocol, kind in run.columns:
                     name = f"accuracy, {protocol}, {kind}"
-                    found[name] = run.last(protocol, kind).mean
-                    found[f"{name}{TAIL}"] = run.tail(protocol, kind).mean
-                for title, view in run.besides:
+                    values[name] = run.last(protocol, kind).mean
+                    values[f"{name}{TAIL}"] = run.tail(protocol, kind).mean
+                for title, view in run.extra_metrics:
                     for protocol, kind in view.columns:
-                        found[f"{title}, {protocol}, {kind}"] = view.last(protocol, kind).mean
+                        values[f"{title}, {protocol}, {kind}"] = view.last(protocol, kind).mean
                 if run.has_clock:
-                    found["simulated hours"] = run.records[-1].clock / 3600
-                rows.append({**found, **run.figures.ffill().iloc[-1].to_dict()})
-                places.append(place)
-        return pd.DataFrame(rows, index=places, dtype=float)
+                    values["simulated hours"] = run.records[-1].clock / 3600
+                rows.append({**values, **run.method_metrics.ffill().iloc[-1].to_dict()})
+                index.append(number)
+        return pd.DataFrame(rows, index=index, dtype=float)
 
     @cached_property
-    def figures(self) -> list[str]:
-        """The quantities that may be drawn next to the accuracy; the method's own come first."""
-        own = {name for some in self.runs.values() for run in some for name in run.figures}
-        others = [name for name in self.results if "accuracy, " not in name]
-        return sorted(others, key=lambda name: name not in own)
+    def metrics(self) -> list[str]:
+        """Quantities other than accuracy, metrics of the method first."""
+        of_method = {name for runs in self.runs.values() for r in runs for name in r.method_metrics}
+        metrics = [name for name in self.results if "accuracy, " not in name]
+        return sorted(metrics, key=lambda name: name not in of_method)
 
     def title_of(self, quantity: str) -> str:
-        """Return what a quantity is called: one of the method's own has a title."""
-        if quantity not in self.figures:
+        """Return the title of a quantity."""
+        if quantity not in self.metrics:
             return quantity
         return next(iter(self.runs.values()))[0].title_of(quantity)
 
     def spread(self, quantity: str) -> pd.DataFrame:
-        """Return mean, std and count of a quantity over the seeds of each point."""
+        """Return the mean, std and count of a quantity over the seeds of each point."""
         return self.results.groupby(level=0)[quantity].agg(["mean", "std", "count"])
 
 
 def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
-    """Collect the runs of each point; a quantity that no run has is left out."""
-    found = {point: tuple(load_run(path) for path in paths) for point, paths in runs.items()}
-    return Sweep(tuple(names), found)
+    """Load the runs of a sweep.
+
+    Args:
+        names: Swept settings.
+        runs: Directories of the runs of each point, one for each seed.
+    """
+    loaded = {point: tuple(load_run(path) for path in paths) for point, paths in runs.items()}
+    return Sweep(tuple(names), loaded)
 
 
 def _label(names: Sequence[str], point: Point) -> str:
-    """Return the values of a point as text, each with the last part of its setting's name."""
+    """Describe a point, such as "lr=0.1, alpha=0.5"."""
     pairs = zip(names, point, strict=True)
     return ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
 
 
-def shown(found: Sweep, figures: str) -> list[str]:
-    """Return the quantities to draw: the accuracy, relative if there is one, and `figures`.
+def plotted_quantities(results: Sweep, figures: str) -> list[str]:
+    """Return the quantities to plot: the (relative) accuracy and the metrics `figures`.
 
-    `figures` are names of the method's metrics, comma-separated; if empty, its first. Raises
-    SettingsError for an unknown one.
+    `figures` is a comma-separated list of metrics, by default the first metric. Raises
+    SettingsError for an unknown metric.
     """
-    own = found.figures
-    return [*found.results.columns[:1], *(chosen_figures(figures, own) or own[:1])]
+    metrics = results.metrics
+    return [*results.results.columns[:1], *(choose_metrics(figures, metrics) or metrics[:1])]
 
 
-def write_sweep(found: Sweep, out: Path, figures: str = "") -> Path:
-    """Write sweep.html, .png (and .svg), .md and .json into a directory; return the page."""
-    settings, points = found.names, list(found.runs)
-    one = len(settings) == 1
-    cells = _cells(found, list(found.results))
+def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
+    """Write sweep.html, .png, .svg, .md and .json.
+
+    Args:
+        results: Results of the sweep.
+        out: Output directory.
+        figures: Comma-separated metrics to plot, by default the first metric of the method.
+
+    Returns:
+        The path of sweep.html.
+    """
+    settings, points = results.names, list(results.runs)
+    is_single = len(settings) == 1
+    cells = _cells(results, list(results.results))
     write_text(out / "sweep.md", markdown(cells))
     content: dict[str, object] = {"settings": settings, "points": points}
-    if one:
+    if is_single:
         content = {"setting": settings[0], "values": [point[0] for point in points]}
-    content["quantities"] = found.results.groupby(level=0).agg(list).to_dict("list")
-    numbers = to_json(content, indent=1, inf_nan_mode="null").decode()
-    write_text(out / "sweep.json", numbers + "\n")
-    names = shown(found, figures)
-    drawing(found, names).write(Folder(out))
-    made = [
-        (as_text(point[0]) if one else _label(settings, point), run)
-        for point, runs in found.runs.items()
+    content["quantities"] = results.results.groupby(level=0).agg(list).to_dict("list")
+    text = to_json(content, indent=1, inf_nan_mode="null").decode()
+    write_text(out / "sweep.json", text + "\n")
+    names = plotted_quantities(results, figures)
+    drawing(results, names).write(Folder(out))
+    labeled = [
+        (as_text(point[0]) if is_single else _label(settings, point), run)
+        for point, runs in results.runs.items()
         for run in runs
     ]
-    best, means = None, found.spread(names[0])["mean"].dropna()
+    best, means = None, results.spread(names[0])["mean"].dropna()
     if len(means):
         point = points[int(means.idxmax())]
         best = {
             "value": human_number(means.max()),
-            "what": f"{_title(names[0]).lower()}, the highest mean over the seeds",
+            "description": f"{_title(names[0]).lower()}, highest mean over seeds",
             "settings": dict(zip(settings, map(as_text, point), strict=True)),
         }
-    page = render(
+    html = render(
         "sweep.html",
         title=f"Sweep of {', '.join(settings)}",
-        method=made[0][1].method,
+        method=labeled[0][1].method,
         points=len(points),
-        runs=len(made),
+        runs=len(labeled),
         best=best,
-        plots=[drawing(found, [name]).chart() for name in names],
+        plots=[drawing(results, [name]).chart() for name in names],
         table=cells,
-        made=made,
+        labeled=labeled,
     )
-    return write_text(out / "sweep.html", page)
+    return write_text(out / "sweep.html", html)
 
 
-def sweep_table(found: Sweep, figures: str = "") -> Table:
-    """Return the terminal's table, one row per point: what is drawn, and the accuracy's tail."""
-    first, *rest = shown(found, figures)
-    tails = [name for name in found.results if name.endswith(TAIL)]
-    cells = _cells(found, [first, *tails[:1], *rest])
+def sweep_table(results: Sweep, figures: str = "") -> Table:
+    """Build the terminal table with a row per point.
+
+    Shows the plotted quantities (see `write_sweep`), and the mean accuracy over the last fifth of
+    the rounds.
+    """
+    first, *rest = plotted_quantities(results, figures)
+    tails = [name for name in results.results if name.endswith(TAIL)]
+    cells = _cells(results, [first, *tails[:1], *rest])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for header in cells.headers:
         table.add_column(printable(header), overflow="fold", justify="right")
@@ -163,62 +181,60 @@ def sweep_table(found: Sweep, figures: str = "") -> Table:
     return table
 
 
-def _cells(found: Sweep, quantities: Sequence[str]) -> Cells:
+def _cells(results: Sweep, quantities: Sequence[str]) -> Cells:
     columns = {
-        name: [Cell(as_text(point[place])) for point in found.runs]
-        for place, name in enumerate(found.names)
+        name: [Cell(as_text(point[index])) for point in results.runs]
+        for index, name in enumerate(results.names)
     }
     words = len(columns)
 
     def mean_and_std(mean: float, std: float) -> str:
-        """Return "0.627 ± 0.019": a standard deviation has its mean's decimals, at least two."""
+        """Format "0.627 ± 0.019", with as many decimals as the mean, but at least two."""
         text = human_number(mean)
         decimals = max(2, len(text.partition(".")[2]))
         return text + (f" ± {human_number(round(std, decimals))}" if math.isfinite(std) else "")
 
     for name in quantities:
-        spread, shown = found.spread(name), plus_minus if "accuracy, " in name else mean_and_std
+        spread, shown = results.spread(name), plus_minus if "accuracy, " in name else mean_and_std
         pairs = zip(spread["mean"], spread["std"], strict=True)
-        columns[found.title_of(name)] = [Cell(shown(mean, std), mean) for mean, std in pairs]
+        columns[results.title_of(name)] = [Cell(shown(mean, std), mean) for mean, std in pairs]
     return Cells(columns, words=words)
 
 
-def drawing(found: Sweep, names: Sequence[str]) -> Drawing:
-    """Return the figure: one panel per quantity, over the values of the first setting.
-
-    With several settings each combination of the others is a curve.
-    """
+def drawing(results: Sweep, names: Sequence[str]) -> Drawing:
+    """Plot each quantity over the first setting, with a curve per combination of other settings."""
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(1, len(names), squeeze=False)
         for ax, name in zip(grid[0], names, strict=True):
-            _panel(ax, found, name)
+            _panel(ax, results, name)
 
-    alt = f"{', '.join(found.names)} swept"
+    alt = f"sweep of {', '.join(results.names)}"
     return Drawing("sweep", draw, alt, width=WIDTH * len(names))
 
 
-def _panel(ax: Axes, found: Sweep, name: str) -> None:
-    points = list(found.runs)
-    values = list(dict.fromkeys(point[0] for point in found.runs))
+def _panel(ax: Axes, results: Sweep, name: str) -> None:
+    points = list(results.runs)
+    values = list(dict.fromkeys(point[0] for point in results.runs))
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     places = {value: float(value) if numeric else float(n) for n, value in enumerate(values)}  # type: ignore[arg-type]
-    spread = found.spread(name)
-    others = list(dict.fromkeys(point[1:] for point in found.runs))
-    for number, other in enumerate(others[:CURVES]):
-        rows = [place for place, point in enumerate(points) if point[1:] == other]
+    spread = results.spread(name)
+    combinations = list(dict.fromkeys(point[1:] for point in results.runs))
+    for number, combination in enumerate(combinations[:MAX_CURVES]):
+        rows = [row for row, point in enumerate(points) if point[1:] == combination]
         curve = spread.loc[rows]
         curve.index = pd.Index([places[points[row][0]] for row in rows], dtype=float)
-        style.band(ax, number, curve["mean"], curve["std"], _label(found.names[1:], other))
+        label = _label(results.names[1:], combination)
+        style.band(ax, number, curve["mean"], curve["std"], label)
     if name.startswith("relative"):
         ax.axhline(1.0, color=style.MUTED, **style.DOTTED)
     if not numeric:
         ax.set_xticks(list(places.values()), [as_text(value) for value in values])
     several = bool(spread["count"].max() > 1)
-    ax.set_xlabel(found.names[0] + ("  (band: ± std over seeds)" if several else ""))
+    ax.set_xlabel(results.names[0] + ("  (band: ± std over seeds)" if several else ""))
     style.ticks(ax, human_number)
-    more = f" (first {CURVES})" if len(others) > CURVES else ""
-    style.head(ax, _title(found.title_of(name)) + more)
+    more = f" (first {MAX_CURVES})" if len(combinations) > MAX_CURVES else ""
+    style.set_title(ax, _title(results.title_of(name)) + more)
 
 
 def _title(name: str) -> str:
