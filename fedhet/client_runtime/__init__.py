@@ -1,1 +1,1 @@
-"""The engine's client half: a node's settings, its state, and a cache of open clients."""
+"""Client side of the engine: node settings, client state, local training, and privacy."""

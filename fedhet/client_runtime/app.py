@@ -224,7 +224,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def without_paths(text: str, site: NodeSettings) -> str:
-    """Replace the site's directories and anything that looks like a path in an error message."""
+    """Redact the site's directories, and anything else that looks like a path, in a message."""
     for directory in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
         text = re.sub(f"{re.escape(directory)}{_PART}*", _HIDDEN, text)
     return _PATH.sub(_HIDDEN, text)

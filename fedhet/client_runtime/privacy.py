@@ -62,7 +62,7 @@ Evaluate = Callable[[Knowledge], Evaluations]
 
 
 class NoPrivacy:
-    """Mechanism of a client without privacy: samples and results are used unchanged."""
+    """No protection: samples and results are used unchanged."""
 
     is_on = False
 
@@ -145,7 +145,7 @@ class NoPrivacy:
 
 
 class DifferentialPrivacy(NoPrivacy):
-    """Mechanism of a client with differential privacy, within the budgets of run and site."""
+    """Differential privacy for a client's samples, within the budgets of the run and the site."""
 
     is_on = True
 
@@ -332,12 +332,12 @@ class DifferentialPrivacy(NoPrivacy):
             return Evaluations()
 
     def handle_overlap(self, error: DataError) -> None:
-        """Log the error and continue: an error would tell the server which samples exist here."""
+        """Log the error and continue, since a failure would reveal samples to the server."""
         LOG.warning("%s", error)
 
     @contextlib.contextmanager
     def redacting_errors(self) -> Iterator[None]:
-        """Replace each error that fedhet did not raise by a StateError that names only its type."""
+        """Replace unexpected errors by a StateError that names only the type of the error."""
         try:
             yield
         except Exception as error:
@@ -353,7 +353,7 @@ class DifferentialPrivacy(NoPrivacy):
         return Folder(root / self._run / self._node.name, root, private=True)
 
     def _charge(self, release: Release) -> None:
-        """Charge a release to the budget before it begins. Raises PrivacyError if it exceeds it."""
+        """Charge a release to the budget. Raises PrivacyError if it would exceed the budget."""
         self._ledger.charge(
             [release],
             lambda past: self._check(past, release),

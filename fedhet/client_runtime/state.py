@@ -108,7 +108,7 @@ class ClientState:
 
     @contextlib.contextmanager
     def offloading(self) -> Iterator[None]:
-        """Offload the state to the host after the block, so that other clients can use the GPU."""
+        """Offload the state to the host after the block, to free GPU memory for other clients."""
         try:
             yield
         finally:

@@ -185,7 +185,7 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
-    """Describe how a sample's outputs or gradients depend on other samples; "" if they do not."""
+    """Return a description of how a sample depends on other samples, or "" if it does not."""
     tested, secret, tolerance = copy.deepcopy(model).cpu().double(), SecretNoise(bytes(32)), 1e-6
     buffers = [each.clone() for each in tested.buffers()]
     with (
@@ -222,7 +222,7 @@ def _dependence_on_random_inputs(
     dtype: torch.dtype,
     tolerance: float,
 ) -> str:
-    """Describe how outputs or gradients on random inputs depend on other samples; "" if not.
+    """Return a description of how random samples depend on other samples, or "" if they do not.
 
     Compares the outputs of each sample alone, in batches of several sizes, in reverse order, next
     to other samples, and on a repeated call. They must be equal up to rounding errors. Forward

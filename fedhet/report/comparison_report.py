@@ -192,7 +192,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
-    """Return a comparison as escape_markdown data, with NaN for unknown values."""
+    """Return a comparison as plain data, with NaN for unknown values."""
 
     def curve(frame: pd.DataFrame) -> dict[str, list[float]]:
         return {"rounds": frame.index.tolist(), **frame.to_dict("list")}

@@ -1,1 +1,1 @@
-"""A run's directory: its records and log, and the display of a run's progress."""
+"""Run directories: files, records, logs, and the display of progress."""

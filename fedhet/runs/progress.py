@@ -76,7 +76,7 @@ class ClientStatus(BaseModel):
     accuracy: Number = NAN
     loss: Number = NAN
     seconds: Number = NAN
-    """Duration of its last training, or of its current training so far in the file."""
+    """Duration of its last training or, in the file, of its current training so far."""
     line: Text = ""
     """Description of its last reply or failure."""
     began: Number = Field(default=NAN, exclude=True)

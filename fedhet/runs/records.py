@@ -229,7 +229,7 @@ class PastRound(BaseModel):
 
 
 class ConsumedBudget(BaseModel):
-    """Privacy budget of a client consumed by a run, as (epsilon, delta)-differential privacy."""
+    """Privacy budget that a run has consumed for a client, as (epsilon, delta)."""
 
     model_config = READING
 

@@ -1,1 +1,1 @@
-"""Messages between server and clients: their contracts, their encoding, and a client's identity."""
+"""Messages between server and clients: contracts, encodings, and client descriptions."""

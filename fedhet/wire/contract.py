@@ -304,7 +304,7 @@ def floating(contract: Contract) -> tuple[Field, ...]:
 
 
 def ids_of(contract: Contract, field: Field) -> str:
-    """Return the name of the field with unique ids of the rows of `field`, or "" if none exists.
+    """Return the name of the field that contains a unique id for each row of `field`, or "".
 
     In Felo, for example, each row of class means has a class id.
     """
@@ -312,7 +312,7 @@ def ids_of(contract: Contract, field: Field) -> str:
 
 
 def labels_of(contract: Contract, field: Field) -> str:
-    """Return the name of the field with class labels of the rows of `field`, or "" if none exists.
+    """Return the name of the field that contains a class label for each row of `field`, or "".
 
     In FedGKT, for example, each row of features has a class label.
     """
