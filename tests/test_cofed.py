@@ -135,8 +135,8 @@ GOOD = np.zeros(280, np.uint8)
     [
         ({}, "predictions: missing"),
         ({"predictions": GOOD}, "space: missing"),
-        ({"predictions": GOOD, "space": uint8()}, "holds 0, not in its label space"),
-        ({"predictions": GOOD, "space": uint8(1, 2)}, "holds 0, not in its label space"),
+        ({"predictions": GOOD, "space": uint8()}, "must be in the client's label space, got 0"),
+        ({"predictions": GOOD, "space": uint8(1, 2)}, "must be in the client's label space, got 0"),
         ({"predictions": GOOD, "space": uint8(0, 0)}, "unique, got 0 more than once"),
         ({"predictions": GOOD, "space": uint8(0, 5)}, "must be from 0 to 4, got 5"),
         ({"predictions": GOOD + 7, "space": uint8(0)}, "must be from 0 to 4, got 7"),
@@ -230,7 +230,7 @@ def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
     monkeypatch.setattr(server.log, "notice", notices.append)
     del server.strategy.members["client-3"]
     server.strategy.init()
-    assert notices == ["cofed.credibility: no client 'client-3' has joined yet"]
+    assert notices == ["cofed.credibility: client 'client-3' has not joined yet"]
     assert server.strategy.weights == {"client-3": 5.0}
 
 

@@ -290,7 +290,7 @@ def test_a_cvae_that_diverges_gives_way_to_the_one_of_before(tmp_path):
     figures = strategy.aggregate(2, [reply(strategy, "client-3", [0, 8])])
     assert "cvae_loss" not in figures
     assert same(weights(strategy), before)
-    assert [text for text in heard if "CVAE diverged in round 2" in text]
+    assert [text for text in heard if "round 2: the CVAE diverged" in text]
     sent = told(strategy, 3)
     assert sent["classes"].tolist() == [0, 1, 2, 5, 8]
     np.testing.assert_array_equal(sent["features"][:4], strategy.synthetic)

@@ -1,13 +1,13 @@
-"""Centralized training: one model on all clients' data, the upper bound of every table.
+"""Centralized training: one model on the data of all clients, as an upper bound.
 
-No paper; the rows "Centralized", "Centralized-All" and, for the server, "Stand-Alone" of FedGEMS'
-Table 2 (Cheng et al., FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge
-Fusion) are its three choices of data.
+The three values of `trains-on` are the rows "Centralized", "Centralized-All" and "Stand-Alone" (of
+the server) in FedGEMS' Table 2 (Cheng et al., FedGEMS: Federated Learning of Larger Server Models
+via Selective Knowledge Fusion).
 
-It is not a federated method, and runs only in a simulation, where a client's data is a pure
-function of the run's settings. The first client, the trainer, reads the training samples of all and
-trains on them as it would with `local` (ours). So every setting of training has its usual meaning,
-and with one client the method is `local`. The other clients only evaluate the model.
+This is not a federated method. It runs only in simulation, where any process can generate the data
+of each client. One client, the trainer, reads the training samples of all clients and trains as
+with `local`, so that all training settings have their usual meaning. The other clients only
+evaluate the model.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class CentralStrategy(HetStrategy):
-    """Lets one client train, and all clients evaluate its model."""
+    """Trains on one client, and evaluates the model on all clients."""
 
     spec = SPEC
     settings: CentralSettings
 
     def init(self) -> None:
-        """Start from a new model."""
+        """Build the initial model."""
         self.model = self.build_model(model_in(self.run, self.settings))
         compute_for(self.run.engine).place(self.model)
         self._keep(to_arrays(self.model))
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the axis C, and the shapes of the one model, whatever the client's own is."""
+        """Return axis C (classes) and the shapes of the trained model."""
         return sizes_in(self.run, self.settings, client)
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Select the trainer alone; all clients evaluate after the round."""
-        found = [member.name for member in members if member.name == trainer(self.run)]
-        return Selection((), tuple(found))
+        """Select only the trainer; all clients evaluate after the round."""
+        names = [member.name for member in members if member.name == trainer(self.run)]
+        return Selection((), tuple(names))
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the model."""
+        """Return the model."""
         return self._sent
 
     def eval_models(self) -> Mapping[str, nn.Module]:
-        """Return the model, as the server's own."""
+        """Return the model as the kind "server"."""
         return {"server": self.model}
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Adopt the trainer's model."""
+        """Take over the trainer's model."""
         weights = replies[0].knowledge.group("weights")
         self._keep({name: value.copy() for name, value in weights.items()})
         return {}
@@ -69,6 +69,6 @@ class CentralStrategy(HetStrategy):
         self._keep(group(state, "weights"))
 
     def _keep(self, weights: Mapping[str, Array]) -> None:
-        """Build the instruction with which all clients evaluate."""
+        """Load the weights, and build the evaluation instruction."""
         self._sent = Knowledge(grouped("weights", weights))
         load_weights(self.model, weights)

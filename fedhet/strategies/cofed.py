@@ -1,4 +1,4 @@
-"""CoFED, server half: pseudolabels by vote, Algorithm 1.
+"""Strategy of CoFED: pseudolabels by vote (Algorithm 1).
 
 Xingjian Cao, Zonghang Li, Gang Sun, Hongfang Yu and Mohsen Guizani, Cross-Silo Heterogeneous Model
 Federated Multitask Learning.
@@ -22,57 +22,61 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class CofedStrategy(HetStrategy):
-    """Collects predictions on the public set, votes, and sends each client labels for its task."""
+    """Counts the clients' votes on the public set, and sends pseudolabels to each client."""
 
     spec = SPEC
     settings: CofedSettings
 
     def init(self) -> None:
-        """Start without votes."""
-        given = self.settings.credibility
-        self.weights = given if isinstance(given, dict) else {}
+        """Check the credibility weights, and start without votes."""
+        credibility = self.settings.credibility
+        self.weights = credibility if isinstance(credibility, dict) else {}
         """Credibility weights from the settings, by client (Section 4.6)."""
-        for name in sorted(self.weights.keys() - self.members.keys()):  # which may still join
+        for name in sorted(self.weights.keys() - self.members.keys()):  # may join later
             if len(self.members) >= self.run.clients:
                 close = closest(name, self.members)
                 hint = f" (did you mean '{close}'?)" if close else ""
                 problem = f"unknown client '{name}'{hint}"
                 weights, expected = self.settings.credibility, "names of the run's clients"
                 raise invalid_setting("cofed.credibility", weights, expected, problem)
-            self.log.notice(f"cofed.credibility: no client {name!r} has joined yet")
+            self.log.notice(f"cofed.credibility: client {name!r} has not joined yet")
         self.instances = len(self.public_set(labeled=False))
         self.votes: dict[str, Vote] = {}
-        """Each participant's latest predictions."""
+        """Latest vote of each participant."""
         self.pseudolabeled = aggregate([], self.task.classes, self.settings.threshold)
-        """Which instances are in which P_k, [C, N]."""
+        """Pseudolabeled sets as a mask [C, N], whose row k is P_k."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Select the same clients in every round, so that those who vote get pseudolabels."""
+        """Select the same clients in each round, so that voters receive pseudolabels."""
         return super().select(1, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the axes C (classes), N (public instances) and L, the possible answers in a vote.
+        """Return axes C (classes), N (public instances) and L (values of a prediction).
 
-        The answers are the classes and, if participants may abstain, C for none of them.
+        L includes the value C for abstentions if participants may abstain.
         """
-        answers = client.classes + (self.settings.margin > 0)
-        return Sizes({"C": client.classes, "N": self.instances, "L": answers})
+        values = client.classes + (self.settings.margin > 0)
+        return Sizes({"C": client.classes, "N": self.instances, "L": values})
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send R_i to clients that voted (step 3, Eq. 19); before the end, ask for predictions.
+        """Return R_i for a client that voted (step 3, Eq. 19), and request predictions.
 
-        A client that has not voted trains alone: the server does not know its label space.
+        A client that has not voted only trains, because the server does not know its label space.
+        No predictions are requested in the last round.
         """
         predict = {"predict": round <= self.settings.iterations}
         if client.name not in self.votes:
             return Knowledge(scalars=predict)
         labels = np.full(self.instances, self.task.classes, smallest_uint(self.task.classes + 1))
-        kept, classes = labels_in_space(self.pseudolabeled, self.votes[client.name].space)
-        labels[kept] = classes
+        instances, classes = labels_in_space(self.pseudolabeled, self.votes[client.name].space)
+        labels[instances] = classes
         return Knowledge({"labels": labels}, predict)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply. Raises KnowledgeError if the vote is missing or outside its space."""
+        """Return the reply.
+
+        Raises KnowledgeError if the vote is missing or contains classes outside its label space.
+        """
         if round > self.settings.iterations:
             return reply
         name, tensors = reply.client.name, reply.knowledge.tensors
@@ -81,12 +85,12 @@ class CofedStrategy(HetStrategy):
         labels, space = tensors["predictions"], tensors["space"]
         outside = ~np.isin(labels, space) & (labels != reply.client.classes)
         if outside.any():
-            fault = f"holds {labels[outside][0]}, not in its label space"
+            fault = f"must be in the client's label space, got {labels[outside][0]}"
             raise KnowledgeError(name, "predictions", fault)
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Store the votes and count them (Algorithm 1)."""
+        """Store and count the votes (Algorithm 1)."""
         if round > self.settings.iterations:
             return {}
         for reply in replies:
@@ -96,26 +100,26 @@ class CofedStrategy(HetStrategy):
                 weight = self.weights.get(reply.client.name, 1.0)
             self.votes[reply.client.name] = Vote(tensors["predictions"], space, weight)
         self._vote()
-        return self._figures()
+        return self._metrics()
 
     def forget(self, client: str) -> None:
-        """Drop a client's vote, and count the others again."""
+        """Discard a client's vote, and count the votes again."""
         if self.votes.pop(client, None) is not None:
             self._vote()
 
     def state_dict(self) -> dict[str, Array]:
         """Return the votes."""
-        kept: dict[str, Array] = {}
+        state: dict[str, Array] = {}
         for client, vote in self.votes.items():
             parts = {"predictions": vote.predictions, "space": vote.space}
-            kept |= grouped(f"votes/{client}", parts | {"weight": np.array(vote.weight)})
-        return kept
+            state |= grouped(f"votes/{client}", parts | {"weight": np.array(vote.weight)})
+        return state
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned, and count the votes again."""
+        """Restore the votes, and count them again."""
         self.votes = {
-            name: Vote(kept["predictions"], kept["space"], float(kept["weight"]))
-            for name, kept in groups(state, "votes").items()
+            name: Vote(vote["predictions"], vote["space"], float(vote["weight"]))
+            for name, vote in groups(state, "votes").items()
         }
         self._vote()
 
@@ -123,10 +127,10 @@ class CofedStrategy(HetStrategy):
         votes = [self.votes[name] for name in sorted(self.votes)]
         self.pseudolabeled = aggregate(votes, self.task.classes, self.settings.threshold)
 
-    def _figures(self) -> dict[str, float]:
-        """Return the pseudolabels in total (Fig. 7), per class, and per client on average.
+    def _metrics(self) -> dict[str, float]:
+        """Return the numbers of pseudolabels: in total (Fig. 7), per class, and per client.
 
-        If participants may abstain, also the share of abstentions in the predictions.
+        Includes the fraction of abstentions if participants may abstain.
         """
         sizes = self.pseudolabeled.sum(1)
         spaces = [vote.space for vote in self.votes.values()]
@@ -137,6 +141,6 @@ class CofedStrategy(HetStrategy):
             "conflicts": float(np.mean([count_conflicts(self.pseudolabeled, s) for s in spaces])),
         }
         if self.settings.margin:
-            none = [vote.predictions == self.task.classes for vote in self.votes.values()]
-            metrics["abstained"] = float(np.mean(none))
+            abstentions = [vote.predictions == self.task.classes for vote in self.votes.values()]
+            metrics["abstained"] = float(np.mean(abstentions))
         return metrics | {f"class_{k}": float(size) for k, size in enumerate(sizes)}

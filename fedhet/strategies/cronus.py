@@ -1,4 +1,4 @@
-"""Cronus, server half: FedMD's round with a robust mean of the clients' soft labels.
+"""Strategy of Cronus: FedMD's round with a robust mean of the clients' soft labels.
 
 Hongyan Chang, Virat Shejwalkar, Reza Shokri and Amir Houmansadr, Cronus: Robust and Heterogeneous
 Collaborative Learning with Black-Box Knowledge Transfer, arXiv:1912.11279.
@@ -22,29 +22,29 @@ from fedhet.strategies.fedmd import FedMdStrategy
 
 
 class CronusStrategy(FedMdStrategy):
-    """Aggregates soft labels so that a malicious minority has little influence on them."""
+    """Aggregates soft labels with a mean that is robust to a malicious minority."""
 
     spec = SPEC
     settings: CronusSettings
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Form the consensus; return the share of the replies that the filter has left out."""
+        """Compute the consensus, and return the fraction of replies removed by the filter."""
         super().aggregate(round, replies)
         return {"filtered": self.filtered} if self.settings.aggregation == "filter" else {}
 
-    def consensus(self, answers: Array) -> Array:
-        """Return the robust mean [R, C] of K clients' soft labels [K, R, C], sample by sample.
+    def consensus(self, scores: Array) -> Array:
+        """Return the robust mean [R, C] of the clients' soft labels [K, R, C].
 
-        Each public sample is estimated separately, in C dimensions. The fewer dimensions, the fewer
-        clients the estimate needs, which is why the paper exchanges soft labels.
+        The mean of each public sample is estimated separately, in C dimensions. A robust estimate
+        in few dimensions needs few clients, which is why the paper exchanges soft labels.
         """
         match self.settings.aggregation:
             case "mean":
-                return mean_scores(answers)
+                return mean_scores(scores)
             case "median":
-                return median_scores(answers)
+                return median_scores(scores)
             case "trimmed":
-                return trimmed_scores(answers, self.settings.trim)
-        weights = filter_weights(answers, self.settings.sigma)
+                return trimmed_scores(scores, self.settings.trim)
+        weights = filter_weights(scores, self.settings.sigma)
         self.filtered = 1 - float(weights.mean())
-        return weighted_scores(answers, weights)
+        return weighted_scores(scores, weights)

@@ -1,4 +1,4 @@
-"""DS-FL, server half: FedMD's round with probabilities, entropy reduction, and a server's model.
+"""Strategy of DS-FL: FedMD's round with probabilities, entropy reduction, and a server model.
 
 Sohei Itahara, Takayuki Nishio, Yusuke Koda, Masahiro Morikura and Koji Yamamoto,
 Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
@@ -22,13 +22,13 @@ from fedhet.strategies.fedmd import FedMdStrategy
 
 
 class DsFlStrategy(FedMdStrategy):
-    """Sharpens the mean of the clients' probabilities, and trains its own model on it."""
+    """Sharpens the mean of the clients' probabilities, and trains the server model on it."""
 
     spec = SPEC
     settings: DsFlSettings
 
     def init(self) -> None:
-        """Start without a consensus, with a new model."""
+        """Start without a consensus, and build the server model."""
         super().init()
         self.learner = Learner(self.build_model(self.settings.server_model), self.run)
 
@@ -36,29 +36,31 @@ class DsFlStrategy(FedMdStrategy):
         return {"server": self.learner.model}
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Form the consensus, and train the server's model on it. Raises DivergedError."""
+        """Compute the consensus, and train the server model on it.
+
+        Raises DivergedError if training diverged.
+        """
         metrics = super().aggregate(round, replies)
-        device, own = self.learner.compute.device, self.settings
+        device, settings = self.learner.compute.device, self.settings
         targets = torch.tensor(self.agreed, device=device)
         x = self.learner.compute.to_device(self.public.x[self.rows.astype("int64")])
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            return digest_losses(
-                own.loss, self.learner.model(x), targets[rows], own.exchanged
-            ).mean()
+            logits = self.learner.model(x)
+            return digest_losses(settings.loss, logits, targets[rows], settings.exchanged).mean()
 
         numbers = torch.arange(len(targets), device=device)
-        self.learner.train(round, x, numbers, loss_of, epochs=own.server_epochs)
+        self.learner.train(round, x, numbers, loss_of, epochs=settings.server_epochs)
         return metrics
 
-    def consensus(self, answers: Array) -> Array:
-        """Return the consensus [R, C] of K clients' probabilities [K, R, C]: ERA, or SA."""
+    def consensus(self, scores: Array) -> Array:
+        """Return the consensus [R, C] (ERA or SA) of the clients' probabilities [K, R, C]."""
         if self.settings.aggregation == "sa":
-            return mean_scores(answers)
-        return entropy_reduced(answers, self.settings.temperature)
+            return mean_scores(scores)
+        return entropy_reduced(scores, self.settings.temperature)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the last probabilities, and the server's model."""
+        """Return the last probabilities and the server model."""
         return super().state_dict() | self.learner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:

@@ -1,4 +1,4 @@
-"""FD, server half: Algorithm 1, "Global ensembling phase".
+"""Strategy of FD: Algorithm 1, "Global ensembling phase".
 
 Eunjeong Jeong, Seungeun Oh, Hyesung Kim, Jihong Park, Mehdi Bennis and Seong-Lyun Kim,
 Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
@@ -22,9 +22,9 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FdStrategy(FedHeStrategy):
-    """Averages the probabilities of each class, for each client over all others.
+    """Averages class-wise probabilities for each client over all other clients.
 
-    Of each client its latest reply counts (ours): in the paper all clients answer in every round.
+    The latest reply of each client counts. In the paper, all clients reply in every round.
     """
 
     spec = SPEC
@@ -32,7 +32,7 @@ class FdStrategy(FedHeStrategy):
     vectors: ClassVar[str] = "probabilities"
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the mean over the other clients of each class that they have (line 15)."""
+        """Return the class means over all other clients (line 15)."""
         if not self.latest:
             return Knowledge()
         own = self.latest.get(client.name, {})
@@ -42,20 +42,22 @@ class FdStrategy(FedHeStrategy):
         return Knowledge({"classes": classes, "probabilities": means})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Store the clients' class means; return how many classes are known, and taught."""
+        """Store the clients' class means; return the numbers of known and of sent classes."""
         metrics = super().aggregate(round, replies)
         totals = self._totals
         present = [reply.knowledge.tensors["classes"] for reply in replies]
-        others = [totals.clients - np.isin(totals.classes, own) for own in present]
+        others = [totals.clients - np.isin(totals.classes, classes) for classes in present]
         return {**metrics, "classes_taught": float(np.mean([(n > 0).sum() for n in others]))}
 
-    def kept(self, before: Mapping[str, Array] | None, reply: dict[str, Array]) -> dict[str, Array]:
-        """Return the reply: the client's latest."""
+    def merge(
+        self, before: Mapping[str, Array] | None, reply: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Return the latest reply."""
         return reply
 
     def _instruct_all(self) -> None:
-        """Sum the clients' latest probabilities (line 12), from which each one's are taken out."""
+        """Sum the clients' latest probabilities (line 12)."""
         super()._instruct_all()
         latest = [self.latest[name] for name in sorted(self.latest)]
-        parts = [(each["classes"], each["probabilities"]) for each in latest]
+        parts = [(tensors["classes"], tensors["probabilities"]) for tensors in latest]
         self._totals = sum_by_class(parts, self.task.classes)

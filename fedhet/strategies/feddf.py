@@ -1,10 +1,12 @@
-"""FedDF, server half: weights averaged per architecture, then taught by the clients' ensemble.
+"""Strategy of FedDF: averages per architecture, distilled from the ensemble of all clients.
 
 Tao Lin, Lingjing Kong, Sebastian U. Stich and Martin Jaggi, Ensemble Distillation for Robust Model
-Fusion in Federated Learning, NeurIPS 2020: Algorithm 1, and its form for several architectures in
-the appendix. Adam, cosine annealing over the steps of a round and a new optimizer in each round are
-those of the authors' published code. It keeps the student that is best on labeled validation data;
-here it is the one closest to the ensemble on the public data, which needs no labels (ours).
+Fusion in Federated Learning, NeurIPS 2020, Algorithm 1, and its variant for several architectures
+in the appendix.
+
+As in the authors' published code, each round uses a new Adam optimizer with cosine annealing over
+its steps. Their code selects the student that is best on labeled validation data. Here, the student
+closest to the ensemble on the public data is selected, which requires no labels.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedDfStrategy(HetStrategy):
-    """Fuses the clients' models into one model of each architecture that answered in the round.
+    """Fuses the replies of a round into one model per architecture.
 
-    A model starts from the average of its architecture, and learns the softmax of the mean logits
-    of all clients. An architecture without a reply keeps its model (ours).
+    Each model starts from the average of its architecture, and is distilled from the mean logits of
+    all clients. An architecture without replies keeps its model.
     """
 
     spec = SPEC
     settings: FedDfSettings
 
     def init(self) -> None:
-        """Start without models: in the first round, clients start from their own new ones."""
+        """Start without models; clients build their own in the first round."""
         self.compute = compute_for(self.run.engine)
         public = self.public_set(labeled=False)
         if self.run.data.public_dataset and (common := self.common_test()):
@@ -53,21 +55,21 @@ class FedDfStrategy(HetStrategy):
         self.x = self.compute.to_device(public.x)
         self._keep({})
         self._networks: dict[str, HetModel] = {}
-        """A network of each architecture, which runs and trains the models."""
+        """Network of each architecture, which evaluates and trains the models."""
         self._start_averages()
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the fused model of the client's architecture, if there is one."""
+        """Return the fused model of the client's architecture, if it exists."""
         return self._instruction_of.get(client.model, Knowledge())
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the fused model of the client's architecture, if there is one."""
+        """Return the fused model of the client's architecture, if it exists."""
         return self._instruction_of.get(client.model)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Add a client's weights and logits to the round's averages; keep neither.
+        """Add a client's weights and logits to the averages of the round, and discard them.
 
-        Raises KnowledgeError if its logits on the public data are not finite, or too large.
+        Raises KnowledgeError if its logits on the public data are too large or not finite.
         """
         client, weights = reply.client, reply.knowledge.group("weights")
         network = self._network(client.model, weights)
@@ -80,11 +82,11 @@ class FedDfStrategy(HetStrategy):
         return reply.with_knowledge(Knowledge())
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Distil the mean of all clients' logits into the average of each architecture.
+        """Distill the mean logits of all clients into the average of each architecture.
 
-        Raises DivergedError.
+        Raises DivergedError if training diverged.
         """
-        averages = {name: found.mean() for name, found in sorted(self._averages.items())}
+        averages = {name: average.mean() for name, average in sorted(self._averages.items())}
         teacher = torch.tensor(self._ensemble.mean()["logits"], device=self.compute.device)
         self._start_averages()
         if not self.settings.epochs:
@@ -93,55 +95,55 @@ class FedDfStrategy(HetStrategy):
         losses = []
         for name, average in averages.items():
             with seeded(self.run.seed, SERVER, round, name, device=self.compute.device):
-                averages[name], loss = self._distil(round, name, average, teacher)
+                averages[name], loss = self._distill(round, name, average, teacher)
             losses.append(loss)
         self._keep(self.models | averages)
         return {"distillation_loss": float(np.mean(losses))}
 
     def state_dict(self) -> dict[str, Array]:
         """Return the fused models."""
-        kept: dict[str, Array] = {}
+        state: dict[str, Array] = {}
         for name, weights in self.models.items():
-            kept |= grouped(f"models/{name}", weights)
-        return kept
+            state |= grouped(f"models/{name}", weights)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         self._keep(groups(state, "models"))
 
     def _keep(self, models: dict[str, dict[str, Array]]) -> None:
-        """Keep the fused models, and build the one instruction of each architecture."""
+        """Store the fused models, and build the instruction for each architecture."""
         self.models = models
-        """The fused models' tensors, by architecture."""
+        """Tensors of the fused models, by architecture."""
         self._instruction_of = {
             name: Knowledge(grouped("weights", weights)) for name, weights in models.items()
         }
 
     def _start_averages(self) -> None:
-        """Start a round's averages: of weights by architecture, and of all clients' logits."""
+        """Reset the averages of weights (by architecture) and of logits (over all clients)."""
         self._averages: dict[str, RunningAverage] = defaultdict(RunningAverage)
         self._ensemble = RunningAverage()
 
     def _network(self, name: str, weights: Arrays) -> HetModel:
-        """Return the network of an architecture with these weights."""
+        """Load weights into the network of an architecture, and return it."""
         if name not in self._networks:
             self._networks[name] = self.compute.place(self.build_model(name))
         load_weights(self._networks[name], weights)
         return self._networks[name]
 
-    def _distil(
+    def _distill(
         self, round: int, name: str, average: Arrays, teacher: Tensor
     ) -> tuple[dict[str, Array], float]:
-        """Train an architecture's average on the teacher's logits [N, C].
+        """Train the average of an architecture on the teacher's logits [N, C].
 
-        Return the closest of the average and each epoch's student, and the loss of the last epoch.
-        Raises DivergedError.
+        Returns the weights closest to the teacher, among the average and the student after each
+        epoch, and the loss of the last epoch. Raises DivergedError if training diverged.
         """
-        own, student = self.settings, self._network(name, average).train()
-        adam = {"optimizer": "adam", "lr": own.lr, "weight_decay": 0.0}
+        settings, student = self.settings, self._network(name, average).train()
+        adam = {"optimizer": "adam", "lr": settings.lr, "weight_decay": 0.0}
         training = self.run.training.model_copy(update=adam)
         optimizing = optimization_for(student.parameters(), training, self.compute)
         rows = torch.arange(len(self.x), device=self.compute.device)
-        steps = own.epochs * len(batches(len(rows), own.batch_size, torch.Generator()))
+        steps = settings.epochs * len(batches(len(rows), settings.batch_size, torch.Generator()))
         annealing = CosineAnnealingLR(optimizing.optimizer, steps)
         closest = _Closest(student, self.x, teacher, self.compute)
         loss = train_epochs(
@@ -149,33 +151,33 @@ class FedDfStrategy(HetStrategy):
             rows,
             lambda x, rows: distillation_loss(teacher[rows], student(x)),
             optimizing,
-            epochs=own.epochs,
-            batch_size=own.batch_size,
+            epochs=settings.epochs,
+            batch_size=settings.batch_size,
             generator=torch_generator(self.run.seed, SERVER, round, name),
             compute=self.compute,
             after_batch=annealing.step,
             before_epoch=closest.compare,
         )
         if not (math.isfinite(loss) and all_finite(student)):
-            raise DivergedError(f"the loss of model {name} is {loss:.3g}")
-        closest.compare(own.epochs)
+            raise DivergedError(f"distillation of model {name} diverged: its loss is {loss:.3g}")
+        closest.compare(settings.epochs)
         return closest.weights, loss
 
 
 class _Closest:
-    """Keeps the weights with which a student was closest to the teacher on the public data.
+    """The weights of a student that were closest to the teacher on the public data.
 
     The distance is KL(teacher || student), with the student in evaluation mode.
     """
 
     def __init__(self, student: HetModel, x: Tensor, teacher: Tensor, compute: Compute) -> None:
-        """Take the public samples x [N, ...] and the teacher's logits [N, C] on them."""
+        """Use the teacher's logits [N, C] of the public samples x [N, ...]."""
         self._student, self._x, self._teacher, self._compute = student, x, teacher, compute
         self._distance = math.inf
         self.weights: dict[str, Array] = {}
 
     def compare(self, epochs: int) -> None:
-        """Copy the student's weights if they are closer than those after fewer epochs."""
+        """Copy the student's weights if they are closer than all previous weights."""
         logits = logits_of(self._student, self._x, self._compute)
         distance = distillation_loss(self._teacher, logits).item()
         if distance < self._distance:

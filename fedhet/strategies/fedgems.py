@@ -1,4 +1,4 @@
-"""FedGEMS, server half: Algorithm 1, "ServerExecute".
+"""Strategy of FedGEMS: Algorithm 1, ServerExecute.
 
 Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
 Server Models via Selective Knowledge Fusion.
@@ -32,13 +32,13 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsStrategy(HetStrategy):
-    """Trains its own model on the public set, and asks clients for logits where it is wrong."""
+    """Trains a server model on public data; requests logits where its predictions are wrong."""
 
     spec = SPEC
     settings: FedGemsSettings
 
     def init(self) -> None:
-        """Build the server's model; the pool of global logits starts empty."""
+        """Build the server model, and start with an empty pool of global logits."""
         public = self.public_set(labeled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(public, common, "the common test set")
@@ -46,17 +46,17 @@ class FedGemsStrategy(HetStrategy):
         compute = self.learner.compute
         self.x, self.y = compute.to_device(public.x), public.y.to(compute.device)
         self.pool = Targets.none(len(self.y), self.task.classes, compute.device)
-        """L_Global: each sample's logits from when it was last predicted correctly."""
+        """L_Global: the logits of each sample when it was last predicted correctly."""
         self.logits = self.learner.predict(self.x)
-        """L_s, [N, C]: those of the self-evaluation before each round."""
+        """L_s [N, C]: logits of the self-evaluation before each round."""
         self.changed = np.zeros(len(self.y), np.int64)
-        """The round after which each sample's logits last changed; 0: never sent."""
+        """Round after which the logits of each sample last changed; 0 before the first training."""
         self.held: dict[str, int] = {}
-        """The round whose logits each client holds."""
+        """Round of the logits that each client has."""
         self._prepare()
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the axes C, and Q, the number of samples asked for."""
+        """Return axes C (classes) and Q (requested samples)."""
         rows = self.wanted.nonzero()[0]
         return Sizes({"C": client.classes, "Q": len(rows)}, rows={"Q": rows})
 
@@ -64,40 +64,43 @@ class FedGemsStrategy(HetStrategy):
         return {"server": self.learner.model}
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send L_s (line 17), or only its changes, and the samples to answer (line 11)."""
-        held = self.held.pop(client.name, 0)  # a client that fails to answer may lack the logits
+        """Return L_s (line 17), or only its changes, and the requested samples (line 11)."""
+        held = self.held.pop(client.name, 0)  # a client that does not reply may lack the logits
         if held in self._instructions_by_version:
             return self._instructions_by_version[held]
         sent: dict[str, Array] = {}
         if self.settings.selective:
             sent["wanted"] = np.packbits(self.wanted)
-        if self.changed.any():  # a server that has not trained yet sends no logits (ours)
+        if self.changed.any():  # send no logits before the first training
             sent["logits"] = self.logits
             new = self.changed > held
             bits = np.packbits(new)
-            # Only the changed ones, if that takes fewer bytes.
+            # Send only the changed rows if this takes fewer bytes.
             if held and self.logits[new].nbytes + bits.nbytes < self.logits.nbytes:
                 sent |= {"logits": self.logits[new], "changed": bits}
         self._instructions_by_version[held] = Knowledge(sent)
         return self._instructions_by_version[held]
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train on the clients' logits (lines 4 to 15). Raises DivergedError."""
+        """Train on the clients' logits (lines 4 to 15).
+
+        Raises DivergedError if training diverged.
+        """
         version = int(self.changed.max())
         if version:
             self.held |= {reply.client.name: version for reply in replies}
-        answers = torch.tensor(np.stack([r.knowledge.tensors["logits"] for r in replies]))
+        logits = torch.tensor(np.stack([r.knowledge.tensors["logits"] for r in replies]))
         rows = torch.tensor(self.wanted.nonzero()[0])
         weighted = self.settings.teachers == "weighted"
-        of_wanted = fuse(answers, self.y.cpu()[rows]) if weighted else fuse_all(answers)
-        found = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
-        found.keep(rows, of_wanted.logits, of_wanted.known)
-        fused = Targets(found.logits.to(self.x.device), found.known.to(self.x.device))
+        requested = fuse(logits, self.y.cpu()[rows]) if weighted else fuse_all(logits)
+        targets = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
+        targets.keep(rows, requested.logits, requested.known)
+        fused = Targets(targets.logits.to(self.x.device), targets.known.to(self.x.device))
         before, asked = self.logits, float(self.wanted.sum())
         counts, self.logits = self._train(round, fused)
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
         self._prepare()
-        return {  # of Fig. 3 and Table 6, and how many samples no client got right
+        return {  # as in Fig. 3 and Table 6, plus the samples that no client predicts correctly
             **dict(zip(("s1", "s2", "s3"), counts, strict=True)),
             "asked": asked,
             "nobody_right": asked - float(fused.known.sum()),
@@ -105,7 +108,7 @@ class FedGemsStrategy(HetStrategy):
         }
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the model, the pool, its logits, and which round's logits each client holds."""
+        """Return the model, the pool, L_s, and the round of the logits that each client has."""
         pool = {name: tensor.cpu().numpy() for name, tensor in vars(self.pool).items()}
         held = {client: np.array(round) for client, round in self.held.items()}
         return {
@@ -125,39 +128,40 @@ class FedGemsStrategy(HetStrategy):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Split the samples by the self-evaluation; choose those to ask clients about, S3."""
+        """Split the samples by the self-evaluation, and request the samples in S3."""
         self.right = torch.tensor(self.logits, device=self.x.device).argmax(1) == self.y
-        """The samples that the server predicts correctly, bool [N]."""
+        """Mask [N] of the samples that the server predicts correctly."""
         self.parts = self._split(self.right, self.pool.known)
-        """S1, S2 and S3, bool [N] each."""
+        """Masks [N] of S1, S2 and S3."""
         self.wanted = self.parts[2].cpu().numpy() & (self.settings.teachers != "none")
+        """Mask [N] of the requested samples."""
         self._instructions_by_version: dict[int, Knowledge] = {}
-        """The instruction for clients that hold the logits of a given round."""
+        """Instructions by the round of the logits that a client has."""
 
     def _split(self, right: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return S1, S2 and S3 according to the settings; in FedGEM all samples are in S3."""
-        own = self.settings
+        """Return S1, S2 and S3 according to the settings; with FedGEM, all samples are in S3."""
+        settings = self.settings
         return split(
             right,
             pooled,
-            self_training=own.selective and own.self_training,
-            self_distillation=own.selective and own.self_distillation,
+            self_training=settings.selective and settings.self_training,
+            self_distillation=settings.selective and settings.self_distillation,
         )
 
     def _train(self, round: int, fused: Targets) -> tuple[list[float], Array]:
-        """Train for the server's epochs; return the last sizes of S1, S2 and S3, and the new L_s.
+        """Train the server model; return the last sizes of S1, S2 and S3, and the new L_s.
 
-        Raises DivergedError with the model, the pool and the optimizer's state as they were.
+        Raises DivergedError if training diverged; model, pool and optimizer are then unchanged.
         """
         pool, labels = self.pool.copy(), self.y.cpu().numpy()
         counts = torch.zeros(3, device=self.x.device)
         by_batch = self.settings.split == "batch"
-        lesson = self._lesson_by_batch if by_batch else self._lesson_by_round
+        make_loss = self._loss_by_batch if by_batch else self._loss_by_round
         logits = self.learner.train(
             round,
             self.x,
             torch.arange(len(self.y), device=self.x.device),
-            lesson(fused, pool, counts),
+            make_loss(fused, pool, counts),
             epochs=self.settings.server_epochs,
             before_epoch=(lambda _: counts.zero_()) if by_batch else None,
             error_of=lambda logits: float((logits.argmax(1) != labels).mean()),
@@ -165,29 +169,28 @@ class FedGemsStrategy(HetStrategy):
         self.pool = pool
         return counts.tolist(), logits
 
-    def _lesson_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return the loss by the split of the self-evaluation, whose right logits enter `pool`.
+    def _loss_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
+        """Return the loss for the split of the self-evaluation.
 
-        `counts` becomes the sizes of S1, S2 and S3.
+        Adds its correct logits to `pool`, and sets `counts` to the sizes of S1, S2 and S3.
         """
         counts.copy_(torch.stack([part.sum() for part in self.parts]))
-        taught = select_targets(self.parts, self.pool, fused)
+        targets = select_targets(self.parts, self.pool, fused)
         logits = torch.tensor(self.logits, device=self.x.device)
         pool.keep(torch.arange(len(self.y), device=self.x.device), logits, self.right)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            teacher, known = taught.logits[rows], taught.known[rows]
+            teacher, known = targets.logits[rows], targets.known[rows]
             return selective_loss(
                 self.learner.model(x), self.y[rows], teacher, known, self.settings.epsilon
             )
 
         return loss_of
 
-    def _lesson_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return the loss by a split of each minibatch, whose right logits enter `pool`.
+    def _loss_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
+        """Return the loss for a split of each batch by the predictions in training (lines 5 to 12).
 
-        The split is by the predictions of the training step itself (lines 5 to 12). To `counts` are
-        added the sizes of S1, S2 and S3.
+        Adds the correct logits to `pool`, and the sizes of S1, S2 and S3 to `counts`.
         """
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
@@ -196,11 +199,11 @@ class FedGemsStrategy(HetStrategy):
             recalled = Targets(pool.logits[rows], pool.known[rows])
             parts = self._split(right, recalled.known)
             counts.add_(torch.stack([part.sum() for part in parts]))
-            helped = Targets(fused.logits[rows], fused.known[rows])
-            taught = select_targets(parts, recalled, helped)
+            fused_rows = Targets(fused.logits[rows], fused.known[rows])
+            targets = select_targets(parts, recalled, fused_rows)
             pool.keep(rows, logits.detach(), right)
             return selective_loss(
-                logits, labels, taught.logits, taught.known, self.settings.epsilon
+                logits, labels, targets.logits, targets.known, self.settings.epsilon
             )
 
         return loss_of

@@ -1,4 +1,4 @@
-"""FedGen, server half: FedAvg's, of the heads, on which it trains a generator of features.
+"""Strategy of FedGen: FedAvg of the heads, on which a generator of features is trained.
 
 Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge Distillation for Heterogeneous
 Federated Learning, ICML 2021, Algorithm 1.
@@ -32,26 +32,28 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGenStrategy(FedAvgStrategy):
-    """Averages the heads by samples, and trains the generator on the ensemble of them."""
+    """Averages the heads, and trains the generator on their ensemble."""
 
     spec = SPEC
     settings: FedGenSettings
 
     def init(self) -> None:
         """Start from a new head and an untrained generator, which is not sent."""
-        own, classes = self.settings, self.task.classes
+        settings, classes = self.settings, self.task.classes
         with seeded(self.run.seed, SERVER, "generator"):
-            self.generator = Generator(classes, own.noise_dim, own.hidden_dim, own.feature_dim)
+            self.generator = Generator(
+                classes, settings.noise_dim, settings.hidden_dim, settings.feature_dim
+            )
         self.prior = np.zeros(classes, np.float32)
-        """p(y) [C], the probability of each class in the last round; 0 before that."""
+        """Class probabilities p(y) [C] of the last round; 0 before the first round."""
         super().init()
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the averaged head."""
-        return self._judged
+        """Return the averaged head."""
+        return self._eval_instruction
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply, with `counts` that sum to at most the client's weight in averages."""
+        """Return the reply with class counts that are capped at the client's number of samples."""
         sent = reply.knowledge.tensors
         if "counts" not in sent:
             return reply
@@ -59,7 +61,7 @@ class FedGenStrategy(FedAvgStrategy):
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train the generator on the clients' heads, and average these by samples."""
+        """Train the generator on the clients' heads, and average the heads."""
         metrics = self._train(round, replies)
         super().aggregate(round, replies)
         return metrics
@@ -76,35 +78,38 @@ class FedGenStrategy(FedAvgStrategy):
         super().load_state_dict(state)
 
     def _train(self, round: int, replies: Sequence[Reply]) -> dict[str, float]:
-        """Train the generator (Eq. 4); return its metrics, or nothing if it diverged."""
-        own, before = self.settings, copy.deepcopy(self.generator.state_dict())
+        """Train the generator (Eq. 4), and return its metrics, or {} if training diverged."""
+        settings, before = self.settings, copy.deepcopy(self.generator.state_dict())
         counts = self._counts(replies)
         heads = [reply.knowledge.group("weights") for reply in replies]
         names = ("classifier.weight", "classifier.bias")
-        weighed = counts if own.weighting == "labels" else np.ones_like(counts)
-        head = ensemble(label_weights(weighed), *([each[name] for each in heads] for name in names))
-        totals = counts.sum(0) if own.prior == "counts" else (counts.sum(0) > 0).astype(float)
-        shares = totals / totals.sum()
-        prior, draws = torch.tensor(shares), torch_generator(self.run.seed, SERVER, round, "noise")
+        weights = label_weights(counts if settings.weighting == "labels" else np.ones_like(counts))
+        head = ensemble(weights, *([tensors[name] for tensors in heads] for name in names))
+        totals = counts.sum(0)
+        if settings.prior == "uniform":
+            totals = (totals > 0).astype(float)
+        probabilities = totals / totals.sum()
+        prior = torch.tensor(probabilities)
+        draws = torch_generator(self.run.seed, SERVER, round, "noise")
         loss = train_generator(
             self.generator,
             head,
             prior,
             draws,
-            steps=own.server_steps,
-            batch_size=own.server_batch_size,
-            lr=own.generator_lr,
-            diversity=own.diversity,
+            steps=settings.server_steps,
+            batch_size=settings.server_batch_size,
+            lr=settings.generator_lr,
+            diversity=settings.diversity,
         )
         if not all_finite(self.generator):
             self.generator.load_state_dict(before)
-            self.log.notice(f"the generator diverged in round {round}: the previous one is kept")
+            self.log.notice(f"round {round}: the generator diverged; its previous weights are kept")
             return {}
-        self.prior = shares.astype(np.float32)
+        self.prior = probabilities.astype(np.float32)
         return {"generator_loss": loss, "agreement": agreement(self.generator, head, prior, draws)}
 
     def _counts(self, replies: Sequence[Reply]) -> Array:
-        """Return each client's samples of each class [K, C]; 1 of each if no client sends them."""
+        """Return the clients' samples per class [K, C], or ones if no client sends them."""
         counts = np.zeros((len(replies), self.task.classes))
         for row, reply in zip(counts, replies, strict=True):
             sent = reply.knowledge.tensors
@@ -113,10 +118,10 @@ class FedGenStrategy(FedAvgStrategy):
         return counts if counts.any() else np.ones_like(counts)
 
     def _instruct_all(self, averaged: dict[str, dict[str, Array]]) -> None:
-        """Build the instruction to evaluate, and that to train, which has the generator too."""
+        """Build the evaluation instruction, and the training instruction with the generator."""
         super()._instruct_all(averaged)
-        self._judged = self.instruction
+        self._eval_instruction = self.instruction
         if self.prior.any():
             generator = grouped("generator", to_arrays(self.generator))
-            taught = {**self._judged.tensors, **generator, "prior": self.prior}
-            self.instruction = Knowledge(taught)
+            tensors = {**self._eval_instruction.tensors, **generator, "prior": self.prior}
+            self.instruction = Knowledge(tensors)

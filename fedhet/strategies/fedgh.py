@@ -1,4 +1,4 @@
-"""FedGH, server half: the global head is trained on the clients' class means.
+"""Strategy of FedGH: a global head that is trained on the clients' class means.
 
 Liping Yi, Gang Wang, Xiaoguang Liu, Zhuan Shi and Han Yu, FedGH: Heterogeneous Federated Learning
 with Generalized Global Header, ACM Multimedia 2023, arXiv:2303.13137.
@@ -25,7 +25,7 @@ from fedhet.wire.identity import SERVER
 
 
 class FedGhStrategy(FedAvgStrategy):
-    """Sends a head as FedAvg sends its averages, and trains it on the clients' class means."""
+    """Trains a global head on the clients' class means, and sends it to all clients."""
 
     spec = SPEC
     settings: FedGhSettings
@@ -34,13 +34,13 @@ class FedGhStrategy(FedAvgStrategy):
         """Start from a new head."""
         model = self.build_model(feature_dim=self.settings.width)
         self._head = nn.ModuleDict({"classifier": model.classifier})
-        """The new head, whose weights are replaced by those that it had last."""
+        """Module of the head, whose weights are replaced by the current weights."""
         self._instruct_all({"weights": to_arrays(self._head)})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Train the head on all class means of the round.
 
-        Raises DivergedError, with the head as it was.
+        Raises DivergedError if training diverged; the head is then unchanged.
         """
         sent = [reply.knowledge.tensors for reply in replies]
         features = torch.tensor(np.concatenate([tensors["features"] for tensors in sent]))
@@ -48,18 +48,19 @@ class FedGhStrategy(FedAvgStrategy):
         metrics = {"classes_covered": float(len(set(labels.tolist())))}
         if len(labels) < 2:
             return metrics
-        own, head = self.settings, load_weights(copy.deepcopy(self._head), self.averaged["weights"])
+        settings = self.settings
+        head = load_weights(copy.deepcopy(self._head), self.averaged["weights"])
         loss = train_head(
             head["classifier"],
             features,
             labels,
-            epochs=own.server_epochs,
-            batch_size=own.server_batch_size,
-            lr=own.server_lr,
+            epochs=settings.server_epochs,
+            batch_size=settings.server_batch_size,
+            lr=settings.server_lr,
             generator=torch_generator(self.run.seed, SERVER, round, "head"),
         )
         weights = to_arrays(head)
         if not all((np.abs(value) <= MAX_MAGNITUDE).all() for value in weights.values()):
-            raise DivergedError(f"the loss of the head is {loss:.3g}")  # or a weight is NaN
+            raise DivergedError(f"training of the head diverged: its loss is {loss:.3g}")
         self._instruct_all({"weights": weights})
         return {**metrics, "head_loss": loss}

@@ -1,4 +1,4 @@
-"""FedKD, server half: FedAvg's, of the mentees' changes; the mean change is sent at low rank too.
+"""Strategy of FedKD: FedAvg of the mentees' updates; the mean update is sent with low rank.
 
 Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie, Communication-efficient federated
 learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1.
@@ -23,10 +23,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedKdStrategy(FedAvgStrategy):
-    """Adds the mean of the clients' changes to the mentee, and sends clients that mean.
+    """Adds the mean update to the mentee, and sends the mean update to the clients.
 
-    A client that has not answered in the last round lacks the mentee to which it would be added:
-    it is sent the mentee itself (ours; in the paper all clients take part in all rounds).
+    A client that did not reply in the last round lacks the base of this update, so it is sent the
+    full mentee. In the paper, all clients take part in all rounds.
     """
 
     spec = SPEC
@@ -35,54 +35,55 @@ class FedKdStrategy(FedAvgStrategy):
     def init(self) -> None:
         """Start from a new mentee."""
         super().init()
-        self._change(0, {}, ())
+        self._set_update(0, {}, ())
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the last round's change, or the mentee."""
+        """Return the update of the last round, or the mentee."""
         if round != self.changed_in + 1 or client.name not in self.holders:
             return self.instruction
-        self.holders.discard(client.name)  # one that fails to answer may lack the mentee
+        self.holders.discard(client.name)  # a client that does not reply may lack the mentee
         return self._update
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the round's change, or the mentee."""
+        """Return the update of the round, or the mentee."""
         holds = round == self.changed_in and client.name in self.holders
         return self._update if holds else self.instruction
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Run lines 13 to 22: the mean change, cut to the rank that keeps its energy."""
-        own, mentee = self.settings, self.averaged["weights"]
-        energy = energy_kept(round, self.run.rounds, own.energy_start, own.energy_end)
+        """Apply the mean update, reduced to the rank that keeps its energy (lines 13 to 22)."""
+        settings, mentee = self.settings, self.averaged["weights"]
+        energy = energy_kept(round, self.run.rounds, settings.energy_start, settings.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
         shapes = self.sizes(self.task).models["update"]
         self._instruct_all({"weights": add_update(mentee, unpacked(sent, shapes))})
-        # A late client's mentee is older than the one that this changes.
-        self._change(round, sent, [reply.client.name for reply in replies if not reply.age])
+        # The mentee of a late client is older than the base of this update.
+        self._set_update(round, sent, [reply.client.name for reply in replies if not reply.age])
         metrics = mean_metrics([reply.knowledge.scalars for reply in replies])
         counts = [sum(value.size for value in part.values()) for part in (sent, mentee)]
         return metrics | {"sent_down": counts[0] / counts[1]}
 
     def forget(self, client: str) -> None:
-        """Drop what is known of a client's mentee."""
+        """Send the full mentee to the client next time."""
         self.holders.discard(client)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the mentee, its last change, its round, and the clients that can use it."""
+        """Return the mentee, its last update and round, and the clients that have its base."""
         holders = {name: np.array(True) for name in sorted(self.holders)}
-        kept = {**super().state_dict(), **grouped("update", self._sent)}
-        return {**kept, **grouped("holders", holders), "changed_in": np.array(self.changed_in)}
+        state = {**super().state_dict(), **grouped("update", self._sent)}
+        return {**state, **grouped("holders", holders), "changed_in": np.array(self.changed_in)}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         super().load_state_dict(state)
-        self._change(int(state["changed_in"]), group(state, "update"), group(state, "holders"))
+        round, holders = int(state["changed_in"]), group(state, "holders")
+        self._set_update(round, group(state, "update"), holders)
 
-    def _change(
+    def _set_update(
         self, round: int, sent: dict[str, Array], holders: Sequence[str] | Mapping[str, Array]
     ) -> None:
-        """Build the instruction for clients that hold the mentee as it was before the change."""
+        """Build the instruction for the clients that have the base of the update."""
         self.changed_in = round
-        """The round of the last change; 0: none."""
+        """Round of the last update, or 0 before the first one."""
         self.holders = set(holders)
-        """The clients that hold the mentee with which that round began."""
+        """Clients that have the mentee with which that round started."""
         self._sent = sent
         self._update = Knowledge(grouped("update", sent), {"base": round})

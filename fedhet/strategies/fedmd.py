@@ -1,13 +1,13 @@
-"""FedMD, server half: the round of all methods that exchange predictions on public data.
+"""Strategy of FedMD, and base class for methods that exchange predictions on public data.
 
 Daliang Li and Junpu Wang, FedMD: Heterogeneous Federated Learning via Model Distillation, NeurIPS
 2019 Workshop on Federated Learning, Algorithm 1.
 
-Flower's round is one exchange, in which a client digests the consensus of the round before,
-revisits its own data, and then predicts the public samples that the round asks for. So round 1 is
-the transfer learning and the first "Communicate", and round t + 1 is what the paper's loop does
-from the consensus of its round t to the scores of its next: the same steps in the same order. The
-last consensus travels with the last evaluation, before which clients digest it.
+A round of Flower is one exchange: a client trains on the consensus of the previous round
+("Digest") and on its own data ("Revisit"), and then predicts the requested public samples
+("Communicate"). Round 1 is the transfer learning and the paper's first "Communicate". Round t + 1
+consists of the paper's steps from the consensus of its round t to the next scores. The last
+consensus is sent with the last evaluation, and clients train on it before they evaluate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedMdStrategy(HetStrategy):
-    """Draws public samples, collects the clients' scores on them, and sends all their mean."""
+    """Averages the clients' scores on public samples that are drawn in each round."""
 
     spec = SPEC
     settings: ConsensusSettings
@@ -39,14 +39,14 @@ class FedMdStrategy(HetStrategy):
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")
         self.asked = self.rows = self._numbers([])
-        """The public samples to predict in this round, and those of the consensus."""
-        self.answers: dict[str, Array] = {}
-        """Each client's scores [R, C] in the last round that had replies."""
+        """Public samples to predict in this round, and public samples of the consensus."""
+        self.scores: dict[str, Array] = {}
+        """Scores [R, C] of each client in the last round with replies."""
         self.agreed: Array | None = None
-        """The consensus [R, C] of `answers`."""
+        """Consensus [R, C] of `scores`."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Draw the round's public samples, and select clients as usual."""
+        """Draw the public samples of the round, and select the clients."""
         size = min(self.settings.sample or len(self.public), len(self.public))
         rng = numpy_rng(self.run.seed, "public-rows", round)
         self.asked = self._numbers(np.sort(rng.permutation(len(self.public))[:size]))
@@ -54,54 +54,52 @@ class FedMdStrategy(HetStrategy):
         return super().select(round, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the axes C, and Q, the number of samples asked for."""
+        """Return the sizes of axes C (classes) and Q (requested public samples)."""
         return Sizes({"C": client.classes, "Q": len(self.asked)}, rows={"Q": self.asked})
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the last consensus, which clients learn from before they evaluate."""
+        """Return the consensus after the last round, on which clients train before evaluating."""
         last = round == self.run.rounds and self.agreed is not None
         return Knowledge(self._consensus() | {"asked": self._numbers([])}) if last else None
 
     def evaluates_after(self, round: int) -> bool:
-        """Return whether it is the last round."""
+        """Return whether the round is the last one."""
         return round == self.run.rounds
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Form the consensus of the round's replies ("Aggregate")."""
-        self.rows = self.asked
-        self.answers = {
-            r.client.name: r.knowledge.tensors[self.settings.exchanged] for r in replies
-        }
+        """Compute the consensus of the replies ("Aggregate")."""
+        self.rows, field = self.asked, self.settings.exchanged
+        self.scores = {reply.client.name: reply.knowledge.tensors[field] for reply in replies}
         self._agree()
         return {}
 
-    def consensus(self, answers: Array) -> Array:
-        """Return the consensus [R, C] of K clients' scores [K, R, C]: their mean."""
-        return mean_scores(answers)
+    def consensus(self, scores: Array) -> Array:
+        """Return the consensus [R, C] of the clients' scores [K, R, C], by default the mean."""
+        return mean_scores(scores)
 
     def forget(self, client: str) -> None:
-        """Form the consensus again without a client's scores."""
-        if self.answers.pop(client, None) is not None:
+        """Discard a client's scores, and compute the consensus again."""
+        if self.scores.pop(client, None) is not None:
             self._agree()
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the last scores."""
-        return {**grouped("answers", self.answers), "rows": self.rows}
+        """Return the clients' last scores."""
+        return {**grouped("answers", self.scores), "rows": self.rows}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore what `state_dict` returned, and form the consensus again."""
-        self.answers, self.rows = group(state, "answers"), state["rows"]
+        """Restore the scores, and compute the consensus again."""
+        self.scores, self.rows = group(state, "answers"), state["rows"]
         self._agree()
 
     def _consensus(self) -> dict[str, Array]:
-        """Return the consensus and its samples, if there is one."""
+        """Return the consensus and its public samples, if they exist."""
         if self.agreed is None:
             return {}
         return {self.settings.exchanged: self.agreed, "rows": self.rows}
 
     def _agree(self) -> None:
-        answers = [self.answers[name] for name in sorted(self.answers)]
-        self.agreed = self.consensus(np.stack(answers)) if answers else None
+        scores = [self.scores[name] for name in sorted(self.scores)]
+        self.agreed = self.consensus(np.stack(scores)) if scores else None
 
     def _numbers(self, rows: Array | list[int]) -> Array:
         return np.asarray(rows).astype(smallest_uint(len(self.public)))

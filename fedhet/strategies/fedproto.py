@@ -1,4 +1,4 @@
-"""FedProto, server half: global prototypes (Algorithm 1; Eq. 6).
+"""Strategy of FedProto: global prototypes (Algorithm 1, Eq. 6).
 
 Yue Tan, Guodong Long, Lu Liu, Tianyi Zhou, Qinghua Lu, Jing Jiang and Chengqi Zhang, FedProto:
 Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
@@ -19,10 +19,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedProtoStrategy(FedHeStrategy):
-    """Averages each class's prototypes over the clients that have it, each client's latest.
+    """Averages the latest prototypes of each class over the clients that have the class.
 
-    Eq. 6 divides the mean by the number of these clients once more, which would draw prototypes to
-    zero; it is read as the mean weighted by samples.
+    Eq. 6 additionally divides the weighted mean by the number of these clients, which would shrink
+    the prototypes toward zero. This factor is omitted.
     """
 
     spec = SPEC
@@ -30,20 +30,22 @@ class FedProtoStrategy(FedHeStrategy):
     vectors: ClassVar[str] = "features"
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the prototypes, once there are any."""
+        """Return the prototypes, if they exist."""
         return self.instruct(round, client) if self.latest else None
 
-    def kept(self, before: Mapping[str, Array] | None, reply: dict[str, Array]) -> dict[str, Array]:
-        """Return the reply: the client's latest."""
+    def merge(
+        self, before: Mapping[str, Array] | None, reply: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Return the latest reply."""
         return reply
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply, with `counts` that sum to at most the client's weight in averages."""
+        """Return the reply with class counts that are capped at the client's number of samples."""
         counts = cap_counts(reply.knowledge.tensors["counts"], reply.samples)
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
     def weights(self, tensors: Mapping[str, Array]) -> Array:
-        """Return the client's samples of each class (Eq. 6), or 1."""
+        """Return the client's number of samples per class (Eq. 6), or equal weights."""
         by_samples = self.settings.weighting == "samples"
-        alike = super().weights(tensors)
-        return tensors["counts"] * alike if by_samples else alike
+        weights = super().weights(tensors)
+        return tensors["counts"] * weights if by_samples else weights

@@ -1,4 +1,4 @@
-"""FedProx, server half: FedAvg's.
+"""Strategy of FedProx, the same as FedAvg's.
 
 Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
 Federated Optimization in Heterogeneous Networks, MLSys 2020.
@@ -9,6 +9,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedProxStrategy(FedAvgStrategy):
-    """Averages by samples; what differs from FedAvg is the clients' loss."""
+    """Averages the clients' weights as in FedAvg; only the clients' loss differs."""
 
     spec = SPEC

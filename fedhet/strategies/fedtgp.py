@@ -1,4 +1,4 @@
-"""FedTGP, server half: global prototypes that are trained (Algorithm 1, lines 8 and 9).
+"""Strategy of FedTGP: trainable global prototypes (Algorithm 1, lines 8 and 9).
 
 Jianqing Zhang, Yang Liu, Yang Hua and Jian Cao, FedTGP: Trainable Global Prototypes with
 Adaptive-Margin-Enhanced Contrastive Learning for Data and Model Heterogeneity in Federated
@@ -32,60 +32,62 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedTgpStrategy(HetStrategy):
-    """Trains prototypes near the clients' own of their class and far from those of others.
+    """Trains prototypes near the clients' prototypes of their class and far from other classes.
 
-    All classes are trained against each other, but only those that a client has ever had are sent
-    (ours): of the others nothing is known.
+    All classes are trained, but only classes for which clients have sent prototypes are sent.
     """
 
     spec = SPEC
     settings: FedTgpSettings
 
     def init(self) -> None:
-        """Start from new prototypes, which are not sent before they were trained."""
+        """Start from new prototypes, which are sent only after training."""
         with seeded(self.run.seed, SERVER, "prototypes"):
             self.model = TrainablePrototypes(self.task.classes, self.settings.feature_dim)
         self._keep(np.zeros(0, np.int64))
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the trained prototypes, once there are any."""
+        """Return the trained prototypes, if they exist."""
         return self.instruction if len(self.known) else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train on all prototypes of the round. Raises DivergedError, with the model as it was."""
+        """Train on all prototypes of the round.
+
+        Raises DivergedError if training diverged; the prototypes are then unchanged.
+        """
         sent = [reply.knowledge.tensors for reply in replies]
         features = torch.tensor(np.concatenate([tensors["features"] for tensors in sent]))
         labels = torch.tensor(np.concatenate([tensors["classes"] for tensors in sent]))
         if len(labels) < 2:
             return {"classes_covered": float(len(self.known))}
-        own, before = self.settings, copy.deepcopy(self.model.state_dict())
-        margin = adaptive_margin(features, labels, own.max_margin, own.margin)
+        settings, before = self.settings, copy.deepcopy(self.model.state_dict())
+        margin = adaptive_margin(features, labels, settings.max_margin, settings.margin)
         loss = train_prototypes(
             self.model,
             features,
             labels,
             margin=margin,
-            epochs=own.server_epochs,
-            batch_size=own.server_batch_size,
-            lr=own.server_lr,
+            epochs=settings.server_epochs,
+            batch_size=settings.server_batch_size,
+            lr=settings.server_lr,
             generator=torch_generator(self.run.seed, SERVER, round, "prototypes"),
         )
         with torch.no_grad():
-            within = bool((self.model().abs() <= MAX_MAGNITUDE).all())  # False for NaN
-        if not (within and all_finite(self.model)):
+            is_bounded = bool((self.model().abs() <= MAX_MAGNITUDE).all())  # False for NaN
+        if not (is_bounded and all_finite(self.model)):
             self.model.load_state_dict(before)
-            raise DivergedError(f"the loss of the prototypes is {loss:.3g}")
+            raise DivergedError(f"training of the prototypes diverged: their loss is {loss:.3g}")
         self._keep(np.union1d(self.known, labels.numpy()))
-        apart = nearest_distances(torch.tensor(self.instruction.tensors["features"]))
+        distances = nearest_distances(torch.tensor(self.instruction.tensors["features"]))
         return {
             "classes_covered": float(len(self.known)),
             "prototype_loss": loss,
             "margin": margin,
-            "separation": apart.mean().item() if len(apart) > 1 else 0.0,
+            "separation": distances.mean().item() if len(distances) > 1 else 0.0,
         }
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the trained vectors, the network, and the classes that are sent."""
+        """Return the trained prototypes and the classes that are sent."""
         return {"known": self.known, **grouped("prototypes", to_arrays(self.model))}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -94,7 +96,7 @@ class FedTgpStrategy(HetStrategy):
 
     @torch.no_grad()
     def _keep(self, known: Array) -> None:
-        """Keep the classes [P] that are sent, and build the one instruction of all clients."""
+        """Set the classes [P] that are sent, and build the instruction for all clients."""
         self.known = known
         self.instruction = Knowledge()
         if len(known):

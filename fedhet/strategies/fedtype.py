@@ -1,4 +1,4 @@
-"""FedType, server half: averages the proxies (Section 3.3).
+"""Strategy of FedType: averages of the proxies (Section 3.3).
 
 Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
 Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
@@ -18,7 +18,7 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedTypeStrategy(FedAvgStrategy):
-    """Averages the proxies by samples, and the scales of variational proxies."""
+    """Averages the proxies, and the standard deviations of variational proxies."""
 
     spec = SPEC
     settings: FedTypeSettings  # type: ignore[assignment]
@@ -30,7 +30,9 @@ class FedTypeStrategy(FedAvgStrategy):
         scale = {"scale": equal_scales(model, START_SCALE)} if variational else {}
         self._instruct_all({"proxy": to_arrays(model), **scale})
 
-    def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
-        """Return the average or, with pFedMe, (1 - beta) times `before` plus beta times it."""
+    def server_update(
+        self, before: Mapping[str, Array], average: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Return the average or, with pFedMe, (1 - beta) before + beta average."""
         beta = self.settings.moreau_beta if self.settings.aggregation == "pfedme" else 1.0
         return interpolate(before, average, beta)

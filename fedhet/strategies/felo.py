@@ -1,4 +1,4 @@
-"""Felo, server half: Algorithm 1, "Server process".
+"""Strategy of Felo: Algorithm 1, "Server process".
 
 Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
 Learning, Computer Networks.
@@ -26,18 +26,18 @@ class FeloStrategy(HetStrategy):
     settings: FeloSettings
 
     def init(self) -> None:
-        """Start without knowledge: in the first round, clients train on their own data only."""
+        """Start without averages; in the first round, clients train on their own data alone."""
         self.means: dict[str, ClassMeans] = {}
-        """The server dataset: each client's latest class means."""
+        """Server dataset: the latest class means of each client."""
         self.freshness: dict[str, float] = {}
-        """The factor, less than 1, by which class means count that came late."""
+        """Weights below 1 of class means that arrived late, by client."""
         self.weights: dict[str, dict[str, Array]] = {}
         """Averaged weights by architecture."""
         self._instructions_by_model: dict[str, Knowledge] = {}
-        """This round's instruction for each architecture."""
+        """Instructions of the current round by architecture."""
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send every class's averages, and the weights of the client's architecture (line 6)."""
+        """Return the class averages, and the weights of the client's architecture (line 6)."""
         if client.model not in self._instructions_by_model:
             weights = grouped("weights", self.weights.get(client.model, {}))
             entries = self.entries() if self.means else {}
@@ -45,15 +45,15 @@ class FeloStrategy(HetStrategy):
         return self._instructions_by_model[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the averages, if there are any of the client's architecture."""
+        """Return the averages, if the client's architecture has averaged weights."""
         return self.instruct(round, client) if client.model in self.weights else None
 
     def evaluates_after(self, round: int) -> bool:
-        """Return whether there are averages to evaluate."""
+        """Return whether weights are averaged."""
         return self.settings.share_weights
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply, with `counts` that sum to at most the client's weight in averages."""
+        """Return the reply with class counts that are capped at the client's number of samples."""
         counts = cap_counts(reply.knowledge.tensors["counts"], reply.samples)
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
@@ -68,7 +68,7 @@ class FeloStrategy(HetStrategy):
             if reply.age:
                 self.freshness[reply.client.name] = reply.freshness
         by_model: dict[str, list[tuple[Arrays, float]]] = {}
-        for reply in replies:  # weights of different architectures are never mixed (line 5)
+        for reply in replies:  # average weights within an architecture (line 5)
             if weights := reply.knowledge.group("weights"):
                 by_model.setdefault(reply.client.model, []).append((weights, reply.weight))
         self.weights |= {model: average_weights(models) for model, models in by_model.items()}
@@ -76,9 +76,9 @@ class FeloStrategy(HetStrategy):
         return {"classes_covered": float(len(self.average().classes))}
 
     def forget(self, client: str) -> None:
-        """Drop a client's class means, and the average of weights that it has contributed to.
+        """Discard a client's class means, and the averaged weights of its architecture.
 
-        Clients of its architecture continue from their own weights until the next average.
+        Clients of this architecture continue from their own weights until the next average.
         """
         self.means.pop(client, None)
         self.freshness.pop(client, None)
@@ -86,22 +86,22 @@ class FeloStrategy(HetStrategy):
         self._instructions_by_model = {}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the server dataset and each architecture's weights."""
-        kept: dict[str, Array] = {}
+        """Return the server dataset and the averaged weights."""
+        state: dict[str, Array] = {}
         for client, means in self.means.items():
-            kept |= grouped(f"means/{client}", dict(vars(means)))
-        kept |= grouped("freshness", {k: np.array(v) for k, v in self.freshness.items()})
+            state |= grouped(f"means/{client}", dict(vars(means)))
+        state |= grouped("freshness", {k: np.array(v) for k, v in self.freshness.items()})
         for model, weights in self.weights.items():
-            kept |= grouped(f"weights/{model}", weights)
-        return kept
+            state |= grouped(f"weights/{model}", weights)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        self.means = {name: ClassMeans(**kept) for name, kept in groups(state, "means").items()}
-        self.freshness = {name: float(kept) for name, kept in group(state, "freshness").items()}
+        self.means = {name: ClassMeans(**parts) for name, parts in groups(state, "means").items()}
+        self.freshness = {name: float(value) for name, value in group(state, "freshness").items()}
         self.weights = groups(state, "weights")
 
     def average(self) -> ClassMeans:
-        """Return the averages over all clients that have replied so far."""
+        """Return the class averages over all clients that have replied so far."""
         names = sorted(self.means)
         latest = [self.means[name] for name in names]
         factors = [self.freshness.get(name, 1.0) for name in names]
@@ -109,9 +109,9 @@ class FeloStrategy(HetStrategy):
         return average(latest, by_samples=by_samples, factors=factors)
 
     def entries(self) -> dict[str, Array]:
-        """Return the classes that have an average, with the features and logits of each.
+        """Return the classes with an average, and their features and logits.
 
-        Called only after a client has replied. Velo overrides it with synthetic features.
+        Called only after the first reply. Velo replaces the features by synthetic features.
         """
         mean = self.average()
         return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}

@@ -1,10 +1,12 @@
-"""HeteroFL, server half: submodels cut from one global model, averaged where they overlap.
+"""Strategy of HeteroFL: submodels cut from one global model, averaged where they overlap.
 
 Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
-Learning for Heterogeneous Clients, ICLR 2021: Algorithm 1, with the scaler, the static batch norm
-and the masked cross-entropy of Section 3. What the text leaves open follows the authors' published
-code: widths are rounded up, clients count equally in an average, the rows of the head are averaged
-over the clients that have samples of the class.
+Learning for Heterogeneous Clients, ICLR 2021, Algorithm 1, with the scaler, static batch norm and
+masked cross-entropy of Section 3.
+
+Details that the paper does not specify follow the authors' published code: widths are rounded up,
+clients have equal weights, and the head's row of a class is averaged over the clients that have
+samples of the class.
 """
 
 from __future__ import annotations
@@ -24,27 +26,30 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class HeteroFlStrategy(HetStrategy):
-    """Sends each client its part of the global model, which has the widest level's width."""
+    """Sends each client a submodel of the global model, and averages the submodels.
+
+    The global model has the width of the widest level.
+    """
 
     spec = SPEC
     settings: HeteroFlSettings
 
     def init(self) -> None:
-        """Start from a new model. Raises SettingsError unless it comes in any width."""
+        """Start from a new model. Raises SettingsError if it does not support several widths."""
         (name,) = self.run.models.pool
         self.model = narrow_name(name, max(self.settings.widths))
-        """The name of the global model."""
+        """Name of the global model."""
         if not is_registered(narrow_name(name, WIDTHS["e"])):
             expected = "a model with several widths, such as mlp, cnn2 or text-cnn"
             raise invalid_setting("models.pool", self.run.models.pool, expected)
         self._keep(part_arrays(self.build_model(self.model), self.settings.part))
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Select among those whose model is a part of the global one."""
-        return super().select(round, [member for member in members if self._is_part(member)])
+        """Select clients whose model is a submodel of the global model."""
+        return super().select(round, [member for member in members if self._has_submodel(member)])
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the client's part of the global weights; its model's name gives the size."""
+        """Return the client's submodel of the global weights."""
         if client.model not in self._parts:
             shapes = self.sizes(client).models["weights"]
             self._parts[client.model] = Knowledge(
@@ -53,17 +58,17 @@ class HeteroFlStrategy(HetStrategy):
         return self._parts[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Send the client's part of the global weights, if its model is one."""
-        return self.instruct(round, client) if self._is_part(client) else None
+        """Return the client's submodel, if its model is a submodel of the global model."""
+        return self.instruct(round, client) if self._has_submodel(client) else None
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply. Raises KnowledgeError if it lacks the client's classes."""
+        """Return the reply. Raises KnowledgeError if the client's classes are missing."""
         if self.settings.masked and not len(reply.knowledge.tensors.get("labels", ())):
-            raise KnowledgeError(reply.client.name, "labels", "missing, or none")
+            raise KnowledgeError(reply.client.name, "labels", "missing or empty")
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average each element over the clients that hold it; the other elements do not change."""
+        """Average each element over the clients that trained it; other elements do not change."""
         models = []
         for reply in replies:
             labels = reply.knowledge.tensors["labels"] if self.settings.masked else None
@@ -82,11 +87,11 @@ class HeteroFlStrategy(HetStrategy):
 
     def _keep(self, weights: dict[str, Array]) -> None:
         self.weights = weights
-        """The trained tensors of the global model."""
+        """Parameters of the global model."""
         self._parts: dict[str, Knowledge] = {}
-        """The instruction for each sub-model."""
+        """Instructions by submodel."""
 
-    def _is_part(self, client: ClientInfo) -> bool:
-        """Return whether a client's model is a part of the global one."""
-        whole = self.sizes(replace(client, model=self.model)).models["weights"]
-        return is_submodel(self.sizes(client).models["weights"], whole)
+    def _has_submodel(self, client: ClientInfo) -> bool:
+        """Return whether a client's model is a submodel of the global model."""
+        full = self.sizes(replace(client, model=self.model)).models["weights"]
+        return is_submodel(self.sizes(client).models["weights"], full)

@@ -1,4 +1,4 @@
-"""Each client trains alone: the baseline of every table. The server only records."""
+"""Strategy of the baseline in which each client trains alone; the server only records scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedhet.strategies.base import HetStrategy, Reply
 
 
 class LocalStrategy(HetStrategy):
-    """Exchanges no knowledge; clients, partition and epochs are the same as with a method."""
+    """Exchanges no knowledge; clients, partition and epochs are the same as for a method."""
 
     spec = SPEC
 

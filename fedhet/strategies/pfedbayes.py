@@ -1,4 +1,4 @@
-"""pFedBayes, server half: Algorithm 1, of Gaussian weights.
+"""Strategy of pFedBayes: averages of Gaussian weights (Algorithm 1).
 
 Xu Zhang, Yinchuan Li, Wenpeng Li, Kaiyang Guo and Yunfeng Shao, Personalized Federated Learning via
 Variational Bayesian Inference, ICML 2022.
@@ -15,11 +15,11 @@ from fedhet.models import HetModel
 from fedhet.strategies.fedavg import FedAvgStrategy
 
 START_SCALE = np.log1p(np.exp(-2.5))
-"""Standard deviation of every weight before the first round: softplus(-2.5)."""
+"""Initial standard deviation of every weight, softplus(-2.5)."""
 
 
 class PFedBayesStrategy(FedAvgStrategy):
-    """Averages the means and the standard deviations of the weights by samples."""
+    """Averages the means and the standard deviations of the weights."""
 
     spec = SPEC
 

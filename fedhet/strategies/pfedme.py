@@ -1,4 +1,4 @@
-"""pFedMe, server half: Algorithm 1, lines 10 to 12.
+"""Strategy of pFedMe: Algorithm 1, lines 10 to 12.
 
 Canh T. Dinh, Nguyen H. Tran and Tuan Dung Nguyen, Personalized Federated Learning with Moreau
 Envelopes, NeurIPS 2020.
@@ -15,11 +15,13 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class PFedMeStrategy(FedAvgStrategy):
-    """Averages the clients' local copies; their personal models stay with them."""
+    """Averages the clients' local copies; the personal models stay on the clients."""
 
     spec = SPEC
     settings: PFedMeSettings
 
-    def mixed(self, before: Mapping[str, Array], average: dict[str, Array]) -> dict[str, Array]:
-        """Return w^{t+1} = (1 - beta) w^t + beta times the average (line 12)."""
+    def server_update(
+        self, before: Mapping[str, Array], average: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Return w^{t+1} = (1 - beta) w^t + beta average (line 12)."""
         return interpolate(before, average, self.settings.beta)

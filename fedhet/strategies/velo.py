@@ -1,4 +1,4 @@
-"""Velo, server half: Algorithm 2, "Server process". Felo with synthetic features instead of means.
+"""Strategy of Velo: Felo with synthetic features instead of means (Algorithm 2, "Server process").
 
 Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
 Learning, Computer Networks.
@@ -24,46 +24,45 @@ from fedhet.strategies.felo import FeloStrategy
 from fedhet.wire.identity import SERVER
 
 DRAWS = 100
-"""Synthetic features of each class from which the separation is measured, whatever number is sent.
-With ten classes, its standard error is below two points."""
-KEPT = ("features", "labels", "learned", "synthetic", "separation")
-"""The strategy's own state across rounds, besides Felo's and the CVAE."""
+"""Number of synthetic features per class for the measurement of the separation. With ten classes,
+its standard error is below two percentage points."""
+STATE = ("features", "labels", "learned", "synthetic", "separation")
+"""Attributes in the checkpoint, in addition to Felo's state and the CVAE."""
 
 
 class VeloStrategy(FeloStrategy):
-    """Trains a CVAE on the clients' features and sends synthetic features; otherwise as Felo."""
+    """Trains a CVAE on the clients' features, and sends synthetic features."""
 
     spec = SPEC
     settings: VeloSettings
 
     def init(self) -> None:
-        """Start from a new, untrained CVAE and an empty feature dataset."""
+        """Start from a new CVAE and an empty feature dataset."""
         super().init()
-        sizes = self.settings
+        settings = self.settings
+        width = settings.feature_dim
         with seeded(self.run.seed, SERVER, "cvae"):
-            self.cvae = Cvae(
-                sizes.feature_dim, self.task.classes, sizes.latent_dim, sizes.hidden_dim
-            )
-        self.features = np.zeros((0, sizes.feature_dim), np.float32)
-        """The server feature dataset [N, D], in order of arrival."""
+            self.cvae = Cvae(width, self.task.classes, settings.latent_dim, settings.hidden_dim)
+        self.features = np.zeros((0, width), np.float32)
+        """Feature dataset [N, D] of the server, in order of arrival."""
         self.labels = np.zeros(0, np.int64)
-        """The classes of `features`, [N]."""
+        """Classes [N] of `features`."""
         self.learned = np.zeros(0, np.int64)
-        """The classes [P] that the CVAE has been trained on."""
-        self.synthetic = np.zeros((0, sizes.samples_per_class, sizes.feature_dim), np.float32)
-        """This round's features of the classes in `learned`, [P, S, D]."""
+        """Classes [P] on which the CVAE was trained."""
+        self.synthetic = np.zeros((0, settings.samples_per_class, width), np.float32)
+        """Synthetic features [P, S, D] of the classes in `learned`."""
         self.separation = 0.0
-        """The share of synthetic features that are nearest to their own class's mean."""
+        """Fraction of synthetic features that are nearest to the mean of their class."""
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Run lines 3 to 7: store the features, train the CVAE if it is due, decode."""
+        """Store the features, train the CVAE, and generate features (lines 3 to 7)."""
         metrics = dict(super().aggregate(round, replies))
-        self._keep(round, replies)
+        self._add_features(round, replies)
         metrics["features_kept"] = float(len(self.labels))
         if round % self.settings.interval == 0 and len(self.labels) > 1:
             metrics |= self._train(round)
         if len(self.learned):
-            # Decode this round's features of every class that the CVAE has learned (line 7).
+            # Generate features of all classes on which the CVAE was trained (line 7).
             draws = torch_generator(self.run.seed, SERVER, round, "synthetic")
             classes, count = torch.tensor(self.learned), self.settings.samples_per_class
             self.synthetic = synthesize(self.cvae, classes, count, draws).numpy()
@@ -71,22 +70,24 @@ class VeloStrategy(FeloStrategy):
         return metrics
 
     def entries(self) -> dict[str, Array]:
-        """Return Felo's entries, with synthetic features for classes the CVAE has learned.
+        """Return Felo's averages, with synthetic features instead of mean features.
 
-        The means are sent as long as the CVAE does not separate the classes.
+        The mean features are used while the separation is below `min-separation`, and for classes
+        on which the CVAE was not trained.
         """
         entries = super().entries()
         features = np.repeat(entries["features"][:, None], self.settings.samples_per_class, axis=1)
         if self.separation >= self.settings.min_separation:
-            _, rows, found = np.intersect1d(entries["classes"], self.learned, return_indices=True)
-            features[rows] = self.synthetic[found]
+            classes = entries["classes"]
+            _, rows, indices = np.intersect1d(classes, self.learned, return_indices=True)
+            features[rows] = self.synthetic[indices]
         return entries | {"features": features}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return Felo's state, the feature dataset, the CVAE and the latest synthetic features."""
+        """Return Felo's state, the feature dataset, the CVAE and the synthetic features."""
         weights = {name: value.copy() for name, value in to_arrays(self.cvae).items()}
-        own = {name: np.asarray(getattr(self, name)) for name in KEPT}
-        return super().state_dict() | grouped("velo", own) | grouped("cvae", weights)
+        values = {name: np.asarray(getattr(self, name)) for name in STATE}
+        return super().state_dict() | grouped("velo", values) | grouped("cvae", weights)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         super().load_state_dict(state)
@@ -94,11 +95,11 @@ class VeloStrategy(FeloStrategy):
             setattr(self, name, value if value.ndim else float(value))
         load_weights(self.cvae, group(state, "cvae"))
 
-    def _keep(self, round: int, replies: Sequence[Reply]) -> None:
-        """Add the replies' features to the dataset (line 4), and drop the oldest."""
+    def _add_features(self, round: int, replies: Sequence[Reply]) -> None:
+        """Add the replies' features to the dataset (line 4), and discard the oldest."""
         features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
         labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
-        # Features of one round are equally old: a random order, not the names, decides which stay.
+        # Features of a round are equally old, so a random order decides which ones are discarded.
         order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
         features = np.concatenate([self.features, features[order]])
         labels = np.concatenate([self.labels, labels[order]])
@@ -106,7 +107,7 @@ class VeloStrategy(FeloStrategy):
         self.features, self.labels = features[rows], labels[rows]
 
     def _train(self, round: int) -> dict[str, float]:
-        """Continue training the CVAE (line 5); return its loss, or nothing if it diverged."""
+        """Continue training the CVAE (line 5), and return its loss, or {} if training diverged."""
         before = copy.deepcopy(self.cvae)
         loss = train_cvae(
             self.cvae,
@@ -120,18 +121,18 @@ class VeloStrategy(FeloStrategy):
         )
         if not all_finite(self.cvae):
             self.cvae = before
-            self.log.notice(f"the CVAE diverged in round {round}: the previous one is kept")
+            self.log.notice(f"round {round}: the CVAE diverged; its previous weights are kept")
             return {}
         self.learned = np.union1d(self.learned, self.labels)
         return {"cvae_loss": loss}
 
     def _measure(self, round: int) -> dict[str, float]:
-        """Return how well the CVAE separates the classes, or nothing without class means."""
+        """Measure the separation of the CVAE's classes; return {} without class means."""
         means = self.average()
         classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
-        if not len(classes):  # all clients that had them have left
+        if not len(classes):  # all clients with these classes have left
             return {}
         generator = torch_generator(self.run.seed, SERVER, round, "separation")
-        drawn = synthesize(self.cvae, torch.tensor(classes), DRAWS, generator)
-        self.separation = separation(drawn, torch.tensor(rows), torch.tensor(means.features))
+        generated = synthesize(self.cvae, torch.tensor(classes), DRAWS, generator)
+        self.separation = separation(generated, torch.tensor(rows), torch.tensor(means.features))
         return {"separation": self.separation}
