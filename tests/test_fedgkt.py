@@ -265,7 +265,7 @@ def test_the_kind_server_is_the_edges_extractor_and_the_servers_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "fault"), [(0, "of 0 samples"), (1, "of 1 samples"), (31, "counts with 30")]
+    ("rows", "fault"), [(rows, f"expected 2 to 30 samples, got {rows}") for rows in (0, 1, 31)]
 )
 def test_a_reply_of_too_few_or_too_many_rows_is_refused(tmp_path, rows, fault):
     strategy = Server(gkt(), tmp_path).strategy

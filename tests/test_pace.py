@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from fedhet.algorithms.rounds import (
     Closing,
-    asked,
+    clients_per_round,
+    clients_to_sample,
     closing,
     fedbuff_rate,
+    median_duration,
     rebase,
     staleness_weight,
-    usual,
-    wanted,
 )
 from fedhet.base.errors import SettingsError, StateError
 from fedhet.config.resolve import resolve
@@ -54,15 +54,15 @@ def test_a_round_closes_as_if_every_second_were_watched(times, enough, grace, ti
             break
         second += 1
     rule = Closing(enough, float(grace), float(timeout))
-    assert rule.closes_at([100.0 + t for t in times], 100.0) == 100.0 + second
+    assert rule.closing_time([100.0 + t for t in times], 100.0) == 100.0 + second
     seen: list[float] = []
     now = 0.0
     for time in sorted(times):
-        if time > now + rule.waits(now, seen, len(times) - len(seen)):
+        if time > now + rule.remaining_wait(now, seen, len(times) - len(seen)):
             break
         now = float(time)
         seen.append(now)
-    assert now + rule.waits(now, seen, len(times) - len(seen)) == second
+    assert now + rule.remaining_wait(now, seen, len(times) - len(seen)) == second
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ def test_enough_is_a_share_of_what_is_needed_or_a_number(given_, needed, awaited
 
 
 def test_how_many_are_asked():
-    assert [wanted(20, share) for share in (0.5, 1.0, 0.01, 0.125)] == [10, 20, 1, 3]
-    assert [asked(10, share) for share in (0.0, 0.3, 0.01)] == [10, 13, 11]
+    assert [clients_per_round(20, share) for share in (0.5, 1.0, 0.01, 0.125)] == [10, 20, 1, 3]
+    assert [clients_to_sample(10, share) for share in (0.0, 0.3, 0.01)] == [10, 13, 11]
 
 
 def test_a_timeout_in_times_of_the_usual_round():
     pace = PaceSettings(timeout="3x")
     assert closing(pace, 1, 1).timeout == math.inf
     assert closing(pace, 1, 1, [1.0, 9.0, 2.0]).timeout == 6.0
-    assert usual([100.0, *[4.0] * 20]) == 4.0
+    assert median_duration([100.0, *[4.0] * 20]) == 4.0
     assert closing(PaceSettings(timeout="90"), 1, 1, [1.0]).timeout == 90.0
 
 

@@ -45,44 +45,44 @@ class Closing:
     patience: float = 0.0
     """Minimum grace period, relative to the time until `min_replies` replies had arrived."""
 
-    def closes_at(self, answers: Iterable[float], began: float) -> float:
+    def closing_time(self, arrivals: Iterable[float], start: float) -> float:
         """Return the closing time of a round in which all awaited replies have known times.
 
         Args:
-            answers: Times at which the replies arrive.
-            began: Time at which the round started.
+            arrivals: Times at which the replies arrive.
+            start: Time at which the round starts.
         """
-        times = sorted(answers)
+        times = sorted(arrivals)
         if not times:
-            return began
-        return max(began, min(times[-1], self._graced(times, began), began + self.timeout))
+            return start
+        return max(start, min(times[-1], self._grace_end(times, start), start + self.timeout))
 
-    def waits(self, now: float, answers: Sequence[float], awaited: int) -> float:
+    def remaining_wait(self, now: float, arrivals: Sequence[float], awaited: int) -> float:
         """Return the time to wait for the next reply in seconds, or 0 if the round closes now.
 
         Args:
             now: Seconds since the start of the round.
-            answers: Times of the replies that have arrived, in seconds since the start, ascending.
+            arrivals: Times of the replies that have arrived, in seconds since the start, ascending.
             awaited: Number of replies that are still expected.
         """
-        return max(0.0, min(self._graced(answers), self.timeout) - now) if awaited else 0.0
+        return max(0.0, min(self._grace_end(arrivals), self.timeout) - now) if awaited else 0.0
 
-    def _graced(self, times: Sequence[float], began: float = 0.0) -> float:
+    def _grace_end(self, times: Sequence[float], start: float = 0.0) -> float:
         """Return the end of the grace period, or infinity if too few replies have arrived."""
         if self.min_replies > len(times):
             return math.inf
-        at = times[self.min_replies - 1]
-        return at + max(self.grace, self.patience * (at - began))
+        time = times[self.min_replies - 1]
+        return time + max(self.grace, self.patience * (time - start))
 
 
-def wanted(members: int, fraction: float) -> int:
+def clients_per_round(members: int, fraction: float) -> int:
     """Return the number of clients in a round: a fraction of the members, at least one."""
     return max(1, int(fraction * members + 0.5))
 
 
-def asked(number: int, over_selection: float) -> int:
-    """Return the number of clients to sample so that a round gets `number` replies in time."""
-    return math.ceil(round((1 + over_selection) * number, 9))
+def clients_to_sample(needed: int, over_selection: float) -> int:
+    """Return the number of clients to sample so that a round gets `needed` replies in time."""
+    return math.ceil(round((1 + over_selection) * needed, 9))
 
 
 def honest_majority(run: RunSettings) -> tuple[int, int, int]:
@@ -93,14 +93,15 @@ def honest_majority(run: RunSettings) -> tuple[int, int, int]:
     number of sampled clients, and 1.
     """
     defense, members = run.defense, run.clients
-    count = min(asked(wanted(members, run.fraction), run.pace.over_selection), members)
+    needed = clients_per_round(members, run.fraction)
+    count = min(clients_to_sample(needed, run.pace.over_selection), members)
     if defense.average == "mean":
         return 0, count, 1
     # Unless clients are selected at random, malicious clients can influence the selection.
     among = count if run.pace.select == "random" else members
     malicious = min(max_malicious(among, defense.malicious_fraction), count)
-    least = min(min_replies(defense.average, malicious), count) if malicious else 1
-    return malicious, count, least
+    required = min(min_replies(defense.average, malicious), count) if malicious else 1
+    return malicious, count, required
 
 
 def closing(
@@ -115,26 +116,27 @@ def closing(
         durations: Durations of the previous rounds, in seconds.
         least: Minimum number of replies, even if `pace.min-replies` is a fraction of few clients.
     """
-    share = pace.min_replies if pace.min_replies <= 1 else 1.0
-    number = math.ceil(round(share * needed, 9)) if pace.min_replies <= 1 else int(pace.min_replies)
-    enough = min(max(number, least), awaited)
-    return Closing(max(1, enough), pace.grace, pace.max_seconds(usual(durations)))
+    number = int(pace.min_replies)
+    if pace.min_replies <= 1:
+        number = math.ceil(round(pace.min_replies * needed, 9))
+    number = min(max(number, least), awaited)
+    return Closing(max(1, number), pace.grace, pace.max_seconds(median_duration(durations)))
 
 
-def closing_of_evaluation(pace: PaceSettings, asked: int, durations: Iterable[float]) -> Closing:
+def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[float]) -> Closing:
     """Return the closing rule of an evaluation.
 
     After enough replies, an evaluation waits as long again, and at least MIN_GRACE seconds, because
     an excluded client is not called again.
     """
-    rule = closing(pace, asked, asked, durations)
+    rule = closing(pace, calls, calls, durations)
     return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
 
 
-def usual(durations: Iterable[float]) -> float:
+def median_duration(durations: Iterable[float]) -> float:
     """Return the median duration of the recent rounds, or infinity before the first round ends."""
-    last = list(durations)[-RECENT:]
-    return median(last) if last else math.inf
+    recent = list(durations)[-RECENT:]
+    return median(recent) if recent else math.inf
 
 
 def staleness_weight(age: int) -> float:

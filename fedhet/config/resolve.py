@@ -15,7 +15,7 @@ import tomli_w
 
 from fedhet import models
 from fedhet.algorithms.robust import max_malicious
-from fedhet.algorithms.rounds import closing, honest_majority, wanted
+from fedhet.algorithms.rounds import clients_per_round, closing, honest_majority
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.config.sources import GivenSettings, from_flower, validate
@@ -182,7 +182,7 @@ def _check_against_malice(config: Config) -> None:
         raise invalid_setting("defense.average", average, expected, problem)
     if average != "mean":
         malicious, count, required = honest_majority(run)
-        closes = closing(run.pace, wanted(run.clients, run.fraction), count).min_replies
+        closes = closing(run.pace, clients_per_round(run.clients, run.fraction), count).min_replies
         if malicious and closes < required:
             raise SettingsError(
                 f"setting 'pace.min-replies': the fastest {malicious} of {count} clients may be "

@@ -237,7 +237,7 @@ class Collector:
         else:
             self._wait(calls, called, Closing(len(calls)))
             dues = [self._at_work[name].due for name in awaited if self._at_work[name].is_usable]
-            ends = self._simulated = results.clock = rule.closes_at(dues, began)
+            ends = self._simulated = results.clock = rule.closing_time(dues, began)
         if ends > began:  # a simulated round without a reply takes no time
             self._durations = [*self._durations, ends - began][-RECENT:]
         for name in sorted(self._at_work):
@@ -315,7 +315,7 @@ class Collector:
         missing = awaited - {work.call.name for work in arrived}
         times = sorted(work.due - began for work in arrived if work.is_usable)
         self._pool.submit(calls)
-        while (seconds := rule.waits(time.monotonic() - began, times, len(missing))) > 0:
+        while (seconds := rule.remaining_wait(time.monotonic() - began, times, len(missing))) > 0:
             outcome = self._pool.next_outcome(seconds)
             if outcome is not None and self._receive(outcome) in missing:
                 missing.remove(outcome.call.name)

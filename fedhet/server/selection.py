@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from fedhet.algorithms.rounds import asked, wanted
+from fedhet.algorithms.rounds import clients_per_round, clients_to_sample
 from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import Selection
@@ -190,8 +190,8 @@ class ClientSampler:
         The round wants a share 'fraction' of all clients, those at work among them. Asynchronously,
         so many are at work at any time.
         """
-        self._wanted = wanted(len(members) + self.at_work, self._run.fraction)
-        count = asked(self._wanted, self._pace.over_selection)
+        self._wanted = clients_per_round(len(members) + self.at_work, self._run.fraction)
+        count = clients_to_sample(self._wanted, self._pace.over_selection)
         if self._pace.is_asynchronous:
             count = max(0, count - self.at_work)
         samples = {member.name: float(member.samples) for member in members}

@@ -127,8 +127,7 @@ class HetStrategy(Strategy):
 
         Args:
             round: Round number, starting at 1.
-            members: Clients that are available. Excludes clients that are still busy or backing
-                off.
+            members: Available clients, without clients that are busy or backing off.
 
         Returns:
             The clients that train, and the clients that are called without training.
@@ -289,9 +288,9 @@ class HetStrategy(Strategy):
         self._spool.clear()  # an earlier process may have left replies
         if not self.log.resumed:
             self._late.restore({})
-        every = self._members.first(client_manager, self.run.clients, self.run.engine)
-        self.members = self._held_out.without(every)
-        infos = [member.info for member in every.values()]
+        all_members = self._members.first(client_manager, self.run.clients, self.run.engine)
+        self.members = self._held_out.without(all_members)
+        infos = [member.info for member in all_members.values()]
         class_names: Sequence[str] = ()  # for metrics per class, if the server can read the names
         if "recall" in self.run.metrics and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
@@ -301,7 +300,7 @@ class HetStrategy(Strategy):
             self.log.notice(self._held_out.notice)
         self.state.scores.mark_outdated(self.members)
         self.spec.check_model(self.settings, self.task)
-        # The thread count affects floating-point sums: fix it, as on the clients.
+        # Fix the number of threads as on the clients, because it affects floating-point sums.
         torch.set_num_threads(self.run.engine.threads)
         self.init()
         if self.log.resumed:
@@ -328,34 +327,34 @@ class HetStrategy(Strategy):
         self.log.round_started(
             server_round, selection.names, self.state.exclusion_reasons(self.members)
         )
-        at_once = self._evaluates(server_round) and not self.evaluates_after(server_round)
-        evaluated = selection.training if at_once else ()
-        asked = [self.members[name] for name in selection.names]
-        instructions: list[tuple[ClientProxy, FitIns]] = []
+        after_training = self._is_evaluated(server_round) and not self.evaluates_after(server_round)
+        evaluating = selection.training if after_training else ()
+        selected = [self.members[name] for name in selection.names]
+        calls: list[tuple[ClientProxy, FitIns]] = []
         if not self.spec.large_messages:
-            made = {each.info.name: self.instruct(server_round, each.info) for each in asked}
-            payloads = self._codec.encode_all(server_round, made)
-        for member in asked:
+            instructions = {m.info.name: self.instruct(server_round, m.info) for m in selected}
+            payloads = self._codec.encode_all(server_round, instructions)
+        for member in selected:
             name = member.info.name
             config: dict[str, Scalar] = {
-                "evaluate": name in evaluated,
+                "evaluate": name in evaluating,
                 **self.log.best_round_config,
             }
             if self.spec.large_messages:
-                make = partial(self._encoded, server_round, member.info)
-                proxy = self._proxy_of(member, make_payload=make, turn=self._turn)
-                instructions.append((proxy, FitIns(NOTHING, config)))
+                make_payload = partial(self._encode, server_round, member.info)
+                proxy = self._proxy(member, make_payload=make_payload, turn=self._turn)
+                calls.append((proxy, FitIns(NOTHING, config)))
             else:
-                instructions.append((self._proxy_of(member), FitIns(payloads[name], config)))
+                calls.append((self._proxy(member), FitIns(payloads[name], config)))
         self.state.clock.start_waiting()
-        return instructions
+        return calls
 
-    def _encoded(self, round: int, client: ClientInfo) -> Parameters:
+    def _encode(self, round: int, client: ClientInfo) -> Parameters:
         """Create and encode a large instruction, just before it is sent."""
         return self._codec.encode(round, client.name, self.instruct(round, client))
 
-    def _proxy_of(self, member: Member, **large: Any) -> NamedProxy:
-        """Return the proxy through which a message to a member is sent."""
+    def _proxy(self, member: Member, **options: Any) -> NamedProxy:
+        """Return the proxy that sends a message to a member."""
         name = member.info.name
         return NamedProxy(
             name,
@@ -363,7 +362,7 @@ class HetStrategy(Strategy):
             on_reply=self.log.client_answered,
             message_without_base=partial(self._codec.message_without_base, name),
             spool=self._used_spool,
-            **large,
+            **options,
         )
 
     def close_round(self, results: RoundResults) -> None:
@@ -417,7 +416,7 @@ class HetStrategy(Strategy):
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Return evaluation instructions for the clients whose models have changed."""
         instructions: dict[str, Knowledge] = {}
-        if self._evaluates(server_round):  # only clients that have not failed in this round
+        if self._is_evaluated(server_round):  # only clients that have not failed in this round
             for name in self.state.reachable(self.members.keys() - self.collector.clients_at_work):
                 knowledge = self.eval_instruction(server_round, self.members[name].info)
                 if knowledge is not None or self.state.scores.is_outdated(name):
@@ -429,16 +428,16 @@ class HetStrategy(Strategy):
             self._finish_round()
             return []
         payloads = self._codec.encode_all(server_round, instructions, training=False)
-        every, unseen = self._held_out.added_to(self.members), self._held_out.names
-        asked: list[tuple[ClientProxy, EvaluateIns]] = [
+        all_members, held_out = self._held_out.added_to(self.members), self._held_out.names
+        calls: list[tuple[ClientProxy, EvaluateIns]] = [
             (
-                self._proxy_of(every[name]),
-                EvaluateIns(payload, {"unseen": True} if name in unseen else {}),
+                self._proxy(all_members[name]),
+                EvaluateIns(payload, {"unseen": True} if name in held_out else {}),
             )
             for name, payload in payloads.items()
         ]
         self.state.clock.start_waiting()
-        return asked
+        return calls
 
     def aggregate_evaluate(
         self, server_round: int, results: list[tuple[ClientProxy, EvaluateRes]], failures: Failures
@@ -448,11 +447,11 @@ class HetStrategy(Strategy):
         self._code_faults.report(failures)
         for name, reason in sorted(reasons(failures).items()):
             self.state.skip_evaluation(name, reason, "silent")
-        everyone = self._held_out.added_to(self.members)
+        all_members = self._held_out.added_to(self.members)
         result_of = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(result_of.items()):
             with self.state.skip_evaluation_on_error(name):
-                held_out, info = name in self._held_out.names, everyone[name].info
+                held_out, info = name in self._held_out.names, all_members[name].info
                 kinds = HELD_OUT_KINDS if held_out else self.spec.kinds
                 measured = self._codec.decode_evaluation(info, result, kinds)
                 self.state.record_measured(name, measured)
@@ -468,21 +467,21 @@ class HetStrategy(Strategy):
             pace = json.loads(str(checkpoint.metadata[PACE]))
             self.collector.load_dict(pace["collector"])
             self._sampler.load_dict(pace["selection"])
-            own = self._codec.encoder.load(checkpoint.tensors, checkpoint.metadata)
-            check_dtypes(own, self.state_dict())
-            self.load_state_dict(own)
+            tensors = self._codec.encoder.load(checkpoint.tensors, checkpoint.metadata)
+            check_dtypes(tensors, self.state_dict())
+            self.load_state_dict(tensors)
         except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
             raise StateError(
                 f"the checkpoint of round {checkpoint.round} in {self.log.directory} does not "
                 f"match the method {self.run.method}: {error!r}"
             ) from error
 
-    def _evaluates(self, round: int) -> bool:
-        due = round % self.run.evaluate_every == 0 and round >= self.run.evaluate_from
-        return due or round == self.run.rounds
+    def _is_evaluated(self, round: int) -> bool:
+        is_due = round % self.run.evaluate_every == 0 and round >= self.run.evaluate_from
+        return is_due or round == self.run.rounds
 
     def _finish_round(self) -> None:
-        evaluated = self._evaluates(self.state.record.round)
+        evaluated = self._is_evaluated(self.state.record.round)
         models = self.eval_models() if evaluated else {}
         if models and (common := self.common_test()) is not None:
             compute = compute_for(self.run.engine)
