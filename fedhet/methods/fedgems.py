@@ -33,8 +33,7 @@ class FedGemsSettings(MethodSettings):
     )
     self_distillation: bool = Field(
         True,
-        description="train on samples that were predicted correctly before with the earlier "
-        "logits (Table 5)",
+        description="train on previously correct samples with their earlier logits (Table 5)",
     )
     ensemble: Literal["weighted", "mean", "none"] = Field(
         "weighted",

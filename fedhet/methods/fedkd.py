@@ -24,7 +24,7 @@ class FedKdSettings(fedavg.FedAvgSettings):
         0.95, description="fraction of the update's energy that is sent in the first round, T_start"
     )
     energy_end: Energy = Field(
-        0.98, description="fraction of the update's energy in the last round, T_end"
+        0.98, description="fraction of the update's energy that is sent in the last round, T_end"
     )
     intensity: Literal["batch", "sample"] = Field(
         "batch",
@@ -32,7 +32,7 @@ class FedKdSettings(fedavg.FedAvgSettings):
     )
     intensity_learned: bool = Field(
         True,
-        description="propagate gradients through these task losses; false = constants",
+        description="propagate gradients through these task losses; false = use them as constants",
     )
     hidden_weight: NonNegative = Field(
         1.0, description="weight of the distance between the features of both models; 0 = none"

@@ -33,8 +33,8 @@ class FedTypeSettings(MethodSettings):
     )
     teacher: Literal["proxy", "global"] = Field(
         "proxy",
-        description="model that the private model imitates: the training proxy, or the server's "
-        "constant proxy",
+        description="model that the private model imitates: the proxy during training, or the "
+        "server's proxy",
     )
     proxy_loss: Literal["ce+kl", "kl"] = Field(
         "ce+kl",
@@ -42,8 +42,8 @@ class FedTypeSettings(MethodSettings):
     )
     order: Literal["joint", "alternating"] = Field(
         "joint",
-        description="training order: both models per batch, or epochs of the private model and "
-        "proxy alternately",
+        description="training order: both models on each batch (joint), or alternating epochs of "
+        "each model",
     )
     set_loss: Literal["mean", "sum"] = Field(
         "mean", description="reduction of Eq. 3 over the labels of a set; the paper prints the sum"

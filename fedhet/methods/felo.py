@@ -31,7 +31,8 @@ class FeloSettings(MethodSettings):
     )
     feature_norm: FeatureNorm = Field(
         "none",
-        description="scale of the feature term: as printed, server's RMS, or unit-RMS vectors",
+        description="feature scaling in Eq. 1: none, by the server's RMS (rms), or per vector "
+        "(unit)",
     )
     share_weights: bool = Field(
         True, description="also send the weights, which are averaged per architecture"

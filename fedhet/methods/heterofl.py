@@ -24,8 +24,7 @@ class HeteroFlSettings(FedAvgSettings):
 
     levels: Annotated[tuple[Level, ...], Listed, Field(min_length=1)] = Field(
         ("a", "b", "c"),
-        description="levels, assigned in turn: fractions 1 (a), 1/2, 1/4, 1/8, 1/16 (e) of the "
-        "channels",
+        description="levels, assigned in turn: a to e have 1, 1/2, 1/4, 1/8, 1/16 of the channels",
     )
     weighting: Literal["clients", "samples"] = Field(
         "clients", description="weights of the clients in averages: equal, or by numbers of samples"

@@ -88,7 +88,7 @@ SPEC = MethodSpec(
     instructions=Contract(
         (
             ScalarField("own", int, "number of the client in the pool", low=0),
-            ScalarField("train", bool, "whether the client trains, rather than only searching"),
+            ScalarField("train", bool, "whether the client trains; otherwise it only searches"),
             ScalarField("held", int, "version of the client's model in the pool; 0 = none", low=0),
             TensorField(
                 "numbers",

@@ -366,7 +366,7 @@ class HetStrategy(Strategy):
         )
 
     def close_round(self, results: RoundResults) -> None:
-        """Record which clients replied before the round closed, and which clients are late."""
+        """Record the clients that replied before the round closed, and the late clients."""
         self.state.record_results(results, quiet=self.run.pace.is_simulated)
         self._sampler.record_durations(results.seconds)
 
