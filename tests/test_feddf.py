@@ -94,7 +94,7 @@ def one_round(server):
 
 
 def test_an_average_of_no_model_is_an_error():
-    with pytest.raises(ValueError, match="at least one model"):
+    with pytest.raises(ValueError, match="positive total weight"):
         RunningAverage().mean()
 
 

@@ -504,7 +504,8 @@ def test_replies_wait_on_disk(tmp_path):
 
 def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
     with pytest.raises(
-        FedhetError, match=r"'models.pool' = .*'cnn2-dropout', 'mlp'.* takes one model for all"
+        FedhetError,
+        match=r"'models.pool': .*one model for all clients, got .*'cnn2-dropout', 'mlp'",
     ):
         Server(um(models=["cnn2-dropout", "mlp"]), tmp_path / "a")
     with pytest.raises(
