@@ -10,7 +10,7 @@ from flwr.common import GetPropertiesIns, GetPropertiesRes, Status
 from flwr.common.typing import Code
 from flwr.server.client_manager import SimpleClientManager
 
-from fedhet.base.errors import FedhetError, KnowledgeError, StateError, shown
+from fedhet.base.errors import FedhetError, KnowledgeError, StateError, safe_repr
 from fedhet.client_runtime.node import open_client, read_node
 from fedhet.engines import simulate as simulation
 from fedhet.engines.simulate import InlineProxy
@@ -68,7 +68,7 @@ def members(notices):
         ("shape", "65000,65000,65000"), ("shape", "\u0663,3"), ("classes", 10**5000),
         ("name", 10**5000), ("name", "a\x1b[2J"), ("order", "a" * 16 + "\n"),
     ],
-    ids=lambda value: shown(value)[:30],
+    ids=lambda value: safe_repr(value)[:30],
 )  # fmt: skip
 def test_what_a_client_says_is_checked(field, value):
     with pytest.raises(KnowledgeError) as caught:

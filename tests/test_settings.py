@@ -18,12 +18,12 @@ from fedhet.config.sources import (
     all_settings,
     defaults,
     from_flower,
-    of_method,
     parse_pairs,
     preset_names,
     read_layers,
     read_preset,
     read_toml,
+    settings_for_method,
     to_flower,
     validate,
 )
@@ -255,9 +255,9 @@ def test_a_mistyped_table_in_a_file_is_said_and_another_methods_is_left_out(tmp_
     path = tmp_path / "run.toml"
     path.write_text("[trainnig]\nlr = 0.5\n")
     with pytest.raises(SettingsError, match=r"unknown setting 'trainnig.lr'; did you"):
-        of_method(read_layers(config=path), "felo")
+        settings_for_method(read_layers(config=path), "felo")
     path.write_text("clients = 3\n[fedprox]\nmu = 3.0\n")
-    assert of_method(read_layers(config=path), "felo") == {"clients": 3, "method": "felo"}
+    assert settings_for_method(read_layers(config=path), "felo") == {"clients": 3, "method": "felo"}
 
 
 def test_other_values_of_a_config_leave_the_rest():

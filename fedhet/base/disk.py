@@ -24,7 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fedhet.base.errors import SettingsError, StateError, one_line, reason_of
+from fedhet.base.errors import SettingsError, StateError, error_reason, one_line
 
 MAX_BYTES = 2**29
 MAX_TOML_BYTES = 2**20
@@ -191,7 +191,7 @@ class Folder:
                         os.unlink(temporary, dir_fd=directory)
         except (OSError, SafetensorError) as error:
             raise StateError(
-                f"cannot write {self.path / name}: {reason_of(error)}; the file is unchanged"
+                f"cannot write {self.path / name}: {error_reason(error)}; the file is unchanged"
             ) from error
 
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:

@@ -95,7 +95,7 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
-def shown(value: object) -> str:
+def safe_repr(value: object) -> str:
     """Return the printable representation of an untrusted value, for an error message."""
     try:
         return one_line(repr(value))
@@ -103,25 +103,25 @@ def shown(value: object) -> str:
         return f"{'-' if isinstance(value, int) and value < 0 else ''}a very large number"
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the message of an error, without the text that Flower wraps around client errors."""
     text = str(error)
     wrapped = _AT_A_CLIENT.match(text)
     return one_line(" ".join((wrapped[1] if wrapped else text).split()))
 
 
-def reason_of(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return the message of an error; for an OSError, only its text, without the error number."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def typed(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and message of an error, such as "ValueError: too few samples"."""
-    message = words_of(error)
+    message = error_text(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def place_of(error: BaseException, module: str) -> str:
+def error_location(error: BaseException, module: str) -> str:
     """Return " (FILE, line N)" for the innermost line of the user's package in a traceback, or "".
 
     `module` is the dotted path of the module being imported.

@@ -28,7 +28,7 @@ from typer.core import TyperCommand
 from typer.models import ArgumentInfo
 
 from fedhet.base import __version__
-from fedhet.base.errors import FedhetError, reason_of
+from fedhet.base.errors import FedhetError, error_reason
 from fedhet.cli import deploy, results, run, show
 from fedhet.cli.example import example_command
 from fedhet.cli.options import FLAGS, console, errors
@@ -148,7 +148,7 @@ def main() -> None:
     except (FedhetError, OSError) as error:
         for note in getattr(error, "__notes__", ()):
             errors.print(note, style="red", highlight=False, markup=False, soft_wrap=True)
-        message = reason_of(error)
+        message = error_reason(error)
         if isinstance(error, OSError) and error.filename is not None:
             message = f"{error.filename}: {message}"
         line = f"fedhet: {message}"

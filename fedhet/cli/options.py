@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.base.errors import FedhetError, SettingsError, typed
+from fedhet.base.errors import FedhetError, SettingsError, describe_error
 from fedhet.config.sources import (
     all_settings,
-    of_method,
     override,
     parse_pairs,
     preset_names,
     read_layers,
+    settings_for_method,
 )
 from fedhet.methods.registry import all_methods
 from fedhet.settings.run import RunSettings
@@ -71,8 +71,8 @@ def loading(libraries: str = "PyTorch and Flower") -> Iterator[None]:
             yield
     except Exception as error:
         raise FedhetError(
-            f"cannot load {libraries}: {typed(error)}. Check the installation, the memory limit, "
-            "and environment variables such as TORCH_LOGS."
+            f"cannot load {libraries}: {describe_error(error)}. Check the installation, the memory "
+            f"limit, and environment variables such as TORCH_LOGS."
         ) from error
 
 
@@ -242,7 +242,7 @@ def gather(
     pairs = [*(set_ or []), *options]
     values = read_layers(preset, config, resume, trust or "")
     if method is not None:  # `run local --preset felo-...` trains the baseline of a Felo experiment
-        values = of_method(values, method)
+        values = settings_for_method(values, method)
     name = values.get("method")
     return override(values, parse_pairs(pairs, None if name is None else str(name)), resume)
 

@@ -36,7 +36,13 @@ from fedhet.cli.options import (
     read_seeds,
     say,
 )
-from fedhet.config.sources import GivenSettings, full_name, of_method, settings_of, validate
+from fedhet.config.sources import (
+    GivenSettings,
+    full_name,
+    settings_for_method,
+    settings_of,
+    validate,
+)
 from fedhet.engines.connection import starting
 from fedhet.settings.text import as_text, read_text
 
@@ -106,7 +112,7 @@ def run_command(
             raise SettingsError(
                 f"--against: expected a different method than the run's, got '{against}'"
             )
-        validate(of_method(values, against))
+        validate(settings_for_method(values, against))
     _announce(given, f", {len(seed_list)} seeds" if seed_list else "")
     on_local_ray = given.run.engine.backend == "ray" and not given.run.engine.ray_address
     with starting() if on_local_ray else nullcontext():  # Ray starts while PyTorch is imported

@@ -23,7 +23,7 @@ from flwr.client import Client, ClientApp, NumPyClient
 from flwr.common import Context, NDArrays, Scalar
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError, StateError, words_of
+from fedhet.base.errors import FedhetError, KnowledgeError, SettingsError, StateError, error_text
 from fedhet.client_runtime.node import (
     ALLOW_MODELS_VARIABLE,
     ALLOW_PATHS_VARIABLE,
@@ -33,7 +33,7 @@ from fedhet.client_runtime.node import (
 )
 from fedhet.client_runtime.privacy import redact_errors
 from fedhet.config.resolve import Config, resolve_items
-from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, code_named, is_listed
+from fedhet.config.sources import CLIENTS, DATASETS, FOLLOW, imported_code, is_listed
 from fedhet.data.sources import SOURCES
 from fedhet.data.spec import DataSpec, Location
 from fedhet.data.store import RunData
@@ -100,7 +100,7 @@ def permitted(
     settings = {name: value for name, value in run_config.items() if name not in SIMULATED}
     if site.model:
         settings[POOL] = site.model
-    for setting, name in code_named(settings):
+    for setting, name in imported_code(settings):
         if name not in ("", site.model) and not is_listed(name, models):
             raise _not_permitted("allow-models", models, f"import {name!r}", setting)
     for setting, place in _places(settings):
@@ -239,7 +239,7 @@ def redact_paths(site: NodeSettings) -> Iterator[None]:
         LOG.warning("%s: %s", type(error).__name__, error)
         is_ours = isinstance(error, FedhetError)
         kind = type(error) if is_ours and not isinstance(error, KnowledgeError) else StateError
-        message = words_of(error) if is_ours else f"{type(error).__name__}: {words_of(error)}"
+        message = error_text(error) if is_ours else f"{type(error).__name__}: {error_text(error)}"
         raise kind(without_paths(message, site)) from None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from fedhet.base.disk import read_toml_tables
-from fedhet.base.errors import SettingsError, StateError, reason_of, unknown_name
+from fedhet.base.errors import SettingsError, StateError, error_reason, unknown_name
 from fedhet.methods.registry import (
     Method,
     all_methods,
@@ -120,11 +120,11 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
             raise SettingsError(f"expected KEY=VALUE, got '{key}'")
         texts.append((key.strip(), text.strip()))
     known = all_settings() | settings_of(*([method] if method else []))
-    given = by_full_name(texts, method)
+    given = expand_names(texts, method)
     return {name: read_text(name, known.get(name), str(text)) for name, text in given.items()}
 
 
-def by_full_name(given: Iterable[tuple[str, object]], method: str | None) -> dict[str, object]:
+def expand_names(given: Iterable[tuple[str, object]], method: str | None) -> dict[str, object]:
     """Return settings by full name.
 
     A name may be abbreviated to its last part if that is unique among the shared settings and those
@@ -164,10 +164,10 @@ def read_toml(path: Path) -> dict[str, object]:
     except StateError as error:  # names the file
         raise SettingsError(f"cannot read settings from {error}") from None
     except (OSError, RecursionError) as error:
-        raise SettingsError(f"cannot read settings from {path}: {reason_of(error)}") from None
+        raise SettingsError(f"cannot read settings from {path}: {error_reason(error)}") from None
 
 
-def of_method(values: Mapping[str, object], method: str) -> dict[str, object]:
+def settings_for_method(values: Mapping[str, object], method: str) -> dict[str, object]:
     """Return the settings for a run of `method`, without the tables of other methods.
 
     Raises SettingsError for a table that belongs to no method.
@@ -242,7 +242,7 @@ def override(
 # --- code named by settings
 
 
-def code_named(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def imported_code(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (setting, module path) for every setting that names code to import.
 
     An external method comes first, because reading the other settings imports it.
@@ -286,7 +286,7 @@ def check_trusted(values: Mapping[str, object], trust: str, where: Path) -> None
     `trust` and the environment variable FEDHET_TRUST are comma-separated lists of trusted modules.
     """
     allowed = f"{trust},{os.environ.get(TRUST_VARIABLE, '')}"
-    for setting, name in code_named(values):
+    for setting, name in imported_code(values):
         module = name.partition(":")[0]
         if module != OBJECTS and not is_listed(name, allowed):
             raise SettingsError(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, reason_of
+from fedhet.base.errors import DataError, error_reason
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
 from fedhet.kinds import Shape
@@ -143,7 +143,7 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
                     pixels = np.load(target, mmap_mode="c", allow_pickle=False)
     except OSError as error:
         raise DataError(
-            f"{target.parent}: cannot hold the decoded images ({reason_of(error)}); "
+            f"{target.parent}: cannot hold the decoded images ({error_reason(error)}); "
             "name another folder in the environment variable FEDHET_CACHE_DIR"
         ) from error
     return torch.from_numpy(pixels)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fedhet.base.disk import expanded, read_toml_tables
-from fedhet.base.errors import DataError, StateError, reason_of
+from fedhet.base.errors import DataError, StateError, error_reason
 from fedhet.data.cells import find_rows, read_table
 from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, find_tree, holds
 from fedhet.data.images import IMAGES
@@ -82,7 +82,7 @@ class Declaration:
         try:
             given = dict(read_toml_tables(path)) if path.exists() else {}
         except (OSError, StateError) as error:
-            raise DataError(f"{path}: not a readable TOML file ({reason_of(error)})") from None
+            raise DataError(f"{path}: not a readable TOML file ({error_reason(error)})") from None
         schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
         number, shape = given.pop("num-classes", 0), given.pop("shape", [])
         names = schema.classes if schema else _classes_file(root, None)

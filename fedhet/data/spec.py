@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fedhet.base.errors import DataError, reason_of
+from fedhet.base.errors import DataError, error_reason
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings, draw_held_out
 from fedhet.settings.schema import Count, CountOrNone
@@ -203,7 +203,7 @@ def reading(
     path: object,
     what: str,
     absent: str | None = None,
-    describe: Callable[[Exception], str] = reason_of,
+    describe: Callable[[Exception], str] = error_reason,
 ) -> Iterator[None]:
     """Raise DataError for any fault while `path` is read in the block: "not a readable `what`".
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedhet.base.disk import Folder
-from fedhet.base.errors import DataError, SettingsError, StateError, reason_of
+from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.partition import (
     Assignment,
@@ -221,7 +221,7 @@ class RunData:
                         for part in self.split_rows(index):
                             file.write(x[torch.from_numpy(part)].numpy().tobytes())
         except OSError as error:
-            fault = f"cannot write the decoded data into {folder}: {reason_of(error)}"
+            fault = f"cannot write the decoded data into {folder}: {error_reason(error)}"
             raise StateError(fault) from None
 
     @property
@@ -448,7 +448,7 @@ def _mapping(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # safetensors has an error type of its own
-        raise StateError(f"cannot read the {what} in {path}: {reason_of(error)}") from None
+        raise StateError(f"cannot read the {what} in {path}: {error_reason(error)}") from None
 
 
 def write_dataset(dataset: Dataset, path: Path) -> None:

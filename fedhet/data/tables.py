@@ -25,7 +25,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedhet.base.disk import read_toml_tables
-from fedhet.base.errors import DataError, StateError, nearest, one_line, reason_of
+from fedhet.base.errors import DataError, StateError, error_reason, nearest, one_line
 from fedhet.data.cells import NO_NAME, Cells
 from fedhet.data.spec import DataSpec, Split, check_max_bytes
 from fedhet.data.values import (
@@ -130,7 +130,7 @@ def read_schema(path: Path) -> TableSchema:
     try:
         return TableSchema.model_validate(read_toml_tables(path))
     except (OSError, StateError) as error:
-        fault = f"{path}: {reason_of(error)}" if isinstance(error, OSError) else str(error)
+        fault = f"{path}: {error_reason(error)}" if isinstance(error, OSError) else str(error)
         raise DataError(
             f"cannot read the schema of the table, which `fedhet schema` writes: {fault}"
         ) from None

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, ModelError, SettingsError, nearest, reason_of
+from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason, nearest
 from fedhet.data.cells import TextRows, read_bounded, read_rows
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_labels, reading
@@ -260,8 +260,8 @@ def _decoded(content: bytes, path: Path) -> tuple[str, str]:
         if not marked and sum(byte > 127 for byte in content) <= len(content) * _WESTERN:
             return content.decode("cp1252", "surrogateescape").translate(_LATIN), "cp1252"
         raise DataError(
-            f"{path}: not a readable text in UTF-8 ({reason_of(error)}). Convert it, for example "
-            "with `iconv -f WINDOWS-1251 -t UTF-8`."
+            f"{path}: not a readable text in UTF-8 ({error_reason(error)}). Convert it, for "
+            f"example with `iconv -f WINDOWS-1251 -t UTF-8`."
         ) from error
 
 

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedhet.base.errors import FedhetError, reason_of
+from fedhet.base.errors import FedhetError, error_reason
 from fedhet.runs.units import plural
 from fedhet.settings.text import read_host
 from fedhet.wire.identity import is_name
@@ -66,7 +66,7 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
             if not (directory / NODES / node).exists():
                 written += make_node_key(directory / NODES / node)
     except OSError as error:
-        raise FedhetError(f"cannot write keys in {directory}: {reason_of(error)}") from None
+        raise FedhetError(f"cannot write keys in {directory}: {error_reason(error)}") from None
     return written
 
 
@@ -91,7 +91,7 @@ def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
         for path, final in reversed([*zip(new, place, strict=True)]):
             path.replace(final)
     except OSError as error:
-        raise FedhetError(f"cannot renew {place[0]}: {reason_of(error)}") from None
+        raise FedhetError(f"cannot renew {place[0]}: {error_reason(error)}") from None
     return [*place]
 
 
@@ -100,7 +100,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise FedhetError(f"cannot read the certificate {path}: {reason_of(error)}") from None
+        raise FedhetError(f"cannot read the certificate {path}: {error_reason(error)}") from None
 
 
 def ends(path: Path) -> str:
@@ -157,7 +157,7 @@ def _signed(
         signer = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise FedhetError(
-            f"cannot sign a server certificate with {path}: {reason_of(error)}; sign it "
+            f"cannot sign a server certificate with {path}: {error_reason(error)}; sign it "
             "with your own authority"
         ) from None
     if not isinstance(signer, ec.EllipticCurvePrivateKey):

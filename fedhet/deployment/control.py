@@ -27,7 +27,7 @@ from typing import Any
 import tomli_w
 
 from fedhet.base import __version__
-from fedhet.base.errors import FedhetError, reason_of
+from fedhet.base.errors import FedhetError, error_reason
 from fedhet.config.resolve import Config, check_deployable
 from fedhet.config.sources import to_flower
 from fedhet.deployment.certs import LOCAL_HOSTS, read_certificate
@@ -406,7 +406,9 @@ def _public_key(path: Path) -> bytes:
     try:
         key = load_ssh_public_key(path.read_bytes())
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise FedhetError(f"{path}: cannot be read as a public key ({reason_of(error)})") from None
+        raise FedhetError(
+            f"{path}: cannot be read as a public key ({error_reason(error)})"
+        ) from None
     if not isinstance(key, EllipticCurvePublicKey):
         rule = "expected an EC key, as made by `fedhet certs DIR --key NAME`"
         raise FedhetError(f"{path}: unsupported type of key, {rule}")

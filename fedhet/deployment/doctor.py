@@ -20,7 +20,7 @@ import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedhet.base.errors import FedhetError, one_line, reason_of
+from fedhet.base.errors import FedhetError, error_reason, one_line
 from fedhet.deployment import certs
 from fedhet.runs.units import human_bytes, plural
 from fedhet.settings.text import split_host_port
@@ -229,7 +229,7 @@ def _answer(address: str, authority: Path) -> Iterator[Finding]:
         yield error("server", f"{address}: its certificate is refused: {fault.verify_message}")
         return
     except (OSError, http.client.HTTPException) as fault:
-        yield error("server", f"{address} does not answer: {reason_of(fault)}")
+        yield error("server", f"{address} does not answer: {error_reason(fault)}")
         return
     yield ok("server", f"{address} answers, with a certificate of {authority}")
     try:

@@ -23,7 +23,7 @@ from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
 from fedhet.base.disk import Folder
-from fedhet.base.errors import FedhetError, one_line, words_of
+from fedhet.base.errors import FedhetError, error_text, one_line
 from fedhet.config.resolve import Config, absolute
 from fedhet.data.sources import find_source, paths_of
 from fedhet.data.store import RunData
@@ -329,7 +329,7 @@ def check_machines(machines: Sequence[Machine], needs: Needs, patience: float) -
                 try:
                     found = ray.get(ref)
                 except Exception as error:  # of Ray, or of whatever is installed there
-                    found = [f"cannot be asked: {words_of(error)}"]
+                    found = [f"cannot be asked: {error_text(error)}"]
             lines.append([one_line(f"{address}: {line}") for line in found])
     finally:
         Folder(directory).remove(path.name for path in directory.glob(f"{needs.token}*"))

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from fedhet.base.errors import FedhetError, reason_of, words_of
+from fedhet.base.errors import FedhetError, error_reason, error_text
 from fedhet.settings.text import AUTO, split_host_port
 
 TUNABLES = "GLIBC_TUNABLES"
@@ -196,7 +196,7 @@ def _start() -> None:
     except Exception as error:  # Ray raises errors of several kinds, and of several lines
         leave()
         raise FedhetError(
-            f"cannot start Ray on this machine ({words_of(error)}); "
+            f"cannot start Ray on this machine ({error_text(error)}); "
             "--backend inline runs without it"
         ) from error
 
@@ -243,7 +243,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
             socket.create_connection(split_host_port(address), REACHABLE_WITHIN).close()
         except OSError as error:
             raise FedhetError(
-                f"no Ray cluster answers at {address} ({reason_of(error)}): `ray start --head` "
+                f"no Ray cluster answers at {address} ({error_reason(error)}): `ray start --head` "
                 "starts one, and prints its address"
             ) from error
     try:
@@ -259,7 +259,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
         raise FedhetError(
             f"cannot join the Ray cluster {address!r} from this machine: `ray start{there}` makes "
             "it one of the cluster's, and RAY_AUTH_MODE and its token must be set here as there "
-            f"(Ray says: {words_of(error)})"
+            f"(Ray says: {error_text(error)})"
         ) from error
 
 

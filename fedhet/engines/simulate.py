@@ -32,7 +32,7 @@ from fedhet.base.errors import ModelError, SettingsError, one_line
 from fedhet.client_runtime.node import Node, open_client, read_node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, check, resolve
-from fedhet.config.sources import of_method, read_toml
+from fedhet.config.sources import read_toml, settings_for_method
 from fedhet.data.sources import paths_of
 from fedhet.data.spec import Split
 from fedhet.data.store import RunData
@@ -179,7 +179,7 @@ def baseline_of(config: Config, directory: Path, method: str) -> Config:
     if method == config.method.name:
         raise SettingsError(f"'against' = {method!r} is the run's own method: name another one")
     place = str((directory / BASELINE).resolve())
-    return resolve({**of_method(config.flat(), method), "out": place, "resume": True})
+    return resolve({**settings_for_method(config.flat(), method), "out": place, "resume": True})
 
 
 def settled_for(config: Config, directory: Path) -> Config:

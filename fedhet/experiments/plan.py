@@ -27,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import of_method, read_preset
+from fedhet.config.sources import read_preset, settings_for_method
 from fedhet.methods.registry import all_methods, find_method, shipped_names
 from fedhet.report.run import Run, load_run
 from fedhet.runs.measures import tail_start
@@ -403,7 +403,7 @@ def layered(changes: Iterable[Change], over: Mapping[str, object], method: str) 
     for change in changes:
         values |= read_preset(change.preset) if change.preset else {}
         values |= change.settings
-    return of_method({**values, **over}, method)
+    return settings_for_method({**values, **over}, method)
 
 
 def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[int, PlannedRun]:

@@ -16,7 +16,7 @@ from fedhet import report
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config, resolve
-from fedhet.config.sources import by_full_name, of_method, override, read_layers
+from fedhet.config.sources import expand_names, override, read_layers, settings_for_method
 from fedhet.engines.simulate import baseline_of, settled_for, simulate
 from fedhet.inference.client import (
     Predictions,
@@ -222,9 +222,9 @@ def _resolve(
     backend = next(backends, RunSettings().engine.backend)
     inline = backend != "ray"
     if method is not None:
-        values = of_method(values, method_name(method, inline=inline))
+        values = settings_for_method(values, method_name(method, inline=inline))
     name = None if "method" not in values else str(values["method"])
-    changes = by_full_name(given, name)
+    changes = expand_names(given, name)
     changes = {name: _as_name(name, value, inline) for name, value in changes.items()}
     values = override(values, changes, resume)
     if "method" not in values:

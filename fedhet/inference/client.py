@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedhet.base.errors import DataError, ModelError, StateError, nearest, words_of
+from fedhet.base.errors import DataError, ModelError, StateError, error_text, nearest
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
@@ -199,7 +199,7 @@ def open_client(
             restored = config.method.client(config, node, samples=record.without_data(config))
             restored.state.restore(store.run, before=round + 1)
     except (ModelError, RuntimeError) as error:
-        fault = words_of(error)
+        fault = error_text(error)
         raise StateError(
             f"{store.folder / FILE}: does not match the client's saved state: {fault}"
         ) from None

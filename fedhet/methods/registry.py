@@ -21,7 +21,13 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from fedhet.base.errors import SettingsError, import_hint, place_of, typed, unknown_name
+from fedhet.base.errors import (
+    SettingsError,
+    describe_error,
+    error_location,
+    import_hint,
+    unknown_name,
+)
 from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 
@@ -131,8 +137,8 @@ def _load_external(name: str, path: str) -> Method:
         importlib.import_module(path)
     except Exception as error:  # a third-party module may raise anything
         raise SettingsError(
-            f"setting 'method' = '{name}': cannot import '{path}'{place_of(error, path)}: "
-            f"{typed(error)}{import_hint(error, path)}"
+            f"setting 'method' = '{name}': cannot import '{path}'{error_location(error, path)}: "
+            f"{describe_error(error)}{import_hint(error, path)}"
         ) from error
     strategy, _ = (_find_class(name, path, base) for base in BASES)
     if not isinstance(spec := getattr(strategy, "spec", None), MethodSpec):

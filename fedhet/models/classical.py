@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.base.arrays import Array
-from fedhet.base.errors import ModelError, typed
+from fedhet.base.errors import ModelError, describe_error
 from fedhet.base.seeding import seeded
 from fedhet.data.spec import preserve_global_rng
 from fedhet.learning.devices import scaled
@@ -153,7 +153,7 @@ class Refitted(nn.Module):
         return nn.functional.one_hot(self.predict(x), self.classes).float()
 
     def _failed(self, what: str, error: Exception) -> ModelError:
-        return self._error(f"model '{self.name}' {what}: {typed(error)}")
+        return self._error(f"model '{self.name}' {what}: {describe_error(error)}")
 
     def _checked(self, predicted: Array, count: int) -> npt.NDArray[np.int64]:
         if predicted.shape != (count,) or predicted.dtype.kind not in "iu":

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedhet.base.errors import ModelError, nearest, reason_of
+from fedhet.base.errors import ModelError, error_reason, nearest
 from fedhet.data.texts import configuration, encoder_folder, encoder_parts
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape
 from fedhet.models.base import HetModel, ModelInfo, join, output_shape
@@ -132,7 +132,9 @@ def _weights(base: str) -> Mapping[str, Tensor]:
     try:
         found: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle's, zipfile's and torch's own
-        raise ModelError(f"model '{base}': {path} cannot be read ({reason_of(error)})") from error
+        raise ModelError(
+            f"model '{base}': {path} cannot be read ({error_reason(error)})"
+        ) from error
     return found
 
 
@@ -286,6 +288,6 @@ def _encoder(name: str) -> nn.Module:
         )
     except Exception as error:  # the library's own, for each fault of the folder
         raise ModelError(
-            f"encoder {name!r}: {folder} cannot be loaded ({reason_of(error)})"
+            f"encoder {name!r}: {folder} cannot be loaded ({error_reason(error)})"
         ) from error
     return network.float()  # its file may hold half precision, which is not trained here

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fedhet.base.disk import Folder
-from fedhet.base.errors import StateError, words_of
+from fedhet.base.errors import StateError, error_text
 from fedhet.privacy.accounting import Release
 from fedhet.privacy.noise import CIPHER
 
@@ -140,7 +140,7 @@ class Ledger:
                 fault = "" if os.write(file, lines) == len(lines) else "the disk is full"
                 os.fsync(file)
             except OSError as error:
-                fault = words_of(error)
+                fault = error_text(error)
             if fault:
                 os.ftruncate(file, size)
                 raise StateError(f"{self.path}: cannot write the file ({fault})")

@@ -26,7 +26,7 @@ from fedhet.base.disk import (
     read_file,
     read_json,
 )
-from fedhet.base.errors import StateError, reason_of
+from fedhet.base.errors import StateError, error_reason
 from fedhet.config.sources import read_toml
 from fedhet.runs.measures import headline_mean
 from fedhet.runs.records import Origin, RoundRecord, Summary
@@ -89,7 +89,7 @@ def append(path: Path, line: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise StateError(f"cannot write {path}: {reason_of(error)}") from None
+        raise StateError(f"cannot write {path}: {error_reason(error)}") from None
 
 
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
@@ -133,7 +133,7 @@ def reading(path: Path) -> Iterator[None]:
             "directory"
         ) from None
     except OSError as error:
-        raise StateError(f"cannot read {path}: {reason_of(error)}") from None
+        raise StateError(f"cannot read {path}: {error_reason(error)}") from None
 
 
 def read_validated(path: Path, schema: type[T]) -> T:
@@ -170,7 +170,7 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         next(directory.iterdir(), None)
     except OSError as error:
-        raise StateError(f"cannot create directory {directory}: {reason_of(error)}") from None
+        raise StateError(f"cannot create directory {directory}: {error_reason(error)}") from None
 
 
 def delete_models(directory: Path) -> None:

@@ -26,7 +26,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.base import versions
 from fedhet.base.disk import Folder, write_text
-from fedhet.base.errors import FedhetError, SettingsError, one_line, typed
+from fedhet.base.errors import FedhetError, SettingsError, describe_error, one_line
 from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
@@ -332,7 +332,7 @@ class RunLog:
 
     def fail(self, error: Exception) -> None:
         """Record the error of a failed run in run.json, and notify watchers."""
-        self._origin.fault = str(error) if isinstance(error, FedhetError) else typed(error)
+        self._origin.fault = str(error) if isinstance(error, FedhetError) else describe_error(error)
         self._write_origin()
         for watcher in self.watchers:
             watcher.run_failed(self._origin.fault)

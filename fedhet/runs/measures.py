@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 
-from fedhet.base.errors import KnowledgeError, nearest, shown
+from fedhet.base.errors import KnowledgeError, nearest, safe_repr
 from fedhet.base.metrics import ACCURACY, MIN_ACCURACY, metric_of
 from fedhet.runs.records import (
     KINDS,
@@ -190,9 +190,11 @@ def _number(
 ) -> float:
     value = metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise KnowledgeError(sender, name, f"must be a finite number, got {shown(value)}")
+        raise KnowledgeError(sender, name, f"must be a finite number, got {safe_repr(value)}")
     if not low <= value <= high:
-        raise KnowledgeError(sender, name, f"must be from {low:g} to {high:g}, got {shown(value)}")
+        raise KnowledgeError(
+            sender, name, f"must be from {low:g} to {high:g}, got {safe_repr(value)}"
+        )
     return float(value)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedhet.algorithms.uncertainty import Key
 from fedhet.base.arrays import Array
 from fedhet.base.disk import Folder, check_mappable, parse_json
-from fedhet.base.errors import StateError, reason_of
+from fedhet.base.errors import StateError, error_reason
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.wire.identity import is_name
 
@@ -304,4 +304,4 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
                 raise StateError(f"{path} is not a state saved by fedhet")
             yield file, metadata
     except (OSError, SafetensorError) as error:
-        raise StateError(f"cannot read {path}: {reason_of(error)}") from error
+        raise StateError(f"cannot read {path}: {error_reason(error)}") from error

@@ -14,7 +14,7 @@ from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from flwr.serverapp import Grid
 from rich.console import Console
 
-from fedhet.base.errors import FedhetError, SettingsError, typed
+from fedhet.base.errors import FedhetError, SettingsError, describe_error
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data.store import RunData
@@ -158,7 +158,9 @@ class Reported(Watcher):
             self._console.print(report.final_table(run))
         except Exception as error:
             command = f"`fedhet report {self._directory}` writes it"
-            self._say(f"the run is complete, but its report failed: {typed(error)}; {command}")
+            self._say(
+                f"the run is complete, but its report failed: {describe_error(error)}; {command}"
+            )
             return
         self._say(f"report, at the server: {self._directory / 'report.html'}")
         self._say(f"next, at the server: fedhet watch {self._directory.parent} shows all runs")
@@ -171,7 +173,7 @@ class Reported(Watcher):
 
                 report.write(self._directory)
             except Exception as error:
-                self._say(f"the report of the recorded rounds failed: {typed(error)}")
+                self._say(f"the report of the recorded rounds failed: {describe_error(error)}")
             else:
                 self._say(f"report of the recorded rounds: {self._directory / 'report.html'}")
 

@@ -32,9 +32,9 @@ from fedhet.base.errors import (
     FedhetError,
     StateError,
     UserModelError,
+    describe_error,
+    error_text,
     one_line,
-    typed,
-    words_of,
 )
 from fedhet.runs.measures import MAX_REPORTED, MISSING_BASE, WORK
 from fedhet.server.reply import ReplySpool
@@ -162,8 +162,8 @@ class NamedProxy(DirectProxy):
                     result = replace(result, parameters=stored)
         except Exception as error:
             if is_training:
-                self._on_reply(self.name, words_of(error))
-            raise ClientFailureError(self.name, words_of(error)) from error
+                self._on_reply(self.name, error_text(error))
+            raise ClientFailureError(self.name, error_text(error)) from error
         if is_training:
             self._on_reply(self.name, one_line(str(result.metrics.get("error", ""))))
         return result, bytes_sent
@@ -383,7 +383,7 @@ class UserCodeFault:
         if user_frames:
             place = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})"
         return cls(
-            f"{words_of(error) if is_of_model else typed(error)}{place}",
+            f"{error_text(error) if is_of_model else describe_error(error)}{place}",
             "".join(traceback.format_list(user_frames)).rstrip(),
             "".join(traceback.format_exception(error)),
         )

@@ -20,7 +20,7 @@ from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from fedhet.base.errors import FedhetError, KnowledgeError, ModelError, one_line, words_of
+from fedhet.base.errors import FedhetError, KnowledgeError, ModelError, error_text, one_line
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.methods.spec import MethodSpec
@@ -331,7 +331,7 @@ class Members:
             count, _ = self._silent.get(proxy.cid, (0, 0))
             self._silent[proxy.cid] = (count + 1, self._asked)
             self._late = self._late or time.monotonic() - started >= self._timeout
-            return f"{display_name(proxy)} did not register: {words_of(error)[:300]}"
+            return f"{display_name(proxy)} did not register: {error_text(error)[:300]}"
 
     def _fault(self, info: ClientInfo) -> str:
         if task_of(info) != self._task:

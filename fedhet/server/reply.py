@@ -34,8 +34,8 @@ from fedhet.base.errors import (
     FedhetError,
     KnowledgeError,
     StateError,
-    reason_of,
-    words_of,
+    error_reason,
+    error_text,
 )
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import load, load_metadata, save
@@ -157,7 +157,7 @@ def from_outside(sender: str) -> Iterator[None]:
     except FedhetError:
         raise
     except Exception as error:
-        fault = f"cannot be read ({type(error).__name__}: {words_of(error)})"
+        fault = f"cannot be read ({type(error).__name__}: {error_text(error)})"
         raise KnowledgeError(sender, REPLY, fault) from error
 
 
@@ -320,7 +320,7 @@ class SpooledPayload(Parameters):
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StateError(
-                f"cannot read the reply of {self._path.name}: {reason_of(error)}; what a method "
+                f"cannot read the reply of {self._path.name}: {error_reason(error)}; what a method "
                 "keeps of a reply's weights after the round it must copy"
             ) from error
 

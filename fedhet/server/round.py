@@ -20,8 +20,8 @@ from fedhet.base.errors import (
     KnowledgeError,
     ReportedError,
     StateError,
+    error_text,
     one_line,
-    words_of,
 )
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured, ScoreKey, relative, spread, summarize
@@ -257,7 +257,7 @@ class RoundState:
         except FedhetError as error:
             self.drop_client(name, str(error), "refused")
         except (MemoryError, OverflowError, RecursionError) as error:
-            fault = f"cannot be used ({type(error).__name__}: {words_of(error)})"
+            fault = f"cannot be used ({type(error).__name__}: {error_text(error)})"
             self.drop_client(name, fault, "refused")
 
     def skip_evaluation(self, name: str, reason: str, outcome: Outcome | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from fedhet.base.errors import KnowledgeError, shown
+from fedhet.base.errors import KnowledgeError, safe_repr
 from fedhet.kinds import KINDS, Kind
 
 SERVER = "server"
@@ -78,12 +78,12 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     name = properties.get("name")
     if not isinstance(name, str) or not is_name(name) or name == SERVER:
         rule = "must consist of letters, digits, '.', '_' and '-'"
-        raise KnowledgeError(node, "name", f"{rule}, got {shown(name)}")
+        raise KnowledgeError(node, "name", f"{rule}, got {safe_repr(name)}")
     model = _text(name, "model", properties.get("model"), _MODEL, "a model name")
     kind = properties.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         rule = f"must be one of {', '.join(KINDS)}"
-        raise KnowledgeError(name, "kind", f"{rule}, got {shown(kind)}")
+        raise KnowledgeError(name, "kind", f"{rule}, got {safe_repr(kind)}")
     shape = _shape(name, KINDS[kind], properties.get("shape"))
     samples = _integer(name, "samples", properties.get("samples"), MIN_SAMPLES, MAX_SAMPLES)
     classes = _integer(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
@@ -93,26 +93,26 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     training = _text(name, "training", properties.get("training", ""), _WORDS, rule)
     own_data = properties.get("own_data", False)
     if not isinstance(own_data, bool):
-        raise KnowledgeError(name, "own_data", f"must be true or false, got {shown(own_data)}")
+        raise KnowledgeError(name, "own_data", f"must be true or false, got {safe_repr(own_data)}")
     return ClientInfo(name, model, samples, classes, kind, shape, order, training, own_data)
 
 
 def _text(sender: str, field: str, value: object, pattern: re.Pattern[str], rule: str) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise KnowledgeError(sender, field, f"must be {rule}, got {shown(value)}")
+        raise KnowledgeError(sender, field, f"must be {rule}, got {safe_repr(value)}")
     return value
 
 
 def _integer(sender: str, field: str, value: object, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
-        fault = f"must be an integer from {low} to {high}, got {shown(value)}"
+        fault = f"must be an integer from {low} to {high}, got {safe_repr(value)}"
         raise KnowledgeError(sender, field, fault)
     return value
 
 
 def _shape(sender: str, kind: Kind, text: object) -> tuple[int, ...]:
     if not isinstance(text, str) or not _SHAPE.fullmatch(text):
-        fault = f"must be 1 to 4 sizes like '3,32,32', got {shown(text)}"
+        fault = f"must be 1 to 4 sizes like '3,32,32', got {safe_repr(text)}"
         raise KnowledgeError(sender, "shape", fault)
     shape = tuple(map(int, text.split(",")))
     if not kind.fits(shape):

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, SettingsError, nearest, typed
+from fedhet.base.errors import DataError, SettingsError, describe_error, nearest
 from fedhet.data import tables
 from fedhet.data.cells import ENDINGS, TEXT_ENDINGS, Cells, find_rows, read_table
 from fedhet.data.class_folders import Files, find_tree
@@ -73,7 +73,7 @@ def read_arrays(
     Nothing is unpacked before but headers, which must agree with the sizes in the archive's index.
     `hint` is added to the message if an array is absent, `source` if the file is.
     """
-    with reading(path, ".npz file", source, typed):
+    with reading(path, ".npz file", source, describe_error):
         with zipfile.ZipFile(path) as archive:
             there = [name.removesuffix(".npy") for name in archive.namelist()]
             taken = 0

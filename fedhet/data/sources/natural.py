@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from fedhet.base.disk import expanded
-from fedhet.base.errors import DataError, reason_of
+from fedhet.base.errors import DataError, error_reason
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.images import decode
 from fedhet.data.sources.files import check_no_subset, checked_labels
@@ -105,13 +105,13 @@ def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str],
             found = json.loads(path.read_text(encoding="utf-8"))["user_data"]
             pairs = list(found.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{path}: not a file of LEAF ({reason_of(error)})") from error
+            raise DataError(f"{path}: not a file of LEAF ({error_reason(error)})") from error
         for user, samples in pairs:
             where = f"{path}, user {user!r}"
             try:
                 x, y = form.samples(samples["x"], where), form.labels(samples["y"], where)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise DataError(f"{where}: {reason_of(error)}") from error
+                raise DataError(f"{where}: {error_reason(error)}") from error
             if len(x) != len(y):
                 raise DataError(f"{where}: x has {len(x)} samples and y has {len(y)}")
             if len(y) and y.max() >= len(form.classes):
@@ -421,7 +421,7 @@ def _table(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.Dat
     except DataError:
         raise
     except Exception as error:  # pandas has its own for each fault of a file
-        raise DataError(f"{path}: cannot be read ({reason_of(error)}{hint})") from error
+        raise DataError(f"{path}: cannot be read ({error_reason(error)}{hint})") from error
 
 
 SOURCES = (
