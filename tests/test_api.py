@@ -257,13 +257,13 @@ def test_data_of_every_form(tmp_path):
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ((X, Y[:5]), "x has 90 rows and y has 5"),
-        ({"train": (X, Y), "classes": ["a", "b"]}, "3 classes in y, but 2 names"),
-        ({"tran": (X, Y)}, "must be a fedhet.Dataset, a pair"),
-        ({"train": (X, Y), "test": (X[:, :2], Y)}, "another shape or type"),
-        ((X, Y.astype(float)), "y must be whole numbers"),
+        ((X, Y[:5]), "the same length, got 90 and 5"),
+        ({"train": (X, Y), "classes": ["a", "b"]}, "expected 3 different class names"),
+        ({"tran": (X, Y)}, "must return a fedhet.Dataset, a pair"),
+        ({"train": (X, Y), "test": (X[:, :2], Y)}, "samples must have shape"),
+        ((X, Y.astype(float)), "y must be integers"),
         (lambda: 1 / 0, "the function failed: ZeroDivisionError"),
-        (3, "it is a int"),
+        (3, "got int"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_line(tmp_path, data, says):

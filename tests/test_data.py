@@ -196,21 +196,21 @@ def test_partition_leaves_global_random_state_and_warnings_alone() -> None:
 def test_impossible_partitions_say_what_to_change() -> None:
     message = fault(DIGITS.replace(clients=40, alpha=0.01, min_samples=30))
     assert "data.alpha = 0.01, data.min-samples = 30, clients = 40" in message
-    assert "raise data.alpha, or lower data.min-samples or clients" in message
+    assert "Raise data.alpha, or lower data.min-samples or clients" in message
     message = fault(DIGITS.replace(clients=200))
     assert message == (
-        "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438 samples; "
-        "lower either"
+        "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438 samples. "
+        "Lower one of the two settings."
     )
     message = fault(DIGITS.replace(partition="shards", shards=500))
     assert "need 4000 shards, digits has 1438 samples" in message
     message = fault(DIGITS.replace(partition="classes", classes_per_client=11))
     assert message == (
-        "data.classes-per-client = 11: must be at most 10, the number of classes of digits"
+        "data.classes-per-client must be at most 10, the number of classes of digits, got 11"
     )
     message = fault(DIGITS.replace(partition="iid", clients=500, min_samples=1))
-    assert message.startswith("client-438: has 2 samples; with data.test-fraction = 0.2")
-    assert "at least 2 to train and 1 to test on are needed" in message
+    assert message.startswith("client-438: expected at least 2 training samples and 1 test sample")
+    assert "data.test-fraction = 0.2, got 2 samples" in message
 
 
 def test_classes_that_no_client_can_hold_stay_out() -> None:
@@ -269,7 +269,7 @@ def test_client_data_is_the_clients_rows_split_once() -> None:
 
 
 def test_client_index_is_checked() -> None:
-    with pytest.raises(SettingsError, match="client index 8: must be from 0 to 7"):
+    with pytest.raises(SettingsError, match="client index must be from 0 to 7, got 8"):
         RunData(DIGITS).client(8)
 
 
@@ -302,7 +302,7 @@ def test_scaling() -> None:
 
 def test_unknown_names_and_values_are_refused() -> None:
     assert "did you mean 'cifar10'?" in fault(DIGITS.replace(dataset="cifar-10"))
-    assert "it is one of breast-cancer, cifar10," in fault(DIGITS.replace(dataset="svhn"))
+    assert "expected one of breast-cancer, cifar10," in fault(DIGITS.replace(dataset="svhn"))
     assert fault(DIGITS.replace(dataset="npz")) == (
         "setting 'data.dataset': expected npz:DIR, got 'npz'"
     )
@@ -446,29 +446,35 @@ def test_npz_images(tmp_path: Path) -> None:
 def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
     message = fault(spec.replace(clients=10))
-    assert message.startswith("clients = 10: must be 3, as npz:")
-    assert "holds 3 clients" in message
-    assert "max-samples = 5: must be 0" in fault(spec.replace(max_samples=5))
+    assert message.startswith("clients must be 3, the number of clients in npz:")
+    assert message.endswith("got 10")
+    assert "data.max-samples must be 0" in fault(spec.replace(max_samples=5))
 
 
 @pytest.mark.parametrize(
     ("arrays", "expected"),
     [
-        ({"x": np.array([[None, 1]] * 4), "y": [0, 1, 0, 1]}, "pickled objects are refused"),
-        ({"data": np.ones((4, 4)), "y": [0, 1, 0, 1]}, "has no array 'x', only data, y"),
+        ({"x": np.array([[None, 1]] * 4), "y": [0, 1, 0, 1]}, "pickled objects are unsupported"),
+        ({"data": np.ones((4, 4)), "y": [0, 1, 0, 1]}, "array 'x' not found, got data, y"),
         ({"x": np.full((4, 4), np.nan), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
         ({"x": np.full((4, 4), 1e300), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
-        ({"x": np.ones((4, 4)), "y": [0, 1, 0]}, "x has 4 rows and y has 3"),
-        ({"x": np.ones((4, 4)), "y": [0, 1, 0, -1]}, "y holds the label -1"),
-        ({"x": np.ones((4, 4)), "y": [0, 1, 0, 10**9]}, "y holds the label 1000000000"),
-        ({"x": np.ones((4, 4)), "y": [0.0, 1, 0, 1]}, "y must be whole numbers [N], is float64"),
-        ({"x": np.ones((4, 4)), "y": [[0], [1], [0], [1]]}, "is int64 [4, 1]"),
+        ({"x": np.ones((4, 4)), "y": [0, 1, 0]}, "the same length, got 4 and 3"),
+        ({"x": np.ones((4, 4)), "y": [0, 1, 0, -1]}, "labels in y must be 0 to 65535, got -1"),
+        (
+            {"x": np.ones((4, 4)), "y": [0, 1, 0, 10**9]},
+            "labels in y must be 0 to 65535, got 1000000000",
+        ),
+        ({"x": np.ones((4, 4)), "y": [0.0, 1, 0, 1]}, "y must be integers [N], got float64"),
+        ({"x": np.ones((4, 4)), "y": [[0], [1], [0], [1]]}, "got int64 [4, 1]"),
         ({"x": np.ones(4), "y": [0, 1, 0, 1]}, "it is float64 [4]"),
         ({"x": np.ones((4, 4), dtype=complex), "y": [0, 1, 0, 1]}, "it is complex128 [4, 4]"),
         ({"x": np.ones((4, 32, 32, 3)), "y": [0, 1, 0, 1]}, "[N, C, H, W] (channels first)"),
-        ({"x": np.ones((4, 5)), "y": [0, 1, 0, 1]}, "samples have shape (5,), those of 0.npz (4,)"),
-        ({"x": np.ones((4, 4), dtype=np.uint8), "y": [0, 1, 0, 1]}, "samples have type"),
-        ({"x": np.ones((1, 4)), "y": [0]}, "has 1 samples, at least 2 are needed"),
+        (
+            {"x": np.ones((4, 5)), "y": [0, 1, 0, 1]},
+            "samples must have shape (4,), as in 0.npz, got (5,)",
+        ),
+        ({"x": np.ones((4, 4), dtype=np.uint8), "y": [0, 1, 0, 1]}, "samples must have type"),
+        ({"x": np.ones((1, 4)), "y": [0]}, "expected at least 2 samples, got 1"),
     ],
 )
 def test_npz_refusals_name_the_file(tmp_path: Path, arrays: dict[str, Any], expected: str) -> None:
@@ -496,8 +502,8 @@ def test_npz_that_is_no_npz(tmp_path: Path) -> None:
 def test_npz_files_must_be_numbered(tmp_path: Path) -> None:
     spec = write_clients(tmp_path)
     (tmp_path / "test" / "1.npz").rename(tmp_path / "test" / "b.npz")
-    assert f"{tmp_path / 'test' / '1.npz'}: is missing" in fault(spec)
-    assert "no .npz files in" in fault(spec.replace(dataset=f"npz:{tmp_path / 'nowhere'}"))
+    assert f"{tmp_path / 'test' / '1.npz'}: file not found" in fault(spec)
+    assert "no .npz files found" in fault(spec.replace(dataset=f"npz:{tmp_path / 'nowhere'}"))
 
 
 # --- image folders ---------------------------------------------------------------------------
@@ -589,7 +595,7 @@ def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_cache_folder_that_cannot_be_written(tmp_path: Path, cache_dir: Path) -> None:
     cache_dir.write_text("a file where the folder should be")
     message = fault(DataSpec(dataset=f"imagefolder:{write_images(tmp_path / 'tree')}"))
-    assert message.startswith(f"{cache_dir}: cannot hold the decoded images")
+    assert message.startswith(f"{cache_dir}: cannot store the decoded images")
     assert "FEDHET_CACHE_DIR" in message
 
 
@@ -619,8 +625,10 @@ def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
     odd = root / "cat" / "2.png"
     PIL.Image.new("RGB", (7, 9)).save(odd)
     message = fault(spec)
-    assert message.startswith(f"{odd}: is 7 x 9 pixels, the first image 6 x 5")
-    assert "set data.image-size" in message
+    assert message.startswith(
+        f"{odd}: expected 6 x 5 pixels, the size of the first image, got 7 x 9"
+    )
+    assert "Set data.image-size" in message
     assert load(spec.replace(image_size=4)).shape == (3, 4, 4)
     noise = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     PIL.Image.fromarray(noise).save(odd)
@@ -633,21 +641,21 @@ def test_image_faults_name_the_file(tmp_path: Path, cache_dir: Path) -> None:
 
 def test_tree_faults(tmp_path: Path) -> None:
     absent = DataSpec(dataset=f"imagefolder:{tmp_path / 'absent'}")
-    assert fault(absent) == f"{tmp_path / 'absent'}: no such directory"
+    assert fault(absent) == f"{tmp_path / 'absent'}: directory not found"
     (tmp_path / "empty").mkdir()
-    assert "has no folders" in fault(absent.replace(dataset=f"imagefolder:{tmp_path / 'empty'}"))
+    assert "expected one directory of images for each class" in fault(
+        absent.replace(dataset=f"imagefolder:{tmp_path / 'empty'}")
+    )
     root = tmp_path / "tree"
     write_images(root / "train")
     write_images(root / "test", classes=("ant", "dogs"))
     message = fault(absent.replace(dataset=f"imagefolder:{root}"))
-    assert message == (
-        f"{root / 'test' / 'dogs'}: not a class of the training set; did you mean 'dog'?"
-    )
+    assert message == (f"{root / 'test' / 'dogs'}: unknown class 'dogs'; did you mean 'dog'?")
     (root / "train" / "elk").mkdir()
     message = fault(absent.replace(dataset=f"imagefolder:{root}"))
-    assert message.startswith(f"{root / 'train' / 'elk'}: no valid file for the class")
+    assert message.startswith(f"{root / 'train' / 'elk'}: expected images (")
     single = write_images(tmp_path / "single", classes=("ant",))
-    assert "has 1 class, at least 2 are needed" in fault(
+    assert "expected at least 2 classes, got 1" in fault(
         absent.replace(dataset=f"imagefolder:{single}")
     )
 
@@ -681,7 +689,7 @@ def test_site_with_images(tmp_path: Path) -> None:
     assert alone.classes == ("cat", "dog")
     assert len(alone.test) == 2
     write_images(tmp_path / "test", classes=("dog",), each=3)
-    with pytest.raises(DataError, match=r"has 2 class folders, the run has 4 .*classes\.txt"):
+    with pytest.raises(DataError, match=r"expected 4 class directories, .* got 2\. .*classes\.txt"):
         site_data(str(tmp_path), classes=4, **site)
     (tmp_path / "classes.txt").write_text("elk\ndog\ncat\nant\n")
     ordered = site_data(str(tmp_path), classes=4, **site)
@@ -728,19 +736,23 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     write_images(tmp_path / "train", classes=("cat", "dog"))
     folder = tmp_path / "train" / "unlabeled"
     folder.mkdir()
-    assert "training images without a class has no images. Remove it" in site_fault()
+    assert "unlabeled training images is empty. Remove it" in site_fault()
     assert site_data(str(tmp_path), spec=SITE, classes=2, name="north").num_unused_unlabeled == 0
     odd = folder / "odd.png"
     PIL.Image.new("RGB", (3, 3)).save(odd)
-    assert site_fault().startswith(f"{odd}: is 3 x 3 pixels, the first image 6 x 5")
+    assert site_fault().startswith(
+        f"{odd}: expected 6 x 5 pixels, the size of the first image, got 3 x 3"
+    )
     (tmp_path / "classes.txt").write_text("cat\nunlabeled\n")
-    assert "'unlabeled' cannot name a class" in site_fault()
+    assert "'unlabeled' cannot be a class name" in site_fault()
     (tmp_path / "classes.txt").unlink()
     (tmp_path / "test" / "unlabeled").mkdir(parents=True)
-    assert f"{tmp_path / 'test' / 'unlabeled'}: test images need a class" in site_fault()
+    assert f"{tmp_path / 'test' / 'unlabeled'}: test images must have a class" in site_fault()
     shutil.rmtree(tmp_path / "test")
     (tmp_path / "unlabeled").mkdir()
-    assert site_fault().endswith(f"next to the class folders, in {tmp_path / 'train'}")
+    assert site_fault().endswith(
+        f"Move it into {tmp_path / 'train'}, next to the class directories."
+    )
 
 
 def test_site_faults(tmp_path: Path) -> None:
@@ -750,21 +762,23 @@ def test_site_faults(tmp_path: Path) -> None:
         return str(caught.value)
 
     absent = tmp_path / "absent"
-    assert site_fault(absent) == f"{absent}: no such folder (the data of north)"
-    assert "must hold either train.npz or train/" in site_fault(tmp_path)
-    assert "'models.num-classes' is 0" in site_fault(tmp_path, 0)
+    assert site_fault(absent) == f"{absent}: directory not found (data of north)"
+    assert "expected exactly one of train.npz, train/" in site_fault(tmp_path)
+    assert "models.num-classes must be the number of classes, at least 2, got 0" in site_fault(
+        tmp_path, 0
+    )
     np.savez(tmp_path / "train.npz", x=np.ones((6, 2)), y=np.arange(6) % 4)
     assert site_fault(tmp_path) == (
-        f"{tmp_path / 'train.npz'}: y holds the label 3, allowed are 0 to 2 (the run has 3 classes)"
+        f"{tmp_path / 'train.npz'}: labels in y must be 0 to 2 (the run has 3 classes), got 3"
     )
     np.savez(tmp_path / "test.npz", x=np.ones((6, 3)), y=np.arange(6) % 4)
-    assert "samples have shape (3,), those of train.npz (2,)" in site_fault(tmp_path, 4)
+    assert "samples must have shape (2,), as in train.npz, got (3,)" in site_fault(tmp_path, 4)
     (tmp_path / "test.npz").unlink()
     np.savez(tmp_path / "train.npz", x=np.ones((2, 2)), y=np.arange(2))
     assert "north" in site_fault(tmp_path, 4)
-    assert "has 2 samples" in site_fault(tmp_path, 4)
+    assert "got 2 samples" in site_fault(tmp_path, 4)
     (tmp_path / "classes.txt").write_text("a\na\nb\n")
-    assert "has 3 names (2 different), the run has 3 classes" in site_fault(tmp_path)
+    assert "expected 3 different class names" in site_fault(tmp_path)
     (tmp_path / "classes.txt").unlink()
     (tmp_path / "train").mkdir()
-    assert "must hold either" in site_fault(tmp_path)
+    assert "expected exactly one of" in site_fault(tmp_path)

@@ -10,7 +10,7 @@ from fedhet.base.errors import DataError, ModelError, SettingsError
 from fedhet.client_runtime.app import permitted
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import load
-from fedhet.data.texts import VARIABLE, encoder_folder
+from fedhet.data.texts import VARIABLE, encoder_directory
 
 WORDS = ["[UNK]", "[PAD]", "a", "cat", "dog", "stock", "fell"]
 PAD = 1  # as RoBERTa has it: not the padding of this library
@@ -88,10 +88,10 @@ def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
         models.build("encoder-1:tiny", (0, 8, 99), 2, seed=0)
     with pytest.raises(ModelError, match="takes texts"):
         models.build("encoder-1:tiny", (3, 8, 8), 2, seed=0)
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="directory not found"):
         models.check_name("encoder-1:other")
-    with pytest.raises(SettingsError, match="a name has letters"):
-        encoder_folder("../x")
+    with pytest.raises(SettingsError, match="a name must consist of letters"):
+        encoder_directory("../x")
     (home / "bad").mkdir(exist_ok=True)
     (home / "bad" / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 7}))
     with pytest.raises(ModelError, match="has no max_position_embeddings"):

@@ -159,7 +159,7 @@ def test_what_permits_a_dataset_is_what_reads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "b").mkdir(parents=True)
     for place in ("a/b@x/../c", "a/b@../c", "a/b/c", "a/../b@c", "@x"):
-        with pytest.raises(DataError, match="not a NAME or NAME@SUBSET of the Hub"):
+        with pytest.raises(DataError, match="expected hf:NAME or hf:NAME@SUBSET"):
             load(DataSpec(dataset=f"hf:{place}"))
     for place in ("a/b@c.d", f"{tmp_path}/a@b", "./a"):
         with pytest.raises(DataError, match="recorded"):

@@ -237,7 +237,7 @@ def test_a_server_does_not_learn_whether_an_image_is_in_a_sites_data(tmp_path, p
     assert seen[0] == seen[1]
     assert "error" not in seen[0][2]
     assert "1 of" in caplog.text
-    assert "samples of site-a are in it too" in caplog.text, "the site's own log says so"
+    assert "samples of site-a" in caplog.text, "the site's own log says so"
 
 
 def test_a_server_does_not_learn_whether_a_class_is_in_a_sites_data(tmp_path):
@@ -248,7 +248,7 @@ def test_a_server_does_not_learn_whether_a_class_is_in_a_sites_data(tmp_path):
     kind, text = outcome(has, **{"models.num-classes": 9})
     assert kind == "SettingsError"
     assert "'models.num-classes' = 9" in text
-    assert "10 at this site, which declares it" in text
+    assert "10 as declared by this site" in text
 
 
 def test_a_server_does_not_learn_a_size_by_bisection(tmp_path):
@@ -308,7 +308,7 @@ def test_texts_show_no_row(run, tmp_path):
         seen.append(outcome(folder, **{"models.pool": "text-bag", **run}))
     assert all(each == seen[0] for each in seen)
     if "data.vocabulary" in run:
-        assert "8192 at this site, which declares it" in seen[0][1]
+        assert "8192 as declared by this site" in seen[0][1]
     else:
         assert seen[0]["classes"] == 3
 
@@ -361,10 +361,11 @@ def test_the_log_of_a_site_lists_the_settings_that_the_run_has_otherwise(tmp_pat
     run = {"data.image-size": 16, "data.test-fraction": 0.1, "data.vocabulary": 64}
     with caplog.at_level("INFO", "fedhet"):
         joined(folder, **run)
-    said = [each for each in caplog.messages if "of the run is not used" in each]
+    said = [each for each in caplog.messages if "of the run is ignored" in each]
     assert len(said) == 3
     for name, value in run.items():
-        assert f"{name} = {value!r} of the run is not used: {folder / 'site.toml'}" in said
+        reason = f"because {folder / 'site.toml'} declares another value"
+        assert f"{name} = {value!r} of the run is ignored, {reason}" in said
 
 
 @pytest.mark.parametrize("kind", ["table", "text", "signal"])
@@ -373,7 +374,7 @@ def test_a_run_for_another_kind_of_samples_is_refused(kind, tmp_path):
     fault, text = outcome(site(tmp_path / "site"), **kinds)
     assert fault == "SettingsError"
     assert f"'data.sample-kind' = '{kind}'" in text
-    assert "'image' at this site, which declares it" in text
+    assert "'image' as declared by this site" in text
 
 
 SCHEMA = """

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedhet.base.errors import DataError, StateError
 from fedhet.data import store
-from fedhet.data.spec import DataSpec, Split, concatenated
+from fedhet.data.spec import DataSpec, Split, concatenate
 from fedhet.data.store import RunData, check_no_overlap, read_dataset
 from fedhet.learning.devices import Compute
 from fedhet.learning.training import (
@@ -93,8 +93,8 @@ def test_a_classifier_without_gradients_sees_scaled_rows():
 
 
 def test_samples_that_are_stored_differently_are_scaled_before_they_are_joined():
-    assert concatenated(BYTES, BYTES[:3]).dtype == torch.uint8
-    mixed = concatenated(BYTES[:4], FLOATS[4:6])
+    assert concatenate(BYTES, BYTES[:3]).dtype == torch.uint8
+    mixed = concatenate(BYTES[:4], FLOATS[4:6])
     assert torch.equal(mixed, FLOATS[:6])
 
 
@@ -209,7 +209,9 @@ def test_a_broken_file_of_samples_is_one_line(tmp_path, damage):
     data = shared(tmp_path, clients=2)
     path = tmp_path / "samples.npy"
     path.write_bytes(path.read_bytes()[:-9] if damage is None else damage)
-    with pytest.raises(StateError, match=r"cannot read the clients' samples in .*samples\.npy"):
+    with pytest.raises(
+        StateError, match=r"cannot read the samples of the clients in .*samples\.npy"
+    ):
         data.client(0)
 
 
@@ -244,7 +246,7 @@ def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, kind):
     with pytest.raises(AssertionError, match="drawn again"):
         RunData(data.spec.replace(seed=5)).partition()
     (tmp_path / "partition.safetensors").write_bytes(b"x")
-    with pytest.raises(StateError, match="cannot read the clients' rows"):
+    with pytest.raises(StateError, match="cannot read the rows of the clients"):
         RunData(data.spec, tmp_path).partition()
 
 

@@ -176,7 +176,7 @@ def test_a_client_whose_classes_are_all_small_sends_none_and_the_others_go_on(tm
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("/srv/a b/train.csv: has no column", "(a path of this site): has no column"),
+        ("/srv/a b/train.csv: no rows", "(a path of this site): no rows"),
         ("cannot read /srv/a b: /etc/passwd, 1/2", "cannot read (a path of this site): (a path of "
          "this site), 1/2"),
     ],

@@ -23,7 +23,7 @@ from fedhet.data.cells import read_table
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.tables import TableSchema, encode, infer_schema, labeled, read_schema
+from fedhet.data.tables import TableSchema, encode, infer_schema, labeled_split, read_schema
 from fedhet.inference.client import open_client, read_inputs
 
 HEAD = ["age", "sex", "admitted", "ward", "died"]
@@ -135,7 +135,7 @@ def test_a_table_takes_no_more_memory_than_is_allowed(tmp_path, sites):
         write(tmp_path / f"{site}.csv", rows)
     place = tmp_path / "0.csv" if sites == 1 else tmp_path
     features, last = 4 * 4000 * (150 + 1 + 1 + 1), 1 if sites > 1 else 0
-    for allowed, fault in ((400_000, rf"{last}\.csv: takes"), (features - 1, f"takes {features}")):
+    for allowed, fault in ((400_000, rf"{last}\.csv: needs"), (features - 1, f"needs {features}")):
         tracemalloc.start()
         try:
             with pytest.raises(DataError, match=fault):
@@ -152,9 +152,9 @@ def test_a_file_for_each_site_is_a_client_each(tmp_path):
     parts = RunData(spec(tmp_path)).partition()
     assert [len(rows) for rows in parts] == [20, 30]
     write(tmp_path / "site-2.csv", [row[1:] for row in many(9)], HEAD[1:])
-    with pytest.raises(DataError, match=r"site-2.csv: has no column 'age', which site-0.csv has"):
+    with pytest.raises(DataError, match=r"site-2.csv: column 'age' of site-0.csv not found"):
         load(spec(tmp_path))
-    with pytest.raises(SettingsError, match="holds a file for each client"):
+    with pytest.raises(SettingsError, match="has one file per client"):
         load(spec(tmp_path, by="ward"))
 
 
@@ -162,17 +162,17 @@ def test_a_file_for_each_site_is_a_client_each(tmp_path):
     ("rows", "changes", "fault"),
     [
         ([["x", *ROWS[0][1:]], *ROWS[1:]], {"columns": ["age"]}, None),  # words, then: categories
-        ([[*row[:4], ""] for row in ROWS[:1]] + ROWS, {}, "line 2, column 'died': has no class"),
-        (ROWS, {"target": "dies"}, "no column 'dies', only .*; did you mean 'died'"),
-        (ROWS, {"target": ""}, "data.target must name the column of the class, of age, sex"),
-        (ROWS, {"columns": ["agee"]}, "no column 'agee', only .*; did you mean 'age'"),
-        (ROWS, {"columns": ["died"]}, "columns besides 'died'"),
-        (ROWS, {"by": "sex"}, "line 4, column 'sex': is empty, but data.by names it"),
-        ([["", *row[1:]] for row in ROWS], {}, "the column 'age' is empty; leave it out"),
-        ([[*row[:4], "no"] for row in ROWS], {}, "'died' has 1 different values"),
-        ([[f"id{k}", *ROWS[k % 4][1:]] for k in range(300)], {}, "'age' has 300 different words"),
-        ([ROWS[0][:3], *ROWS], {}, "line 2 has 3 columns, the first has 5"),
-        ([], {}, "holds no rows"),
+        ([[*row[:4], ""] for row in ROWS[:1]] + ROWS, {}, "line 2, column 'died': the label is m"),
+        (ROWS, {"target": "dies"}, "column 'dies' not found, .*; did you mean 'died'"),
+        (ROWS, {"target": ""}, "data.target must name the label column, one of age, sex"),
+        (ROWS, {"columns": ["agee"]}, "column 'agee' not found, .*; did you mean 'age'"),
+        (ROWS, {"columns": ["died"]}, "feature columns other than the target 'died'"),
+        (ROWS, {"by": "sex"}, "line 4, column 'sex': values of the column data.by must"),
+        ([["", *row[1:]] for row in ROWS], {}, "column 'age' is empty; exclude it"),
+        ([[*row[:4], "no"] for row in ROWS], {}, "expected 2 to 1000 classes, got 1 distinct"),
+        ([[f"id{k}", *ROWS[k % 4][1:]] for k in range(300)], {}, "at most 200 categories, got 300"),
+        ([ROWS[0][:3], *ROWS], {}, "line 2: expected 5 columns, got 3"),
+        ([], {}, "no rows found"),
     ],
 )  # fmt: skip
 def test_a_fault_names_its_line_and_column(tmp_path, rows, changes, fault):
@@ -189,7 +189,7 @@ def test_a_fault_names_its_line_and_column(tmp_path, rows, changes, fault):
     ("name", "place", "value", "noun"),
     [
         ("age", 0, "4O", "number"),
-        ("age", 0, "inf", "number up to 1e+15 either way"),
+        ("age", 0, "inf", "number up to ±1e+15"),
         ("admitted", 2, "2024-02-30", "date such as 2026-01-31"),
     ],
 )
@@ -222,7 +222,7 @@ def test_times_in_different_zones_are_compared_as_moments(tmp_path):
 @pytest.mark.parametrize("second", ["age", " age"])
 def test_a_header_with_one_name_twice_is_refused(tmp_path, second):
     path = write(tmp_path / "all.csv", head=["age", second, "admitted", "ward", "died"])
-    with pytest.raises(DataError, match="has two columns 'age'"):
+    with pytest.raises(DataError, match="duplicate column 'age'"):
         load(spec(path))
 
 
@@ -231,7 +231,7 @@ def test_a_sites_number_that_is_none(tmp_path, value):
     schema = infer_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
     path = write(tmp_path / "b.csv", [*ROWS, [value, *ROWS[0][1:]]])
     with pytest.raises(DataError, match=r"b.csv: line 6, column 'age': '.*' (is not|must be)"):
-        labeled(schema, read_table(path, spec()))
+        labeled_split(schema, read_table(path, spec()))
 
 
 def site(folder, rows, schema, head=HEAD):
@@ -252,12 +252,12 @@ def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_pat
     assert found.shape == (sum(schema.widths),)
     assert found.schema == schema
     other = site(tmp_path / "b", many(30, 2), text, ["age", "gender", *HEAD[2:]])
-    with pytest.raises(DataError, match=r"train\.csv: has no column 'sex'"):
+    with pytest.raises(DataError, match=r"train\.csv: column 'sex' not found"):
         site_data(str(other), spec=DataSpec(), classes=2, name="b")
     (other / "schema.toml").unlink()
-    with pytest.raises(DataError, match=r"`fedhet schema` writes: .*No such file"):
+    with pytest.raises(DataError, match=r"cannot read the table schema: .*No such file"):
         site_data(str(other), spec=DataSpec(sample_kind="table"), classes=2, name="b")
-    with pytest.raises(DataError, match=r"has 2 classes, the run has 3"):
+    with pytest.raises(DataError, match=r"expected the 3 classes of the run, got 2"):
         site_data(str(folder), spec=DataSpec(), classes=3, name="a")
 
 
@@ -324,7 +324,7 @@ def test_a_file_is_predicted_by_what_the_run_was_trained_with(tmp_path, call):
     status, out, _ = call("predict", tmp_path / "run", "client-0", new, "--csv")
     assert status == 0
     assert out.startswith("sample,class,probability,no,yes\nline 2,")
-    with pytest.raises(DataError, match="has no column 'sex'"):
+    with pytest.raises(DataError, match="column 'sex' not found"):
         read_inputs([write(tmp_path / "b.csv", [["1"]], ["age"])], record)
 
 
@@ -423,7 +423,9 @@ def test_numbers_of_other_countries_and_tools(tmp_path, texts, numbers):
 
 def test_what_may_be_meant_in_two_ways_is_decided_by_other_columns_or_a_setting(tmp_path):
     texts, numbers = ["1,234", "2,500", "987"], [1.234, 2.5, 987]
-    with pytest.raises(DataError, match=r"line 2, column 'v': '1,234' may .* Set data.decimal to"):
+    with pytest.raises(
+        DataError, match=r"line 2, column 'v': ambiguous number '1,234': .* Set data.decimal to"
+    ):
         column_of(tmp_path, texts * 4)
     _, x = column_of(tmp_path, texts * 4, decimal="comma")
     np.testing.assert_allclose(x, expected(numbers * 4), atol=1e-5)
@@ -457,13 +459,11 @@ def test_dates_of_other_orders(tmp_path, texts, days):
 
 def test_an_order_of_dates_in_doubt_is_refused(tmp_path):
     texts = ["03/02/2004", "01/02/2004", "05/04/2004"]
-    with pytest.raises(
-        DataError, match=r"begin with the day or with the month. Set data.date-order"
-    ):
+    with pytest.raises(DataError, match=r"begin with the day or the month. Set data.date-order"):
         column_of(tmp_path, texts * 4)
     _, x = column_of(tmp_path, texts * 4, date_order="mdy")
     np.testing.assert_allclose(x, expected([60, 0, 123] * 4), atol=1e-5)
-    with pytest.raises(DataError, match="looks like a date, expected a year of four digits"):
+    with pytest.raises(DataError, match="invalid date '"):
         column_of(tmp_path, ["31/12/99", "01/02/45"] * 4)
 
 
@@ -476,7 +476,9 @@ def test_codes_stay_words_and_measurements_with_unknown_words_are_refused(tmp_pa
             column_of(tmp_path, values)
         assert column_of(tmp_path, values, missing=(odd,))[0].kind == "number"
         assert column_of(tmp_path, values, categories=("v",))[0].kind == "category"
-    with pytest.raises(DataError, match="'v' has another word in each of 40 rows"):
+    with pytest.raises(
+        DataError, match="'v': expected categories, got a different word in each of 40 rows"
+    ):
         column_of(tmp_path, [f"P{text}x{k}" for k, text in enumerate(NUMBERS)])
 
 
@@ -515,7 +517,7 @@ def test_a_column_that_numbers_the_rows_is_no_feature(tmp_path, case, ending, ca
     data = load(spec(path, target="y"))
     assert [column.name for column in data.schema.columns] == ["a"]
     if not (index and ending == "parquet"):  # a range is no column of the file
-        assert "is left out: it" in caplog.text
+        assert "is excluded: " in caplog.text
     other = set(frame.columns) - {"a", "y"}
     if other:  # unless it is asked for by name
         named = (
@@ -585,9 +587,9 @@ def test_many_columns_take_time_in_proportion(tmp_path):
         (["Yes", "No"], ["YES", "NO"], ("NO", "YES")),
         (["yes", "no"], ["Yes ", "no"], None),
         (["True", "False"], ["TRUE", "FALSE"], None),
-        (["yes", "no"], ["1", "0"], "several words for yes and no"),
-        (["y", "n"], ["yes", "no"], "several words for yes and no"),
-        (["True", "False"], ["1", "0"], "several words for yes and no"),
+        (["yes", "no"], ["1", "0"], "several words for yes or no"),
+        (["y", "n"], ["yes", "no"], "several words for yes or no"),
+        (["True", "False"], ["1", "0"], "several words for yes or no"),
     ],
 )
 def test_a_class_in_two_spellings_is_one_or_refused(tmp_path, one, other, classes):
@@ -630,7 +632,9 @@ def test_a_target_of_many_numbers_is_refused(tmp_path, values, ending):
         frame.to_parquet(path) if ending == "parquet" else frame.to_json(
             path, orient="records", lines=True
         )
-    with pytest.raises(DataError, match=r"60 different numbers from .* to .*: fedhet classifies"):
+    with pytest.raises(
+        DataError, match=r"60 different numbers from .* to .*; regression is not supported"
+    ):
         load(spec(path))
     assert len(load(spec(path, categories=("died",))).classes) == 60
 
@@ -639,7 +643,9 @@ def test_a_text_file_with_many_numbers_as_labels_is_refused_and_booleans_are_lab
     path = tmp_path / "t.jsonl"
     lines = [json.dumps({"text": f"note {k}", "label": k / 8}) for k in range(60)]
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"60 different numbers from 0 to 7.375, expected classes"):
+    with pytest.raises(
+        DataError, match=r"expected classes, got 60 different numbers from 0 to 7.375"
+    ):
         load(DataSpec(dataset=f"text:{path}"))
     assert len(load(DataSpec(dataset=f"text:{path}", categories=("label",))).classes) == 60
     for value, classes in ((bool, ("false", "true")), (float, ("0", "1")), (int, ("0", "1"))):
@@ -650,7 +656,8 @@ def test_a_text_file_with_many_numbers_as_labels_is_refused_and_booleans_are_lab
         assert (data.classes, data.train.y.tolist()) == (classes, [k % 2 for k in range(9)])
     path.write_text('{"text": "a", "label": null}')
     with pytest.raises(
-        DataError, match="line 1 has NoneType in the column 'label', expected a text, a number"
+        DataError,
+        match="line 1, column 'label': expected text, a number, true, or false, got NoneType",
     ) as fault:
         load(DataSpec(dataset=f"text:{path}"))
     assert "did you mean" not in str(fault.value)
@@ -679,7 +686,7 @@ def test_a_sites_spelling_is_the_schemas_word_and_it_is_said(tmp_path, caplog):
         return [row[0], row[1].capitalize(), row[2].upper(), f"{row[3]}.0"]
 
     folder, schema, rows = public_and_site(tmp_path, shout)
-    found = labeled(schema, read_table(folder / "train.csv", spec()))
+    found = labeled_split(schema, read_table(folder / "train.csv", spec()))
     assert found.x.equal(encode(schema, read_table(tmp_path / "public.csv", spec())))
     assert found.y.tolist() == [int(row[3]) for row in rows]
     assert "column 'smoker': read 'No' as 'no'" in caplog.text or "'Yes' as 'yes'" in caplog.text
@@ -765,7 +772,7 @@ def test_parquet_values_are_converted_by_their_type(tmp_path):
         (pa.array([[1, 2], [3]] * 10), "list"),
         (pa.array([{"sys": 1}, {"sys": 2}] * 10), "struct"),
         (pa.array([[("a", 1)]] * 20, pa.map_(pa.string(), pa.int64())), "map"),
-        (pa.array([b"\xff\xfe", b"\x00"] * 10), "bytes that are not text in UTF-8"),
+        (pa.array([b"\xff\xfe", b"\x00"] * 10), "bytes that are not UTF-8 text"),
         (pa.nulls(20), "is empty"),
     ],
 )  # fmt: skip
@@ -794,7 +801,7 @@ def test_a_small_parquet_file_of_a_huge_table_takes_little_memory(tmp_path, enco
     pool = pa.default_memory_pool()
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     used = pool.bytes_allocated()
-    with pytest.raises(DataError, match=r"takes|holds a text of 3,000,000 characters"):
+    with pytest.raises(DataError, match=r"needs|at most 1000 characters, got 3,000,000"):
         load(spec(path, max_bytes=100_000_000))
     assert time.process_time() - begun < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
@@ -806,7 +813,7 @@ def test_rows_without_columns_of_a_parquet_file_are_counted_before_they_are_deco
     codes = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["a"]))
     pq.write_table(pa.table({"v": codes, "died": codes}), path)
     assert path.stat().st_size < 10_000
-    with pytest.raises(DataError, match=r"takes \d+ bytes"):
+    with pytest.raises(DataError, match=r"needs \d+ bytes"):
         read_table(path, spec(max_bytes=8_000_000))
 
 
@@ -835,7 +842,7 @@ def test_the_command_and_the_runs_log_say_what_each_column_was_taken_for_and_why
     path = write(tmp_path / "all.csv", rows, ["id", "level", "smoker", "seen", "died"])
     status, said, _ = call("schema", path, "--target", "died", "--out", tmp_path / "s.toml")
     assert status == 0
-    assert "id: left out, its values differ in all rows" in said
+    assert "id: excluded, all its values are different" in said
     assert "level: number, mean" in said
     assert "(numbers with a decimal comma, such as '0,5')" in said
     assert "read 'yes' as 'YES'" in said or "read 'YES' as 'yes'" in said

@@ -67,7 +67,7 @@ LAYOUTS = {  # files -> images of each training class, of each test class, what 
         "x/.DS_Store", "__MACOSX/x/train/a/._0.png", "x/train/.DS_Store"), AB, {"a": 1},
         "3 in val (test is the common test set)"),
     "validation is the test": (("train/a/*2.png", "train/b/*2.png", "valid/b/*1.png"), AB,
-        {"b": 1}, "valid is the common test set"),
+        {"b": 1}, "using valid as the common test set"),
     "a test set without labels": (("train/a/*2.png", "train/b/*2.png", "val/b/*1.png",
         "test/*4.png"), AB, {"b": 1}, "4 in test (val is the common test set)"),
     "scenes": (("seg_train/seg_train/a/*2.png", "seg_train/seg_train/b/*2.png",
@@ -79,11 +79,11 @@ LAYOUTS = {  # files -> images of each training class, of each test class, what 
         "1 .txt"),
     "tools": ((*FLAT, ".ipynb_checkpoints/*2.png", "a/.ipynb_checkpoints/*1.png", "a/@eaDir/*1.png",
         "a/Thumbs.db", "b/desktop.ini", "$RECYCLE.BIN/*1.png", "lost+found/*1.png", "b/._0.png"),
-        AB, None, "1 Thumbs.db (left by other programs)"),
+        AB, None, "1 Thumbs.db (created by other programs)"),
     "endings": (("a/*1.PNG", "a/*1.gif", "b/*1.jfif", "b/*1.Jpe"), AB, None, ""),
     "files of all kinds": ((*FLAT, "a/*3.dcm", "b/*2.heic", "b/*1.nii.gz", "a/*1.txt", "x.csv",
         "b/IMG0001"), AB, None, "3 .dcm (DICOM: convert them to 8-bit or 16-bit PNG)"),
-    "loose": ((*FLAT, "*3.png"), AB, None, "3 images (in no class directory)"),
+    "loose": ((*FLAT, "*3.png"), AB, None, "3 images (outside of the class directories)"),
     "masks of each class": (("a/images/*2.png", "a/masks/*2.png", "b/images/*2.png",
         "b/masks/*1.png"), AB, None, "3 in masks (masks or annotations)"),
     "a class in batches": (("a/*1.png", "a/more/*1.png", "b/*2.png"), AB, None, ""),
@@ -115,34 +115,34 @@ def test_a_layout_is_read_and_every_other_file_is_counted(tmp_path, case, caplog
 
 REFUSED = {
     "hospitals first": (("h1/a/*2.png", "h1/b/*2.png", "h2/a/*1.png", "h2/b/*1.png"),
-        "may be h1, h2, or a, b. Set data.class-level=1 or data.class-level=2"),
+        "either h1, h2 or a, b, because"),
     "hospitals below the part": (("train/h1/a/*2.png", "train/h2/b/*2.png", "test/h1/a/*1.png"),
-        "may be h1, h2, or a, b"),
+        "either h1, h2 or a, b"),
     "parts below hospitals": (("h1/train/a/*1.png", "h1/test/a/*1.png", "h2/train/b/*1.png"),
-        "holds test and train, which must lie at the top of the tree"),
-    "parts below classes": (("a/Train/*1.png", "b/Train/*1.png"), "holds Train, which must lie"),
+        "test and train must be at the top of the tree"),
+    "parts below classes": (("a/Train/*1.png", "b/Train/*1.png"), "Train must be at the top"),
     "organs first": (("colon/colon_aca/*1.png", "colon/colon_n/*1.png", "lung/lung_n/*1.png"),
-        "may be colon, lung, or colon_aca, colon_n, lung_n"),
+        "either colon, lung or colon_aca, colon_n, lung_n"),
     "a copy next to the classes": (("a/*1.png", "b/*1.png", "cells/a/*1.png", "cells/b/*1.png"),
-        "has the name of another class directory. Move or remove it"),
-    "images and labels": (("images/*3.png", "labels/*3.png"), "look like pieces of a data set"),
+        "duplicate name of a class directory. Move or remove it"),
+    "images and labels": (("images/*3.png", "labels/*3.png"), "look like pieces of a dataset"),
     "pieces": (("images_part_1/*1.png", "images_part_2/*1.png", "metadata.csv"),
-        "look like pieces of a data set, not like classes"),
+        "look like pieces of a dataset (images_part_1, images_part_2)"),
     "a table of labels": (("train/*3.png", "train.csv"),
-        "expected one folder of images for each class, got 3 images without one. The labels in "
-        "train.csv are not read"),
-    "test among the classes": (("a/*1.png", "b/*1.png", "test/*3.png"), "look like classes"),
+        "expected one directory of images for each class, got 3 images outside of class "
+        "directories. Label tables such as train.csv are unsupported"),
+    "test among the classes": (("a/*1.png", "b/*1.png", "test/*3.png"), "ambiguous directory"),
     "train among the classes": (("bus/*1.png", "plane/*1.png", "train/*3.png"),
         "If train is a class, move all class directories into"),
     "no training part": (("test/a/*1.png", "val/a/*1.png"), "no directory of training images"),
     "two training parts": (("train/a/*1.png", "Training/a/*1.png"),
-        "Training and train both name the part 'train', expected one of them"),
-    "an empty class": (("a/*1.png", "b/*1.png", "c/"), "no valid file for the class"),
+        "expected one train directory, got Training and train. Remove or rename"),
+    "an empty class": (("a/*1.png", "b/*1.png", "c/"), "expected images (.jpg"),
     "a class of other files": (("a/*1.png", "b/*2.dcm"), "got only 2 .dcm (DICOM: convert"),
     "a test set without classes": (("train/a/*1.png", "train/b/*1.png", "test/*2.png"),
-        "expected one folder of images for each class, got 2 images without one"),
-    "LEAF": (("train/*2.json", "test/*2.json"), "has no folders; expected one folder of images"),
-    "nothing": (("x.txt",), "has no folders"),
+        "expected one directory of images for each class, got 2 images outside of"),
+    "LEAF": (("train/*2.json", "test/*2.json"), "one directory of images for each class"),
+    "nothing": (("x.txt",), "got no directories"),
 }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def test_names_of_parts():
     exact = ("Training", "TEST", "valid", "validation", "Testing", "val")
     assert [part_of(name) for name in exact] == ["train", "test", "val", "val", "test", "val"]
     assert [part_of(name) for name in ("tests", "trains", "seg_train", "")] == [""] * 4
-    assert [part_of(name, loosely=True) for name in ("seg_train", "Test Data", "train-test")] == [
+    assert [part_of(name, any_word=True) for name in ("seg_train", "Test Data", "train-test")] == [
         "train", "test", "",
     ]  # fmt: skip
 
@@ -283,7 +283,9 @@ def test_sixteen_bits_are_scaled_by_their_range(tmp_path):
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
 def test_values_without_a_range_are_refused(tmp_path, kind):
     PIL.Image.fromarray(np.ones((2, 2), kind)).save(tmp_path / "a.tiff")
-    with pytest.raises(DataError, match=r"a\.tiff: holds .* whose range is unknown, expected 8 or"):
+    with pytest.raises(
+        DataError, match=r"a\.tiff: expected 8 or 16 bits per channel, .* whose range is unknown"
+    ):
         shown(tmp_path / "a.tiff")
 
 
@@ -356,7 +358,7 @@ def test_one_text_in_every_encoding(tmp_path, encoding, caplog):
     (tmp_path / "c" / "plain").write_text(text, encoding="utf-8")
     (tmp_path / "c" / encoding).write_bytes(text.encode(encoding))
     assert tokens(tmp_path / "c" / encoding) == tokens(tmp_path / "c" / "plain")
-    said = "1 of 1 texts are not in UTF-8, and are read as Windows-1252" in caplog.text
+    said = "1 of 1 texts are not in UTF-8 and were decoded as Windows-1252" in caplog.text
     assert said == (encoding == "cp1252")
 
 
@@ -364,13 +366,13 @@ def test_one_text_in_every_encoding(tmp_path, encoding, caplog):
 def test_another_alphabet_is_refused_and_not_misread(tmp_path, encoding):
     text = "日本語の文章です" if encoding in ("shift-jis", "gb18030") else "Это не латинский текст"
     path = plant(tmp_path, "c/a.txt", content=(text * 9).encode(encoding)) / "c" / "a.txt"
-    with pytest.raises(DataError, match=r"a\.txt: not a readable text in UTF-8 .*iconv -f"):
+    with pytest.raises(DataError, match=r"a\.txt: not valid UTF-8 text .*iconv -f"):
         tokens(path)
 
 
 def test_a_binary_file_is_no_text(tmp_path):
     path = plant(tmp_path, "c/a", content=bytes(range(200)) + bytes(300)) / "c" / "a"
-    with pytest.raises(DataError, match="not a readable text"):
+    with pytest.raises(DataError, match="not valid UTF-8 text"):
         tokens(path)
 
 
@@ -380,13 +382,13 @@ TEXT_TREES = {
         {"alt.atheism": 3, "sci.med": 2}, {"sci.med": 1}, ""),
     "aclImdb": (("train/pos/*2.txt", "train/neg/*2.txt", "train/unsup/*5.txt", "train/urls_pos.txt",
         "train/labeledBow.feat", "test/pos/*1.txt", "test/urls_pos.txt", "imdb.vocab", "README"),
-        {"neg": 2, "pos": 2}, {"pos": 1}, "2 .txt files (in no class directory)"),
+        {"neg": 2, "pos": 2}, {"pos": 1}, "2 .txt files (outside of the class directories)"),
     "SpamAssassin": (("ham/00001.7c53336b37003a9286aba55d2945844c", "ham/cmds",
         "spam/00001.317e78fa8ee2f54cd4890fdc09ba8176"), {"ham": 1, "spam": 1}, None,
-        "1 without an ending"),
+        "1 without an extension"),
     "Enron mail": (("ham/1.", "ham/2.", "spam/1."), {"ham": 2, "spam": 1}, None, ""),
     "Enron spam": (("ham/*2.txt", "spam/*2.TXT", "Summary.txt"), {"ham": 2, "spam": 2}, None,
-        "1 .txt files (in no class directory)"),
+        "1 .txt files (outside of the class directories)"),
     "pages": (("a/*2.txt", "b/*2.txt", "a/index.html", "b/LICENSE"), {"a": 2, "b": 2}, None,
         "1 .html"),
 }  # fmt: skip

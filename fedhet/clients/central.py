@@ -9,7 +9,7 @@ from torch import nn
 
 from fedhet.base.arrays import grouped
 from fedhet.clients.local import LocalClient
-from fedhet.data.partition import stacked
+from fedhet.data.partition import concatenate_splits
 from fedhet.data.spec import Split
 from fedhet.methods.central import CentralSettings, model_in, sizes_in, trainer
 from fedhet.models import HetModel, load_weights, to_arrays
@@ -42,7 +42,7 @@ class CentralClient(LocalClient):
         if self.settings.uses_public():  # raises DataError if it contains samples of any client
             public = on_device(self.public_set(labeled=True))
             alone, space = self.settings.trains_on == "public", list(range(self.info.classes))
-            own = public if alone else stacked([own, public])
+            own = public if alone else concatenate_splits([own, public])
             unlabeled = unlabeled.take(torch.arange(0)) if alone else unlabeled
         self.unlabeled, self.space = unlabeled, torch.tensor(space, device=compute.device)
         self.samples = replace(self.samples, own=own, unlabeled=unlabeled, space=self.space)

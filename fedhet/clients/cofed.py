@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedhet.algorithms.consensus import undecided
 from fedhet.base.seeding import numpy_rng, seeded
 from fedhet.clients.base import HetClient
-from fedhet.data.spec import Split, concatenated, stratified
+from fedhet.data.spec import Split, concatenate, stratified
 from fedhet.learning.training import CrossEntropy, Evaluation, evaluate, logits_of, train_epochs
 from fedhet.methods.cofed import CofedSettings
 from fedhet.models import Evaluations, Refitted, evaluate_models
@@ -72,7 +72,7 @@ class CofedClient(HetClient):
             return self.x, self.y
         labels = self.state.tensors["labels"].to(self.compute.device)
         rows = (labels < self.info.classes).nonzero().flatten()
-        x = concatenated(self.x, self.public[rows])
+        x = concatenate(self.x, self.public[rows])
         return x, torch.cat([self.y, labels[rows]])
 
     def evaluation(self, knowledge: Knowledge) -> Evaluations:
@@ -208,7 +208,7 @@ class GridSearch:
         x, y = self.client.training_set()
         start = len(self.client.y)  # R_i follows the client's own samples
         own = self.train_part
-        data = Split(concatenated(own.x, x[start:]), torch.cat([own.y, y[start:]]))
+        data = Split(concatenate(own.x, x[start:]), torch.cat([own.y, y[start:]]))
         epochs = self.settings.update_epochs or self.client.training.local_epochs
         self._fit(model, candidate, data, epochs, self.settings.update_batch_size, "update")
         return model

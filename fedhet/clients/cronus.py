@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fedhet.algorithms.distillation import digest_losses
 from fedhet.clients.fedmd import Consensus, FedMdClient
-from fedhet.data.spec import Split, concatenated
+from fedhet.data.spec import Split, concatenate
 from fedhet.learning.training import Optimization
 from fedhet.methods.cronus import CronusSettings
 
@@ -31,7 +31,7 @@ class CronusClient(FedMdClient):
             self._revisit(round, optimizing)
             return
         union = Split(
-            concatenated(self.x, consensus.x), torch.cat([self.y, -1 - consensus.numbers()])
+            concatenate(self.x, consensus.x), torch.cat([self.y, -1 - consensus.numbers()])
         )
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:

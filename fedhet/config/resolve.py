@@ -21,7 +21,7 @@ from fedhet.base.errors import FedhetError, ModelError, SettingsError
 from fedhet.config.sources import GivenSettings, from_flower, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
-from fedhet.data.store import GENERATED, NO_DATASET, RunData
+from fedhet.data.store import DERIVED, GENERATED, RunData
 from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
@@ -159,7 +159,7 @@ def _check_models_and_data(config: Config) -> None:
         if A_MODEL in info.metadata and values[name] != info.default:
             _check_method_model(config, name, lambda model: models.check_name(str(model)))
     sources.find_source(run.data.dataset)
-    if run.data.public_dataset not in ("", *NO_DATASET):
+    if run.data.public_dataset not in ("", *DERIVED):
         sources.find_source(run.data.public_dataset, "data.public-dataset")
 
 

@@ -1,8 +1,8 @@
-"""Images, decoded from files or by Pillow; those of files once, into an array cached on disk.
+"""Image decoding with Pillow, and an on-disk cache of decoded image files.
 
-The decoded array [N, C, H, W] uint8 is a .npy file in FEDHET_CACHE_DIR (or ~/.cache/fedhet), named
-by a hash of its sources and opened as a memory map: all processes of a machine share its pages. It
-is written under a temporary name, then renamed. It may be deleted at any time.
+The cache stores arrays [N, C, H, W] uint8 as .npy files in FEDHET_CACHE_DIR (or ~/.cache/fedhet),
+named by a hash of their sources. They are memory-mapped, so all processes of a machine share their
+pages. Files are written under a temporary name and then renamed; they may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -33,78 +33,78 @@ from fedhet.kinds import Shape
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FORMAT = 2  # part of the cache key: increase it when decoding changes
-_ROWS = 256  # images that one thread decodes at a time
+_FORMAT = 2  # part of the cache key, to be increased when decoding changes
+_ROWS = 256  # number of images that one thread decodes at a time
 _THREADS = 8
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
-"""Pillow's names of the formats that are read, whatever a file's ending is. No others: some run
-programs or hold code, such as EPS."""
+"""Pillow names of the supported formats, independent of the file extension. Other formats are
+unsupported, because some of them run programs or contain code, such as EPS."""
 GRAY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
-"""Modes of images that stay grayscale if all images have one of them."""
+"""Pillow modes of grayscale images."""
 _BACKGROUND = 255
-"""Transparent pixels are shown on white, as on a page."""
+"""Background of transparent pixels: white."""
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's mode of images, by their number of channels."""
+"""Pillow modes by number of channels."""
 
 Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Form:
-    """What images are decoded to."""
+    """Target format of decoded images."""
 
     mode: str
-    """Pillow's: L or RGB."""
+    """Pillow mode, "L" or "RGB"."""
     size: tuple[int, int]
     """Width and height."""
     resize: bool
-    """Whether images of another size are resized, and not refused."""
-    rule: str = "the first image"
-    """What has that size, for messages."""
-    remedy: str = "set data.image-size to resize all"
+    """Whether to resize images of another size instead of raising an error."""
+    rule: str = "the size of the first image"
+    """Description of `size`, for messages."""
+    remedy: str = "Set data.image-size to resize all images."
     max_bytes: int = 2**31
-    """Maximum bytes of the images that are decoded at the same time."""
+    """Maximum memory of the images decoded at the same time, in bytes."""
 
     @classmethod
     def of(cls, first: tuple[int, int], gray: bool, image_size: int) -> Form:
-        """Return the form of images of which one has the size `first` (width, height)."""
+        """Return the format for `image_size`, or for the size of the first image if it is 0."""
         size = (image_size, image_size) if image_size else first
         return cls("L" if gray else "RGB", size, image_size > 0)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape [C, H, W] of a decoded image."""
+        """Shape [C, H, W] of a decoded image."""
         return (1 if self.mode == "L" else 3, self.size[1], self.size[0])
 
 
 def pixels_of(image: Image, form: Form, where: str) -> Pixels:
-    """Return an image [C, H, W] as viewers show it.
+    """Convert an image to an array [C, H, W], as image viewers display it.
 
-    It is turned as its EXIF data says, and put on white where it is transparent; 16-bit values are
-    scaled by their full range; of several frames, the first is read. Color profiles are ignored.
-    Raises DataError, which begins with `where`, for an image that does not fit.
+    Applies the EXIF orientation, puts transparent images on white, scales 16-bit values by their
+    full range, and reads only the first frame. Color profiles are ignored. Raises DataError,
+    prefixed with `where`, for an unsupported image or size.
     """
     import PIL.Image
 
     image = upright(image)
     if image.size != form.size and not form.resize:
         raise DataError(
-            f"{where} is {image.width} x {image.height} pixels, {form.rule} {form.size[0]} x "
-            f"{form.size[1]}; {form.remedy}"
+            f"{where} expected {form.size[0]} x {form.size[1]} pixels, {form.rule}, got "
+            f"{image.width} x {image.height}. {form.remedy}"
         )
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
         kind = "floats" if image.mode == "F" else "signed or 32-bit integers"
         raise DataError(
-            f"{where} holds {kind}, whose range is unknown, expected 8 or 16 bits a channel. "
-            "Scale it and save it as PNG."
+            f"{where} expected 8 or 16 bits per channel, got {kind}, whose range is unknown. "
+            "Scale the image and save it as PNG."
         )
     if image.mode[0] == "I":
         values = np.asarray(image).astype(np.float64)
         image = PIL.Image.fromarray(np.rint(values / 257).clip(0, 255).astype(np.uint8))
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-        shown = image.convert("RGBA")
-        page = PIL.Image.new("RGBA", shown.size, (_BACKGROUND,) * 4)
-        image = PIL.Image.alpha_composite(page, shown).convert("RGB")
+        foreground = image.convert("RGBA")
+        background = PIL.Image.new("RGBA", foreground.size, (_BACKGROUND,) * 4)
+        image = PIL.Image.alpha_composite(background, foreground).convert("RGB")
     converted = image.convert(form.mode)
     resized = converted if converted.size == form.size else converted.resize(form.size)
     pixels = np.asarray(resized)
@@ -112,7 +112,7 @@ def pixels_of(image: Image, form: Form, where: str) -> Pixels:
 
 
 def upright(image: Image) -> Image:
-    """Return an image, decoded, and turned as the orientation in its EXIF data says."""
+    """Decode an image and apply its EXIF orientation."""
     from PIL import ImageOps
 
     format = image.format
@@ -123,11 +123,16 @@ def upright(image: Image) -> Image:
 
 
 def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> Tensor:
-    """Return the images [N, C, H, W] uint8, from the cache if possible; else add them to it.
+    """Decode image files to [N, C, H, W] uint8, using the cache.
 
-    They are resized to `image_size`, or (0) must all have the size of the first. They become
-    grayscale (C = 1) if every file is, else RGB. `like` [C, H, W] sets channels and size instead.
-    Raises DataError for a file that is not an image, and if they take more than `data.max-bytes`.
+    Args:
+        files: Paths of the images.
+        spec: Data settings. If `image_size` is 0, all images must have the same size.
+        like: Shape [C, H, W] of the result. None = the size from `image_size` or the first image;
+            grayscale if all images are grayscale, or else RGB.
+
+    Raises:
+        DataError: If a file is not a valid image, or if the images exceed `data.max-bytes`.
     """
     target = _cache_file(files, spec.image_size, like)
     try:
@@ -136,48 +141,49 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
             from filelock import FileLock
 
             target.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{target}.lock"):  # other processes that need the array wait for it
+            with FileLock(f"{target}.lock"):  # other processes wait until the array is complete
                 pixels = _open(target, len(files))
                 if pixels is None:
                     _build(target, files, spec, like)
                     pixels = np.load(target, mmap_mode="c", allow_pickle=False)
     except OSError as error:
         raise DataError(
-            f"{target.parent}: cannot hold the decoded images ({error_reason(error)}); "
-            "name another folder in the environment variable FEDHET_CACHE_DIR"
+            f"{target.parent}: cannot store the decoded images ({error_reason(error)}). "
+            "Set the environment variable FEDHET_CACHE_DIR to another directory."
         ) from error
     return torch.from_numpy(pixels)
 
 
 def _cache_file(files: Sequence[str], image_size: int, like: Shape | None) -> Path:
     key = hashlib.blake2b(repr((_FORMAT, image_size, like)).encode(), digest_size=16)
-    resolve = cache(os.path.realpath)  # once per folder: a tree may hold a million files
+    # Resolve each directory only once, because a tree may contain a million files.
+    resolve = cache(os.path.realpath)
     for path in files:
-        folder, name = os.path.split(path)
+        directory, name = os.path.split(path)
         with reading(path, "image"):
             stat = os.stat(path)
-        line = f"{resolve(folder)}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
+        line = f"{resolve(directory)}/{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
         key.update(os.fsencode(line))
     home = os.environ.get("FEDHET_CACHE_DIR") or "~/.cache/fedhet"
-    remedy = "name a directory in the environment variable FEDHET_CACHE_DIR"
+    remedy = "set the environment variable FEDHET_CACHE_DIR to a directory"
     return expanded(home, remedy) / f"images-{key.hexdigest()}.npy"
 
 
 def _open(target: Path, count: int) -> Pixels | None:
-    """Map the cached array, or return None if it is absent or incomplete.
+    """Map the cached array into memory, or return None if it is missing or incomplete.
 
-    Mapped copy-on-write: torch accepts it without a warning, and writes never reach the file.
+    The map is copy-on-write: torch accepts it without a warning, and writes never reach the file.
     """
     try:
         pixels = np.load(target, mmap_mode="c", allow_pickle=False)
     except (FileNotFoundError, ValueError, EOFError):
         return None
-    whole = pixels.dtype == np.uint8 and pixels.ndim == 4 and len(pixels) == count
-    return pixels if whole else None
+    is_complete = pixels.dtype == np.uint8 and pixels.ndim == 4 and len(pixels) == count
+    return pixels if is_complete else None
 
 
 def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | None) -> None:
-    """Decode `files`, in their order, into the .npy file `target`."""
+    """Decode `files`, in order, to the .npy file `target`."""
     if like is not None:
         channels, height, width = like
         form = Form(MODES[channels], (width, height), spec.image_size > 0)
@@ -202,16 +208,16 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
 
 
 def open_image(source: str | IO[bytes]) -> Image:
-    """Open an image of one of the FORMATS (reads the header, not the pixels)."""
+    """Open an image in one of the FORMATS, reading only its header."""
     import PIL.Image
 
-    PIL.Image.init()  # Pillow has some formats only if their libraries were there to build it
+    PIL.Image.init()  # some formats are missing if Pillow was built without their libraries
     return PIL.Image.open(source, formats=[each for each in FORMATS if each in PIL.Image.OPEN])
 
 
 @contextmanager
 def opened(path: str) -> Iterator[Image]:
-    """Open an image file. Raises DataError for any fault while it is read in the block."""
+    """Open an image file, and convert any exception raised in the block to DataError."""
     with reading(path, "image"), open_image(path) as image:
         yield image
 
@@ -222,19 +228,19 @@ def _is_gray(path: str) -> bool:
 
 
 def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:
-    """Yield image files, decoded, in blocks [at most _ROWS, C, H, W], in the order of `files`.
+    """Decode image files in order, yielding blocks [up to _ROWS, C, H, W].
 
-    Raises DataError for a file that is not an image, or does not fit the form.
+    Raises DataError for a file that is not an image or does not match the format.
     """
     blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
 
     def pixels(path: str) -> Pixels:
         with opened(path) as image:
-            takes = 4 * _THREADS * image.width * image.height
-            if takes > form.max_bytes:  # whatever size it is resized to
+            needed = 4 * _THREADS * image.width * image.height
+            if needed > form.max_bytes:  # even if it is resized afterwards
                 raise DataError(
-                    f"{path}: is {image.width} x {image.height} pixels, which take {takes} bytes "
-                    f"while {_THREADS} are decoded, 'data.max-bytes' allows {form.max_bytes}"
+                    f"{path}: decoding {_THREADS} images of {image.width} x {image.height} pixels "
+                    f"needs {needed} bytes of memory, data.max-bytes is {form.max_bytes}"
                 )
             return pixels_of(image, form, f"{path}:")
 
@@ -251,4 +257,4 @@ IMAGES = Files(
     decode,
     "image",
 )  # fmt: skip
-"""Files of images, by the endings that users and viewers take for images."""
+"""Image files, by the common extensions."""

@@ -1,8 +1,9 @@
-"""Which client holds which rows: partitions of a training set, test splits, and hidden labels.
+"""Partitions of a training set among clients, test splits, and hidden labels.
 
-Heterogeneous tasks are those of CoFED, Sections 4.7 and 5.2: classes are joined into superclasses,
-and a participant's label space is a few of these. In the IID case, it holds samples of all their
-subclasses; non-IID, of one or two, and is tested on all.
+The partition `superclasses` implements the heterogeneous tasks of CoFED (Sections 4.7 and 5.2):
+classes are merged into superclasses, and the label space of a client is a few superclasses. In the
+IID case, a client has samples of all their subclasses; in the non-IID case, of one or two, and it
+is tested on all of them.
 """
 
 from __future__ import annotations
@@ -21,77 +22,84 @@ from fedhet.data.spec import (
     DataSpec,
     Index,
     Split,
-    concatenated,
+    concatenate,
     preserve_global_rng,
 )
 from fedhet.settings.run import DataSettings
 
-_DRAWS = 20  # a partition that fails its conditions is redrawn with the next seed
+_DRAWS = 20  # a partition that violates its constraints is redrawn with the next seed
 _DIRICHLET_DRAWS = 11
-"""Number of Dirichlet draws from one seed, as in flwr-datasets."""
+"""Number of Dirichlet draws with one seed, as in flwr-datasets."""
 _MIN_TRAIN = 2
 
 
 @preserve_global_rng()
 def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
-    """Return each client's row numbers in the training set, sorted and disjoint.
+    """Partition the training set, except with `superclasses` (see `assign`).
 
-    All rows are assigned, except the remainder of `shards` (fewer rows than there are shards, all
-    of one size) and, under `classes`, classes that no client drew; that happens only if clients x
-    classes-per-client is barely as large as the number of classes. `superclasses` is drawn by
-    `assign`. Raises DataError for conditions that no draw meets.
+    All rows are assigned, except the remainder of equally sized `shards`, and with `classes` any
+    class that no client drew. The latter occurs only if clients x classes-per-client is barely as
+    large as the number of classes.
+
+    Returns:
+        Row numbers of each client, sorted and disjoint.
+
+    Raises:
+        DataError: If no draw satisfies the constraints.
     """
-    if (parts := dataset.parts) is not None:  # clients given as files: one contiguous range each
+    if (parts := dataset.parts) is not None:  # one contiguous range of rows for each client
         if spec.clients != len(parts):
             raise DataError(
-                f"clients = {spec.clients}: must be {len(parts)}, as {spec.dataset} holds "
-                f"{len(parts)} clients"
+                f"clients must be {len(parts)}, the number of clients in {spec.dataset}, got "
+                f"{spec.clients}"
             )
         ends = np.cumsum([sum(part) for part in parts])
         return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
     if (groups := dataset.groups) is None:
         return _drawn(spec, dataset.train.y.numpy())
-    # The persons or sites with the most samples, in the order of names.
+    # Select the persons or sites with the most samples, in the order of their names.
     counts = np.bincount(groups)
     largest = np.argsort(-counts, kind="stable")
     enough = int((counts >= spec.min_samples).sum())
     if spec.clients > enough:
-        whose = f"data.by = {spec.by!r}" if spec.by else spec.dataset
+        source = f"data.by = {spec.by!r}" if spec.by else spec.dataset
         raise DataError(
-            f"clients = {spec.clients}: must be at most {enough}; so many of the {len(counts)} "
-            f"that {whose} names have data.min-samples = {spec.min_samples} or more"
+            f"clients = {spec.clients}: must be at most {enough}, because only {enough} of the "
+            f"{len(counts)} groups in {source} have at least data.min-samples = "
+            f"{spec.min_samples} samples"
         )
     return tuple(np.flatnonzero(groups == group) for group in np.sort(largest[: spec.clients]))
 
 
 def is_natural(dataset: Dataset) -> bool:
-    """Return whether the data itself says which client a sample is of."""
+    """Return whether the dataset itself defines the client of each sample."""
     return dataset.parts is not None or dataset.groups is not None
 
 
 def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
-    """Draw the test split of `count` rows of client `name`: (training, test) positions, sorted.
+    """Draw the test split of the `count` rows of client `name`.
 
-    It is empty if the run has none (`test_fraction` 0).
+    Returns (training, test) positions, sorted. If `spec.test_fraction` is 0, the test split is
+    empty. Raises DataError if too few training samples remain.
     """
     test = max(1, round(spec.test_fraction * count)) if spec.test_fraction else 0
     if count - test < _MIN_TRAIN:
         raise DataError(
-            f"{name}: has {count} samples; with data.test-fraction = {spec.test_fraction} at least "
-            f"{_MIN_TRAIN} to train and 1 to test on are needed: give it more (data.min-samples) "
-            "or lower data.test-fraction"
+            f"{name}: expected at least {_MIN_TRAIN} training samples and 1 test sample with "
+            f"data.test-fraction = {spec.test_fraction}, got {count} samples. Raise "
+            "data.min-samples, or lower data.test-fraction."
         )
     places = numpy_rng(spec.seed, "split", name).permutation(count)
     return np.sort(places[test:]), np.sort(places[:test])
 
 
 def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
-    """Return the first draw that gives every client enough and, under `classes`, every class.
+    """Return the first draw with enough samples per client that covers all classes.
 
-    If no draw covers every class that the clients could hold, the one with the most classes. Raises
-    DataError for conditions that no draw can satisfy, or that none has satisfied.
+    If no draw covers all classes, returns the draw that covers the most. Raises DataError if no
+    draw has enough samples per client.
     """
-    rows, wanted = len(labels), len(np.unique(labels))
+    rows, num_classes = len(labels), len(np.unique(labels))
     needed = {"data.min-samples": (spec.min_samples, "samples")}
     if spec.partition == "shards":
         needed["data.shards"] = (spec.shards, "shards")
@@ -99,62 +107,63 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
         if (total := spec.clients * count) > rows:
             raise DataError(
                 f"clients = {spec.clients} with {setting} = {count} need {total} {what}, "
-                f"{spec.dataset} has {rows} samples; lower either"
+                f"{spec.dataset} has {rows} samples. Lower one of the two settings."
             )
     if spec.partition == "classes":
-        if spec.classes_per_client > wanted:
+        if spec.classes_per_client > num_classes:
             raise DataError(
-                f"data.classes-per-client = {spec.classes_per_client}: must be at most {wanted}, "
-                f"the number of classes of {spec.dataset}"
+                f"data.classes-per-client must be at most {num_classes}, the number of classes of "
+                f"{spec.dataset}, got {spec.classes_per_client}"
             )
-        wanted = min(wanted, spec.clients * spec.classes_per_client)
+        num_classes = min(num_classes, spec.clients * spec.classes_per_client)
     draws = {"dirichlet": _dirichlet, "shards": _shards, "classes": _some_classes}
     best: tuple[Index, ...] = ()
-    most, fault = 0, ""
+    max_covered, fault = 0, ""
     for attempt in range(_DRAWS):
         order = numpy_rng(spec.seed, "partition", attempt, "order").permutation(rows)
         rng = np.random.default_rng(derive(spec.seed, "partition", attempt))
         try:
             if spec.partition == "iid":
-                dealt: Sequence[Index] = np.array_split(np.arange(rows), spec.clients)
+                parts: Sequence[Index] = np.array_split(np.arange(rows), spec.clients)
             else:
-                dealt = draws[spec.partition](labels[order], spec, rng)
+                parts = draws[spec.partition](labels[order], spec, rng)
         except ValueError as error:
             fault = str(error)
             continue
-        drawn = tuple(np.sort(order[own]) for own in dealt)
+        drawn = tuple(np.sort(order[part]) for part in parts)
         smallest = min(map(len, drawn))
         if smallest < spec.min_samples:
-            fault = f"the smallest client has {smallest}"
+            fault = f"the smallest client has {smallest} samples"
             continue
-        held = len(np.unique(labels[np.concatenate(drawn)]))
-        if held > most:
-            best, most = drawn, held
-        if held >= wanted:
+        covered = len(np.unique(labels[np.concatenate(drawn)]))
+        if covered > max_covered:
+            best, max_covered = drawn, covered
+        if covered >= num_classes:
             break
     if best:
         return best
-    own, change = {
-        "iid": ("", ""),
-        "dirichlet": (f"data.alpha = {spec.alpha}, ", "raise data.alpha, or "),
-        "shards": (f"data.shards = {spec.shards}, ", "lower data.shards, or "),
+    values, change = {
+        "iid": ("", "Lower"),
+        "dirichlet": (f"data.alpha = {spec.alpha}, ", "Raise data.alpha, or lower"),
+        "shards": (f"data.shards = {spec.shards}, ", "Lower data.shards, or lower"),
         "classes": (
             f"data.classes-per-client = {spec.classes_per_client}, ",
-            "raise data.classes-per-client, or ",
+            "Raise data.classes-per-client, or lower",
         ),
     }[spec.partition]
     raise DataError(
-        f"data.partition = {spec.partition!r} ({own}data.min-samples = {spec.min_samples}, "
-        f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}); "
-        f"{change}lower data.min-samples or clients"
+        f"data.partition = {spec.partition!r} ({values}data.min-samples = {spec.min_samples}, "
+        f"clients = {spec.clients}): {_DRAWS} draws from {rows} samples failed ({fault}). "
+        f"{change} data.min-samples or clients."
     )
 
 
-# The same draws as flwr-datasets 0.6, on labels alone: its import takes longer than a small run.
+# These functions draw the same partitions as flwr-datasets 0.6, whose import takes longer than a
+# small run.
 
 
 def _dirichlet(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
-    """Split each class between the clients by fractions from a Dirichlet distribution.
+    """Split each class among the clients in proportions from a Dirichlet distribution.
 
     Yurochkin et al., *Bayesian Nonparametric Federated Learning of Neural Networks*, ICML 2019.
     """
@@ -164,8 +173,8 @@ def _dirichlet(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[
             rows = np.flatnonzero(labels == label)
             fractions = rng.dirichlet(np.full(spec.clients, spec.alpha))
             ends = (np.cumsum(fractions) * len(rows)).astype(int)[:-1]
-            for part, some in zip(parts, np.split(rows, ends), strict=True):
-                part.append(some)
+            for part, piece in zip(parts, np.split(rows, ends), strict=True):
+                part.append(piece)
         drawn = [np.concatenate(part) for part in parts]
         if min(map(len, drawn)) >= spec.min_samples:
             return drawn
@@ -173,7 +182,7 @@ def _dirichlet(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[
 
 
 def _shards(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
-    """Sort the rows by class, cut them into shards of one size, and deal the shards at random.
+    """Sort the rows by class, split them into equal shards, and assign the shards at random.
 
     McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data*,
     AISTATS 2017.
@@ -181,38 +190,38 @@ def _shards(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Ind
     count = spec.clients * spec.shards
     size = len(labels) // count
     by_class = np.argsort(labels, kind="stable")
-    dealt = rng.permutation(len(labels) // size)[:count].reshape(spec.clients, spec.shards)
+    assigned = rng.permutation(len(labels) // size)[:count].reshape(spec.clients, spec.shards)
     return [
-        np.concatenate([by_class[shard * size : (shard + 1) * size] for shard in own])
-        for own in dealt
+        np.concatenate([by_class[shard * size : (shard + 1) * size] for shard in shards])
+        for shards in assigned
     ]
 
 
 def _some_classes(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
-    """Draw `data.classes-per-client` classes for each client; a class's clients share its rows.
+    """Draw `data.classes-per-client` classes per client; clients with a class share its rows.
 
     Li et al., *Federated Learning on Non-IID Data Silos: An Experimental Study*, ICDE 2022.
     """
     classes = np.unique(labels)
-    held = [
+    drawn = [
         rng.choice(classes, size=spec.classes_per_client, replace=False)
         for _ in range(spec.clients)
     ]
-    parts: list[list[Index]] = [[] for _ in held]
+    parts: list[list[Index]] = [[] for _ in drawn]
     for label in classes:
-        owners = [part for part, own in zip(parts, held, strict=True) if label in own]
+        owners = [part for part, labels_of in zip(parts, drawn, strict=True) if label in labels_of]
         rows = np.flatnonzero(labels == label)
         if len(owners) > len(rows):
             raise ValueError(
-                f"class {label} has {len(rows)} samples, and {len(owners)} clients drew it"
+                f"class {label} has {len(rows)} samples, but {len(owners)} clients drew it"
             )
         if owners:
-            for part, some in zip(owners, np.array_split(rows, len(owners)), strict=True):
-                part.append(some)
+            for part, piece in zip(owners, np.array_split(rows, len(owners)), strict=True):
+                part.append(piece)
     return [np.concatenate(part) for part in parts]
 
 
-# Krizhevsky 2009, the 20 superclasses of CIFAR-100, in torchvision's names.
+# The 20 superclasses of CIFAR-100 (Krizhevsky 2009), with torchvision's class names.
 CIFAR100 = tuple(
     tuple(line.split())
     for line in """
@@ -248,42 +257,43 @@ CIFAR100_NAMES = tuple(
 )
 GROUPINGS = {"cifar100": dict(zip(CIFAR100_NAMES, CIFAR100, strict=True))}
 Superclasses = str | tuple[tuple[str, ...], ...]
-"""A known grouping's name, or the classes of each superclass."""
+"""Name of a known grouping, or the classes of each superclass."""
 _ASSIGNMENTS = 50
-_TASKS = 5  # draws of label spaces; those for which there is too little data are redrawn
+_TASKS = 5  # number of draws of the label spaces, which are redrawn if there is too little data
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Each client's rows of the training set, sorted, and its label space, ascending."""
+    """Rows and label space of each client, both sorted."""
 
     rows: tuple[Index, ...]
     spaces: tuple[tuple[int, ...], ...]
 
 
-def named(superclasses: Superclasses) -> dict[str, tuple[str, ...]]:
-    """Return each superclass's classes by its name: "a+b" unless it is a known grouping's."""
+def classes_by_superclass(superclasses: Superclasses) -> dict[str, tuple[str, ...]]:
+    """Return the classes of each superclass by its name, or by "a+b" for custom superclasses."""
     if isinstance(superclasses, str):
         return GROUPINGS[superclasses]
     return {"+".join(group): group for group in superclasses}
 
 
-def merged(dataset: Dataset, superclasses: Superclasses) -> Dataset:
-    """Return the dataset with superclasses as its classes; `subclasses` keeps its own labels.
+def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
+    """Replace the classes of a dataset by superclasses; `subclasses` keeps the original labels.
 
-    Raises SettingsError unless every class of the dataset is in exactly one superclass.
+    Raises SettingsError unless every class is in exactly one superclass.
     """
-    groups = named(superclasses)
+    groups = classes_by_superclass(superclasses)
     listed = [name for group in groups.values() for name in group]
     for name in listed:
         if name not in dataset.classes:
             close = nearest(name, dataset.classes)
-            raise SettingsError(f"data.superclasses: {dataset.name} has no class {name!r}{close}")
+            raise SettingsError(f"data.superclasses: unknown class {name!r}{close}")
         if listed.count(name) > 1:
-            raise SettingsError(f"data.superclasses: the class {name!r} is in two of them")
-    if left := [name for name in dataset.classes if name not in listed]:
+            raise SettingsError(f"data.superclasses: class {name!r} is in two superclasses")
+    if missing := [name for name in dataset.classes if name not in listed]:
         raise SettingsError(
-            f"data.superclasses: {', '.join(left[:5])} of {dataset.name} must be in one of them too"
+            f"data.superclasses: every class of {dataset.name} must be in a superclass, "
+            f"missing {', '.join(missing[:5])}"
         )
     super_of = torch.zeros(len(dataset.classes), dtype=torch.int64)
     for number, group in enumerate(groups.values()):
@@ -302,37 +312,37 @@ def merged(dataset: Dataset, superclasses: Superclasses) -> Dataset:
 
 
 def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
-    """Assign rows: samples-per-class rows of each of a client's classes, disjoint among clients.
+    """Draw `samples-per-class` rows of each class in a client's label space.
 
-    Raises DataError if the training set is too small.
+    The rows of different clients are disjoint. Raises DataError if the training set is too small.
     """
     labels = dataset.train.y.numpy()
     subclasses = dataset.subclasses if dataset.subclasses is not None else labels
     for attempt in range(_TASKS):
         try:
             spaces = label_spaces(spec, len(dataset.classes), attempt)
-            owned: list[list[Index]] = [[] for _ in spaces]
+            drawn: list[list[Index]] = [[] for _ in spaces]
             for label in range(len(dataset.classes)):
-                holders = [own for own, space in zip(owned, spaces, strict=True) if label in space]
+                owners = [rows for rows, space in zip(drawn, spaces, strict=True) if label in space]
                 rows = np.flatnonzero(labels == label)
-                parts = _share(label, rows, subclasses[rows], len(holders), spec)
-                for own, part in zip(holders, parts, strict=True):
-                    own.append(part)
+                parts = _draw_class(label, rows, subclasses[rows], len(owners), spec)
+                for owner, part in zip(owners, parts, strict=True):
+                    owner.append(part)
         except DataError:
             if attempt == _TASKS - 1:
                 raise
         else:
             break
-    return Assignment(tuple(np.sort(np.concatenate(parts)) for parts in owned), spaces)
+    return Assignment(tuple(np.sort(np.concatenate(parts)) for parts in drawn), spaces)
 
 
 def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return each client's label space: `label-space` classes, drawn at random."""
+    """Draw the label space of each client, of `label-space` classes."""
     low, high = spec.label_space
     if high > classes:
         raise DataError(
-            f"data.label-space = [{low}, {high}]: must be at most the {classes} classes of "
-            f"{spec.dataset}{'' if spec.superclasses else ' (no superclasses are given)'}"
+            f"data.label-space must be at most {classes}, the number of classes of {spec.dataset}"
+            f"{'' if spec.superclasses else ' (without data.superclasses)'}, got [{low}, {high}]"
         )
     spaces = []
     for client in range(spec.clients):
@@ -343,63 +353,67 @@ def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[
     return tuple(spaces)
 
 
-def _share(label: int, rows: Index, subclasses: Index, holders: int, spec: DataSpec) -> list[Index]:
-    """Return each holder's rows of one class, divided evenly among the subclasses it is given.
+def _draw_class(
+    label: int, rows: Index, subclasses: Index, clients: int, spec: DataSpec
+) -> list[Index]:
+    """Draw the rows of one class for each client, divided evenly among its subclasses.
 
-    A draw that runs out of a subclass is discarded. If none succeeds, for example because the
-    holders need nearly all rows, later holders get subclasses that still have enough.
+    A draw that runs out of a subclass is discarded. If no draw succeeds, for example because the
+    clients need almost all rows, only subclasses with enough remaining rows are drawn.
     """
     present = np.unique(subclasses)
     for attempt in range(2 * _ASSIGNMENTS):
         rng = numpy_rng(spec.seed, "superclass", label, attempt)
-        left = {int(k): rng.permutation(rows[subclasses == k]) for k in present}
-        shared: list[Index] = []
-        for _ in range(holders):
-            drawn = _subclasses(left, spec, rng, with_room=attempt >= _ASSIGNMENTS).tolist()
+        remaining = {int(k): rng.permutation(rows[subclasses == k]) for k in present}
+        assigned: list[Index] = []
+        for _ in range(clients):
+            drawn = _draw_subclasses(remaining, spec, rng, only_enough=attempt >= _ASSIGNMENTS)
             parts = np.array_split(np.arange(spec.samples_per_class), max(1, len(drawn)))
-            sizes = {k: len(part) for k, part in zip(drawn, parts, strict=False)}
-            if not sizes or any(len(left[k]) < size for k, size in sizes.items()):
+            sizes = {k: len(part) for k, part in zip(drawn.tolist(), parts, strict=False)}
+            if not sizes or any(len(remaining[k]) < size for k, size in sizes.items()):
                 break
-            shared.append(np.concatenate([left[k][:size] for k, size in sizes.items()]))
-            left |= {k: left[k][size:] for k, size in sizes.items()}
-        if len(shared) == holders:
-            return shared
+            assigned.append(np.concatenate([remaining[k][:size] for k, size in sizes.items()]))
+            remaining |= {k: remaining[k][size:] for k, size in sizes.items()}
+        if len(assigned) == clients:
+            return assigned
     raise DataError(
-        f"data.partition = 'superclasses': {holders} clients with samples-per-class = "
-        f"{spec.samples_per_class} do not find enough of {len(rows)} samples of a class; lower "
-        "samples-per-class, clients or label-space"
+        f"data.partition = 'superclasses': cannot draw data.samples-per-class = "
+        f"{spec.samples_per_class} samples of one class for each of {clients} clients, because "
+        f"the class has only {len(rows)}. Lower data.samples-per-class, clients, or "
+        "data.label-space."
     )
 
 
-def _subclasses(
-    left: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, with_room: bool
+def _draw_subclasses(
+    remaining: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, only_enough: bool
 ) -> Index:
-    """Return a holder's subclasses of a class: all (IID), or `subclasses` of them.
+    """Draw the subclasses of one client: all (IID), or `data.subclasses` many.
 
-    `with_room`: only subclasses with enough rows left, if necessary in another number.
+    With `only_enough`, draws only subclasses with enough remaining rows, if necessary in another
+    number.
     """
-    present = np.array(sorted(left))
+    present = np.array(sorted(remaining))
     if spec.subclasses == "all":
         return rng.permutation(present)
     low, high = spec.subclasses
     size = min(int(rng.integers(low, high + 1)), len(present))
     order = rng.permutation(present)
-    if with_room:
-        others = [n for n in range(low, min(high, len(present)) + 1) if n != size]
-        for number in (size, *others):
-            open_ = [k for k in order if len(left[int(k)]) * number >= spec.samples_per_class]
-            if len(open_) >= number:
-                return np.array(open_[:number])
+    if only_enough:
+        other_sizes = [n for n in range(low, min(high, len(present)) + 1) if n != size]
+        for number in (size, *other_sizes):
+            enough = [k for k in order if len(remaining[int(k)]) * number >= spec.samples_per_class]
+            if len(enough) >= number:
+                return np.array(enough[:number])
     return order[:size]
 
 
 def labeled_parts(
     data: ClientData, table: DataSettings, seed: int, client: str
 ) -> tuple[Split, Split]:
-    """Return the labeled and the unlabeled part of a client's training samples.
+    """Return the labeled and the unlabeled training samples of a client.
 
-    A site with unlabeled samples of its own already has both parts, whatever the settings; for
-    other clients, `split_labels` hides labels.
+    If the client has separate unlabeled samples, the settings have no effect. Otherwise,
+    `split_labels` hides labels.
     """
     if data.unlabeled is not None:
         return data.train, data.unlabeled
@@ -407,29 +421,28 @@ def labeled_parts(
 
 
 def split_labels(
-    train: Split, alpha: float, least: int, seed: int, client: str
+    train: Split, alpha: float, min_labeled: int, seed: int, client: str
 ) -> tuple[Split, Split]:
-    """Return the labeled and the unlabeled part of a client's training samples.
+    """Split training samples at random into a labeled and an unlabeled part.
 
-    The labeled share is drawn from Dir_2(`alpha`) by seed and client (UM-pFSSL, section VI-A),
-    with at least `least` samples in each part; the samples are drawn too. With `alpha` 0, all are
-    labeled. The unlabeled part keeps its labels for measurements only, never for training. Raises
-    DataError for a client with too few samples.
+    The labeled fraction is drawn from Dir_2(`alpha`) (UM-pFSSL, section VI-A), with at least
+    `min_labeled` samples in each part; `alpha` = 0 labels all samples. The unlabeled part keeps its
+    labels for measurements only, never for training. Raises DataError if there are too few samples.
     """
     if alpha == 0:
         return train, train.take(np.arange(0))
-    if len(train) < 2 * least:
+    if len(train) < 2 * min_labeled:
         raise DataError(
-            f"{client}: has {len(train)} training samples, at least {2 * least} are needed "
-            f"with 'data.labeled-alpha' = {alpha} and 'data.min-labeled' = {least}"
+            f"{client}: expected at least {2 * min_labeled} training samples with "
+            f"data.labeled-alpha = {alpha} and data.min-labeled = {min_labeled}, got {len(train)}"
         )
-    rng = numpy_rng(seed, "labelled", client)  # the key of draws that published tables used
-    share = rng.dirichlet([alpha, alpha])[0]
-    count = min(max(round(share * len(train)), least), len(train) - least)
+    rng = numpy_rng(seed, "labelled", client)  # the spelling seeds the draws of published tables
+    fraction = rng.dirichlet([alpha, alpha])[0]
+    count = min(max(round(fraction * len(train)), min_labeled), len(train) - min_labeled)
     order = rng.permutation(len(train))
     return train.take(np.sort(order[:count])), train.take(np.sort(order[count:]))
 
 
-def stacked(parts: Sequence[Split]) -> Split:
-    """Return the samples of several splits, one after the other."""
-    return Split(concatenated(*(part.x for part in parts)), torch.cat([part.y for part in parts]))
+def concatenate_splits(parts: Sequence[Split]) -> Split:
+    """Concatenate the samples of several splits."""
+    return Split(concatenate(*(part.x for part in parts)), torch.cat([part.y for part in parts]))

@@ -1,4 +1,4 @@
-"""The data of a site, decoded from its own folder."""
+"""Data of a deployment's site, read from a directory on that site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, StateError, error_reason
 from fedhet.data.cells import find_rows, read_table
-from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, find_tree, holds
+from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, contains_samples, find_tree
 from fedhet.data.images import IMAGES
 from fedhet.data.partition import hold_out
 from fedhet.data.sources import sample_kind
@@ -28,7 +28,7 @@ from fedhet.data.spec import (
     preserve_global_rng,
     reading,
 )
-from fedhet.data.tables import labeled, read_schema
+from fedhet.data.tables import labeled_split, read_schema
 from fedhet.data.texts import TEXTS, read_texts, shape_of_texts
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
@@ -36,18 +36,18 @@ from fedhet.settings.schema import build, invalid_setting, kebab
 
 LOG = logging.getLogger("fedhet")
 SCHEMA = "schema.toml"
-"""The file that says what the columns of a site's table become; the same at all sites."""
+"""Schema file of a site's table; all sites share the same schema."""
 DECLARATION = "site.toml"
-"""The file by which a private site declares how its data is read, and what it holds."""
+"""Declaration file of a private site: data settings, number of classes, and shape."""
 CLASSES = "classes.txt"
 READING = (
     "sample_kind", "test_fraction", "image_size", "text_column", "label_column", "tokenizer",
     "vocabulary", "max_tokens",
 )  # fmt: skip
-"""The settings of `[data]` that a site may declare: those by which its directory is read. All
-others are at their defaults at a private site, whatever the run says."""
+"""Settings in `[data]` that a site may declare. A private site uses the defaults of all other data
+settings and ignores the values of the run."""
 _UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
-"""Values by which a run leaves a setting to the data."""
+"""Setting values that mean: determined by the data."""
 _DECLARE = (
     f"A private site declares its data in {DECLARATION}: see docs/privacy.md, "
     "'Declaration of a private site'."
@@ -56,40 +56,46 @@ _DECLARE = (
 
 @dataclass(frozen=True)
 class Declaration:
-    """The data of a private site as the site declares it, before it knows any run.
+    """Declaration of a private site's data, independent of any run.
 
-    The site reads and checks its data by this declaration alone. A run is compared with it, and
-    never with the data: a refusal then says nothing about any sample.
+    The site reads and checks its data using only this declaration. A run is compared with the
+    declaration, never with the data, so an error message reveals nothing about a sample.
     """
 
     path: str
-    """The file of the declaration, for messages."""
+    """Path of the declaration file, for messages."""
     spec: DataSpec
-    """The settings by which the data is read; those of a run have no part in it."""
+    """Data settings of the site; the settings of a run are ignored."""
     names: tuple[str, ...]
-    """The names of all classes, in order."""
+    """Class names, in order."""
     kind: Kind
     shape: Shape
 
     @classmethod
-    def read(cls, folder: str, max_bytes: int) -> Declaration:
-        """Read site.toml, classes.txt and schema.toml; `max_bytes` is the site's own limit.
+    def read(cls, directory: str, max_bytes: int) -> Declaration:
+        """Read the declaration of a site from site.toml, classes.txt, and schema.toml.
 
-        Raises DataError or SettingsError if they do not declare the classes and the shape.
+        Args:
+            directory: Data directory of the site.
+            max_bytes: Size limit of the site's data, in bytes.
+
+        Raises:
+            DataError: If the files do not declare the classes and the shape.
+            SettingsError: If a setting has an invalid value.
         """
-        root = expanded(folder)
+        root = expanded(directory)
         path = root / DECLARATION
         try:
-            given = dict(read_toml_tables(path)) if path.exists() else {}
+            declared = dict(read_toml_tables(path)) if path.exists() else {}
         except (OSError, StateError) as error:
             raise DataError(f"{path}: not a readable TOML file ({error_reason(error)})") from None
         schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
-        number, shape = given.pop("num-classes", 0), given.pop("shape", [])
-        names = schema.classes if schema else _classes_file(root, None)
-        for name in given.keys() - {kebab(each) for each in READING}:
+        number, shape = declared.pop("num-classes", 0), declared.pop("shape", [])
+        names = schema.classes if schema else _read_class_names(root, None)
+        for name in declared.keys() - {kebab(each) for each in READING}:
             known = ", ".join(["num-classes", "shape", *map(kebab, READING)])
             raise DataError(f"{path}: {name}: unknown setting, expected one of {known}")
-        table = build(DataSettings, given, prefix=f"{path}: data.")
+        table = build(DataSettings, declared, prefix=f"{path}: data.")
         spec = DataSpec.model_construct(
             **dict(table.model_copy(update={"max_bytes": max_bytes})), clients=1, seed=FIXED_SEED
         )
@@ -99,57 +105,60 @@ class Declaration:
         if names and number not in (0, len(names)):
             where = root / (SCHEMA if schema else CLASSES)
             rule = f"expected {len(names)}, the number of classes in {where}, got {number}"
-            raise DataError(f"{path}: num-classes: {rule}. Change either file.")
+            raise DataError(f"{path}: num-classes: {rule}. Correct one of the two files.")
         if schema:
-            found: Shape = (sum(schema.widths),)
+            sample_shape: Shape = (sum(schema.widths),)
             kind = TABLE
         elif table.sample_kind == TEXT.name:
-            kind, found = TEXT, shape_of_texts(spec)
+            kind, sample_shape = TEXT, shape_of_texts(spec)
         else:
-            found = tuple(shape) if isinstance(shape, list) else ()
-            kind = kind_of_arrays(found, KINDS.get(table.sample_kind))
-        sizes: list[Any] = list(found)
+            sample_shape = tuple(shape) if isinstance(shape, list) else ()
+            kind = kind_of_arrays(sample_shape, KINDS.get(table.sample_kind))
+        sizes: list[Any] = list(sample_shape)
         if not 1 <= len(sizes) <= 4 or not all(type(k) is int and k >= 0 for k in sizes):
             rule = "expected the shape of a sample, such as [3, 32, 32]"
             raise DataError(f"{path}: shape: {rule}, got {shape!r}. {_DECLARE}")
-        return cls(str(path), spec, names or tuple(map(str, range(number))), kind, found)
+        return cls(str(path), spec, names or tuple(map(str, range(number))), kind, sample_shape)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The declared values of the settings of a run, by their full names."""
+        """The declared values of run settings, by full setting name."""
         flat = self.spec.flat()
         values = {f"data.{kebab(name)}": flat[kebab(name)] for name in READING}
         return values | {"models.num-classes": len(self.names)}
 
     def check(self, run: RunSettings) -> None:
-        """Raise SettingsError if a run is for other classes, or for samples of another kind.
+        """Raise SettingsError if the run has other classes or another sample kind.
 
-        Logs the other settings of the run that differ: the declared values are used.
+        Other settings that differ are logged, and the declared values are used.
         """
-        asked, kind = run.flat(), self.kind
+        values, kind = run.flat(), self.kind
         binding = {"models.num-classes", "data.sample-kind"}
         if kind is TEXT:
             binding |= {"data.tokenizer", "data.vocabulary", "data.max-tokens"}
         for name, value in {**self.settings, "data.sample-kind": kind.name}.items():
-            if asked[name] in (value, _UNSET.get(name, value)):
+            if values[name] in (value, _UNSET.get(name, value)):
                 continue
             if name in binding:
-                raise invalid_setting(name, asked[name], f"{value!r} as declared by this site")
-            LOG.info("%s = %r of the run is not used: %s", name, asked[name], self.path)
+                raise invalid_setting(name, values[name], f"{value!r} as declared by this site")
+            LOG.info(
+                "%s = %r of the run is ignored, because %s declares another value",
+                name, values[name], self.path,
+            )  # fmt: skip
 
-    def read_data(self, folder: str, name: str) -> ClientData:
-        """Read and check the site's data. Raises DataError, of whatever kind the fault is."""
+    def read_data(self, directory: str, name: str) -> ClientData:
+        """Read and check the site's data. Raises DataError for any error."""
         try:
             return site_data(
-                folder, spec=self.spec, classes=len(self.names), name=name, declared=self
+                directory, spec=self.spec, classes=len(self.names), name=name, declared=self
             )
-        except Exception as error:  # all alike: the type of an error is sent
+        except Exception as error:  # the type of an error is sent, so it must always be the same
             raise DataError(f"{type(error).__name__}: {error}") from error
 
 
 @preserve_global_rng()
 def site_data(
-    folder: str,
+    directory: str,
     *,
     spec: DataSpec,
     classes: int,
@@ -157,26 +166,35 @@ def site_data(
     unlabeled: bool = False,
     declared: Declaration | None = None,
 ) -> ClientData:
-    """Return the data of a site, from its own folder.
+    """Read the data of a site.
 
-    FOLDER/train.npz and test.npz, or FOLDER/train/<class>/* and test/<class>/* images; for texts
-    FOLDER/train.csv and test.csv (as `fedhet.data.texts` reads them), or .txt files by class. With
-    FOLDER/schema.toml, train.csv (or .parquet) and test.csv are a table.
-    Without a test part, `spec.test_fraction` of the rest is held out. FOLDER/classes.txt (one name
-    per line) lists the run's classes in order; it is needed only if a site lacks some of them.
-    Samples without a class are in FOLDER/train/unlabeled; they are read if `unlabeled`.
-    With `declared`, all names and the shape come from this declaration, and none from the files.
+    The directory contains either train.npz and test.npz; images in train/<class>/ and
+    test/<class>/; texts in train.csv and test.csv or in .txt files by class; or, with schema.toml,
+    a table in train.csv (or .parquet) and test.csv. If there is no test part,
+    `spec.test_fraction` of the samples is held out. classes.txt lists the classes of the run in
+    order, one per line; it is needed only if the site lacks some of them. train/unlabeled/ holds
+    samples without a label.
+
+    Args:
+        directory: Data directory of the site.
+        spec: Data settings.
+        classes: Number of classes of the run.
+        name: Name of the site.
+        unlabeled: Whether to read the samples without a label.
+        declared: Declaration of a private site, which defines all names and the shape.
+
+    Raises:
+        DataError: If the directory is invalid or has too few samples.
     """
-    root = expanded(folder)
+    root = expanded(directory)
     if not root.is_dir():
-        raise DataError(f"{root}: no such folder (the data of {name})")
+        raise DataError(f"{root}: directory not found (data of {name})")
     if classes < 2:
         raise DataError(
-            f"{root}: the run must say how many classes there are, 2 or more: "
-            f"'models.num-classes' is {classes}"
+            f"{root}: models.num-classes must be the number of classes, at least 2, got {classes}"
         )
-    own, rest, num_unused_unlabeled = _read(root, classes, spec, unlabeled, declared)
-    train, test = own.train, own.test
+    dataset, unlabeled_split, num_unused = _read(root, classes, spec, unlabeled, declared)
+    train, test = dataset.train, dataset.test
     if test is None:
         if not spec.test_fraction:
             raise no_test_error(f"{root}", spec)
@@ -184,43 +202,44 @@ def site_data(
         train, test = train.take(train_rows), train.take(test_rows)
     if len(train) < 2 or len(test) < 1:
         raise DataError(
-            f"{root}: has {len(train)} training and {len(test)} test samples, at least 2 and 1 "
-            "are needed"
+            f"{root}: expected at least 2 training samples and 1 test sample, got {len(train)} "
+            f"and {len(test)}"
         )
-    # A site's label space is the classes of its samples; the run may have more.
+    # The label space of a site contains the classes of its samples; the run may have more.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     if declared is not None:
-        if own.shape != declared.shape:
-            rule = f"expected the shape of the data, {list(own.shape)}, got {list(declared.shape)}"
+        if (shape := dataset.shape) != declared.shape:
+            rule = f"expected the shape of the data, {list(shape)}, got {list(declared.shape)}"
             raise DataError(f"{declared.path}: shape: {rule}. Correct it.")
-        space, rest = tuple(range(classes)), rest or train.take(torch.arange(0))
+        space = tuple(range(classes))
+        unlabeled_split = unlabeled_split or train.take(torch.arange(0))
     return ClientData(
-        name, train, test, None, own.classes, space, own.kind, own.shape, rest,
-        num_unused_unlabeled, own.stored, own.schema,
+        name, train, test, None, dataset.classes, space, dataset.kind, dataset.shape,
+        unlabeled_split, num_unused, dataset.stored, dataset.schema,
     )  # fmt: skip
 
 
 def _read(
     root: Path, classes: int, spec: DataSpec, unlabeled: bool, declared: Declaration | None
 ) -> tuple[Dataset, Split | None, int]:
-    """Read a site's folder, in whichever layout it is. Raises DataError for another.
+    """Read the directory of a site in any supported layout.
 
-    Returns its labeled samples, those without a class if `unlabeled`, and the number of samples
-    without a class that are not read.
+    Returns the labeled samples, the unlabeled samples if requested, and the number of unlabeled
+    samples that were not read. Raises DataError for an unsupported layout.
     """
-    names = declared.names if declared else _classes_file(root, classes)
+    names = declared.names if declared else _read_class_names(root, classes)
     rows, is_npz = find_rows(root, "train"), (root / "train.npz").exists()
     trees = Scan(IMAGES).find_parts(root)[TRAIN]
     if is_npz + bool(trees) + (rows is not None) != 1:
         raise DataError(
-            f"{root}: must hold either train.npz or train/<class>/<images or .txt>, or rows of "
-            "texts in train.csv, .tsv or .jsonl (and test likewise)"
+            f"{root}: expected exactly one of train.npz, train/<class>/<images or .txt>, and rows "
+            "in train.csv, .tsv, .jsonl, or .parquet (and likewise for test)"
         )
     for path in root.iterdir():
         if path.name.lower() in UNLABELED and path.is_dir():
             raise DataError(
-                f"{path}: is not allowed here: it lies next to the class folders, in "
-                f"{next(iter(trees), None)}"
+                f"{path}: unexpected directory. Move it into {next(iter(trees), root / TRAIN)}, "
+                "next to the class directories."
             )
     stated = sample_kind(spec)
     if is_npz:
@@ -229,52 +248,54 @@ def _read(
         names = names or tuple(map(str, range(classes)))
         return Dataset(f"{root}", train, test, names, kind=kind), None, 0
     if rows is not None:
-        held = find_rows(root, "test")
+        test_rows = find_rows(root, "test")
         if stated is not TABLE and not (root / SCHEMA).exists():
-            return read_texts(rows, held, spec, names, classes), None, 0
+            return read_texts(rows, test_rows, spec, names, classes), None, 0
         schema = read_schema(root / SCHEMA)
         if len(schema.classes) != classes:
             raise DataError(
-                f"{root / SCHEMA}: has {len(schema.classes)} classes, the run has {classes}"
+                f"{root / SCHEMA}: expected the {classes} classes of the run, got "
+                f"{len(schema.classes)}"
             )
-        train = labeled(schema, read_table(rows, spec))
-        test = labeled(schema, read_table(held, spec)) if held else None
-        own = Dataset(f"{root}", train, test, schema.classes, kind=TABLE.name, schema=schema)
-        return own, None, 0
+        train = labeled_split(schema, read_table(rows, spec))
+        test = labeled_split(schema, read_table(test_rows, spec)) if test_rows else None
+        table = Dataset(f"{root}", train, test, schema.classes, kind=TABLE.name, schema=schema)
+        return table, None, 0
 
-    # A text next to an image describes it: only a tree without images holds texts.
-    texts = stated is TEXT or (not holds(root, IMAGES) and holds(root, TEXTS))
+    # A text file next to an image describes the image, so only a tree without images holds texts.
+    texts = stated is TEXT or (not contains_samples(root, IMAGES) and contains_samples(root, TEXTS))
     files = TEXTS if texts else IMAGES
-    if named := [name for name in names if name.lower() in UNLABELED]:
+    if reserved := [name for name in names if name.lower() in UNLABELED]:
         raise DataError(
-            f"{root / CLASSES}: {named[0]!r} cannot name a class: "
-            f"the folder of that name is for {files.noun} without one"
+            f"{root / CLASSES}: {reserved[0]!r} cannot be a class name, because it is reserved "
+            f"for the directory of unlabeled {files.noun}"
         )
-    tree = find_tree(root, files, classes=names, whole=False)
+    tree = find_tree(root, files, classes=names, all_classes=False)
     if len(tree.classes) != classes:
         raise DataError(
-            f"{root}: has {len(tree.classes)} class folders, the run has {classes} classes; name "
-            f"all {classes} in the run's order in {root / CLASSES}"
+            f"{root}: expected {classes} class directories, one for each class of the run, got "
+            f"{len(tree.classes)}. If some are missing, list all classes in the order of the run "
+            f"in {root / CLASSES}."
         )
-    own = tree.read(spec, declared.shape if declared and not texts else None)
+    dataset = tree.read(spec, declared.shape if declared and not texts else None)
     paths = tree.unlabeled
     if paths is None:
-        return own, None, 0
+        return dataset, None, 0
     if not unlabeled:
-        return own, own.train.take(torch.arange(0)), len(paths)
+        return dataset, dataset.train.take(torch.arange(0)), len(paths)
     if not paths:
         raise DataError(
-            f"{root}: the directory of training {files.noun} without a class has no "
-            f"{files.noun}. Remove it, and labels of others are hidden."
+            f"{root}: the directory of unlabeled training {files.noun} is empty. Remove it to "
+            "hide the labels of other samples instead."
         )
-    x = files.read(paths, spec, tuple(own.train.x.shape[1:]))
-    return own, Split(x, torch.full((len(paths),), UNKNOWN)), 0
+    x = files.read(paths, spec, tuple(dataset.train.x.shape[1:]))
+    return dataset, Split(x, torch.full((len(paths),), UNKNOWN)), 0
 
 
-def _classes_file(root: Path, classes: int | None) -> tuple[str, ...]:
-    """Return the names in classes.txt, or () if there is no such file.
+def _read_class_names(root: Path, classes: int | None) -> tuple[str, ...]:
+    """Return the names in classes.txt, or () if the file does not exist.
 
-    Raises DataError unless there are `classes` of them; None: any number from 2 on.
+    Raises DataError if the number of names is not `classes` (None = any number, at least 2).
     """
     path = root / CLASSES
     if not path.exists():
@@ -285,10 +306,10 @@ def _classes_file(root: Path, classes: int | None) -> tuple[str, ...]:
     classes = classes or max(2, len(names))
     if len(names) != classes or len(set(names)) != classes:
         raise DataError(
-            f"{path}: has {len(names)} names ({len(set(names))} different), the run has "
-            f"{classes} classes: give each one line, in the run's order"
+            f"{path}: expected {classes} different class names, one per line, in the order of the "
+            f"run, got {len(names)} names ({len(set(names))} different)"
         )
     for name in names:
         if not name.isprintable():
-            raise DataError(f"{path}: the name {name!r} is not printable")
+            raise DataError(f"{path}: class name {name!r} must be printable text")
     return names

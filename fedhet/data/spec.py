@@ -1,6 +1,6 @@
-"""The types that this package shares: samples, datasets, data settings, and sources of data.
+"""Types shared in this package: splits, datasets, data settings, and data sources.
 
-PyTorch is imported by the functions that need it: `fedhet schema` does without.
+PyTorch is imported lazily, because `fedhet schema` does not need it.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ if TYPE_CHECKING:
 Index = npt.NDArray[np.int64]
 
 Stored = Literal["bytes", "scaled", "given"]
-"""How samples are stored: images as bytes; images that are in [-1, 1] already, to which bytes may
-be scaled; or float32 that models take as it is, whatever its range."""
+"""Storage format of samples: uint8 images ("bytes"), float32 images in [-1, 1] ("scaled"), or
+other float32 values that models use unchanged ("given")."""
 UNKNOWN = -1
-"""The label of a sample of unknown class."""
+"""Label of a sample of unknown class."""
 FIXED_SEED = 0
-"""The seed of what must not depend on the run's: the common test sets."""
+"""Seed of draws that must not depend on the seed of the run, such as the common test set."""
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """Labeled samples: `x` [N, ...] and `y` [N] int64.
 
-    `x` is uint8 (images as stored) or float32, [N, *shape]; or int64 tokens [N, L].
+    `x` is uint8 (images) or float32 of shape [N, *shape], or int64 tokens [N, L].
     """
 
     x: Tensor
     y: Tensor
 
     def __len__(self) -> int:
-        """Return N."""
+        """Return the number of samples, N."""
         return len(self.y)
 
     def take(self, index: Index | Tensor) -> Split:
-        """Return a copy of the rows in `index` [M], in its order."""
+        """Return a copy of the rows `index` [M], in that order."""
         import torch
 
         rows = torch.as_tensor(index, dtype=torch.int64)
         return Split(self.x.index_select(0, rows), self.y.index_select(0, rows))
 
     def subset(self, size: int, rng: np.random.Generator) -> Split:
-        """Return `size` rows, stratified by class; all if `size` is 0 or not smaller than N."""
+        """Return a subset of `size` rows, stratified by class; 0 or `size` >= N returns all."""
         if not 0 < size < len(self):
             return self
         return self.take(stratified(self.y.numpy(), size, rng))
 
     def scaled(self) -> Split:
-        """Return the split with `x` as models expect it (see `fedhet.learning.devices.scaled`)."""
+        """Return the split with uint8 images scaled to [-1, 1]."""
         from fedhet.learning.devices import scaled
 
         return Split(scaled(self.x), self.y)
@@ -72,54 +72,55 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A training set to partition among clients and, if there is one, the common test set.
-
-    `parts` is set only for data that comes already partitioned: (training rows, test rows) of each
-    client, which are contiguous in `train`.
-    """
+    """A dataset: a training set to partition among clients, and optionally a common test set."""
 
     name: str
     train: Split
+    """Training set."""
     test: Split | None
+    """Common test set."""
     classes: tuple[str, ...]
+    """Class names, in the order of the labels."""
     parts: tuple[tuple[int, int], ...] | None = None
+    """Number of (training, test) rows of each client, for datasets that are already partitioned;
+    the rows of a client are contiguous in `train`."""
     public: Split | None = None
-    """The share of the training set that was taken out as public data, if any."""
+    """Public samples, removed from the training set."""
     columns: tuple[int, ...] = ()
-    """For tables: the number of features of each column, in order; (): one each."""
+    """Number of features of each column of a table, in order; () = one each."""
     subclasses: Index | None = None
-    """The training set's original labels [N], if `superclasses` replaced them."""
+    """Original labels [N] of the training set, if `data.superclasses` replaced them."""
     kind: str = ""
-    """The kind of the samples, a name in `fedhet.kinds.KINDS`; "": rows of a table [F], or images,
-    as the arrays of .npz files are."""
+    """Sample kind, a name in `fedhet.kinds.KINDS`; "" = rows of a table if a sample has one
+    dimension, or else images."""
     shape: Shape = ()
-    """The shape of one sample, as its kind has it; (): that of the rows of `train.x`."""
+    """Shape of one sample; () = the shape of a row of `train.x`."""
     groups: Index | None = None
-    """The number [N] of the person or site that each training sample is of, if `data.by` says so;
-    numbers are in the order of the names."""
+    """Index [N] of the person or site of each training sample, if the dataset has natural clients
+    or `data.by` is set; in the order of their names."""
     scaled_images: bool = False
-    """Whether `x` holds images as float32 that are in [-1, 1] already, as bytes become."""
+    """Whether `x` holds float32 images already scaled to [-1, 1]."""
     schema: TableSchema | None = None
-    """Of a table of the user's own: what its columns became."""
+    """Schema of a user's table."""
     notes: tuple[str, ...] = ()
-    """What each column of a table was taken for, and why: lines for the run's log."""
+    """Log lines with the type of each column of a table, and the evidence for it."""
 
     def __post_init__(self) -> None:
-        """Take the shape of the samples from `train`, unless it is given. Check the kind."""
+        """Infer the shape if it is not set, and check the kind."""
         shape = self.shape or tuple(self.train.x.shape[1:])
         kind = KINDS.get(self.kind) if self.kind else kind_of_arrays(shape)
         if kind is None or not kind.fits(shape):
             known = ", ".join(KINDS)
             raise DataError(
-                f"{self.name}: kind = {self.kind!r}: must be the kind of samples of shape "
-                f"{list(shape)}, one of {known}"
+                f"{self.name}: kind must match samples of shape {list(shape)}, expected one of "
+                f"{known}, got {self.kind!r}"
             )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "kind", kind.name)
 
     @property
     def stored(self) -> Stored:
-        """How samples are stored, which says how new ones are scaled."""
+        """The storage format, which determines the scaling of new samples."""
         import torch
 
         if self.scaled_images:
@@ -127,7 +128,7 @@ class Dataset:
         return "bytes" if self.train.x.dtype == torch.uint8 else "given"
 
     def with_train_rows(self, rows: Index) -> Dataset:
-        """Return the dataset with these rows of its training set."""
+        """Return a copy with only these rows of the training set."""
         subclasses, groups = self.subclasses, self.groups
         return replace(
             self,
@@ -139,34 +140,34 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """A client's data: x as it is stored (bytes become images in [-1, 1] batch by batch).
-
-    `test` is the client's own test split (protocol "personal"; empty if the run has none), `common`
-    the rows of the common test set, if any, in the client's label space. `space` is that label
-    space: classes, ascending. `kind` is the kind of the samples, a name in `fedhet.kinds.KINDS`,
-    and `shape` the shape of a sample.
-    """
+    """Data of one client, in storage format (uint8 images are scaled batch by batch)."""
 
     name: str
     train: Split
     test: Split
+    """Personal test split (protocol "personal"); empty if the run has none."""
     common: Split | None
+    """Rows of the common test set in the client's label space."""
     classes: tuple[str, ...]
+    """Names of all classes of the run."""
     space: tuple[int, ...]
+    """Label space of the client: its classes, ascending."""
     kind: str
+    """Sample kind, a name in `fedhet.kinds.KINDS`."""
     shape: Shape
+    """Shape of one sample."""
     unlabeled: Split | None = None
-    """Samples without a label, of class UNKNOWN; None if the client has no separate ones."""
+    """Samples without a label, with class UNKNOWN; None if the client has no separate samples."""
     num_unused_unlabeled: int = 0
     """Number of unlabeled samples that were not requested; `unlabeled` is then empty."""
     stored: Stored = "given"
-    """How its samples are stored, which says how new ones are scaled."""
+    """Storage format, which determines the scaling of new samples."""
     schema: TableSchema | None = None
-    """Of a table of its owner's: what its columns became."""
+    """Schema of a user's table."""
 
 
 class DataSpec(DataSettings):
-    """A run's data settings, with its number of clients and its seed."""
+    """Data settings of a run, with its number of clients and its seed."""
 
     clients: Count = 10
     seed: CountOrNone = 0
@@ -178,18 +179,18 @@ class DataSpec(DataSettings):
 
     @property
     def training_clients(self) -> list[int]:
-        """The numbers of the clients that train: all but those of `unseen`."""
-        unseen = draw_held_out(self.held_out_clients, self.clients, self.seed)
-        return [index for index in range(self.clients) if index not in unseen]
+        """Indices of the clients that train, which excludes held-out clients."""
+        held_out = draw_held_out(self.held_out_clients, self.clients, self.seed)
+        return [index for index in range(self.clients) if index not in held_out]
 
     def replace(self, **changes: object) -> DataSpec:
-        """Return a copy with other values."""
+        """Return a copy with changed settings."""
         return self.model_copy(update=changes)
 
 
 @contextmanager
 def preserve_global_rng() -> Iterator[None]:
-    """Restore the global state of `random` and numpy afterwards: some imports draw from it."""
+    """Restore the global state of `random` and NumPy on exit, because some imports draw from it."""
     python, legacy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -205,10 +206,10 @@ def reading(
     absent: str | None = None,
     describe: Callable[[Exception], str] = error_reason,
 ) -> Iterator[None]:
-    """Raise DataError for any fault while `path` is read in the block: "not a readable `what`".
+    """Convert any exception raised in the block to DataError, "not a readable `what`".
 
-    Each library has errors of its own, and many. With `absent`, a missing file is named as such,
-    with these words.
+    This also covers the many exception types of third-party libraries. If `absent` is not None, a
+    missing file is reported as "file not found", followed by `absent`.
     """
     try:
         yield
@@ -216,42 +217,42 @@ def reading(
         raise
     except Exception as error:
         if absent is not None and isinstance(error, FileNotFoundError):
-            raise DataError(f"{path}: no such file{absent}") from error
+            raise DataError(f"{path}: file not found{absent}") from error
         hint = ". Save it in UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         raise DataError(f"{path}: not a readable {what} ({describe(error)}){hint}") from error
 
 
 def check_max_bytes(size: int, spec: DataSettings, where: object) -> None:
-    """Raise DataError if what is read from `where` takes more than `data.max-bytes`."""
+    """Raise DataError if data read from `where` exceeds `data.max-bytes` in memory."""
     if size > spec.max_bytes:
         raise DataError(
-            f"{where}: takes {size} bytes once it is read, 'data.max-bytes' allows {spec.max_bytes}"
+            f"{where}: needs {size} bytes of memory, data.max-bytes is {spec.max_bytes}"
         )
 
 
 def no_test_error(owner: str, spec: DataSpec) -> DataError:
-    """Return the error for a client without test samples, where there is no common test set."""
+    """Return the error for a client without any test samples."""
     return DataError(
-        f"{owner}: has no test samples: data.test-fraction = {spec.test_fraction:g} must be more "
-        "than 0 where there is no common test set"
+        f"{owner}: no test samples: data.test-fraction must be above 0 if there is no common test "
+        f"set, got {spec.test_fraction:g}"
     )
 
 
-def concatenated(*parts: Tensor) -> Tensor:
-    """Return samples one after the other: as they are stored, or scaled if that differs."""
+def concatenate(*parts: Tensor) -> Tensor:
+    """Concatenate samples; if their storage formats differ, they are scaled first."""
     import torch
 
     from fedhet.base.transfer import to_device
     from fedhet.learning.devices import scaled
 
-    alike, place = len({part.dtype for part in parts}) == 1, parts[0].device
-    return torch.cat([to_device(part if alike else scaled(part), place) for part in parts])
+    same, device = len({part.dtype for part in parts}) == 1, parts[0].device
+    return torch.cat([to_device(part if same else scaled(part), device) for part in parts])
 
 
 def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
-    """Return `size` sorted row numbers, stratified by `labels` [N] (up to one row per class).
+    """Sample `size` row numbers, stratified by `labels` [N] (up to one row per class), sorted.
 
-    Every class's shuffled rows are spread evenly over (0, 1); the `size` lowest are selected.
+    The shuffled rows of each class are spread evenly over (0, 1); the `size` lowest are selected.
     """
     rows = rng.permutation(len(labels))
     _, codes, counts = np.unique(labels[rows], return_inverse=True, return_counts=True)
@@ -263,22 +264,22 @@ def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
 
 
 def subset_rows(labels: Index, size: int, rng: np.random.Generator) -> Index:
-    """Return `size` row numbers as `stratified` does; all if it is 0 or not smaller than N."""
+    """Sample `size` row numbers using `stratified`; 0 or `size` >= N returns all rows."""
     return stratified(labels, size, rng) if 0 < size < len(labels) else np.arange(len(labels))
 
 
 def encode_labels(names: Sequence[str] | npt.NDArray[Any]) -> Index:
-    """Return the place [N] of each name, or number, among the sorted ones."""
+    """Encode names or numbers [N] as indices into their sorted distinct values."""
     return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
 
 
 def no_path(path: str, table: DataSettings) -> None:
-    """Return None: the data is not read from files of the user's."""
+    """Return None, for sources that read no files of the user."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """What a place names: a path of this machine, or a name of a hub; and what follows either."""
+    """Location of a dataset: a local path or a name on a hub, and an optional suffix."""
 
     path: str = ""
     hub: str = ""
@@ -287,33 +288,33 @@ class Location:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset by its name, or a format of data that lies somewhere: `NAME` or `NAME:PLACE`."""
+    """A named dataset (`NAME`), or a data format with a location (`NAME:PLACE`)."""
 
     name: str
     line: str
-    """What it is, in a line."""
+    """One-line description."""
     read: Callable[[str, DataSpec], Dataset]
-    """(place, settings) -> the dataset, decoded. Raises DataError for any fault of what is read."""
+    """(place, settings) -> the decoded dataset. Raises DataError if the data is invalid."""
     place: str = ""
-    """What follows the name and a colon, such as DIR; empty: nothing does."""
+    """Placeholder of the location, such as DIR; "" = the source has no location."""
     kind: Kind = IMAGE
-    """The kind of its samples."""
+    """Kind of the samples."""
     infer_kind: Callable[[str], Kind] | None = None
-    """(place) -> the kind, where only the data says it. What cannot be read has any."""
+    """(place) -> the sample kind, if it depends on the data; IMAGE if the data is unreadable."""
     parse: Callable[[str], Location] = Location
-    """(place) -> what it names: whoever permits, reads or moves the data asks this alone."""
+    """(place) -> its location. All code that permits, reads, or copies data uses this function."""
     files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
-    """(path of the place, settings) -> the file or folder that is read, if there is one."""
+    """(path in the location, settings) -> the file or directory to read, or None."""
     imports: bool = False
-    """Whether the place names code to import, not a path."""
+    """Whether the location names Python code to import instead of a path."""
     whole_clients: bool = False
-    """Whether its files may be whole clients, of which 'data.max-samples' leaves nothing out."""
+    """Whether a file may hold all samples of a client, so 'data.max-samples' must be 0."""
     is_mapped: bool = False
-    """Whether decoded samples lie in a cache of their own, from which all processes map them."""
+    """Whether the decoded samples are cached on disk and mapped by all processes."""
     owners: str = ""
-    """Where 'data.by' says whose a sample is, in words; empty: no_path."""
+    """Locations that support 'data.by', in words; "" = none."""
 
     @property
     def form(self) -> str:
-        """How `data.dataset` names it, such as `npz:DIR`."""
+        """The form in `data.dataset`, such as `npz:DIR`."""
         return f"{self.name}:{self.place}" if self.place else self.name

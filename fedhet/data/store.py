@@ -1,9 +1,9 @@
-"""The store of a run's data: each part of it is read once, and handed to whoever needs it.
+"""Data of a run: the dataset, its partition among clients, and the public set.
 
-`RunData` reads the run's dataset (`load`), deals it to the clients (`fedhet.data.partition`), and
-has the public set: data that no client owns, available to the server and to every client. In a
-simulation, the process that runs the federation writes what it has decoded into a folder, and its
-workers map it into memory: they share one copy, and none of them decodes anything again.
+`RunData` reads each part once. `load` reads the dataset, `fedhet.data.partition` partitions it, and
+the public set is data that belongs to no client and is available to the server and all clients. In
+a simulation, the main process writes the decoded data to a directory, and the workers map it into
+memory, so they share one copy and do not decode anything again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fedhet.base.seeding import numpy_rng
 from fedhet.data.partition import (
     Assignment,
     assign,
+    concatenate_splits,
     hold_out,
     is_natural,
-    merged,
+    merge_classes,
     partition,
     split_labels,
-    stacked,
 )
 from fedhet.data.sources import SOURCES, find_source
 from fedhet.data.spec import (
@@ -59,17 +59,19 @@ T = TypeVar("T")
 
 
 class RunData:
-    """The data of one run: its dataset, the clients' parts of it, and its public set.
+    """Lazily loaded data of one run: the dataset, the parts of the clients, and the public set.
 
-    The process that runs a federation makes one store and passes it to the server and to all
-    clients that it trains. Nothing is read before it is needed.
+    The process that runs a federation creates one instance and passes it to the server and to all
+    clients that it trains.
     """
 
     def __init__(self, spec: DataSpec, shared: Path | None = None) -> None:
-        """Take the data's settings.
+        """Create the store without reading anything.
 
-        `shared` is a folder to map the data from, into which `share` of another process writes it
-        (before this store is used, not necessarily before it is made).
+        Args:
+            spec: Data settings of the run.
+            shared: Directory from which to map the data. Another process must call `share` on it
+                before the first access.
         """
         self.spec = spec
         self._shared = shared
@@ -78,44 +80,44 @@ class RunData:
 
     @classmethod
     def of(cls, run: RunSettings, shared: Path | None = None) -> RunData:
-        """Return the store of a run with these settings."""
+        """Create the store of a run."""
         return cls(DataSpec.of(run), shared)
 
     def forget(self) -> None:
-        """Drop what has been read; it is read again if it is needed."""
+        """Free all data; it is read again on the next access."""
         with self._lock:
             self._parts.clear()
 
     @property
     def dataset(self) -> Dataset:
-        """The dataset, decoded. Raises DataError unless it has two classes or more."""
+        """The decoded dataset. Raises DataError if it has fewer than two classes."""
         return self.once("dataset", lambda: self._read(self.spec, "0"))
 
     def partition(self) -> tuple[Index, ...]:
-        """Return each client's row numbers in the training set, sorted and disjoint."""
-        return self.once("partition", self._drawn)
+        """Return the row numbers of each client in the training set, sorted and disjoint."""
+        return self.once("partition", self._partition)
 
     @property
     def common_test(self) -> Split | None:
-        """The common test set, or None if there is none."""
+        """The common test set, or None if it does not exist."""
         return self.dataset.test
 
     def common_test_of(self, kind: str, shape: Shape) -> Split | None:
-        """Return the common test set, or None if no test samples have that kind and shape."""
+        """Return the common test set, or None if it does not exist or has another kind or shape."""
         try:
             dataset = self.dataset
-        except DataError:  # the sites' own data; the server lacks 'dataset'
+        except DataError:  # the sites have their own data, so the server may lack the dataset
             return None
         return dataset.test if (dataset.kind, dataset.shape) == (kind, shape) else None
 
     def label_space(self, index: int) -> tuple[int, ...]:
-        """Return the label space of client `index`, ascending: all classes, or those it drew."""
+        """Return the label space of client `index`, ascending."""
         if self._has_label_spaces:
             return self._assignment.spaces[index]
         return tuple(range(len(self.dataset.classes)))
 
     def label_counts(self) -> dict[str, list[int]]:
-        """Return, by client name, the number of rows of each class, in the order of classes."""
+        """Return the number of rows of each class, by client name."""
         labels, classes = self.dataset.train.y.numpy(), len(self.dataset.classes)
         return {
             client_name(k, self.spec.clients): np.bincount(labels[rows], minlength=classes).tolist()
@@ -123,10 +125,10 @@ class RunData:
         }
 
     def split_rows(self, index: int) -> tuple[Index, Index]:
-        """Return the rows in the training set on which client `index` trains, and is tested."""
+        """Return the training rows and the test rows of client `index` in the training set."""
         clients = self.spec.clients
         if not 0 <= index < clients:
-            raise SettingsError(f"client index {index}: must be from 0 to {clients - 1}")
+            raise SettingsError(f"client index must be from 0 to {clients - 1}, got {index}")
         rows, parts = self.partition()[index], self.dataset.parts
         if parts is not None:
             return rows[: parts[index][0]], rows[parts[index][0] :]
@@ -150,55 +152,55 @@ class RunData:
         )  # fmt: skip
 
     def pooled_parts(self) -> tuple[Split, Split]:
-        """Return the labeled and the unlabeled training samples of all clients that train.
-
-        They are those that `labeled_parts` gives each client, in the order of the clients.
-        """
+        """Concatenate the labeled and the unlabeled training samples of all training clients."""
         spec, pairs = self.spec, []
         for index in spec.training_clients:
-            own = self.dataset.train.take(self.split_rows(index)[0])
+            train = self.dataset.train.take(self.split_rows(index)[0])
             name = client_name(index, spec.clients)
-            alpha, least = spec.labeled_alpha, spec.min_labeled
-            pairs.append(split_labels(own, alpha, least, spec.seed, name))
-        labeled, unlabeled = map(stacked, zip(*pairs, strict=True))
+            pairs.append(split_labels(train, spec.labeled_alpha, spec.min_labeled, spec.seed, name))
+        labeled, unlabeled = map(concatenate_splits, zip(*pairs, strict=True))
         return labeled, unlabeled
 
     def public_set(self, kind: str, shape: Shape, classes: int | None) -> Split:
-        """Return the public samples: `public-dataset`, or a part of the training set.
+        """Return the public samples.
 
-        Raises DataError unless its samples are of the kind, have `shape` and, if its labels are
-        used, it has `classes` classes (None: labels are not used), and SettingsError if its labels
-        are used and it has none.
+        Args:
+            kind: Required sample kind.
+            shape: Required sample shape.
+            classes: Required number of classes; None = the labels are not used.
+
+        Raises:
+            DataError: If the public set has another kind, shape, or number of classes.
+            SettingsError: If the labels are used, but the public set has none.
         """
         if classes is not None and self.spec.public_dataset == GENERATED:
             raise SettingsError(
-                f"setting 'data.public-dataset' = {GENERATED!r} is not allowed: its rows have no "
-                "labels, which this method learns from; use another dataset, or "
-                "'data.public-fraction'"
+                f"data.public-dataset = {GENERATED!r} has no labels, which this method requires. "
+                "Use another dataset, or data.public-fraction."
             )
-        found = self.once("public", self._read_public)
-        where = f"data.public-dataset {found.name!r}"
-        if (found.kind, found.shape) != (kind, shape):
-            held, own = KINDS[found.kind].describe(found.shape), KINDS[kind].describe(shape)
-            raise DataError(f"{where}: samples have {held}, the clients' {own}")
-        if classes not in (None, len(found.classes)):
-            has = f"has {len(found.classes)} classes, the clients' data {classes}"
-            raise DataError(f"{where}: {has}")
-        return found.train
+        public = self.once("public", self._read_public)
+        where = f"data.public-dataset {public.name!r}"
+        if (public.kind, public.shape) != (kind, shape):
+            got, rule = KINDS[public.kind].describe(public.shape), KINDS[kind].describe(shape)
+            raise DataError(f"{where}: samples must have {rule} like the clients' data, got {got}")
+        if classes not in (None, len(public.classes)):
+            got = f"got {len(public.classes)}"
+            raise DataError(f"{where}: expected {classes} classes like the clients' data, {got}")
+        return public.train
 
     def validate(self) -> None:
-        """Raise a one-line error, before a run starts, for any fault of its data."""
-        spec, alone = self.spec, self.common_test is None
+        """Check all data before a run starts. Raises DataError or SettingsError."""
+        spec, no_common_test = self.spec, self.common_test is None
         for index in range(spec.clients):
-            if not len(self.split_rows(index)[1]) and alone:
+            if not len(self.split_rows(index)[1]) and no_common_test:
                 raise no_test_error(spec.dataset, spec)
         if spec.public_dataset or spec.public_fraction:
             public = self.public_set(self.dataset.kind, self.dataset.shape, None)
-            if spec.public_dataset not in ("", *NO_DATASET):
+            if spec.public_dataset not in ("", *DERIVED):
                 check_no_overlap(public, self.dataset.train, spec.dataset)
 
     def share(self, folder: Path) -> None:
-        """Write the data into a folder, for other processes to map. Raises StateError."""
+        """Write the data to a directory, to be mapped by other processes. Raises StateError."""
         try:
             with Folder(folder, folder.parent).writing() as written:
                 for place, source in enumerate((self.spec, public_source(self.spec))):
@@ -215,18 +217,18 @@ class RunData:
                     "fortran_order": False,
                     "shape": (sum(map(len, parts)), *x.shape[1:]),
                 }
-                with (written / _SAMPLES).open("wb") as file:  # those of one client after another
+                with (written / _SAMPLES).open("wb") as file:  # ordered by client
                     np.lib.format.write_array_header_1_0(file, header)
                     for index in range(self.spec.clients):
                         for part in self.split_rows(index):
                             file.write(x[torch.from_numpy(part)].numpy().tobytes())
         except OSError as error:
-            fault = f"cannot write the decoded data into {folder}: {error_reason(error)}"
+            fault = f"cannot write the decoded data to {folder}: {error_reason(error)}"
             raise StateError(fault) from None
 
     @property
     def _source(self) -> Dataset:
-        """The dataset that public samples are taken from, where it is another one."""
+        """The dataset from which the public samples are drawn, if it is not `dataset`."""
         spec = public_source(self.spec)
         assert spec is not None
         return self.once("source", lambda: self._read(spec, "1", min_classes=1))
@@ -237,34 +239,36 @@ class RunData:
         return read_dataset(self._shared / f"{name}.safetensors")
 
     def _read_public(self) -> Dataset:
-        """Return a dataset whose `train` is the public set.
+        """Read the public set as the `train` split of a dataset.
 
-        Raises SettingsError if the settings name no public data, or none is left.
+        Raises SettingsError if no public data is configured or available.
         """
-        spec, own = self.spec, self.dataset if self.spec.public_dataset in ("", GENERATED) else None
-        if own is not None and spec.public_dataset:
-            return generated(spec, own)
-        if own is not None:
-            if own.public is None:
-                rule = "give 'data.public-dataset' or 'data.public-fraction'"
-                raise SettingsError(f"the run has no public data: {rule}")
-            return replace(own, train=own.public, test=None, public=None)
-        found, rng = self._source, numpy_rng(spec.seed, "public-samples")
+        spec = self.spec
+        if spec.public_dataset == GENERATED:
+            return generate_public(spec, self.dataset)
+        if not spec.public_dataset:
+            dataset = self.dataset
+            if dataset.public is None:
+                raise SettingsError(
+                    "no public data: set data.public-dataset or data.public-fraction"
+                )
+            return replace(dataset, train=dataset.public, test=None, public=None)
+        source, rng = self._source, numpy_rng(spec.seed, "public-samples")
         if spec.public_dataset != UNUSED:
-            # No effect if the reader has already applied the limit.
-            return replace(found, train=found.train.subset(spec.public_samples, rng), test=None)
-        labels = found.train.y.numpy() if found.subclasses is None else found.subclasses
-        # The same draw as that of the rows that are used.
+            # This has no effect if the reader has already applied the limit.
+            return replace(source, train=source.train.subset(spec.public_samples, rng), test=None)
+        labels = source.train.y.numpy() if source.subclasses is None else source.subclasses
+        # Repeat the draw of the rows that are used.
         used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
         rows = np.setdiff1d(np.arange(len(labels)), used)
         if not spec.max_samples or not len(rows):
             raise SettingsError(
-                f"data.public-dataset = {UNUSED!r}: 'data.max-samples' = {spec.max_samples} leaves "
-                f"out none of the {len(labels)} training samples of {spec.dataset}; it must be "
-                "lower, and above 0"
+                f"data.public-dataset = {UNUSED!r}: data.max-samples must be above 0 and below "
+                f"{len(labels)}, the number of training samples of {spec.dataset}, got "
+                f"{spec.max_samples}"
             )
-        left = found.train.take(rows).subset(spec.public_samples, rng)
-        return replace(found, train=left, test=None, subclasses=None)
+        unused = source.train.take(rows).subset(spec.public_samples, rng)
+        return replace(source, train=unused, test=None, subclasses=None)
 
     @property
     def _has_label_spaces(self) -> bool:
@@ -274,61 +278,59 @@ class RunData:
     def _assignment(self) -> Assignment:
         return self.once("assignment", lambda: assign(self.dataset, self.spec))
 
-    def _drawn(self) -> tuple[Index, ...]:
+    def _partition(self) -> tuple[Index, ...]:
         if self._shared is not None:
             path = self._shared / _PARTITION
-            with _mapping("clients' rows", path):
-                found = load_file(path)
-            return tuple(np.split(found["rows"].numpy(), found["ends"].numpy()[:-1]))
+            with _mapping("rows of the clients", path):
+                tensors = load_file(path)
+            return tuple(np.split(tensors["rows"].numpy(), tensors["ends"].numpy()[:-1]))
         if self._has_label_spaces:
             return self._assignment.rows
         return partition(self.dataset, self.spec)
 
     def _samples(self, index: int) -> tuple[Split, Split]:
-        """Return the training and the test samples of a client: copies, or mapped from a file."""
-        train, (own, tests), folder = self.dataset.train, self.split_rows(index), self._shared
-        if folder is None:
-            return train.take(own), train.take(tests)
-        with _mapping("clients' samples", path := folder / _SAMPLES):
-            # "c": a change would stay in this process, and torch takes no read-only arrays.
+        """Return the training and test samples of a client, copied or mapped from a file."""
+        dataset, (train, test), shared = self.dataset.train, self.split_rows(index), self._shared
+        if shared is None:
+            return dataset.take(train), dataset.take(test)
+        with _mapping("samples of the clients", path := shared / _SAMPLES):
+            # Map copy-on-write, because torch does not support read-only arrays.
             x = self.once("samples", lambda: torch.from_numpy(np.load(path, mmap_mode="c")))
         counts = map(len, self.partition())
         start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
-        middle = start + len(own)
+        middle = start + len(train)
         return (
-            Split(x[start:middle], train.y[torch.from_numpy(own)]),
-            Split(x[middle : middle + len(tests)], train.y[torch.from_numpy(tests)]),
+            Split(x[start:middle], dataset.y[torch.from_numpy(train)]),
+            Split(x[middle : middle + len(test)], dataset.y[torch.from_numpy(test)]),
         )
 
     def once(self, part: str, make: Callable[[], T]) -> T:
-        """Return a part of the data, which `make` makes when it is first needed.
-
-        Other threads that need it wait for it.
-        """
+        """Return a cached part of the data, calling `make` on the first access (thread-safe)."""
         with self._lock:
             if part not in self._parts:
                 self._parts[part] = make()
-            found: T = self._parts[part]
-            return found
+            value: T = self._parts[part]
+            return value
 
 
 def _is_copied(spec: DataSpec) -> bool:
-    """Return whether a dataset is shared as a copy, or mapped from a cache of its own."""
+    """Return whether a dataset must be copied to share it, because no cache file exists."""
     return not find_source(spec.dataset)[0].is_mapped
 
 
 @preserve_global_rng()
 def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
-    """Read and decode the dataset that `spec` names.
+    """Read and decode the dataset `spec.dataset`.
 
-    Raises DataError for a fault of its files, or if it has fewer classes than `min_classes`.
+    Raises DataError if its files are invalid, or if it has fewer than `min_classes` classes.
     """
     source, place = find_source(spec.dataset)
     dataset = source.read(place, spec)
     if spec.by and dataset.groups is None:
-        able = ", or ".join(each.owners for each in SOURCES.values() if each.owners)
+        supported = ", ".join(each.owners for each in SOURCES.values() if each.owners)
         raise SettingsError(
-            f"data.by = {spec.by!r}: {spec.dataset} has no column of that kind; it takes {able}"
+            f"data.by is unsupported with data.dataset = {spec.dataset!r}, expected one of "
+            f"{supported}"
         )
     if spec.max_samples:
         rng = numpy_rng(spec.seed, "max-samples")
@@ -336,12 +338,12 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
             subset_rows(dataset.train.y.numpy(), spec.max_samples, rng)
         )
     if spec.superclasses:
-        dataset = merged(dataset, spec.superclasses)
+        dataset = merge_classes(dataset, spec.superclasses)
     if spec.public_fraction:
         if dataset.parts is not None:
             raise SettingsError(
-                f"data.public-fraction = {spec.public_fraction}: must be 0 with data.dataset = "
-                f"{spec.dataset!r}, whose files are whole clients; give 'data.public-dataset'"
+                f"data.public-fraction must be 0 with data.dataset = {spec.dataset!r}, which has "
+                f"one file per client, got {spec.public_fraction}. Set data.public-dataset instead."
             )
         labels = dataset.train.y.numpy()
         count = max(1, round(spec.public_fraction * len(labels)))
@@ -352,68 +354,72 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
         rng = numpy_rng(FIXED_SEED, "max-test-samples")
         dataset = replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
     if (count := len(dataset.classes)) < min_classes:
-        raise DataError(f"{spec.dataset}: has {count} class, at least {min_classes} are needed")
+        raise DataError(f"{spec.dataset}: expected at least {min_classes} classes, got {count}")
     return dataset
 
 
 GENERATED = "generated"
-"""The `public-dataset` that is generated from the training set, as its kind of samples says."""
+"""Value of `public-dataset`: samples generated from the training set (see `Kind.generated`)."""
 UNUSED = "unused"
-"""The `public-dataset` of the training rows that `data.max-samples` leaves out."""
-NO_DATASET = (GENERATED, UNUSED)
-"""Values of `public-dataset` that name no other dataset."""
+"""Value of `public-dataset`: the training rows that `data.max-samples` excludes."""
+DERIVED = (GENERATED, UNUSED)
+"""Values of `public-dataset` that are derived from the training set instead of another dataset."""
 
 
-def check_no_overlap(public: Split, own: Split, owner: str) -> None:
-    """Raise DataError if the public set contains any sample of `own`, however stored."""
-    if public.x.dtype != own.x.dtype:
-        public, own = public.scaled(), own.scaled()
+def check_no_overlap(public: Split, private: Split, owner: str) -> None:
+    """Raise DataError if the public set contains a sample of `private`, in any storage format."""
+    if public.x.dtype != private.x.dtype:
+        public, private = public.scaled(), private.scaled()
 
     def digests(split: Split) -> Iterator[bytes]:
         for row in split.x:
             content = row.cpu().contiguous().numpy().tobytes()
             yield hashlib.blake2b(content, digest_size=16).digest()
 
-    seen = set(digests(public))
-    shared = sum(digest in seen for digest in digests(own))
+    public_digests = set(digests(public))
+    shared = sum(digest in public_digests for digest in digests(private))
     if shared:
         raise DataError(
-            f"public data: {shared} of {len(own)} samples of {owner} are in it too; "
-            "public data must not belong to a client: to set a part of the clients' dataset apart, "
-            "use 'data.public-fraction'"
+            f"public data must not contain samples of clients, got {shared} of {len(private)} "
+            f"samples of {owner}. Use data.public-fraction to reserve a part of the clients' "
+            "dataset."
         )
 
 
-def generated(spec: DataSpec, dataset: Dataset) -> Dataset:
-    """Return generated samples like the dataset's; their labels have no meaning."""
+def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
+    """Generate public samples that resemble a dataset; their labels have no meaning."""
     size, kind = spec.public_samples, KINDS[dataset.kind]
     if size < 1:
         raise SettingsError(
-            f"data.public-samples = 0: must be at least 1 with data.public-dataset = {GENERATED!r}"
+            f"data.public-samples must be at least 1 with data.public-dataset = {GENERATED!r}, "
+            f"got {size}"
         )
     if kind.generated is None:
-        able = " and ".join(each.plural for each in KINDS.values() if each.generated)
+        supported = " and ".join(each.plural for each in KINDS.values() if each.generated)
         raise SettingsError(
-            f"data.public-dataset = {GENERATED!r} is for {able}; samples of {dataset.name!r} have "
-            f"{kind.describe(dataset.shape)}"
+            f"data.public-dataset = {GENERATED!r} supports only {supported}; samples of "
+            f"{dataset.name!r} have {kind.describe(dataset.shape)}"
         )
     rng = numpy_rng(spec.seed, "public", "generated")
     x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)
-    made = Split(torch.from_numpy(x), torch.zeros(size, dtype=torch.int64))
-    return replace(dataset, train=made, test=None, subclasses=None)
+    train = Split(torch.from_numpy(x), torch.zeros(size, dtype=torch.int64))
+    return replace(dataset, train=train, test=None, subclasses=None)
 
 
 def public_source(spec: DataSpec) -> DataSpec | None:
-    """Return the spec of the dataset that public samples are taken from, if it is another one."""
+    """Return the spec of the dataset from which public samples are drawn, or None if it is `spec`.
+
+    None is also returned if the samples are generated.
+    """
     if spec.public_dataset == UNUSED:
         return spec.replace(max_samples=0)
     if spec.public_dataset in ("", GENERATED):
         return None
-    # Files that may be whole clients are read whole, and a part of the samples is taken later.
-    whole = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
+    # Files with whole clients are read completely, and the samples are drawn later.
+    whole_clients = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
     return spec.replace(
         dataset=spec.public_dataset,
-        max_samples=0 if whole else spec.public_samples,
+        max_samples=0 if whole_clients else spec.public_samples,
         by="",
         superclasses=(),
         public_dataset="",
@@ -444,10 +450,10 @@ _METADATA = TypeAdapter(_Metadata)
 
 @contextlib.contextmanager
 def _mapping(what: str, path: Path) -> Iterator[None]:
-    """Raise StateError for any fault of a shared file that is read in the block."""
+    """Convert any exception raised in the block to StateError."""
     try:
         yield
-    except Exception as error:  # safetensors has an error type of its own
+    except Exception as error:  # safetensors raises its own exception type
         raise StateError(f"cannot read the {what} in {path}: {error_reason(error)}") from None
 
 

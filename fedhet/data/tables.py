@@ -1,10 +1,10 @@
-"""Tables of columns: the schema of a table, which is found in its rows, and encodes them.
+"""Table schemas: inferred from training rows, and used to encode rows as features.
 
-A schema says what each column becomes, so that the same value is the same features at every
-client: a number is centered and scaled, a date is one in days, a word is one of the column's
-categories. A missing value is the mean, or no category, and a feature of its own says so. In a
-simulation the schema is found from the training rows; the sites of a deployment have one in common,
-a file. `fedhet.data.values` has the rules by which values are recognized.
+A schema defines the features of each column, so that all clients encode the same value alike.
+Numbers and dates (in days) are standardized; words are one-hot encoded. A missing value becomes
+the mean, or no category, and sets an indicator feature. Simulations infer the schema from the
+training rows; the sites of a deployment share a schema file. `fedhet.data.values` recognizes
+numbers, dates, and words.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("fedhet")
 MAX_CATEGORIES, MAX_CLASSES = 200, 1000
 MIN_ROWS = 10
-"""Of fewer rows, no column is taken for their numbers."""
+"""Minimum number of rows to conclude that a column only numbers the rows."""
 _FLOAT = 4
 _ROW_NAME = re.compile(
     r"index|level_\d+|rownames?|row[ _.-]?(names?|ids?|numbers?|nr|no|num|index)?|(.+[ _.-])?id|#",
@@ -63,30 +63,29 @@ class _Frozen(BaseModel):
 
 
 class Column(_Frozen):
-    """A column, and the features that its values become."""
+    """A column and its encoding."""
 
     name: str
     kind: Literal["number", "date", "category"]
     mean: float = Field(0.0, allow_inf_nan=False)
-    """Of a number; of a date, in days since 1970."""
+    """Mean of the column; for dates, in days since 1970."""
     deviation: float = Field(1.0, gt=0, allow_inf_nan=False)
     categories: tuple[str, ...] = Field((), max_length=MAX_CATEGORIES)
     missing: bool = False
-    """Whether a feature of its own says that a value is missing."""
+    """Whether an additional feature indicates missing values."""
     written: str = ""
-    """How numbers or dates are written, such as 1.234,5 or dd/mm/yyyy; "": 1234.5, and ISO 8601."""
+    """Notation of numbers or dates, such as 1.234,5 or dd/mm/yyyy; "" = 1234.5 and ISO 8601."""
     unit: str = ""
-    """What each number is written with, such as %."""
+    """Unit before or after each number, such as %."""
 
     @property
     def width(self) -> int:
         """The number of features."""
-        own = len(self.categories) if self.kind == "category" else 1
-        return own + self.missing
+        return (len(self.categories) if self.kind == "category" else 1) + self.missing
 
     @property
-    def spread(self) -> str:
-        """The mean and the standard deviation of a number or a date, or the categories."""
+    def summary(self) -> str:
+        """The mean and standard deviation, or the categories, as text."""
         if self.kind == "category":
             return ", ".join(self.categories)
         if self.kind == "date":
@@ -96,14 +95,14 @@ class Column(_Frozen):
 
 
 class TableSchema(_Frozen):
-    """What is predicted from which columns, and how these become features."""
+    """Target, classes, and feature columns of a table."""
 
     target: str
     classes: tuple[str, ...] = Field(min_length=2, max_length=MAX_CLASSES)
     missing: tuple[str, ...] = ()
-    """Marks of missing values, in addition to those of `fedhet.data.values`."""
+    """Custom markers of missing values, in addition to `fedhet.data.values.MISSING`."""
     max_unknown: float = Field(0.2, ge=0, le=1)
-    """Maximum fraction of a column's values that may be unknown to the schema."""
+    """Maximum fraction of unknown values in a column."""
     columns: tuple[Column, ...] = Field(min_length=1)
 
     @property
@@ -113,26 +112,26 @@ class TableSchema(_Frozen):
 
     @property
     def digest(self) -> str:
-        """A text that two schemas share only if they give the same features and classes."""
+        """A hash of the features and classes."""
         text = self.model_dump_json(exclude={"max_unknown"})
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_toml(self) -> str:
         """Serialize the schema to TOML, in the format expected by `read_schema`."""
-        kept = self.model_dump(exclude_defaults=True) | {"max_unknown": self.max_unknown}
-        columns = kept.pop("columns")
-        texts = {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
-        return tomli_w.dumps({**texts, "columns": columns})
+        values = self.model_dump(exclude_defaults=True) | {"max_unknown": self.max_unknown}
+        columns = values.pop("columns")
+        lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return tomli_w.dumps({**lists, "columns": columns})
 
 
 def read_schema(path: Path) -> TableSchema:
-    """Return the schema in a file. Raises DataError."""
+    """Read a schema file. Raises DataError."""
     try:
         return TableSchema.model_validate(read_toml_tables(path))
     except (OSError, StateError) as error:
         fault = f"{path}: {error_reason(error)}" if isinstance(error, OSError) else str(error)
         raise DataError(
-            f"cannot read the schema of the table, which `fedhet schema` writes: {fault}"
+            f"cannot read the table schema: {fault}. Create it with `fedhet schema`."
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -141,66 +140,76 @@ def read_schema(path: Path) -> TableSchema:
 
 
 def infer_schema(
-    cells: Cells, spec: DataSpec, say: Callable[[str], object] = LOG.info
+    cells: Cells, spec: DataSpec, report: Callable[[str], object] = LOG.info
 ) -> TableSchema:
-    """Find the schema of training rows. Raises DataError if they do not make one.
+    """Infer the schema of a table from its training rows.
 
-    All columns are features except the target, the one of `data.by`, and those that only number or
-    name the rows; or those in `data.columns`. `say` is called with a line for each column: what it
-    was taken for, and why.
+    The features are `data.columns`. If it is empty, they are all columns except the target,
+    `data.by`, and columns that only number or name the rows.
+
+    Args:
+        cells: Training rows.
+        spec: Data settings.
+        report: Called with one line for each column: its type and the evidence for it.
+
+    Raises:
+        DataError: If the target or a column is unsuitable or ambiguous.
     """
     if not spec.target:
         names = ", ".join(cells.columns)
-        raise DataError(f"{cells.path}: data.target must name the column of the class, of {names}")
+        raise DataError(f"{cells.path}: data.target must name the label column, one of {names}")
     labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
     exact = spec.target in spec.categories
     classes, spelled = class_words(labels, cells.path, spec.target, exact=exact)
     if not 2 <= len(classes) <= MAX_CLASSES:
         raise DataError(
-            f"{cells.path}: the column {spec.target!r} has {len(classes)} different values, which "
-            f"are the classes: 2 to {MAX_CLASSES} are allowed"
+            f"{cells.path}: target column {spec.target!r}: expected 2 to {MAX_CLASSES} classes, "
+            f"got {len(classes)} distinct values"
         )
-    others = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
-    if others:
-        say(f"{spec.target}: target, read {', '.join(others[:5])}")
-    chosen, no_features = list(spec.columns), {spec.target, spec.by.strip()}
-    if not chosen:
-        for name in [each for each in cells.columns if each not in no_features]:
-            if why := _names_rows(name, cells):
-                say(f"{name}: left out, {why}")
-                LOG.warning("%s: column %r is left out: %s", cells.path, one_line(name), why)
-                no_features.add(name)
-        chosen = [name for name in (*cells.columns, *cells.unusable) if name not in no_features]
-    if spec.target in chosen or not chosen:
-        raise DataError(f"{cells.path}: data.columns must name columns besides {spec.target!r}")
+    respelled = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
+    if respelled:
+        report(f"{spec.target}: target, read {', '.join(respelled[:5])}")
+    features, excluded = list(spec.columns), {spec.target, spec.by.strip()}
+    if not features:
+        for name in [each for each in cells.columns if each not in excluded]:
+            if reason := _names_rows(name, cells):
+                report(f"{name}: excluded, {reason}")
+                LOG.warning("%s: column %r is excluded: %s", cells.path, one_line(name), reason)
+                excluded.add(name)
+        features = [name for name in (*cells.columns, *cells.unusable) if name not in excluded]
+    if spec.target in features or not features:
+        raise DataError(
+            f"{cells.path}: data.columns must name feature columns other than the target "
+            f"{spec.target!r}"
+        )
 
-    def shown(rule: Callable[[list[str]], str]) -> str:
-        found = {each for values in cells.columns.values() if (each := rule(values))}
-        return found.pop() if len(found) == 1 else ""
+    def agreed(rule: Callable[[list[str]], str]) -> str:
+        results = {result for values in cells.columns.values() if (result := rule(values))}
+        return results.pop() if len(results) == 1 else ""
 
-    evidence = cache(lambda: shown(decimal_sign)), cache(lambda: shown(date_order))
+    evidence = cache(lambda: agreed(decimal_sign)), cache(lambda: agreed(date_order))
     return TableSchema(
         target=spec.target,
         classes=classes,
         missing=spec.missing,
-        columns=tuple(_found_column(name, cells, spec, *evidence, say) for name in chosen),
+        columns=tuple(_infer_column(name, cells, spec, *evidence, report) for name in features),
     )
 
 
-def _found_column(
+def _infer_column(
     name: str,
     cells: Cells,
     spec: DataSpec,
     decimal_evidence: Callable[[], str],
     order_evidence: Callable[[], str],
-    say: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> Column:
-    """Find what a column becomes. Raises DataError if it is in doubt, or cannot be features."""
-    values, where = Distinct.of(cells.column(name)), f"{cells.path}: the column {name!r}"
+    """Infer the encoding of a column. Raises DataError if it is ambiguous or unsuitable."""
+    values, where = Distinct.of(cells.column(name)), f"{cells.path}: column {name!r}"
     if all(is_missing(text, spec.missing) for text in values.texts):
-        raise DataError(f"{where} is empty; leave it out by data.columns")
+        raise DataError(f"{where} is empty; exclude it with data.columns")
     try:
-        found = recognize(
+        reading = recognize(
             values,
             marks=spec.missing,
             words=name in spec.categories,
@@ -214,55 +223,55 @@ def _found_column(
         if error.place is None:
             raise DataError(f"{cells.path}: column {name!r}: {error.fault}") from None
         raise cells.fault(name, values.row(error.place), error.fault) from None
-    if len(found.words) > MAX_CATEGORIES:
+    if len(reading.words) > MAX_CATEGORIES:
         raise DataError(
-            f"{where} has {len(found.words)} different words, at most {MAX_CATEGORIES} are "
-            "allowed; name the columns that are features in data.columns"
+            f"{where}: expected at most {MAX_CATEGORIES} categories, got {len(reading.words)} "
+            "different words. Exclude it with data.columns."
         )
-    if len(found.words) == len(cells) > 2 * MIN_ROWS and name not in spec.categories:
+    if len(reading.words) == len(cells) > 2 * MIN_ROWS and name not in spec.categories:
         raise DataError(
-            f"{where} has another word in each of {len(cells)} rows, expected categories. Name the "
-            "columns that are features in data.columns"
+            f"{where}: expected categories, got a different word in each of {len(cells)} rows. "
+            "Exclude it with data.columns."
         )
-    mean, deviation, why = 0.0, 1.0, found.why
-    if found.numbers is not None:
-        rows = found.numbers[values.codes]
+    mean, deviation, evidence = 0.0, 1.0, reading.evidence
+    if reading.numbers is not None:
+        rows = reading.numbers[values.codes]
         rows = rows[~np.isnan(rows)]
         mean = float(rows[0])
-        if rows.min() < rows.max():  # else, rounding would give a huge deviation
+        if rows.min() < rows.max():  # rounding would make a tiny deviation of equal values
             mean, deviation = float(rows.mean()), float(rows.std())
     column = Column(
         name=name,
-        kind=found.kind,
+        kind=reading.kind,
         mean=mean,
         deviation=deviation,
-        categories=found.words,
-        missing=bool(found.missing.any()),
-        written=found.written,
-        unit=found.unit,
+        categories=reading.words,
+        missing=bool(reading.missing.any()),
+        written=reading.written,
+        unit=reading.unit,
     )
-    if gone := int(values.counts()[found.missing].sum()):
-        marks = [repr(text) for text, no in zip(values.texts, found.missing, strict=True) if no]
-        why += f"; {gone} of {len(cells)} are missing ({', '.join(marks[:5])})"
+    if num_missing := int(values.counts()[reading.missing].sum()):
+        markers = [repr(text) for text, no in zip(values.texts, reading.missing, strict=True) if no]
+        evidence += f"; {num_missing} of {len(cells)} are missing ({', '.join(markers[:5])})"
     may_miss = ", may be missing" * column.missing
-    say(f"{name}: {found.kind}, {column.spread}{may_miss} ({why})")
+    report(f"{name}: {reading.kind}, {column.summary}{may_miss} ({evidence})")
     return column
 
 
 def _names_rows(name: str, cells: Cells) -> str:
-    """Return why a column only numbers or names the rows; "" if it does not.
+    """Return the reason if a column only numbers or names the rows, or "".
 
-    The rule does not look at other columns, so it does not depend on `data.by`.
+    The rule does not use other columns, so it does not depend on `data.by`.
     """
     if NO_NAME.fullmatch(name):
-        return "it has no name"
+        return "the column has no name"
     values, start = cells.columns[name], 0
     if len(values) < MIN_ROWS:
         return ""
     if _ROW_NAME.fullmatch(name):
         parts = [values[sum(cells.parts[:k]) :][:n] for k, n in enumerate(cells.parts)] or [values]
         if all(len(set(part)) == len(part) for part in parts):
-            return "its values differ in all rows"
+            return "all its values are different"
     for size in cells.parts or (len(values),):
         part, start = values[start : start + size], start + size
         try:
@@ -287,12 +296,21 @@ def _names_rows(name: str, cells: Cells) -> str:
     return "it numbers the rows"
 
 
-def encode(schema: TableSchema, cells: Cells, *, refuse: bool = False) -> torch.Tensor:
-    """Return the features [N, F] float32 of a table's rows.
+def encode(schema: TableSchema, cells: Cells, *, strict: bool = False) -> torch.Tensor:
+    """Encode the rows of a table as features.
 
-    Logs the values that the schema does not know. Raises DataError for a fault, if the features
-    take more than `data.max-bytes`, and, with `refuse`, if more than `max_unknown` of a column's
-    values are unknown.
+    Unknown values are logged.
+
+    Args:
+        schema: Schema of the table.
+        cells: Rows of the table.
+        strict: Whether a fraction of unknown values above `schema.max_unknown` is an error.
+
+    Returns:
+        Features of shape [N, F], float32.
+
+    Raises:
+        DataError: If a value is invalid, or if the features exceed `data.max-bytes`.
     """
     import torch
 
@@ -300,8 +318,8 @@ def encode(schema: TableSchema, cells: Cells, *, refuse: bool = False) -> torch.
     encoded = np.empty((len(cells), sum(schema.widths)), np.float32)
     start = 0
     for column in schema.columns:
-        own, unknown, respelled = _features(column, cells, schema)
-        encoded[:, start : start + column.width] = own
+        features, unknown, respelled = _features(column, cells, schema)
+        encoded[:, start : start + column.width] = features
         start += column.width
         where = f"{cells.path}: column {column.name!r}"
         if respelled:
@@ -309,81 +327,80 @@ def encode(schema: TableSchema, cells: Cells, *, refuse: bool = False) -> torch.
             LOG.warning("%s", one_line(f"{where}: read {', '.join(pairs)}"))
         if count := sum(unknown.values()):
             few = ", ".join(repr(text) for text in sorted(unknown)[:3])
-            said = f"{count} of {len(cells)} values are unknown to the schema, such as {few}"
-            if refuse and count > schema.max_unknown * len(cells):
+            fault = f"{count} of {len(cells)} values are unknown to the schema, such as {few}"
+            if strict and count > schema.max_unknown * len(cells):
                 raise DataError(
-                    f"{where}: {said[:200]}, expected at most a fraction of "
-                    f"{schema.max_unknown:g}. Write them as the schema does, or raise its "
-                    "max_unknown"
+                    f"{where}: {fault[:200]}, expected at most a fraction of "
+                    f"{schema.max_unknown:g}. Use the spelling of the schema, or raise its "
+                    "max_unknown."
                 )
-            LOG.warning("%s", one_line(f"{where}: {said}"))
+            LOG.warning("%s", one_line(f"{where}: {fault}"))
     return torch.from_numpy(encoded)
 
 
 def _features(
     column: Column, cells: Cells, schema: TableSchema
 ) -> tuple[npt.NDArray[np.float32], dict[str, int], dict[str, str]]:
-    """Return the features [N, width] of a column, and the values that the schema does not have.
+    """Return the features [N, width], the counts of unknown values, and respelled categories.
 
-    These are the number of rows of each unknown value, and the category of each word that is
-    spelled otherwise. Unknown values are words that are no category, which are none of the
-    features, and missing values where the schema has none. Raises DataError for any other value.
+    Unknown values are words outside the categories, which set no feature, and missing values in a
+    column without a missing indicator. Raises DataError for an invalid number or date.
     """
-    found = Distinct.of(cells.column(column.name))
-    absent = np.array([is_missing(text, schema.missing) for text in found.texts], bool)
+    values = Distinct.of(cells.column(column.name))
+    absent = np.array([is_missing(text, schema.missing) for text in values.texts], bool)
     unknown = absent & (not column.missing)
     respelled: dict[str, str] = {}
     if column.kind == "category":
         words = Words(column.categories)
-        own = np.zeros((len(found.texts), len(column.categories)), np.float32)
+        features = np.zeros((len(values.texts), len(column.categories)), np.float32)
         for row in np.flatnonzero(~absent).tolist():
-            text = found.texts[row]
+            text = values.texts[row]
             place = words.place(text)
             if place is None:
                 unknown[row] = True
                 continue
-            own[row, place] = 1
+            features[row, place] = 1
             if text != column.categories[place]:
                 respelled[text] = column.categories[place]
     else:
         if column.kind == "date":
-            numbers = parse_dates(found.texts, column.written)
+            numbers = parse_dates(values.texts, column.written)
         else:
-            numbers = parse_numbers(found.texts, column.written or "1234.5", column.unit)
-        for odd in np.flatnonzero(np.isnan(numbers) & ~absent).tolist():
-            text = found.texts[odd]
+            numbers = parse_numbers(values.texts, column.written or "1234.5", column.unit)
+        for place in np.flatnonzero(np.isnan(numbers) & ~absent).tolist():
+            text = values.texts[place]
             if not is_missing_number(text):
                 form = f" written as {column.written}" if column.written else ""
                 form += f" with {column.unit!r}" if column.unit else ""
-                noun = f"number up to {MAX_NUMBER:g} either way{form}"
+                noun = f"number up to ±{MAX_NUMBER:g}{form}"
                 if column.kind == "date":
                     noun = f"date{form}" if form else "date such as 2026-01-31"
-                raise cells.fault(column.name, found.row(odd), f"{text!r} is not a {noun}")
-            absent[odd] = True
-            unknown[odd] = not column.missing
+                raise cells.fault(column.name, values.row(place), f"{text!r} is not a {noun}")
+            absent[place] = True
+            unknown[place] = not column.missing
         numbers[absent] = column.mean
-        own = ((numbers - column.mean) / column.deviation).astype(np.float32)[:, None]
+        features = ((numbers - column.mean) / column.deviation).astype(np.float32)[:, None]
     if column.missing:
-        own = np.hstack([own, absent[:, None].astype(np.float32)])
-    counts = found.counts()
-    there = {found.texts[place]: int(counts[place]) for place in np.flatnonzero(unknown).tolist()}
-    return own[found.codes], there, respelled
+        features = np.hstack([features, absent[:, None].astype(np.float32)])
+    counts = values.counts()
+    num_unknown = {values.texts[k]: int(counts[k]) for k in np.flatnonzero(unknown).tolist()}
+    return features[values.codes], num_unknown, respelled
 
 
-def labeled(schema: TableSchema, cells: Cells) -> Split:
-    """Return a table's rows with their classes. Raises DataError for a class it does not have.
+def labeled_split(schema: TableSchema, cells: Cells) -> Split:
+    """Encode the rows of a table with their labels.
 
-    Rows without a class are refused, too.
+    Raises DataError for a row without a label or with an unknown class.
     """
     import torch
 
-    words, found = Words(schema.classes), Distinct.of(cells.column(schema.target))
-    places = np.zeros(len(found.texts), np.int64)
-    for number, value in enumerate(found.texts):
+    words, values = Words(schema.classes), Distinct.of(cells.column(schema.target))
+    places = np.zeros(len(values.texts), np.int64)
+    for number, value in enumerate(values.texts):
         place = words.place(value)
         if place is None:
-            fault = f"{value!r} is not a class{nearest(value, schema.classes)}"
-            fault = "has no class" if is_missing(value, schema.missing) else fault
-            raise cells.fault(schema.target, found.row(number), fault)
+            fault = f"unknown class {value!r}{nearest(value, schema.classes)}"
+            fault = "the label is missing" if is_missing(value, schema.missing) else fault
+            raise cells.fault(schema.target, values.row(number), fault)
         places[number] = place
-    return Split(encode(schema, cells, refuse=True), torch.from_numpy(places[found.codes]))
+    return Split(encode(schema, cells, strict=True), torch.from_numpy(places[values.codes]))

@@ -27,7 +27,7 @@ from fedhet.base.errors import FedhetError, error_text, one_line
 from fedhet.config.resolve import Config, absolute
 from fedhet.data.sources import find_source, paths_of
 from fedhet.data.store import RunData
-from fedhet.data.texts import encoder_folder, encoder_parts, is_encoder
+from fedhet.data.texts import encoder_directory, encoder_parts, is_encoder
 from fedhet.engines import inspection
 from fedhet.engines.connection import BACKGROUND, connect, end_later, leave, start
 from fedhet.engines.inspection import Needs
@@ -290,7 +290,7 @@ def modules_of(config: Config) -> list[str]:
 def needs_of(config: Config, directory: Path) -> Needs:
     """Return what a run needs of each machine. `config` has absolute paths."""
     run, names = config.run, config.run.models.pool
-    encoders = [encoder_folder(encoder_parts(name)[2]) for name in names if is_encoder(name)]
+    encoders = [encoder_directory(encoder_parts(name)[2]) for name in names if is_encoder(name)]
     modules = dict.fromkeys([*REQUIRED, *modules_of(config)])
     return Needs(
         directory=str(directory),

@@ -362,8 +362,8 @@ def read_inputs(
         )
     channels, height, width = record.shape
     resize = resize or bool(record.settings.get("data.image-size"))
-    rule = f"{record.client}'s model takes"
-    form = Form(MODES[channels], (width, height), resize, rule, "--resize resizes it")
+    rule = f"the input size of the model of {record.client}"
+    form = Form(MODES[channels], (width, height), resize, rule, "Use --resize to resize images.")
     check_max_bytes(4 * len(files) * prod(form.shape), bounds, f"{files[0]} and the others")
     return files, samples_for(record, np.concatenate(list(decoded(files, form))), files[0])
 

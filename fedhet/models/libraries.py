@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhet.base.errors import ModelError, error_reason, nearest
-from fedhet.data.texts import configuration, encoder_folder, encoder_parts
+from fedhet.data.texts import configuration, encoder_directory, encoder_parts
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape
 from fedhet.models.base import HetModel, ModelInfo, join, output_shape
 from fedhet.models.sequences import mean_of, present, trimmed
@@ -280,7 +280,7 @@ def _encoder(name: str) -> nn.Module:
         raise ModelError(
             f"encoder {name!r}: needs the package 'transformers': pip install 'fedhet[encoders]'"
         ) from None
-    folder = encoder_folder(name)
+    folder = encoder_directory(name)
     disable_progress_bar()
     try:
         network: nn.Module = AutoModel.from_pretrained(

@@ -1,7 +1,7 @@
-"""Where data comes from: datasets by name, and formats in which it is read from a place.
+"""Data sources: named datasets, and data formats with a location.
 
-Each module of this package declares its `SOURCES`; a new one is found by being here. Libraries that
-take long to import are imported by the functions that read.
+Each module in this package declares its `SOURCES` and is discovered automatically. Slow libraries
+are imported lazily by the functions that read data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError, unknown_name
 from fedhet.data.spec import Source
-from fedhet.data.texts import WORDS, encoder_folder
+from fedhet.data.texts import WORDS, encoder_directory
 from fedhet.kinds import IMAGE, KINDS, Kind
 from fedhet.settings.run import DataSettings
 from fedhet.settings.schema import invalid_setting
@@ -27,22 +27,22 @@ _DECLARED: list[Source] = [
 SOURCES: Mapping[str, Source] = MappingProxyType(
     {each.name: each for each in sorted(_DECLARED, key=lambda each: (each.place != "", each.name))}
 )
-"""Every source by its name, those without a place first."""
+"""All sources by name; sources without a location come first."""
 
 
 def dataset_names() -> list[str]:
-    """Return the allowed values of `dataset`; DIR, FILE and the like stand for the user's own."""
+    """Return the valid forms of `data.dataset`, with placeholders such as DIR and FILE."""
     return [source.form for source in SOURCES.values()]
 
 
 def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, str]:
-    """Return the source that a dataset's name begins with, and the place that it names.
+    """Split the value of `data.dataset` into its source and its location.
 
-    Raises SettingsError for an unknown source, or one that lacks its place.
+    Raises SettingsError if the source is unknown, or if its location is missing.
     """
     name, _, place = dataset.partition(":")
     if name not in SOURCES or (place and not SOURCES[name].place):
-        known = f"it is one of {', '.join(dataset_names())}"
+        known = f"expected one of {', '.join(dataset_names())}"
         raise SettingsError(f"'{setting}': {unknown_name('dataset', name, SOURCES, known)}")
     source = SOURCES[name]
     if source.place and not place:
@@ -51,39 +51,39 @@ def find_source(dataset: str, setting: str = "data.dataset") -> tuple[Source, st
 
 
 def sample_kind(table: DataSettings) -> Kind:
-    """Return the kind of a run's samples, as `data.sample-kind` or the name of the dataset says."""
+    """Return the sample kind of a run, from `data.sample-kind` or the dataset."""
     if table.sample_kind != "auto":
         return KINDS[table.sample_kind]
     name, _, place = table.dataset.partition(":")
     source = SOURCES.get(name)
-    if source is None:  # another error reports it
+    if source is None:  # reported elsewhere
         return IMAGE
     return source.infer_kind(place) if source.infer_kind and place else source.kind
 
 
 def paths_of(table: DataSettings) -> list[Path]:
-    """Return the files and folders from which a dataset, public data and a tokenizer are read.
+    """Return the local paths from which the dataset, public data, and tokenizer are read.
 
-    Data that comes with a package, from Python or from a cache of the Hub has none. Raises
-    SettingsError or DataError if the tokenizer's encoder is not there.
+    Datasets included in packages, Python functions, and the cache of the Hub have no paths. Raises
+    SettingsError or DataError if the encoder of the tokenizer is missing.
     """
-    found = [_path(each, table)[0] for each in (table.dataset, table.public_dataset)]
+    paths = [_path(each, table)[0] for each in (table.dataset, table.public_dataset)]
     if table.tokenizer != WORDS:
-        found.append(Path(encoder_folder(table.tokenizer)))
-    return [expanded(path).resolve() for path in found if path is not None]
+        paths.append(Path(encoder_directory(table.tokenizer)))
+    return [expanded(path).resolve() for path in paths if path is not None]
 
 
 def absolute(dataset: str, table: DataSettings) -> str:
-    """Return a dataset's name with an absolute path, for processes with another working folder."""
+    """Make the path in a dataset's name absolute, for processes with another working directory."""
     name, colon, _ = dataset.partition(":")
     path, rest = _path(dataset, table)
     return f"{name}:{expanded(path).resolve()}{rest}" if colon and path else dataset
 
 
 def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
-    """Return the file or folder that a dataset is read from, if there is one, and what follows."""
+    """Return the local path of a dataset, if it has one, and the suffix of its location."""
     name, _, place = dataset.partition(":")
     if name not in SOURCES:
         return None, ""
-    found = SOURCES[name].parse(place)
-    return SOURCES[name].files(found.path, table), found.rest
+    location = SOURCES[name].parse(place)
+    return SOURCES[name].files(location.path, table), location.rest

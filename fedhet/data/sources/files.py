@@ -1,16 +1,16 @@
-"""The user's own data: images, arrays, signals, tables and texts in files, and Python functions.
+"""Sources for the user's own data: files with images, arrays, signals, tables, texts, and Python.
 
-`imagefolder:PATH` is a tree of images, one folder for each class; `npz:DIR` one .npz file for each
-client, with images or the rows of a table; `signal:DIR` signals [N, channels, time] in .npz files,
-a file a client or one for all. `table:PATH`, with `data.target` as the column of the class, and
-`text:PATH` may be one file, which has no common test set, or a folder with train.csv and, if there
-is one, test.csv; a table also a folder with a file for each site, whose rows are one client's, and
-texts a folder with train/<class>/*.txt and test/<class>/*.txt, or <class>/*.txt.
+- `imagefolder:PATH`: images, one directory for each class.
+- `npz:DIR`: one .npz file for each client, with images or table rows.
+- `signal:DIR`: signals [N, channels, time] in .npz files, one for each client or one for all.
+- `table:PATH`: a table with the label column `data.target`. PATH is a file, a directory with
+  train.csv and optionally test.csv, or a directory with one file for each client.
+- `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a tree
+  of .txt files with one directory for each class.
+- `python:module:function`: a function without arguments. It returns a `Dataset`, a pair (x, y) of
+  arrays, or a mapping with such pairs for `train` and optionally `test`, and optionally `classes`.
 
-The function of `python:module:function` takes nothing and returns a `Dataset`, a pair (x, y) of
-arrays, or a mapping of `train` and, if there are, `test` to such pairs, and `classes` to their
-names. Arrays are as in .npz files, which are read without pickle, and bounded before anything is
-unpacked.
+The size of .npz files is checked before anything is decompressed, and pickled arrays are rejected.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ from fedhet.data.texts import TEXTS, read_texts
 from fedhet.data.values import is_missing
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind
 
-MAX_CLASSES = 65_536  # the largest label sets this count: a stray one must not cost memory
-_READ_AS = {"x": 4, "y": 8}  # bytes a value, as float32 and int64
+# The largest label determines the number of classes, so a stray label must not use much memory.
+MAX_CLASSES = 65_536
+_BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
 PYTHON = "python"
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -66,37 +67,47 @@ def read_arrays(
     source: str = "",
     scaled: bool = False,
 ) -> Arrays:
-    """Return these arrays of a file unchanged; pickled ones are refused, not loaded.
+    """Read arrays of an .npz file unchanged.
 
-    Raises DataError for any fault of the file, and if they take more than `data.max-bytes`: as they
-    are, or as what they become if that is more; bytes that will be `scaled` count as float32.
-    Nothing is unpacked before but headers, which must agree with the sizes in the archive's index.
-    `hint` is added to the message if an array is absent, `source` if the file is.
+    Sizes are checked before the arrays are decompressed, using their headers and the index of the
+    archive. Pickled arrays are rejected.
+
+    Args:
+        path: The .npz file.
+        names: Names of the arrays to read.
+        spec: Data settings.
+        hint: Appended to the message if an array is missing.
+        source: Appended to the message if the file is missing.
+        scaled: Whether uint8 values will be scaled, so they count as float32.
+
+    Raises:
+        DataError: If the file is invalid, or if the arrays exceed `data.max-bytes`, either in the
+            file or after conversion.
     """
     with reading(path, ".npz file", source, describe_error):
         with zipfile.ZipFile(path) as archive:
-            there = [name.removesuffix(".npy") for name in archive.namelist()]
-            taken = 0
+            available = [name.removesuffix(".npy") for name in archive.namelist()]
+            total = 0
             for name in names:
-                if name not in there:
-                    others = ", ".join(there) or "none"
-                    raise DataError(f"{path}: has no array {name!r}, only {others}{hint}")
+                if name not in available:
+                    got = ", ".join(available) or "none"
+                    raise DataError(f"{path}: array {name!r} not found, got {got}{hint}")
                 with archive.open(member := f"{name}.npy") as file:
                     if (version := np.lib.format.read_magic(file)) != (1, 0):
-                        fault = f"is an .npy of version {version}, not (1, 0)"
-                        raise DataError(f"{path}: {member} {fault}")
+                        fault = f"unsupported .npy version, expected (1, 0), got {version}"
+                        raise DataError(f"{path}: {member}: {fault}")
                     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
                     if dtype.hasobject:
-                        rule = "save plain numeric arrays x and y"
-                        raise DataError(f"{path}: pickled objects are refused, {rule}")
+                        rule = "expected plain numeric arrays x and y"
+                        raise DataError(f"{path}: pickled objects are unsupported, {rule}")
                     size = math.prod(shape) * dtype.itemsize
                     if file.tell() + size != archive.getinfo(member).file_size:
-                        claim = f"claims {dtype} {list(shape)}, which is not what it holds"
-                        raise DataError(f"{path}: {member} {claim}")
+                        claim = f"the header claims {dtype} {list(shape)}"
+                        raise DataError(f"{path}: {member}: {claim}, which differs from its size")
                 are_bytes = name == "x" and dtype == np.uint8 and not scaled
-                read = 1 if are_bytes else _READ_AS.get(name, 8)
-                taken += max(size, read * math.prod(shape))
-            check_max_bytes(taken, spec, path)
+                item_bytes = 1 if are_bytes else _BYTES_PER_VALUE.get(name, 8)
+                total += max(size, item_bytes * math.prod(shape))
+            check_max_bytes(total, spec, path)
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names}
 
@@ -104,14 +115,14 @@ def read_arrays(
 def checked_labels(
     y: npt.NDArray[Any], where: Path | str, classes: int = MAX_CLASSES
 ) -> npt.NDArray[np.int64]:
-    """Return labels [N] as int64. Raises DataError, which names `where`, unless they are."""
+    """Convert labels [N] to int64. Raises DataError if they are not class indices."""
     if y.ndim != 1 or y.dtype.kind not in "iu":
-        raise DataError(f"{where}: y must be whole numbers [N], is {y.dtype} {list(y.shape)}")
+        raise DataError(f"{where}: y must be integers [N], got {y.dtype} {list(y.shape)}")
     labels = y.astype(np.int64)
     if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
-        odd = labels.min() if labels.min() < 0 else labels.max()
+        invalid = labels.min() if labels.min() < 0 else labels.max()
         run = f" (the run has {classes} classes)" if classes < MAX_CLASSES else ""
-        raise DataError(f"{where}: y holds the label {odd}, allowed are 0 to {classes - 1}{run}")
+        raise DataError(f"{where}: labels in y must be 0 to {classes - 1}{run}, got {invalid}")
     return labels
 
 
@@ -122,17 +133,19 @@ def split_of(
     kind: Kind = IMAGE,
     classes: int = MAX_CLASSES,
 ) -> Split:
-    """Return arrays as samples of a kind, with their labels. Raises DataError for a fault."""
+    """Convert arrays to labeled samples of a kind. Raises DataError if they are invalid."""
     labels, samples = checked_labels(y, where, classes), kind.checked(x, where)
     if len(samples) != len(labels):
-        raise DataError(f"{where}: x has {len(samples)} rows and y has {len(labels)}")
+        raise DataError(
+            f"{where}: x and y must have the same length, got {len(samples)} and {len(labels)}"
+        )
     return Split(torch.from_numpy(samples), torch.from_numpy(labels))
 
 
 def read_npz(path: Path, spec: DataSpec, kind: Kind = IMAGE, classes: int = MAX_CLASSES) -> Split:
-    """Read a file's arrays x and y; rows of tables are read as images are.
+    """Read the arrays x and y of a file; table rows and images are read alike.
 
-    Raises DataError for any fault of the file, and if it takes more than `data.max-bytes`.
+    Raises DataError if the file is invalid or exceeds `data.max-bytes`.
     """
     arrays = read_arrays(path, ("x", "y"), spec)
     return split_of(arrays["x"], arrays["y"], path, kind, classes)
@@ -141,7 +154,7 @@ def read_npz(path: Path, spec: DataSpec, kind: Kind = IMAGE, classes: int = MAX_
 def read_pair(
     root: Path, spec: DataSpec, kind: Kind, classes: int = MAX_CLASSES
 ) -> tuple[Split, Split | None]:
-    """Read train.npz and, if there is one, test.npz in a folder. Raises DataError."""
+    """Read train.npz and, if it exists, test.npz in a directory. Raises DataError."""
     train, path = read_npz(root / "train.npz", spec, kind, classes), root / "test.npz"
     if not path.exists():
         return train, None
@@ -151,102 +164,110 @@ def read_pair(
 
 
 def check_same_form(first: Split, other: Split, where: str, path: Path | str) -> None:
-    """Raise DataError unless `path`'s samples have the same shape and type as those of `where`."""
+    """Raise DataError unless two splits have samples of the same shape and type.
+
+    `path` and `where` are the sources of the second and the first split.
+    """
     for what, left, right in (
         ("shape", tuple(first.x.shape[1:]), tuple(other.x.shape[1:])),
         ("type", first.x.dtype, other.x.dtype),
     ):
         if left != right:
-            raise DataError(f"{path}: samples have {what} {right}, those of {where} {left}")
+            raise DataError(f"{path}: samples must have {what} {left}, as in {where}, got {right}")
 
 
 def check_no_subset(spec: DataSpec) -> None:
-    """Raise SettingsError if a run takes a part of samples that come as whole clients."""
+    """Raise SettingsError if `data.max-samples` is set for a dataset with one file per client."""
     if spec.max_samples:
         raise SettingsError(
-            f"data.max-samples = {spec.max_samples}: must be 0 with data.dataset = "
-            f"{spec.dataset!r}, whose files are whole clients"
+            f"data.max-samples must be 0 with data.dataset = {spec.dataset!r}, which has one file "
+            f"per client, got {spec.max_samples}"
         )
 
 
-def read_clients(folder: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
-    """Read DIR/train/<k>.npz, DIR/test/<k>.npz and, if present, DIR/common.npz as one dataset.
+def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
+    """Read DIR/train/<k>.npz, DIR/test/<k>.npz, and optionally DIR/common.npz as one dataset.
 
-    Each client's rows are contiguous, training before test; `Dataset.parts` holds the counts.
+    The rows of each client are contiguous, training rows before test rows; `Dataset.parts` holds
+    their counts.
     """
     check_no_subset(spec)
-    root = expanded(folder)
-    there = {part: {file.name for file in (root / part).glob("*.npz")} for part in _LEAST}
-    for part, found in there.items():
+    root = expanded(directory)
+    names = {part: {file.name for file in (root / part).glob("*.npz")} for part in _MIN_SAMPLES}
+    for part, found in names.items():
         if not found:
-            raise DataError(f"{root}: no .npz files in {root / part} (expected 0.npz, ...)")
-    clients = len(there["train"])
+            raise DataError(f"{root / part}: no .npz files found, expected 0.npz, 1.npz, ...")
+    clients = len(names["train"])
     expected = {f"{k}.npz" for k in range(clients)}
-    for part, found in there.items():
+    for part, found in names.items():
         if odd := sorted(found ^ expected):
-            fault = "is missing" if odd[0] in expected else "is not expected"
+            fault = "file not found" if odd[0] in expected else "unexpected file"
             raise DataError(
-                f"{root / part / odd[0]}: {fault}; train and test must each hold one file a "
+                f"{root / part / odd[0]}: {fault}, train and test must each contain one file per "
                 f"client, 0.npz to {clients - 1}.npz"
             )
-    files = [root / part / f"{k}.npz" for k in range(clients) for part in _LEAST]
+    files = [root / part / f"{k}.npz" for k in range(clients) for part in _MIN_SAMPLES]
     splits: list[Split] = []
     for path in files:
         splits.append(read_npz(path, spec, kind))
         check_max_bytes(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, root)
     path = root / "common.npz"
     common = read_npz(path, spec, kind) if path.exists() else None
-    every = [*zip(files, splits, strict=True), *([(path, common)] if common is not None else [])]
-    for path, split in every:
+    pairs = [*zip(files, splits, strict=True), *([(path, common)] if common is not None else [])]
+    for path, split in pairs:
         check_same_form(splits[0], split, files[0].name, path)
-        least = _LEAST.get(path.parent.name, 1)
-        if len(split) < least:
-            raise DataError(f"{path}: has {len(split)} samples, at least {least} are needed")
+        min_samples = _MIN_SAMPLES.get(path.parent.name, 1)
+        if len(split) < min_samples:
+            raise DataError(f"{path}: expected at least {min_samples} samples, got {len(split)}")
     train = Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
     parts = tuple((len(a), len(b)) for a, b in zip(splits[::2], splits[1::2], strict=True))
-    classes = number_names(split for _, split in every)
+    classes = number_names(split for _, split in pairs)
     stated = "" if kind is IMAGE else kind.name
     return Dataset(spec.dataset, train, common, classes, parts, kind=stated)
 
 
-_LEAST = {"train": 2, "test": 1}
-"""Parts of a client, and the number of samples that each needs."""
+_MIN_SAMPLES = {"train": 2, "test": 1}
+"""Parts of a client, and the minimum number of samples of each."""
 
 
-def kind_of_clients(folder: str) -> Kind:
-    """Return the kind of DIR/train/0.npz, rows x [N, F] or images; only its header is read."""
-    path = expanded(folder) / "train" / "0.npz"
+def kind_of_clients(directory: str) -> Kind:
+    """Return the sample kind of DIR/train/0.npz: TABLE if x has two dimensions, or else IMAGE.
+
+    Reads only the array header.
+    """
+    path = expanded(directory) / "train" / "0.npz"
     try:
         with zipfile.ZipFile(path) as file, file.open("x.npy") as x:
             if np.lib.format.read_magic(x) != (1, 0):  # headers of later versions may be large
                 return IMAGE
             shape, _, _ = np.lib.format.read_array_header_1_0(x)
-    except Exception:  # reading the file reports what is wrong with it
+    except Exception:  # reported when the file is read
         return IMAGE
     return TABLE if len(shape) == 2 else IMAGE
 
 
-def read_signals(folder: str, spec: DataSpec) -> Dataset:
-    """Read DIR/train.npz and, if there is one, DIR/test.npz; or a file a client, as `npz:DIR` has.
+def read_signals(directory: str, spec: DataSpec) -> Dataset:
+    """Read DIR/train.npz and optionally DIR/test.npz, or one file per client as in `npz:DIR`.
 
-    `Dataset.groups` is set if `data.by` names an array of train.npz: a whole number or a word for
-    each sample.
+    If `data.by` is set, it names an array in train.npz with an integer or a word for each sample,
+    which becomes `Dataset.groups`.
     """
-    root = expanded(folder)
+    root = expanded(directory)
     path = root / "train.npz"
     if not path.exists():
         if spec.by:
             raise SettingsError(
-                f"data.by = {spec.by!r}: takes {path}, and {root} holds a file for each client"
+                f"data.by must be empty if {root} has one file per client and no {path.name}, got "
+                f"{spec.by!r}"
             )
-        return read_clients(folder, spec, SIGNAL)
+        return read_clients(directory, spec, SIGNAL)
     train, test = read_pair(root, spec, SIGNAL)
     groups = None
     if spec.by:
         owners = read_arrays(path, (spec.by,), spec, hint=" (data.by)")[spec.by]
         if owners.shape != (len(train),) or owners.dtype.kind not in "iuU":
             raise DataError(
-                f"{path}: {spec.by} must be whole numbers or words [{len(train)}], is "
+                f"{path}: {spec.by} must be integers or words of shape [{len(train)}], got "
                 f"{owners.dtype} {list(owners.shape)}"
             )
         groups = encode_labels(owners)
@@ -255,7 +276,7 @@ def read_signals(folder: str, spec: DataSpec) -> Dataset:
 
 
 def number_names(splits: Iterable[Split | None]) -> tuple[str, ...]:
-    """Return the names of classes that have none: the numbers from 0 to the highest label."""
+    """Return "0", "1", ... up to the highest label as class names."""
     highest = max(int(split.y.max()) for split in splits if split is not None and len(split))
     return tuple(map(str, range(highest + 1)))
 
@@ -264,27 +285,27 @@ def number_names(splits: Iterable[Split | None]) -> tuple[str, ...]:
 
 
 def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
-    """Read a tree as a dataset. Raises DataError for any fault of its directories and files."""
+    """Read a directory tree as a dataset. Raises DataError if it is invalid."""
     tree = find_tree(expanded(place), files, level=spec.class_level)
-    apart = len(tree.unlabeled or ())
-    tree.unused.add(f"{files.noun} without a class", "see data.labeled-alpha", apart)
-    return tree.read(spec, most=spec.max_samples)
+    num_unlabeled = len(tree.unlabeled or ())
+    tree.unused.add(f"{files.noun} without a class", "see data.labeled-alpha", num_unlabeled)
+    return tree.read(spec, max_samples=spec.max_samples)
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
-    """Return a path, and its files of training and test rows, if there are such."""
+    """Return a path, and its files of training and test rows, if they exist."""
     path = expanded(place)
     if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
+        raise DataError(f"{path}: file or directory not found")
     if path.is_file():
         return path, path, None
     return path, find_rows(path, "train", endings), find_rows(path, "test", endings)
 
 
 def read_own_table(place: str, spec: DataSpec) -> Dataset:
-    """Read PATH. `Dataset.groups` is set if a column or a file says whose a row is.
+    """Read `table:PATH`. `Dataset.groups` is set if `data.by` is set, or with one file per client.
 
-    Raises DataError for any fault of the files, and if one of several has other columns.
+    Raises DataError if a file is invalid, or if the columns of several files differ.
     """
     path, first, test = _located(place, ENDINGS)
     if first is not None:
@@ -293,25 +314,27 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         if by:
             groups = encode_labels(owners := train.column(by))
             if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
-                raise train.fault(by, absent[0], "is empty, but data.by names it")
+                raise train.fault(by, absent[0], "values of the column data.by must not be missing")
     else:
         test = None
         if spec.by:
-            raise SettingsError(f"data.by = {spec.by!r}: {path} holds a file for each client")
+            raise SettingsError(
+                f"data.by must be empty if {path} has one file per client, got {spec.by!r}"
+            )
         files = sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS))
         if not files:
-            raise DataError(f"{path}: holds no table; a name ends in one of {', '.join(ENDINGS)}")
+            raise DataError(f"{path}: no table found, expected files {', '.join(ENDINGS)}")
         sites: list[Cells] = []
         for file in files:
-            sites.append(read_table(file, spec, sites[-1].taken if sites else 0))
+            sites.append(read_table(file, spec, sites[-1].size if sites else 0))
         groups = np.repeat(np.arange(len(sites)), [len(site) for site in sites])
-        train = Cells.joined(path, sites, spec)
+        train = Cells.concatenate(path, sites, spec)
     notes: list[str] = []
     schema = tables.infer_schema(train, spec, notes.append)
     return Dataset(
         spec.dataset,
-        tables.labeled(schema, train),
-        tables.labeled(schema, read_table(test, spec)) if test else None,
+        tables.labeled_split(schema, train),
+        tables.labeled_split(schema, read_table(test, spec)) if test else None,
         schema.classes,
         kind=TABLE.name,
         columns=schema.widths,
@@ -322,80 +345,88 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_own_texts(place: str, spec: DataSpec) -> Dataset:
-    """Read PATH. `Dataset.groups` is set if `data.by` names a column. Raises DataError."""
+    """Read `text:PATH`. `Dataset.groups` is set if `data.by` names a column. Raises DataError."""
     _, train, test = _located(place, TEXT_ENDINGS)
     if train is not None:
         return read_texts(train, test, spec)
     if spec.by:
         raise SettingsError(
-            f"data.by = {spec.by!r}: a tree of .txt files has no columns; it takes a text:FILE"
+            f"data.by is unsupported for a tree of .txt files, expected text:FILE, got {spec.by!r}"
         )
     return read_tree(place, spec, TEXTS)
 
 
 # --- Python ---------------------------------------------------------------------------------------
 
-_ALLOWED = (
-    "must be a fedhet.Dataset, a pair (x, y), or a mapping of train and test to such pairs and of "
-    "classes to names"
+_EXPECTED = (
+    "the function must return a fedhet.Dataset, a pair (x, y), or a mapping with train, test, and "
+    "classes"
 )
 
 
 @lru_cache(maxsize=4)
 def read_user_dataset(path: str) -> Dataset:
-    """Import and call the function named by `path`, module:function. Raises DataError; cached."""
+    """Import and call the function `path`, "module:function". Raises DataError. Cached."""
     name = f"{PYTHON}:{path}"
     module, _, attribute = path.partition(":")
     if not module or not attribute:
-        raise DataError(f"data.dataset = {name!r}: is not of the form {PYTHON}:module:function")
+        raise DataError(f"data.dataset: expected {PYTHON}:module:function, got {name!r}")
     try:
-        found = importlib.import_module(module)
-    except Exception as error:  # a module of the user's may raise anything
+        imported = importlib.import_module(module)
+    except Exception as error:  # a user's module may raise anything
         raise DataError(f"data.dataset = {name!r}: cannot import '{module}': {error!r}") from error
-    function = getattr(found, attribute, None)
+    function = getattr(imported, attribute, None)
     if not callable(function):
-        hint = nearest(attribute, vars(found))
-        raise DataError(f"data.dataset = {name!r}: {module} has no function '{attribute}'{hint}")
+        hint = nearest(attribute, vars(imported))
+        raise DataError(
+            f"data.dataset = {name!r}: function '{attribute}' not found in {module}{hint}"
+        )
     try:
-        made = function()
+        result = function()
     except Exception as error:
         raise DataError(f"data.dataset = {name!r}: the function failed: {error!r}") from error
-    match made:
+    match result:
         case Dataset():
-            return made
+            return result
         case Mapping():
-            parts: Mapping[str, Any] = made
+            parts: Mapping[str, Any] = result
         case (x, y):
             parts = {"train": (x, y)}
         case _:
-            hint = "; write it by to_csv, and give 'table:FILE'" if hasattr(made, "to_csv") else ""
-            raise DataError(f"{name}: {_ALLOWED}; it is a {type(made).__name__}{hint}")
+            got = type(result).__name__
+            hint = ""
+            if hasattr(result, "to_csv"):
+                hint = ". Save it with to_csv, and use data.dataset = 'table:FILE'."
+            raise DataError(f"{name}: {_EXPECTED}, got {got}{hint}")
     if "train" not in parts or not parts.keys() <= {"train", "test", "classes"}:
-        raise DataError(f"{name}: {_ALLOWED}; it has {', '.join(map(str, parts)) or 'nothing'}")
+        keys = ", ".join(map(str, parts)) or "an empty mapping"
+        raise DataError(f"{name}: {_EXPECTED}, got {keys}")
     splits = {}
     for part in [each for each in ("train", "test") if parts.get(each) is not None]:
         where = f"{name}: {part}"
         try:
             x, y = map(np.asarray, parts[part])
         except Exception as error:
-            raise DataError(f"{where}: must be a pair (x, y) of arrays ({error})") from error
+            raise DataError(f"{where}: expected a pair (x, y) of arrays ({error})") from error
         split = split_of(x, y, where)
         if not len(split):
-            raise DataError(f"{where}: has no samples")
-        splits[part] = Split(split.x.clone(), split.y.clone())  # the user's own may change
+            raise DataError(f"{where}: no samples found")
+        splits[part] = Split(split.x.clone(), split.y.clone())  # the user may change the arrays
     train, test = splits["train"], splits.get("test")
-    if test is not None and (test.x.shape[1:], test.x.dtype) != (train.x.shape[1:], train.x.dtype):
-        raise DataError(f"{name}: the samples of test have another shape or type than train's")
+    if test is not None:
+        check_same_form(train, test, "train", f"{name}: test")
     numbers = number_names(splits.values())
     classes = tuple(map(str, parts.get("classes") or numbers))
     if len(classes) < len(numbers) or len(set(classes)) < len(classes):
-        fault = f"has {len(numbers)} classes in y, but {len(classes)} names: {classes}"
-        raise DataError(f"{name}: {fault}")
+        raise DataError(
+            f"{name}: expected {len(numbers)} different class names, one for each label in y, got "
+            f"{classes}"
+        )
     return Dataset(name, train, test, classes)
 
 
 def _kind_of_function(path: str) -> Kind:
-    with contextlib.suppress(DataError):  # reading the dataset reports it
+    with contextlib.suppress(DataError):  # reported when the dataset is read
         return KINDS[read_user_dataset(path).kind]
     return IMAGE
 
@@ -427,11 +458,11 @@ SOURCES = (
     ),
     Source(
         "table",
-        "a table: CSV, TSV, JSON lines or Parquet, or a folder with a file for each site",
+        "a table: CSV, TSV, JSON lines, or Parquet, or a directory with one file for each client",
         read_own_table,
         "PATH",
         TABLE,
-        owners="a table:FILE",
+        owners="table:FILE",
     ),
     Source(
         "text",
@@ -439,11 +470,11 @@ SOURCES = (
         read_own_texts,
         "PATH",
         TEXT,
-        owners="a text:FILE",
+        owners="text:FILE",
     ),
     Source(
         PYTHON,
-        "a function of yours that returns arrays",
+        "a Python function that returns arrays",
         lambda path, spec: read_user_dataset(path),
         "module:function",
         infer_kind=_kind_of_function,

@@ -1,9 +1,8 @@
-"""Datasets of the Hugging Face Hub: `hf:NAME` or `hf:NAME@SUBSET`, read through flwr-datasets.
+"""Datasets from the Hugging Face Hub: `hf:NAME` or `hf:NAME@SUBSET`, loaded with flwr-datasets.
 
-NAME may also be a folder on this machine that the library `datasets` can read, if it begins with
-`/`, `~` or `.`, which no name of the Hub does. The split `train` is
-the training set; `test`, or else `validation`, is the common test set. Nothing is executed that
-comes with a dataset: the library reads data files alone.
+NAME may also be a local directory that the library `datasets` can read, if it begins with `/`, `~`
+or `.`, because names on the Hub do not. The split `train` is the training set; `test`, or else
+`validation`, is the common test set. Only data files are read; code in a dataset is never executed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
-from fedhet.data.cells import no_column
+from fedhet.data.cells import missing_column_error
 from fedhet.data.images import GRAY_MODES, Form, open_image, pixels_of, upright
 from fedhet.data.spec import Dataset, DataSpec, Location, Source, Split, check_max_bytes, reading
 from fedhet.data.texts import shape_of_texts, tokenized
@@ -31,21 +30,21 @@ from fedhet.data.values import class_words, label_of
 from fedhet.kinds import IMAGE, TEXT
 
 TESTS = ("test", "validation")
-"""Splits that may be the common test set; the first one that exists is taken."""
+"""Splits that may be the common test set; the first existing split is used."""
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SUBSET = re.compile(r"\w[\w.-]*")
 _FORMATS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "webdataset")
-"""The library's readers whose files refer to no other files."""
+"""Readers of `datasets` for formats that cannot refer to other files."""
 _LOCAL = ("file", "local", "zip", "tar", "gzip", "bz2", "xz", "lz4", "zstd")
-"""Names of file systems on this machine, and of archives."""
+"""fsspec protocols of local files and archives."""
 
 
 def read_hub(name: str, spec: DataSpec) -> Dataset:
-    """Read the dataset, from this machine if it is there, else with `data.download`.
+    """Read a dataset from the local cache, or download it if `data.download` is set.
 
-    Its samples are images, or texts with `data.sample-kind` = text. The labels are in
-    `data.label-column` if there is one, or else in the only column of class labels. Raises
-    DataError if the dataset cannot be read, or has no such columns.
+    The samples are images, or texts if `data.sample-kind` is "text". The labels are in the column
+    `data.label-column`, or else in the only column of type ClassLabel. Raises DataError if the
+    dataset cannot be read or lacks a column.
     """
     splits, where = _splits(name, spec), f"hf:{name}"
     train, test = splits["train"], next((splits[part] for part in TESTS if part in splits), None)
@@ -53,8 +52,8 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
     if label not in features:
         stated = [key for key, each in features.items() if type(each).__name__ == "ClassLabel"]
         if len(stated) != 1:
-            hint = "; name the column of the classes in data.label-column"
-            raise no_column(where, label, features, hint)
+            hint = ". Set data.label-column to the label column."
+            raise missing_column_error(where, label, features, hint)
         label = str(stated[0])
     if type(features[label]).__name__ == "ClassLabel":
         classes = tuple(map(str, features[label].names))
@@ -63,27 +62,30 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
         values = [*train[label], *(test[label] if test is not None else ())]
         labels = [text for text in map(label_of, values) if text is not None]
         if len(labels) < len(values):
-            rule = "must hold a number or a word for each sample"
-            raise DataError(f"{where}: column {label!r} {rule}")
+            rule = "expected a number or a word for each sample"
+            raise DataError(f"{where}: column {label!r}: {rule}")
         classes, words = class_words(labels, where, label, exact=label in spec.categories)
         place = {each: number for number, each in enumerate(classes)}
         places = {v: place[words[text]] for v, text in zip(values, labels, strict=True)}
-    found = []
+    parts = []
     for rows in (train, test) if test is not None else (train,):
         labels_of = [places.get(value, -1) for value in rows[label]]
         if not labels_of or min(labels_of) < 0:
-            raise DataError(f"{where}: has no samples, or samples without a class, in {label!r}")
-        found.append(Split(_samples(rows, name, spec), torch.tensor(labels_of, dtype=torch.int64)))
-    if found[-1].x.shape[1:] != found[0].x.shape[1:]:
-        raise DataError(f"{where}: the images of its test split have another shape than train's")
+            raise DataError(f"{where}: column {label!r}: expected a label for each sample")
+        parts.append(Split(_samples(rows, name, spec), torch.tensor(labels_of, dtype=torch.int64)))
+    if (test_shape := parts[-1].x.shape[1:]) != (shape_of_train := parts[0].x.shape[1:]):
+        raise DataError(
+            f"{where}: test images must have shape {list(shape_of_train)} like the training "
+            f"images, got {list(test_shape)}"
+        )
     is_text = spec.sample_kind == TEXT.name
     kind, shape = (TEXT, shape_of_texts(spec)) if is_text else (IMAGE, ())
-    tests = found[1] if test is not None else None
-    return Dataset(spec.dataset, found[0], tests, classes, kind=kind.name, shape=shape)
+    test_split = parts[1] if test is not None else None
+    return Dataset(spec.dataset, parts[0], test_split, classes, kind=kind.name, shape=shape)
 
 
 def parse(place: str) -> Location:
-    """Return the folder or the name of the Hub that a place begins with, and its `@SUBSET`."""
+    """Split a location into a local path or a name on the Hub, and `@SUBSET`."""
     name, sign, subset = place.partition("@")
     if name.startswith(("/", "~", ".")):
         return Location(path=name, rest=sign + subset)
@@ -91,7 +93,7 @@ def parse(place: str) -> Location:
 
 
 def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
-    """Return the dataset's splits by name."""
+    """Load the splits of a dataset, by name."""
     from datasets import Image
     from flwr_datasets import FederatedDataset
 
@@ -99,7 +101,7 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
     where = str(expanded(place.path).resolve()) if place.path else place.hub
     subset = place.rest.removeprefix("@") or None
     if not (place.path or _NAME.fullmatch(place.hub)) or not _SUBSET.fullmatch(subset or "x"):
-        raise DataError(f"data.dataset = 'hf:{name}': not a NAME or NAME@SUBSET of the Hub")
+        raise DataError(f"data.dataset: expected hf:NAME or hf:NAME@SUBSET, got 'hf:{name}'")
     federated = FederatedDataset(
         dataset=where, subset=subset, partitioners={"train": 1}, shuffle=False
     )
@@ -109,28 +111,29 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
             splits = {"train": federated.load_split("train")}
         except DataError:
             raise
-        except Exception as error:  # the libraries' own, for each fault of a dataset or the network
+        except Exception as error:  # the libraries raise many exception types
             fault = " ".join(str(error).split())[:200] or type(error).__name__
-            said = f"is not on this machine, or cannot be read ({fault})"
-            said += "; --set download=true downloads it from the Hugging Face Hub"
+            message = f"not found on this machine, or not readable ({fault})"
+            message += ". Use --set download=true to download it from the Hugging Face Hub."
             if place.path or spec.download:
                 also = "" if place.path else " or downloaded"
-                said = f"cannot be read{also}: {fault}"
-            raise DataError(f"data.dataset = 'hf:{name}': {said}") from error
+                message = f"cannot be read{also} ({fault})"
+            raise DataError(f"data.dataset = 'hf:{name}': {message}") from error
         for part in TESTS:
             with contextlib.suppress(ValueError):  # the split does not exist
                 splits[part] = federated.load_split(part)
-    for part, rows in splits.items():  # the library would open any path to decode an image
+    for part, rows in splits.items():  # to decode an image, the library would open any path
         for column in [key for key, kind in rows.features.items() if isinstance(kind, Image)]:
             splits[part] = splits[part].cast_column(column, Image(decode=False))
     return splits
 
 
 def _check_files(where: str, subset: str | None, root: Path | None) -> None:
-    """Raise DataError if a dataset names files that are not its own.
+    """Raise DataError if a dataset refers to files outside of itself.
 
-    A README.md or .huggingface.yaml may name any path and URL as `data_files`. Those of a directory
-    on this machine must lie in it, symlinks included; those of a dataset of the Hub on the network.
+    A README.md or .huggingface.yaml may name any path or URL as `data_files`. For a local
+    directory, the files must be inside it after resolving symlinks; for the Hub, they must be
+    remote.
     """
     import datasets
 
@@ -140,19 +143,19 @@ def _check_files(where: str, subset: str | None, root: Path | None) -> None:
     module = type(builder).__module__.rpartition(".")[2]
     if root is not None and module not in _FORMATS:
         raise DataError(
-            f"{root}: files of the format {module!r} may refer to others, expected one of "
-            f"{', '.join(_FORMATS)}. Convert them, for example to Parquet."
+            f"{root}: unsupported format {module!r}, whose files may refer to other files, "
+            f"expected one of {', '.join(_FORMATS)}. Convert the files, for example to Parquet."
         )
     for files in (builder.config.data_files or {}).values():
         for file in map(str, files):
             last = file.rpartition("::")[2]
             is_remote = "://" in last and not last.startswith(("file:", "local:"))
             if not (is_remote if root is None else _inside(file, root)):
-                raise DataError(f"hf:{where}: {file!r} in the data files is outside of the dataset")
+                raise DataError(f"hf:{where}: data file {file!r} is outside of the dataset")
 
 
 def _check_card(root: Path) -> None:
-    """Raise DataError if a file that describes the dataset in `root` names a path outside."""
+    """Raise DataError if a metadata file of the dataset in `root` refers to a path outside."""
     import yaml
     from huggingface_hub import DatasetCard
 
@@ -161,10 +164,10 @@ def _check_card(root: Path) -> None:
         if not path.is_file():
             continue
         if not _inside(str(path), root):
-            raise DataError(f"{path}: leads out of {root}. Replace the symlink with the file.")
+            raise DataError(f"{path}: points outside of {root}. Replace the symlink with the file.")
         if name == "dataset_infos.json":
             continue
-        with reading(path, "card of a dataset"):
+        with reading(path, "dataset card"):
             if name == "README.md":
                 card = DatasetCard.load(path).data.to_dict()
             else:
@@ -174,13 +177,13 @@ def _check_card(root: Path) -> None:
             parts = re.split(r"[\\/]", pattern)
             if "::" in pattern or ":" in parts[0] or parts[0] in ("", "~") or ".." in parts:
                 raise DataError(
-                    f"{path}: {pattern!r} leads out of the dataset, expected a path below {root}. "
-                    "Copy the files into it, and name them by their relative paths."
+                    f"{path}: expected a relative path below {root}, got {pattern!r}. Copy the "
+                    "files into it."
                 )
 
 
 def _patterns(value: Any, key: str = "configs") -> Iterator[str]:
-    """Yield the patterns in a card's `configs`: all words in `data_files` and `data_dir`."""
+    """Yield all strings in `data_files` and `data_dir` of a card's `configs`."""
     if isinstance(value, str) and key != "configs":
         yield value
     elif isinstance(value, dict):
@@ -193,31 +196,31 @@ def _patterns(value: Any, key: str = "configs") -> Iterator[str]:
 
 
 def _inside(file: str, root: Path) -> bool:
-    """Return whether a file lies in `root`, after symlinks are resolved."""
+    """Return whether a file is in `root` after resolving symlinks."""
     return "://" not in file and Path(file).resolve().is_relative_to(root.resolve())
 
 
 @contextlib.contextmanager
 def _confined(*, network: bool, local: bool) -> Iterator[None]:
-    """Keep the libraries from the network inside the block, unless `network`.
+    """Block network access of the libraries unless `network` is set.
 
-    With `local`, refuse every file system other than this machine's.
+    With `local`, also block all file systems except local files and archives.
     """
     import datasets.config
     import huggingface_hub.constants
 
-    # The package has an attribute `registry`, which is not its module of this name.
+    # Import by name, because the attribute `registry` of the package is not the module.
     core, registry = (importlib.import_module(f"fsspec.{name}") for name in ("core", "registry"))
     find: Callable[[str | None], Any] = vars(core)["get_filesystem_class"]
 
-    def refused(protocol: str | None) -> Any:
+    def find_local(protocol: str | None) -> Any:
         if protocol and protocol not in _LOCAL:
-            raise DataError(f"{protocol}: a directory on this machine names files elsewhere")
+            raise DataError(f"{protocol}: a local dataset must not refer to remote files")
         return find(protocol)
 
     offline = (datasets.config, huggingface_hub.constants) if not network else ()
     changes: list[tuple[Any, str, Any]] = [(each, "HF_HUB_OFFLINE", True) for each in offline]
-    changes += [(each, find.__name__, refused) for each in (core, registry) if local]
+    changes += [(each, find.__name__, find_local) for each in (core, registry) if local]
     before = [getattr(module, name) for module, name, _ in changes]
     try:
         for module, name, value in changes:
@@ -229,29 +232,29 @@ def _confined(*, network: bool, local: bool) -> Iterator[None]:
 
 
 def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
-    """Return the texts of a split as tokens, or its images."""
+    """Convert the rows of a split to tokens or images."""
     if spec.sample_kind == TEXT.name:
         if absent := [column for column in spec.text_column if column not in rows.features]:
-            hint = "; name the columns of the text in data.text-column"
-            raise no_column(f"hf:{name}", absent[0], rows.features, hint)
+            hint = ". Set data.text-column to the text columns."
+            raise missing_column_error(f"hf:{name}", absent[0], rows.features, hint)
         parts = zip(*(rows[column] for column in spec.text_column), strict=True)
         return tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
     columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
     if len(columns) != 1:
-        mixed = {*spec.text_column} & {*rows.features}
-        hint = "; texts need --set sample-kind=text" if mixed else ""
+        has_texts = {*spec.text_column} & {*rows.features}
+        hint = ". For texts, use --set sample-kind=text." if has_texts else ""
         raise DataError(
-            f"hf:{name}: has {len(columns)} columns of images, one is needed, among "
+            f"hf:{name}: expected one image column, got {len(columns)} among "
             f"{', '.join(rows.features)}{hint}"
         )
     return _images(rows[columns[0]], name, spec)
 
 
 def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
-    """Return images as [N, C, H, W] uint8: resized to `data.image-size`, or all of one size.
+    """Decode images to [N, C, H, W] uint8, resized to `data.image-size`.
 
-    `images` are the library's: the bytes of a file, or its path. Raises DataError for a path that
-    leads out of the dataset.
+    If `data.image-size` is 0, all images must have the same size. Each image is a mapping of file
+    content and path, as in `datasets`. Raises DataError for a path outside of the dataset.
     """
     import datasets.config
 
@@ -266,14 +269,14 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
     gray = all(image.mode in ("1", *GRAY_MODES) for image in opened())
     form = Form.of(upright(next(opened())).size, gray, spec.image_size)
     check_max_bytes(len(images) * prod(form.shape), spec, where)
-    found = np.empty((len(images), *form.shape), np.uint8)
+    pixels = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(opened()):
-        found[number] = pixels_of(image, form, f"{where}: image {number}")
-    return torch.from_numpy(found)
+        pixels[number] = pixels_of(image, form, f"{where}: image {number}:")
+    return torch.from_numpy(pixels)
 
 
 def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
-    """Open an image with Pillow, as `pixels_of` decodes it; its path must lead into `roots`."""
+    """Open an image with Pillow. If it is a path, it must be inside one of `roots`."""
     import fsspec
 
     content, path = value["bytes"], value["path"] or ""
@@ -281,7 +284,7 @@ def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
         if content is None:
             archive = path.removeprefix("zip://").partition("::")[2] if "::" in path else path
             if not any(_inside(archive, root) for root in roots) or "::" in archive:
-                raise DataError(f"{where}: {path!r} leads out of the dataset")
+                raise DataError(f"{where}: path {path!r} is outside of the dataset")
             with fsspec.open(path, "rb") as file:
                 content = file.read()
         return open_image(io.BytesIO(content))
@@ -290,7 +293,7 @@ def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
 SOURCES = (
     Source(
         "hf",
-        "images or texts of the Hugging Face Hub",
+        "images or texts from the Hugging Face Hub",
         read_hub,
         "NAME",
         files=lambda path, table: expanded(path) if path else None,

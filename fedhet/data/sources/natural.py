@@ -1,21 +1,21 @@
-"""Published data of persons and sites, a client each: LEAF, WILDS, FLamby, HAR and PAMAP2.
+"""Published datasets with natural clients: LEAF, WILDS, FLamby, HAR, and PAMAP2.
 
 LEAF (`femnist:DIR`, `shakespeare:DIR`): Caldas et al., LEAF: A Benchmark for Federated Settings.
-DIR/train/*.json and, if there are any, DIR/test/*.json, which become the common test set; or
-DIR/*.json alone. A file maps `user_data` to `{user: {"x": [...], "y": [...]}}`.
+The files are DIR/train/*.json and optionally DIR/test/*.json, which is the common test set, or only
+DIR/*.json. A file maps `user_data` to `{user: {"x": [...], "y": [...]}}`.
 
 WILDS (`camelyon17:DIR`, `iwildcam:DIR`): Koh et al., WILDS: A Benchmark of in-the-Wild Distribution
-Shifts. DIR has `metadata.csv` and the images as they are unpacked; those of WILDS' own test part
-are the common test set.
+Shifts. DIR contains `metadata.csv` and the unpacked images. The test part of WILDS is the common
+test set.
 
 Fed-ISIC2019 (`fed-isic2019:DIR`): Ogier du Terrail et al., FLamby: Datasets and Benchmarks for
-Cross-Silo Federated Learning in Realistic Healthcare Settings. DIR has FLamby's `train_test_split`
-and `ISIC_2019_Training_Input_preprocessed/`. Each of the six centers is a client and keeps its own
-test images, as FLamby splits them.
+Cross-Silo Federated Learning in Realistic Healthcare Settings. DIR contains FLamby's
+`train_test_split` and `ISIC_2019_Training_Input_preprocessed/`. Each of the six centers is a client
+with personal test images, as split by FLamby.
 
-Signals of persons who move (`har:DIR`, `pamap2:DIR`): Anguita et al., A Public Domain Dataset for
-Human Activity Recognition Using Smartphones, 2013; Reiss and Stricker, Introducing a New
-Benchmarked Dataset for Activity Monitoring, 2012.
+Human activity signals (`har:DIR`, `pamap2:DIR`): Anguita et al., A Public Domain Dataset for Human
+Activity Recognition Using Smartphones, 2013; Reiss and Stricker, Introducing a New Benchmarked
+Dataset for Activity Monitoring, 2012.
 """
 
 from __future__ import annotations
@@ -56,33 +56,34 @@ if TYPE_CHECKING:
 
 SIDE = 28
 SIGNS = string.digits + string.ascii_uppercase + string.ascii_lowercase
-"""FEMNIST's classes, in the order of their numbers."""
+"""FEMNIST's classes, in order."""
 _MARKS = "\n !\"&'(),-.0123456789:;>?"
 LETTERS = _MARKS + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
 """Shakespeare's letters, in LEAF's order."""
 LENGTH = 80
 OTHER = len(LETTERS) + 1
-"""The token of a letter that LEAF does not know."""
+"""Token of letters that are not in LETTERS."""
 
 
 @dataclass(frozen=True)
 class LeafForm:
-    """How the samples of one of LEAF's data sets are written."""
+    """Sample format of a LEAF dataset."""
 
     samples: Callable[[Sequence[Any], str], npt.NDArray[Any]]
-    """(a user's `x`, where it stands) -> samples [N, ...]. Raises ValueError or TypeError."""
+    """(`x` of a user, prefix of messages) -> samples [N, ...]. Raises ValueError or TypeError."""
     labels: Callable[[Sequence[Any], str], Index]
+    """(`y` of a user, prefix of messages) -> labels [N]."""
     classes: tuple[str, ...]
     kind: Kind = IMAGE
     shape: Shape = ()
 
     def source(self, name: str, line: str) -> Source:
-        """Return the source of the data set."""
+        """Return the source of the dataset."""
         return Source(name, line, partial(read_leaf, form=self), "DIR", self.kind)
 
 
 def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
-    """Read DIR. Raises DataError for any fault of its files."""
+    """Read the files in DIR. Raises DataError if they are invalid."""
     root = expanded(place)
     train = root / "train" if (root / "train").is_dir() else root
     users, split = _read_leaf(train, spec, form)
@@ -91,21 +92,20 @@ def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
     return Dataset(spec.dataset, split, test, form.classes, kind=kind, shape=shape, groups=groups)
 
 
-def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
-    """Return the user of each sample, and the samples, in the order of files and users."""
+def _read_leaf(directory: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
+    """Read the user of each sample, and the samples, in the order of files and users."""
     users: list[str] = []
     parts: list[tuple[npt.NDArray[Any], Index]] = []
     size = 0
-    files = sorted(folder.glob("*.json"))
+    files = sorted(directory.glob("*.json"))
     if not files:
-        raise DataError(f"{folder}: has no .json files of LEAF")
+        raise DataError(f"{directory}: no .json files found")
     for path in files:
         check_max_bytes(path.stat().st_size, spec, path)
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))["user_data"]
-            pairs = list(found.items())
+            pairs = list(json.loads(path.read_text(encoding="utf-8"))["user_data"].items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{path}: not a file of LEAF ({error_reason(error)})") from error
+            raise DataError(f"{path}: not a valid LEAF file ({error_reason(error)})") from error
         for user, samples in pairs:
             where = f"{path}, user {user!r}"
             try:
@@ -113,27 +113,29 @@ def _read_leaf(folder: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str],
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise DataError(f"{where}: {error_reason(error)}") from error
             if len(x) != len(y):
-                raise DataError(f"{where}: x has {len(x)} samples and y has {len(y)}")
+                raise DataError(
+                    f"{where}: x and y must have the same length, got {len(x)} and {len(y)}"
+                )
             if len(y) and y.max() >= len(form.classes):
                 limit = len(form.classes) - 1
-                raise DataError(f"{where}: y holds {y.max()}, allowed are 0 to {limit}")
+                raise DataError(f"{where}: labels in y must be 0 to {limit}, got {y.max()}")
             size += x.nbytes + y.nbytes
-            check_max_bytes(size, spec, folder)
+            check_max_bytes(size, spec, directory)
             users += [user] * len(y)
             parts.append((x, y))
     if not users:
-        raise DataError(f"{folder}: holds no samples")
+        raise DataError(f"{directory}: no samples found")
     arrays = [np.concatenate(each) for each in zip(*parts, strict=True)]
     return users, Split(*map(torch.from_numpy, arrays))
 
 
 def _leaf_images(x: Sequence[Any], where: str) -> npt.NDArray[np.uint8]:
-    """Return images [N, 1, 28, 28] of bytes; LEAF writes 784 numbers from 0 to 1."""
+    """Convert LEAF's 784 numbers in [0, 1] per image to uint8 images [N, 1, 28, 28]."""
     values = np.asarray(x, dtype=np.float64).reshape(len(x), -1)
     if len(x) and values.shape[1] != SIDE * SIDE:
-        raise DataError(f"{where}: an image has {values.shape[1]} numbers, not {SIDE * SIDE}")
+        raise DataError(f"{where}: expected {SIDE * SIDE} numbers per image, got {values.shape[1]}")
     if not ((values >= 0) & (values <= 1)).all():
-        raise DataError(f"{where}: x must be from 0 to 1")
+        raise DataError(f"{where}: x must be in [0, 1]")
     return np.round(255 * values).astype(np.uint8).reshape(-1, 1, SIDE, SIDE)
 
 
@@ -141,18 +143,18 @@ TOKENS: Mapping[str, int] = {letter: number for number, letter in enumerate(LETT
 
 
 def _texts(x: Sequence[Any], where: str) -> Index:
-    """Return texts as tokens [N, 80]: the number of each letter, from 1."""
-    found = np.full((len(x), LENGTH), PADDING, np.int64)
+    """Convert texts to tokens [N, 80], one token per letter, from 1."""
+    tokens = np.full((len(x), LENGTH), PADDING, np.int64)
     for row, text in enumerate(x):
         if not isinstance(text, str) or not 0 < len(text) <= LENGTH:
             raise DataError(f"{where}: x must be texts of 1 to {LENGTH} letters")
-        found[row, : len(text)] = [TOKENS.get(letter, OTHER) for letter in text]
-    return found
+        tokens[row, : len(text)] = [TOKENS.get(letter, OTHER) for letter in text]
+    return tokens
 
 
 def _next_letters(y: Sequence[Any], where: str) -> Index:
-    if odd := [letter for letter in y if letter not in TOKENS]:
-        raise DataError(f"{where}: y holds {odd[0]!r}, which is none of LEAF's letters")
+    if unknown := [letter for letter in y if letter not in TOKENS]:
+        raise DataError(f"{where}: unknown letter in y, got {unknown[0]!r}")
     return np.array([TOKENS[letter] - 1 for letter in y], dtype=np.int64)
 
 
@@ -167,64 +169,65 @@ SHAKESPEARE = LeafForm(
 
 
 TEST_CENTER = 2
-"""The hospital that WILDS tests on, which is no client."""
+"""Hospital that WILDS uses for testing; it is not a client."""
 
 
 @dataclass(frozen=True)
 class SitesForm:
-    """Layout of a folder of images with a table of whose image each is."""
+    """Layout of an image directory with a table of labels and owners."""
 
     label: str
+    """Label column."""
     owner: str
-    """The column of the hospital, or of the camera."""
+    """Column of the hospital or camera."""
     needs: tuple[str, ...]
-    """Further columns that are read."""
+    """Additional required columns."""
     part: Callable[[pd.DataFrame], Any]
-    """(metadata) -> 1 for each row of the training set, 2 for one of the test set, 0 for others."""
+    """(metadata) -> for each row: 1 = training set, 2 = test set, 0 = unused."""
     file: Callable[[pd.DataFrame], list[str]]
-    """(metadata) -> the path of each row's image, below DIR."""
+    """(metadata) -> the image path of each row, relative to DIR."""
     classes: tuple[str, ...] = ()
-    """Their names; (): their numbers, up to the highest."""
+    """Class names; () = numbers up to the highest label."""
     table: str = "metadata.csv"
-    """File name of the table, in CSV."""
+    """File name of the CSV table."""
     own_tests: bool = False
-    """Whether the test images are split between the clients, instead of being common to all."""
+    """Whether each client has personal test images, instead of a common test set."""
 
     def source(self, name: str, line: str) -> Source:
-        """Return the source of the data set."""
+        """Return the source of the dataset."""
         read = partial(read_sites, form=self)
         return Source(name, line, read, "DIR", whole_clients=self.own_tests, is_mapped=True)
 
 
 def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
-    """Read DIR. Raises DataError for any fault of its files."""
+    """Read the files in DIR. Raises DataError if they are invalid."""
     if form.own_tests:
         check_no_subset(spec)
     root = expanded(place)
     path = root / form.table
-    wanted = [form.label, form.owner, *form.needs]
+    columns = [form.label, form.owner, *form.needs]
     table = _table(
-        path, spec, f"; it takes the columns {', '.join(wanted)}", usecols=wanted,
+        path, spec, f"; expected columns {', '.join(columns)}", usecols=columns,
         dtype=dict.fromkeys(form.needs, str),
     )  # fmt: skip
     if table.isna().any().any():
-        raise DataError(f"{path}: a row lacks one of {', '.join(wanted)}")
+        raise DataError(f"{path}: columns {', '.join(columns)} must not have missing values")
     labels = checked_labels(table[form.label].to_numpy(), path)
     if form.classes and labels.max() >= len(form.classes):
         raise DataError(
-            f"{path}: {form.label} is {labels.max()}, expected 0 to {len(form.classes) - 1}"
+            f"{path}: {form.label} must be 0 to {len(form.classes) - 1}, got {labels.max()}"
         )
     parts = np.asarray(form.part(table))
     owners = table[form.owner].to_numpy()
     train = _rows(parts == 1, labels, spec.max_samples, spec.seed, "max-samples")
-    most = 0 if form.own_tests else spec.max_test_samples
-    rest = _rows(parts == 2, labels, most, FIXED_SEED, "max-test-samples")
+    max_test = 0 if form.own_tests else spec.max_test_samples
+    test = _rows(parts == 2, labels, max_test, FIXED_SEED, "max-test-samples")
     if not len(train):
-        raise DataError(f"{path}: has no row of the training set")
+        raise DataError(f"{path}: no rows of the training set found")
     names = form.file(table)
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise DataError(f"{path}: {name!r} is not an image below {root}")
+            raise DataError(f"{path}: image paths must be below {root}, got {name!r}")
     files = np.array([str(root / name) for name in names])
 
     def split_of(rows: Any, like: Shape | None = None) -> Split:
@@ -232,26 +235,26 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
 
     classes = form.classes or tuple(map(str, range(int(labels.max()) + 1)))
     if form.own_tests:
-        rows = [part[owners[part] == k] for k in np.unique(owners) for part in (train, rest)]
+        rows = [part[owners[part] == k] for k in np.unique(owners) for part in (train, test)]
         sizes = tuple((len(a), len(b)) for a, b in zip(rows[::2], rows[1::2], strict=True))
-        for owner, (own, tests) in zip(np.unique(owners), sizes, strict=True):
-            if own < 2 or not tests:
+        for owner, (num_train, num_test) in zip(np.unique(owners), sizes, strict=True):
+            if num_train < 2 or not num_test:
                 raise DataError(
-                    f"{path}: {form.owner} {owner} has {own} training and {tests} test images, "
-                    "expected at least 2 and 1"
+                    f"{path}: {form.owner} {owner}: expected at least 2 training images and 1 test "
+                    f"image, got {num_train} and {num_test}"
                 )
         split = split_of(np.concatenate(rows))
         return Dataset(spec.dataset, split, None, classes, sizes, kind=IMAGE.name)
     split = split_of(train)
-    test = split_of(rest, tuple(split.x.shape[1:])) if len(rest) else None
+    common = split_of(test, tuple(split.x.shape[1:])) if len(test) else None
     groups = encode_labels(owners[train])
-    return Dataset(spec.dataset, split, test, classes, kind=IMAGE.name, groups=groups)
+    return Dataset(spec.dataset, split, common, classes, kind=IMAGE.name, groups=groups)
 
 
-def _rows(chosen: Any, labels: Any, most: int, seed: int, use: str) -> Any:
-    """Return the rows that are chosen; of more than `most` of them, a stratified draw."""
-    rows = np.flatnonzero(chosen)
-    return rows[subset_rows(labels[rows], most, numpy_rng(seed, use))]
+def _rows(selected: Any, labels: Any, size: int, seed: int, use: str) -> Any:
+    """Return the selected rows, or a stratified subset of `size` rows (0 = all)."""
+    rows = np.flatnonzero(selected)
+    return rows[subset_rows(labels[rows], size, numpy_rng(seed, use))]
 
 
 _PATCH = ("patient", "node", "x_coord", "y_coord")
@@ -291,27 +294,27 @@ Numbers = npt.NDArray[np.float32]
 HAR_CHANNELS = tuple(
     f"{what}_{axis}" for what in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"
 )
-"""Accelerations in g, and angular velocities in rad/s, as the files have them."""
+"""Channels in the units of the files: accelerations in g, angular velocities in rad/s."""
 PAMAP2_ACTIVITIES = {
     1: "lying", 2: "sitting", 3: "standing", 4: "walking", 5: "running", 6: "cycling",
     7: "Nordic walking", 12: "ascending stairs", 13: "descending stairs", 16: "vacuum cleaning",
     17: "ironing", 24: "rope jumping",
 }  # fmt: skip
-"""The activities of the protocol by their numbers; 0 is none of them."""
+"""Activities of the protocol by number."""
 PAMAP2_COLUMNS = 54
 _FIRST = np.array([4, 21, 38]) - 1
-"""The columns of the temperature of hand, chest and ankle, from 0."""
+"""Columns of the temperature of hand, chest, and ankle, from 0."""
 _UNITS = {1: 9.81, 7: 1.0, 10: 50.0}
-"""Offset from there of the acceleration (16 g), the gyroscope and the magnetometer, with the unit
-that their numbers are divided by: g, rad/s, and 50 microtesla."""
+"""Offset, from the temperature, of the acceleration (16 g), gyroscope, and magnetometer columns,
+and the unit of their features: g, rad/s, and 50 microtesla."""
 WINDOW = 256
-"""Samples of a window, of which the sensors make 100 a second."""
+"""Number of samples in a window, at 100 Hz."""
 
 
 def read_har(place: str, spec: DataSpec) -> Dataset:
-    """Read DIR/train and DIR/test with their `Inertial Signals`; the persons of test are common.
+    """Read the `Inertial Signals` in DIR/train and DIR/test; DIR/test is the common test set.
 
-    Raises DataError for any fault of the files.
+    Raises DataError if the files are invalid.
     """
     root = expanded(place)
     path = root / "activity_labels.txt"
@@ -319,7 +322,7 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
         words = path.read_text(encoding="utf-8").split()
     names = tuple(words[1::2])
     if not names or words[::2] != [str(n) for n in range(1, len(names) + 1)]:
-        raise DataError(f"{path}: expected a line for each activity, such as '1 WALKING'")
+        raise DataError(f"{path}: expected one line for each activity, such as '1 WALKING'")
     train, persons = _har_part(root, "train", len(names), spec)
     test = _har_part(root, "test", len(names), spec)[0] if (root / "test").is_dir() else None
     return Dataset(
@@ -328,46 +331,47 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
 
 
 def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
-    """Return the windows of a part, and the person of each."""
-    folder = root / part
-    labels = _whole(folder / f"y_{part}.txt", spec)
-    persons = _whole(folder / f"subject_{part}.txt", spec)
+    """Read the windows of a part, and the person of each window."""
+    directory = root / part
+    labels = _integers(directory / f"y_{part}.txt", spec)
+    persons = _integers(directory / f"subject_{part}.txt", spec)
     signals = [
-        _numbers(folder / "Inertial Signals" / f"{name}_{part}.txt", spec) for name in HAR_CHANNELS
+        _numbers(directory / "Inertial Signals" / f"{name}_{part}.txt", spec)
+        for name in HAR_CHANNELS
     ]
     sizes = {signal.shape for signal in signals}
     if len(sizes) > 1 or {len(labels), len(persons)} != {len(signals[0])}:
-        raise DataError(f"{folder}: its files do not have the same windows")
+        raise DataError(f"{directory}: all files must have the same number of windows")
     if not 1 <= labels.min() <= labels.max() <= classes:
-        raise DataError(f"{folder}: activities must be from 1 to {classes}")
+        raise DataError(f"{directory}: activities must be from 1 to {classes}")
     x = torch.from_numpy(np.stack(signals, axis=1))
     return Split(x, torch.from_numpy(labels - 1)), persons
 
 
-def _whole(path: Path, spec: DataSpec) -> Index:
-    found = _numbers(path, spec)
-    if found.shape[1:] != (1,) or (found != np.round(found)).any():
-        raise DataError(f"{path}: expected a whole number in each line")
-    return found[:, 0].astype(np.int64)
+def _integers(path: Path, spec: DataSpec) -> Index:
+    numbers = _numbers(path, spec)
+    if numbers.shape[1:] != (1,) or (numbers != np.round(numbers)).any():
+        raise DataError(f"{path}: expected one integer per line")
+    return numbers[:, 0].astype(np.int64)
 
 
 def read_pamap2(place: str, spec: DataSpec) -> Dataset:
-    """Read DIR/Protocol/subject*.dat, or DIR/subject*.dat: windows of one activity, 2.56 seconds.
+    """Read windows of 2.56 seconds from DIR/Protocol/subject*.dat, or DIR/subject*.dat.
 
-    Windows follow each other, and gaps of a sensor are filled along a straight line. Raises
-    DataError for any fault of the files.
+    Windows do not overlap and contain one activity; missing values are interpolated linearly.
+    Raises DataError if the files are invalid.
     """
     root = expanded(place)
     root = root / "Protocol" if (root / "Protocol").is_dir() else root
     files = sorted(root.glob("subject*.dat"))
     if not files:
-        raise DataError(f"{root}: has no files subject*.dat of PAMAP2")
+        raise DataError(f"{root}: no files subject*.dat found")
     pairs = [_windows(path, spec) for path in files]
     check_max_bytes(sum(x.nbytes for x, _ in pairs), spec, root)
     persons = np.repeat(np.arange(len(files)), [len(y) for _, y in pairs])
     x, y = (np.concatenate(each) for each in zip(*pairs, strict=True))
     if not len(y):
-        raise DataError(f"{root}: has no {WINDOW} samples of one activity in a row")
+        raise DataError(f"{root}: expected at least {WINDOW} consecutive samples of one activity")
     split = Split(torch.from_numpy(x), torch.from_numpy(y))
     names = tuple(PAMAP2_ACTIVITIES.values())
     return Dataset(
@@ -376,10 +380,10 @@ def read_pamap2(place: str, spec: DataSpec) -> Dataset:
 
 
 def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
-    """Return a person's windows [N, 27, 256] and activities [N]."""
+    """Read the windows [N, 27, 256] and activities [N] of one person."""
     table = _numbers(path, spec, gaps=True)
     if table.shape[1] != PAMAP2_COLUMNS:
-        raise DataError(f"{path}: has {table.shape[1]} columns, PAMAP2 has {PAMAP2_COLUMNS}")
+        raise DataError(f"{path}: expected {PAMAP2_COLUMNS} columns, got {table.shape[1]}")
     channels = np.concatenate(
         [
             table[:, first + offset : first + offset + 3] / np.float32(unit)
@@ -393,23 +397,23 @@ def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
     changes = np.flatnonzero(np.diff(activities)) + 1
     for rows in np.split(np.arange(len(activities)), changes):
         if len(rows) and activities[rows[0]] in PAMAP2_ACTIVITIES:
-            whole = len(rows) // WINDOW * WINDOW
-            x.append(channels[rows[:whole]].reshape(-1, WINDOW, channels.shape[1]))
-            y += [order.index(int(activities[rows[0]]))] * (whole // WINDOW)
+            count = len(rows) // WINDOW
+            x.append(channels[rows[: count * WINDOW]].reshape(-1, WINDOW, channels.shape[1]))
+            y += [order.index(int(activities[rows[0]]))] * count
     empty = np.zeros((0, WINDOW, channels.shape[1]), np.float32)
     windows = np.concatenate([empty, *x]).transpose(0, 2, 1)
     return np.ascontiguousarray(windows), np.array(y, dtype=np.int64)
 
 
 def _numbers(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
-    """Return a file's numbers, separated by spaces; `gaps` (NaN) may be filled."""
+    """Read numbers separated by spaces; with `gaps`, NaN is interpolated."""
     frame = _table(path, spec, sep=r"\s+", header=None, dtype=np.float32)
     if gaps:
         frame = frame.interpolate(limit_direction="both").fillna(0.0)
-    found: Numbers = frame.to_numpy(np.float32)
-    if not np.isfinite(found).all():
-        raise DataError(f"{path}: holds something other than finite numbers")
-    return found
+    numbers: Numbers = frame.to_numpy(np.float32)
+    if not np.isfinite(numbers).all():
+        raise DataError(f"{path}: all numbers must be finite")
+    return numbers
 
 
 def _table(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.DataFrame:
@@ -420,16 +424,16 @@ def _table(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.Dat
         return pd.read_csv(path, **options)
     except DataError:
         raise
-    except Exception as error:  # pandas has its own for each fault of a file
-        raise DataError(f"{path}: cannot be read ({error_reason(error)}{hint})") from error
+    except Exception as error:  # pandas raises many exception types
+        raise DataError(f"{path}: not a readable table ({error_reason(error)}{hint})") from error
 
 
 SOURCES = (
-    FEMNIST.source("femnist", "LEAF's handwritten signs, a client each writer"),
-    SHAKESPEARE.source("shakespeare", "LEAF's lines, a client each role"),
-    CAMELYON17.source("camelyon17", "WILDS' tissue images, a client each hospital"),
-    IWILDCAM.source("iwildcam", "WILDS' animals, a client each camera"),
-    FED_ISIC2019.source("fed-isic2019", "FLamby's skin lesions, a client each center"),
-    Source("har", "UCI's smartphone signals, a client each person", read_har, "DIR", SIGNAL),
-    Source("pamap2", "PAMAP2's sensor signals, a client each person", read_pamap2, "DIR", SIGNAL),
+    FEMNIST.source("femnist", "LEAF's handwritten characters, one client per writer"),
+    SHAKESPEARE.source("shakespeare", "LEAF's lines, one client per role"),
+    CAMELYON17.source("camelyon17", "WILDS' tissue images, one client per hospital"),
+    IWILDCAM.source("iwildcam", "WILDS' animal images, one client per camera"),
+    FED_ISIC2019.source("fed-isic2019", "FLamby's skin lesions, one client per center"),
+    Source("har", "UCI's smartphone signals, one client per person", read_har, "DIR", SIGNAL),
+    Source("pamap2", "PAMAP2's sensor signals, one client per person", read_pamap2, "DIR", SIGNAL),
 )
