@@ -54,7 +54,7 @@ def test_a_baseline_that_cannot_be_run_is_refused_before_anything_is(tmp_path, c
     for against, says in (
         ("felo", "--against: expected a different method than the run's, got 'felo'"),
         ("locl", "did you mean 'local'?"),
-        ("fedavg", "one model for all clients with fedavg"),
+        ("fedavg", "expected one model for all clients"),
     ):
         status, _, fault = call(
             "run", "felo", *SMALL, "--against", against, "--out", tmp_path / "run"

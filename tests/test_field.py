@@ -78,7 +78,7 @@ def test_a_method_runs_everywhere_or_its_settings_say_why_not(size, tmp_path):
         spec = methods[each.method].spec
         assert bool(each.refused) == ((spec.one_model or spec.submodels) and not alike)
         assert bool(each.runs) != bool(each.refused)
-        assert not each.refused or re.match(r"setting 'models.pool' = .*one model", each.refused)
+        assert not each.refused or re.match(r"setting 'models.pool': .*one model", each.refused)
     pools = {run.config.run.models.pool for run in plan.runs if run.values["method"] == "local"}
     assert sorted(map(len, map(set, pools))) == [1, 3, 9]
     assert len({run.directory for run in plan.runs}) == len(plan.runs)

@@ -98,7 +98,7 @@ def test_a_table_has_the_columns_for_which_a_paper_has_room(tmp_path: Path) -> N
     assert list(parsed(text)[0]) == [
         "run", "common private", "common local", "worst client", "bytes up", "bytes down"
     ]  # fmt: skip
-    omitted = next(line for line in text.splitlines() if line.startswith("% Omitted"))
+    omitted = next(line for line in text.splitlines() if line.startswith("% Columns only in"))
     assert "personal global" in omitted
     assert "bytes up" not in omitted
     make(tmp_path / "third", method="felo", dataset="wine", kinds=kinds, protocols=both)

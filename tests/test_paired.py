@@ -184,7 +184,7 @@ def test_a_difference_is_marked_beyond_two_standard_errors(
     (pair,) = found.pairs
     assert pair.last.mean == pytest.approx(sum(differences) / len(differences))
     assert pair.last.se == pytest.approx(se)
-    assert pair.last.clear is clear
+    assert pair.last.is_clear is clear
     table = shown(paired_table(found))
     assert table.count("†") == (3 if clear else 1), "two cells and the caption"
 

@@ -103,7 +103,7 @@ def test_a_summary_that_the_records_have_overtaken_does_not_count(tmp_path: Path
     run = load_run(path)
     assert not run.finished
     assert run.done == 6
-    assert any("summary.json ends at round 5" in note for note in run.notes)
+    assert any("ignored summary.json: it ends at round 5" in note for note in run.notes)
 
 
 def broken(path: Path, name: str, content: str | bytes | None) -> None:
@@ -119,12 +119,12 @@ def broken(path: Path, name: str, content: str | bytes | None) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("config.toml", None, "absent"),
+        ("config.toml", None, "not found"),
         ("config.toml", "method = ", "not valid TOML"),
         ("config.toml", "x = " + "9" * 5000, "not valid TOML"),
         ("config.toml", "x = " + "[" * 5000, "not valid TOML"),
-        ("config.toml", b"\xff\xfe", "unreadable"),
-        ("metrics.jsonl", None, "absent"),
+        ("config.toml", b"\xff\xfe", "not valid UTF-8"),
+        ("metrics.jsonl", None, "not found"),
         ("metrics.jsonl", "", "no complete round"),
         ("metrics.jsonl", '{"round": 1', "no complete round"),
         ("metrics.jsonl", '{"round": 1\n{"round": 2}\n', "line 1: not valid JSON"),
@@ -332,7 +332,7 @@ def test_the_page_says_what_the_method_is_and_when_it_ran(tmp_path: Path) -> Non
     page = Page(write_report(load_run(path)))
     assert "seed 0 2026-11-23 18:40 UTC first-run" in page.text
     assert "Chan and Ngai, Exploiting Features and Logits" in page.text
-    assert "private: a client's own model" in page.text
+    assert "private: the client's private model" in page.text
     labels = " ".join(value for name, value in page.attributes if name == "aria-label")
     last = lines_of(path)[-1]["accuracy"]["common"]["private"]["mean"]
     assert f"accuracy over 5 rounds, at the end: common private {last:.3f}" in labels
@@ -429,7 +429,9 @@ def test_a_table_is_legible_in_a_narrow_terminal(tmp_path: Path) -> None:
 def test_the_table_says_what_its_columns_are(tmp_path: Path) -> None:
     path = make(tmp_path / "run", kinds=("private", "global"))
     text = " ".join(shown(final_table(load_run(path))).split())
-    assert "common: on the test set that all clients share; private: a client's own model" in text
+    assert (
+        "common: on the test set common to all clients; private: the client's private model" in text
+    )
     assert "global: the model that the server forms, one for each architecture; tail: mean" in text
     assert "personal:" not in text
 
@@ -661,7 +663,7 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
         "different data sets are not comparable: digits, mnist.",
         "The runs have different numbers of rounds: 3, 5.",
         "Not evaluated under common private, and therefore last: fedtype.",
-        "d: unfinished, 5 of 9 rounds; its last round so far is shown",
+        "d: unfinished, 5 of 9 rounds; its last round is shown",
         "e: unfinished, 5 of 5 rounds; skipped",
         f"skipped: {tmp_path / 'f' / 'metrics.jsonl'} not found",
         "has the same seed",

@@ -130,7 +130,7 @@ def test_a_sweep_is_gone_on_with(tmp_path):
     assert (out / "sweep.html").exists()
     other = CliRunner().invoke(app, [*command, "--set", "batch-size=7"])
     assert other.exit_code == 1
-    assert "'training.batch-size' = 32, not 7" in str(other.exception)
+    assert "'training.batch-size' = 32, got 7" in str(other.exception)
 
 
 def test_several_settings_make_a_grid():

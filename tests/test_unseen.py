@@ -134,7 +134,7 @@ def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
     model, twin = client.build_model(), client.build_model()
     before = [p.detach().clone() for p in model.parameters()]
     client.eval_models = lambda _: {client.config.method.spec.offers: model}
-    found = client._evaluate_unseen(2, Knowledge())
+    found = client._evaluate_held_out(2, Knowledge())
     assert all(map(torch.equal, before, model.parameters()))
     own = client.samples.own
     learned(twin, own, 1, 1000, config.run.training.lr, torch.arange(len(own.y)))
@@ -190,7 +190,7 @@ def test_an_architecture_that_no_one_trained_is_offered_nothing(tmp_path):
 def test_it_is_a_kind_of_its_own_on_the_page_in_comparisons_and_in_python(averaged, tmp_path):
     found = load_run(averaged)
     assert not any("offers no model to" in line for line in remarks(found))
-    assert "unseen-epoch: the same after one local epoch" in legend(found)
+    assert "unseen-epoch: the same model after one local epoch" in legend(found)
     assert "common unseen-epoch" in render_run(found)
     run(small("local"), tmp_path / "local")
     both = compare([averaged, tmp_path / "local"], kind="unseen", protocol="common")
