@@ -84,14 +84,9 @@ def permitted(
 ) -> dict[str, schema.Scalar]:
     """Return the settings of a run as used by this site, with the site's model if it has one.
 
-    Args:
-        node_config: Flower's node config.
-        run_config: Settings of the run, as sent by the server.
-
-    Raises:
-        SettingsError: If the site does not permit the settings. Nothing has been imported or read
-            at this point. The settings of a private run must not name the site's own data, because
-            they would be used as public data.
+    Raises SettingsError before anything is imported or read if the site does not permit the
+    settings. The settings of a private run must not name the site's own data, because they would be
+    used as public data.
     """
     site = schema.build(NodeSettings, node_config, prefix="node-config ")
     models = site.allow_models or os.environ.get(ALLOW_MODELS_VARIABLE, "")
@@ -149,20 +144,10 @@ def _not_permitted(rule: str, value: str, action: str, setting: str) -> Settings
 
 
 def within_limits(config: Config, site: NodeSettings) -> Config:
-    """Apply a site's limits to the settings of a run.
+    """Limit the data sizes, downloads and class means of a run to what the site permits.
 
-    Args:
-        config: Configuration of the run.
-        site: Settings of the node.
-
-    Returns:
-        The configuration, with data sizes, downloads and class means limited to what the site
-        permits.
-
-    Raises:
-        SettingsError: If the run needs more epochs or classes than the site permits, if it lacks
-            the privacy that the site requires, or if a site with a privacy budget has no data
-            directory.
+    Raises SettingsError if the run needs more epochs or classes than the site permits, if it lacks
+    the privacy that the site requires, or if a site with a privacy budget has no data directory.
     """
     if site.budget() and not config.run.privacy.is_on:
         raise SettingsError(

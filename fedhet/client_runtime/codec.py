@@ -45,16 +45,10 @@ class ClientCodec:
     def read(
         self, arrays: NDArrays, sizes: Callable[[], Sizes], *, may_be_empty: bool = False
     ) -> tuple[Envelope, Knowledge]:
-        """Decode the server's message and store its weights.
+        """Decode the server's message, validate it, and store its weights.
 
-        Args:
-            arrays: Arrays of the message.
-            sizes: Returns the sizes against which the message is validated.
-            may_be_empty: Whether an instruction without content is valid, as for evaluation.
-
-        Raises:
-            KnowledgeError: If the message violates the method's contract.
-            MissingBaseError: If the client does not have the base weights of the message.
+        An instruction to evaluate may be empty. Raises KnowledgeError if the message violates the
+        contract, and MissingBaseError if the client does not have its base weights.
         """
         envelope, knowledge = decode(arrays, SERVER, self._weights, self._node.max_model_bytes)
         expect(envelope, run=None, method=self._method.name, round=None, sender=SERVER)

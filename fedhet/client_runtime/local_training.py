@@ -85,14 +85,9 @@ class LocalTrainer:
         return {WORK: float(self.work or self._samples)} if self._is_simulated else {}
 
     def end(self, settings: TrainingSettings, loss: float | None) -> None:
-        """Update the client's state at the end of a round.
+        """Update the client's state at the end of a round. `loss` is the training loss, if known.
 
-        Args:
-            settings: Training settings of the client.
-            loss: Training loss, or None if unknown.
-
-        Raises:
-            StateError: If training diverged; the last saved state remains valid.
+        Raises StateError if training diverged; the last saved state remains valid.
         """
         models = self._state.models.values()
         for model in models:
@@ -138,11 +133,8 @@ class LocalTrainer:
     ) -> dict[str, Any]:
         """Return the options of `train_epochs`, and add the samples to the work counter.
 
-        Args:
-            settings: Training settings, used for options that are not in `chosen`.
-            samples: Number of training samples.
-            augment: Augmentation function, or True to augment as set by `training.augment`.
-            chosen: Options that override the settings.
+        Options in `chosen` override the settings. `augment` is an augmentation function, or True to
+        augment as set by `training.augment`.
         """
         epochs = chosen.get("epochs") or settings.local_epochs
         size = chosen.get("batch_size") or settings.batch_size
@@ -200,20 +192,9 @@ class FixMatch:
         compute: Compute,
         draws: Generator,
     ) -> None:
-        """Prepare the batches of a round.
+        """Prepare the batches of a round. Raises DataError if the samples cannot be augmented.
 
-        Args:
-            labeled: Labeled samples.
-            unlabeled: Unlabeled samples.
-            kind: Kind of the samples.
-            shape: Shape of one sample.
-            model: Model that predicts the pseudo-labels, in evaluation mode.
-            settings: Training settings of the client.
-            compute: Device and precision.
-            draws: Random generator of augmentations and batches.
-
-        Raises:
-            DataError: If the samples cannot be augmented.
+        `model` predicts the pseudo-labels, in evaluation mode.
         """
         check_changeable(kind, shape, "FixMatch augments")
         self._weak, self._strong = (kind.changes()[name] for name in ("weak", "strong"))
@@ -248,11 +229,7 @@ class FixMatch:
         """Return the loss of a labeled batch plus the weighted loss of the next unlabeled batch.
 
         If the client has only labeled or only unlabeled samples, the other loss is omitted.
-
-        Args:
-            loss_of: Supervised loss of a labeled batch.
-            penalty: Term that depends only on the weights, added to the supervised loss.
-            predict: Returns the logits of the model being trained.
+        `penalty` depends only on the weights, and is added to the supervised loss.
         """
         weight = self._settings.semi_weight
         if not self._has_labels:

@@ -157,15 +157,9 @@ def read_node(
 ) -> Node:
     """Create a node from Flower's node config without reading any samples.
 
-    Args:
-        config: Flower's node config.
-        run: Settings of the run.
-        state_dir: Directory of the private state in a simulation; empty at a site.
-        data: Data of the run shared by all clients in this process; None to create a new store.
-
-    Raises:
-        SettingsError: If a node setting is invalid.
-        DataError: If a private site does not declare its data format.
+    `state_dir` is only set in a simulation. `data` is shared by all clients in this process; None
+    creates a new store. Raises SettingsError if a node setting is invalid, and DataError if a
+    private site does not declare its data format.
     """
     settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients

@@ -101,13 +101,9 @@ class NoPrivacy:
     def class_means(
         self, sums: ClassSums, model: HetModel, from_logits: FromLogits | None = None
     ) -> ClassMeans:
-        """Return the class means that may be sent.
+        """Return the class means that may be sent, from the sums accumulated while `model` trained.
 
-        Args:
-            sums: Class sums accumulated while `model` trained.
-            model: The trained model.
-            from_logits: Transformation of the logits before they are averaged; None if the logits
-                themselves are averaged.
+        `from_logits` transforms logits before they are averaged.
         """
         return sums.means(self._min_samples)
 

@@ -40,15 +40,10 @@ class ClientState:
         setup: Callable[[], dict[str, nn.Module]],
         training_set: Callable[[], tuple[Tensor, Tensor]],
     ) -> None:
-        """Create an empty state. Call `restore` before using it.
+        """Create an empty state; call `restore` before using it.
 
-        Args:
-            root: Directory of the states of all runs.
-            client: Name of the client.
-            identity: Metadata that a saved state must match.
-            compute: Device and precision.
-            setup: Creates new models.
-            training_set: Returns the x and y on which a model without gradients was last fitted.
+        A saved state must match `identity`. `setup` creates new models, and `training_set` returns
+        the x and y on which a model without gradients was last fitted.
         """
         self.models: dict[str, nn.Module] = {}
         """The client's models by kind, on the device."""

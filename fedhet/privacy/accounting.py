@@ -146,16 +146,10 @@ def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float)
 def calibrate_noise(
     settings: PrivacySettings, plan: Plan, epsilon: float, consumed: tuple[Release, ...] = ()
 ) -> Noise:
-    """Return the smallest noise with which `plan` consumes at most `epsilon`.
+    """Return the smallest noise such that `plan` fits the budget after the `consumed` releases.
 
-    Args:
-        settings: Privacy settings. Noise multipliers that are set are used unchanged.
-        plan: Planned releases.
-        epsilon: Privacy budget at `settings.delta`; 0 = only use set or default noise multipliers.
-        consumed: Earlier releases, which also count towards `epsilon`.
-
-    Raises:
-        SettingsError: If no noise is sufficient.
+    Noise multipliers that are set are used unchanged. If `epsilon` is 0, default multipliers are
+    used for the others. Raises SettingsError if no noise is sufficient.
     """
     sums, counts = settings.class_noise or DEFAULT_CLASS_NOISE, settings.count_noise
     if plan.vectors and epsilon and not settings.class_noise:

@@ -70,12 +70,7 @@ class Ledger:
     """Privacy ledger of one client."""
 
     def __init__(self, root: Path, client: str) -> None:
-        """Set the path of the ledger; the file is created with the first entry.
-
-        Args:
-            root: Directory of the private state.
-            client: Name of the client.
-        """
+        """Set the path of the ledger below `root`, the directory of the private state."""
         self._folder = Folder(root / FOLDER, root, private=True)
         self._name = f"{client}.jsonl"
         self.path = root / FOLDER / self._name
@@ -85,13 +80,8 @@ class Ledger:
     ) -> None:
         """Append entries for `releases`, and return when they are synced to disk.
 
-        Args:
-            releases: Releases to record.
-            check: Called with all earlier entries; raises an error to reject the releases.
-            **fields: The other fields of `Entry`: run, round, method, client and data.
-
-        Raises:
-            StateError: If the file cannot be read or written.
+        `check` is called with all earlier entries, and raises an error to reject the releases.
+        `fields` are the other fields of `Entry`. Raises StateError if the file cannot be used.
         """
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
         entries = [Entry(at=at, source=CIPHER, **fields, **asdict(each)) for each in releases]

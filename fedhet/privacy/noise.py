@@ -54,15 +54,10 @@ class SecretNoise:
         self._stream = cipher.encryptor()
 
     def add(self, values: Sequence[Tensor], noise: float, norm: float) -> list[Tensor]:
-        """Add Gaussian noise of standard deviation `noise * norm` to `values`.
+        """Add Gaussian noise of std `noise * norm` to `values`, whose L2 sensitivity is `norm`.
 
         The standard deviation is increased by a factor of at most 1 + 1 / GRID to compensate for
         rounding. Random bits are drawn on the host and transformed on the values' device.
-
-        Args:
-            values: Tensors, which together have the L2 sensitivity `norm`.
-            noise: Noise multiplier; 0 returns the values unchanged.
-            norm: L2 sensitivity.
         """
         if noise == 0:
             return list(values)
@@ -136,17 +131,9 @@ def noised_means(
     min_samples: int,
     secret: SecretNoise,
 ) -> ClassMeans:
-    """Compute noised class means from sums of clipped vectors.
+    """Compute noised class means from sums of clipped features [C, D] and logits [C, K].
 
-    Args:
-        features: Sums of clipped features [C, D].
-        logits: Sums of clipped logits [C, K].
-        counts: Numbers of samples [C].
-        noise: Noise multipliers of sums and counts.
-        norm: Clipping norm.
-        min_samples: Minimum noised count. Classes below it, or with a count that does not clearly
-            exceed the noise, are omitted.
-        secret: Source of the noise.
+    Omits classes whose noised count is below `min_samples` or does not clearly exceed the noise.
     """
     # One sample changes one row of each sum by at most `norm`, and one count by 1.
     sums = [secret.add([each], noise.sums, norm)[0] for each in (features, logits)]

@@ -31,14 +31,7 @@ class PrivateOptimization(Optimization):
     compiles = False  # torch.compile would skip Opacus' hooks.
 
     def __init__(self, plain: Optimization, noise: float, norm: float, batch_size: int) -> None:
-        """Wrap an optimizer.
-
-        Args:
-            plain: Optimizer that applies the noised gradients.
-            noise: Noise multiplier, in units of `norm`.
-            norm: Maximum L2 norm of a sample's gradient.
-            batch_size: Expected size of a Poisson sample.
-        """
+        """Wrap `plain`; `noise` is in units of `norm`, the maximum norm of a sample's gradient."""
         super().__init__(plain.optimizer, plain.scaler)
         self._secret = SecretNoise()
         self._noise, self._norm, self._batch_size = noise, norm, batch_size
@@ -52,11 +45,9 @@ class PrivateOptimization(Optimization):
             yield self._secret.sample(samples, rate).to(device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Perform a noised optimization step.
+        """Perform a noised step on the mean loss of a Poisson sample, None if the sample is empty.
 
-        Args:
-            loss: Mean loss of a Poisson sample, or None if the sample is empty.
-            penalty: Term that depends only on the weights; its gradient is added after the noise.
+        `penalty` depends only on the weights; its gradient is added after the noise.
         """
         parameters = [p for p in self.parameters() if p.requires_grad]
         for parameter in parameters:
@@ -107,19 +98,11 @@ def dp_sgd(
     kind: str = "",
     shape: Shape | None = None,
 ) -> Iterator[PrivateOptimization]:
-    """Convert an optimizer to DP-SGD, with per-sample gradients in the block.
+    """Convert an optimizer to DP-SGD, with per-sample gradients of `models` in the block.
 
-    Args:
-        plain: Optimizer whose parameters all belong to one of `models`.
-        models: Models that compute per-sample gradients in the block.
-        noise: Noise multiplier, in units of `norm`.
-        norm: Maximum L2 norm of a sample's gradient.
-        batch_size: Expected size of a Poisson sample.
-        kind: Kind of the samples (see `check_supports_dp`).
-        shape: Shape of one sample.
-
-    Raises:
-        ModelError: If a sample's gradient depends on other samples.
+    Each trained parameter must belong to one of the models. `noise` is in units of `norm`, the
+    maximum L2 norm of a sample's gradient. Raises ModelError if a sample's gradient depends on
+    other samples (see `check_supports_dp`).
     """
     trained = {id(parameter) for parameter in plain.parameters()}
     hooked = [m for m in models if any(id(p) in trained for p in m.parameters())]
@@ -143,14 +126,8 @@ def check_supports_dp(
 ) -> None:
     """Raise ModelError if a model does not process each sample independently.
 
-    Rejects layers that Opacus does not support. If `kind` and `shape` are given, a network is also
-    tested on random inputs, once for each architecture in a process.
-
-    Args:
-        model: Model to check.
-        kind: Kind of the samples.
-        shape: Shape of one sample.
-        name: Name of the model in error messages.
+    Rejects layers that Opacus does not support. If the kind and shape of a sample are given, a
+    network is also tested on random inputs, once for each architecture in a process.
     """
     errors = _opacus().validators.ModuleValidator.validate(model, strict=False)
     fault = str(errors[0]) if errors else ""

@@ -24,16 +24,9 @@ __all__ = [
 
 
 def write(directory: Path | str) -> Run:
-    """Write the figures and the HTML report of a run into its directory.
+    """Write the figures and the HTML report of a run into its directory, and return the run.
 
-    Args:
-        directory: Directory of the run.
-
-    Returns:
-        The run.
-
-    Raises:
-        StateError: If a file of the run is missing, truncated or malformed.
+    Raises StateError if a file of the run is missing, truncated or malformed.
     """
     run = load_run(directory)
     write_figures(run)

@@ -165,13 +165,10 @@ def load_runs(directories: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Group runs that differ only in their seeds.
+    """Group runs that differ only in their seeds; return the groups and notes on skipped runs.
 
-    Unfinished runs are skipped if their group has finished runs. Runs with the same seed are one
-    sample: of these, only the longest and then latest run is kept.
-
-    Returns:
-        The groups, with unique labels, and notes on skipped runs.
+    Unfinished runs are skipped if their group has finished runs. Of several runs with the same
+    seed, which are one sample, only the longest and then latest run is kept.
     """
     ignored = where_it_ran() | {"seed"}
     by_settings: dict[tuple[tuple[str, str], ...], list[Run]] = {}
@@ -318,9 +315,8 @@ class Comparison:
     def to_target(self, group: Group, cost: str) -> Spread:
         """Return the cumulative cost at which the runs of a group first reached the target.
 
-        Args:
-            group: Group of runs; runs that did not reach the target are ignored.
-            cost: Column of `Run.costs`, such as `bytes`, or `clock` in simulated seconds.
+        `cost` is a column of `Run.costs`, such as `bytes`, or `clock` in simulated seconds. Ignores
+        runs that did not reach the target.
         """
         sign = -1 if self.metric.lower_is_better else 1
         costs = []
@@ -438,15 +434,9 @@ def choose_columns(
 ) -> tuple[Column, ...]:
     """Return all columns of the groups, with the headline column of the comparison first.
 
-    Args:
-        groups: Groups to compare.
-        kind: Kind of the headline column, by default the first kind, `private`.
-        protocol: Protocol of the headline column. By default, the headline protocol of most groups;
-            ties are broken by the number of groups evaluated, then in favor of `common`.
-
-    Raises:
-        StateError: If no group was evaluated.
-        SettingsError: If no group was evaluated under the kind or protocol.
+    Its kind is by default `private`. Its protocol is by default the headline protocol of most
+    groups; ties are broken by the number of evaluated groups, then in favor of `common`. Raises
+    StateError if no group was evaluated, and SettingsError for an unknown kind or protocol.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
@@ -534,16 +524,10 @@ def pair_groups(
 ) -> tuple[Pair, ...]:
     """Pair each group with its baseline, in the order of the groups.
 
-    Args:
-        groups: Groups to compare.
-        column: Headline column.
-        against: Label or method of the baseline, or "NAME:KIND" for its models of another kind. By
-            default `local` or, if absent, the first group. If several groups have the method, each
-            group is paired with the one that shares the most settings.
-        test: Test of the differences (see `p_value`).
-
-    Raises:
-        SettingsError: If the baseline does not exist.
+    `against` is the label or method of the baseline, or "NAME:KIND" for its models of another kind.
+    The default is `local` or, if absent, the first group. If several groups have the method, each
+    group is paired with the one that shares the most settings. Raises SettingsError if the baseline
+    does not exist.
     """
     baselines, baseline_column = _baselines(groups, column, against)
     pairs = []
@@ -599,15 +583,9 @@ def _baselines(
 def p_value(differences: Sequence[float], test: str) -> float:
     """Return the two-sided p-value of the hypothesis that the differences are centered at 0.
 
-    The t-test assumes a normal distribution, the Wilcoxon signed-rank test a symmetric one. With n
-    seeds, the p-value of the latter is at least 2^(1-n): 0.25 for three seeds, 0.0625 for five.
-
-    Args:
-        differences: Paired differences, one for each seed.
-        test: "none", "t" or "wilcoxon".
-
-    Returns:
-        The p-value, or NaN if it cannot be computed or `test` is "none".
+    Returns NaN if it cannot be computed. The t-test assumes a normal distribution, the Wilcoxon
+    signed-rank test a symmetric one. With n seeds, the p-value of the latter is at least 2^(1-n):
+    0.25 for three seeds, 0.0625 for five.
     """
     from scipy import stats
 

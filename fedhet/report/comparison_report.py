@@ -67,16 +67,9 @@ MAX_COLUMNS = 6
 
 
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write compare.png, .html, .md, .json and figures of the requested metrics of the methods.
+    """Write compare.png, .html, .md, .json and a figure for each requested metric of the methods.
 
-    Each figure is also written as SVG.
-
-    Args:
-        comparison: Comparison of runs.
-        out_dir: Output directory.
-
-    Returns:
-        The paths of the files, without the SVG files.
+    Each figure is also written as SVG. Returns the paths of all other files.
     """
     out = Path(out_dir)
     figures = drawings(comparison)
@@ -94,16 +87,7 @@ def write_for_paper(
 ) -> list[Path]:
     """Write the tables as LaTeX (compare.tex) and the scores as CSV (compare.csv).
 
-    The CSV file has a row for each run, protocol and kind of model.
-
-    Args:
-        comparison: Comparison of runs.
-        out_dir: Output directory.
-        latex: Whether to write compare.tex.
-        csv: Whether to write compare.csv.
-
-    Returns:
-        The paths of the files.
+    The CSV file has a row for each run, protocol and kind of model. Returns the paths.
     """
     texts = {}
     if latex:

@@ -35,15 +35,9 @@ MAX_NAMED = 30
 
 
 def write_figures(run: Run, *, paper: bool = False) -> list[Path]:
-    """Write the figures of a run as PNG and SVG into `figures/`.
+    """Write the figures of a run as PNG and SVG into `figures/`, and return the paths of the PNGs.
 
-    Args:
-        run: The run.
-        paper: Whether to write PDFs in the size and fonts of a paper into `figures/paper/` instead.
-            Figures with one panel have the width of a column, others the width of the text.
-
-    Returns:
-        The paths of the PNG or PDF files.
+    With `paper`, writes PDFs in the size and fonts of a paper into `figures/paper/` instead.
     """
     directory = Folder(run.path / "figures" / ("paper" if paper else ""), run.path)
     write = Drawing.write_for_paper if paper else Drawing.write

@@ -295,12 +295,7 @@ class Run:
 def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     """Read the results of a run, and of its baseline if it has one.
 
-    Args:
-        path: Directory of the run.
-        with_baseline: Whether to read the baseline.
-
-    Raises:
-        StateError: If a file is missing, truncated or malformed.
+    Raises StateError if a file is missing, truncated or malformed.
     """
     root = Path(path)
     if not root.is_dir():

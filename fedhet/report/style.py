@@ -161,14 +161,9 @@ def tag(ax: Axes, series: str, artists: Iterable[Artist]) -> None:
 def record(
     ax: Axes, series: str, values: pd.Series, name: str = "", names: Sequence[str] = ()
 ) -> None:
-    """Record the values of a curve for tooltips.
+    """Record the values of a curve, indexed by x, for tooltips.
 
-    Args:
-        ax: Axes of the curve.
-        series: Series of the curve.
-        values: Values indexed by x.
-        name: Name of the curve, by default the series.
-        names: Names of the points, if any.
+    `name` is the name of the curve, by default the series, and `names` are those of the points.
     """
     if isinstance(ax.figure, Canvas):
         curve = _curve(ax.figure.series_number(series), name or series, values)
@@ -186,12 +181,9 @@ def _rounded(values: Iterable[float]) -> list[float | None]:
 
 
 def single_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> str:
-    """Describe an SVG of a single curve, in the format of `Canvas.description`.
+    """Describe an SVG of a single curve over `xs`, in the format of `Canvas.description`.
 
-    Args:
-        values: Values indexed by x.
-        box: Left, top, right and bottom of the curve.
-        xs: All x values of the axis.
+    `box` is the left, top, right and bottom of the curve.
     """
     x, y = [min(xs), max(xs), False], [values.min(), values.max(), False]
     options = {"box": _rounded(box), "x": x, "y": y, **PANEL, "unit": "number"}
@@ -360,16 +352,7 @@ def over_rounds(
     text: Callable[[float], str] = "{:.4g}".format,
     margin: float = 0.0,
 ) -> None:
-    """Configure the axes of a plot over rounds.
-
-    Args:
-        ax: Axes to configure.
-        rounds: Rounds on the horizontal axis.
-        title: Title of the axes.
-        note: Note added to the label of the horizontal axis.
-        text: Formats the ticks of the vertical axis.
-        margin: Minimum margin on both sides, in rounds.
-    """
+    """Configure the axes of a plot over rounds. `note` is added to the label of the rounds."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
     low, high = min(rounds), max(rounds)
@@ -428,14 +411,7 @@ def line(
 ) -> None:
     """Draw a curve of values over their index, with markers if there are few values.
 
-    Args:
-        ax: Axes to draw on.
-        values: Values indexed by x.
-        color: Color of the curve.
-        size: Size of the markers.
-        series: Series of the curve.
-        name: Name of the curve in tooltips, by default the series.
-        **look: Further properties of the line.
+    `name` is the name of the curve in tooltips, by default the series.
     """
     marker = "o" if len(values) <= 25 else ""
     artists = ax.plot(values.index, values, color=color, marker=marker, markersize=size, **look)

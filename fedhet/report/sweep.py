@@ -88,12 +88,7 @@ class Sweep:
 
 
 def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
-    """Load the runs of a sweep.
-
-    Args:
-        names: Swept settings.
-        runs: Directories of the runs of each point, one for each seed.
-    """
+    """Load the runs of a sweep over the settings `names`; each point has a run for each seed."""
     loaded = {point: tuple(load_run(path) for path in paths) for point, paths in runs.items()}
     return Sweep(tuple(names), loaded)
 
@@ -115,15 +110,9 @@ def plotted_quantities(results: Sweep, figures: str) -> list[str]:
 
 
 def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
-    """Write sweep.html, .png, .svg, .md and .json.
+    """Write sweep.html, .png, .svg, .md and .json, and return the path of sweep.html.
 
-    Args:
-        results: Results of the sweep.
-        out: Output directory.
-        figures: Comma-separated metrics to plot, by default the first metric of the method.
-
-    Returns:
-        The path of sweep.html.
+    `figures` is a comma-separated list of metrics to plot, by default the first metric.
     """
     settings, points = results.names, list(results.runs)
     is_single = len(settings) == 1

@@ -258,11 +258,9 @@ def tabular(
 ) -> str:
     """Return a table as LaTeX.
 
-    Args:
-        cells: The table.
-        better: Columns in which the best and second-best values are highlighted, by header: 1 if
-            higher values are better, or -1 if lower values are better.
-        marked: Rows with a dagger in the first column of `better`.
+    `better` maps the headers of columns in which the best and second-best values are highlighted to
+    1 if higher values are better, or -1 if lower values are better. The rows `marked` have a dagger
+    in the first of these columns.
     """
     better = better or {}
     columns = []

@@ -40,15 +40,10 @@ HEADERS = {
 
 @contextlib.contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[str]:
-    """Serve reports until the block ends, and yield the address.
+    """Serve the reports of a run, or of all runs in a directory, until the block ends.
 
-    Args:
-        folder: Directory of a run, or a directory that contains runs.
-        port: Port to listen on; 0 = any free port.
-
-    Raises:
-        SettingsError: If the port cannot be used.
-        StateError: If the directory does not exist.
+    Yields the address. Raises SettingsError if the port cannot be used, and StateError if the
+    directory does not exist.
     """
     if not folder.is_dir():
         raise StateError(f"directory {folder} not found")

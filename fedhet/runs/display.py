@@ -181,9 +181,7 @@ def _number(value: float, digits: int) -> str:
 def display_on(console: Console, label: str = "") -> Iterator[Progress]:
     """Show the progress of a run in the notebook, on the terminal, or as lines of text.
 
-    Args:
-        console: Console to print on.
-        label: Prefix of each line, or of the title on a terminal.
+    `label` is the prefix of each line, or of the title on a terminal.
     """
     make_output_lenient()
     if in_notebook():

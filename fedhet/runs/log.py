@@ -118,18 +118,10 @@ class RunLog:
         begun: float | None = None,
         deployed: bool = False,
     ) -> None:
-        """Create the run's directory, or prepare to resume the run in it.
+        """Create the run's directory, or prepare to resume the run in it. Raises StateError.
 
-        Args:
-            config: Configuration of the run.
-            directory: Directory of the run.
-            workers: Number of clients that train at the same time.
-            watchers: Observers of the run.
-            begun: Start time of the run as returned by `time.perf_counter`; None = now.
-            deployed: Whether the clients are reached over a network.
-
-        Raises:
-            StateError: If the directory is not empty, is in use, or cannot be resumed.
+        `workers` clients train at the same time. `begun` is the start time of the run as returned
+        by `time.perf_counter`, by default now. `deployed` is set for runs over a network.
         """
         self.config, self.directory, self.watchers = config, directory, tuple(watchers)
         self.models: dict[str, str] = {}

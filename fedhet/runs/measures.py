@@ -136,16 +136,10 @@ def write_measures(measured: Measured) -> dict[str, float]:
 def read_measures(
     sender: str, metrics: Mapping[str, object], kinds: Sequence[str], score_names: Sequence[str]
 ) -> Measured:
-    """Validate the metrics of a client's message.
+    """Validate the metrics of a client's message. Raises KnowledgeError.
 
-    Args:
-        sender: Name of the client in error messages.
-        metrics: Metrics of the message.
-        kinds: Kinds of models that the method evaluates.
-        score_names: Names of the score metrics of the run.
-
-    Raises:
-        KnowledgeError: If a metric is unknown or invalid.
+    `kinds` are the kinds of models that the method evaluates, and `score_names` the score metrics
+    of the run. Any other metric is rejected.
     """
     number = partial(_number, sender, metrics)
     if WORK in metrics:

@@ -147,11 +147,8 @@ class Progress(Watcher):
     ) -> None:
         """Start tracking.
 
-        Args:
-            show: Called after each event of the run with a line of text, or "" if there is nothing
-                to print. Not called for events of clients.
-            clock: Returns the current time in seconds.
-            changed: Called after every event.
+        `show` is called after each event of the run, but not of clients, with a line of text or "".
+        `changed` is called after every event.
         """
         self._show_line, self._clock, self._changed = show, clock, changed
         self.status = Status(phase="starting")

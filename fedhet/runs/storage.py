@@ -104,12 +104,7 @@ class Checkpoints:
     """Server checkpoints of a run."""
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
-        """Set the location of the checkpoints.
-
-        Args:
-            directory: Directory of the run.
-            identity: Run and method, which are saved in each checkpoint and checked on reading.
-        """
+        """Set the directory. `identity` is saved in each checkpoint and checked on reading."""
         self._run, self._folder = directory, directory / "checkpoints"
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
@@ -143,17 +138,10 @@ class Checkpoints:
         )
 
     def newest(self, notice: Callable[[str], None], recorded: int) -> Checkpoint | None:
-        """Return the last valid checkpoint of this run, or None if no checkpoint exists.
+        """Return the last valid checkpoint up to round `recorded`, or None if no checkpoint exists.
 
-        Args:
-            notice: Called with a notice for each invalid checkpoint, which is skipped. A checkpoint
-                is invalid if it cannot be read, contains NaN or infinity, or belongs to another
-                run, method or round.
-            recorded: Last round with a record; later checkpoints are ignored.
-
-        Raises:
-            StateError: If checkpoints exist but none is valid, or if the checkpoints of the
-                recorded rounds are missing.
+        Skips checkpoints that cannot be read, contain NaN or infinity, or belong to another run,
+        with a notice. Raises StateError if checkpoints are missing, or exist but none is valid.
         """
         all_rounds = rounds_in(self._folder)
         rounds = [number for number in all_rounds if number <= recorded]

@@ -282,12 +282,8 @@ class Coder:
     ) -> tuple[dict[str, Encoded], dict[str, Array]]:
         """Encode the tensors of a reply, and return them with the new compression errors.
 
-        Args:
-            key: Key of the random generators.
-            tensors: Tensors of the reply.
-            base: Weights in the instruction.
-            unsent: Compression errors of earlier replies. With a biased encoding, they are added to
-                the weights before encoding (error feedback).
+        `base` are the weights in the instruction, and `unsent` the compression errors of earlier
+        replies, which are added to the weights if the encoding is biased (error feedback).
         """
         encoded, errors = {}, {}
         for name, value in self._encodable(tensors):

@@ -181,16 +181,9 @@ def decode(
 ) -> tuple[Envelope, Knowledge]:
     """Deserialize a message from its arrays. The method's fields are checked by its Contract.
 
-    Args:
-        arrays: The manifest, followed by the tensors.
-        sender: Name of the sender in error messages.
-        bases: Returns base weights by their digest.
-        max_bytes: Maximum total size of the decoded tensors, checked before decoding.
-
-    Raises:
-        KnowledgeError: If the manifest is invalid, has an unsupported schema version, or does not
-            match the arrays that follow it.
-        MissingBaseError: If this side does not have the base weights.
+    `bases` returns base weights by their digest. `max_bytes` limits the total size of the decoded
+    tensors, and is checked before decoding. Raises KnowledgeError if the manifest is invalid or
+    does not match the arrays, and MissingBaseError if this side does not have the base weights.
     """
     manifest = _read_manifest(arrays, sender)
     specs = manifest.tensors
