@@ -85,7 +85,7 @@ def call(monkeypatch, capsys):
     """A function that runs `fedhet` in this process; it returns the status, and what is printed."""
 
     def ended(status):  # in place of this process, the Ray that is starting ends
-        connection._end_unless_awaited()
+        connection._stop_if_unused()
         connection.BACKGROUND.submit(int).result()
         sys.exit(status)
 

@@ -171,7 +171,7 @@ def test_a_baseline_is_trained_beside_a_run_and_goes_on_with_it(tmp_path):
     assert alone.baseline is None
     more = fedhet.run(resume=tmp_path / "run", rounds=3, against="local", progress=False)
     assert len(more.history) == len(more.baseline.history) == 3
-    with pytest.raises(SettingsError, match="the run's own method"):
+    with pytest.raises(SettingsError, match="must differ from the run's own method"):
         quick("fedavg", out=tmp_path / "other", against="fedavg")
     assert not (tmp_path / "other").exists()
 

@@ -99,7 +99,7 @@ def test_what_is_there_is_kept_and_what_is_missing_is_added(tmp_path):
 
 def test_an_existing_server_certificate_is_not_made_anew(tmp_path):
     certs.make(tmp_path, [], [], 30)
-    with pytest.raises(FedhetError, match=r"server.pem exists and is kept: remove it"):
+    with pytest.raises(FedhetError, match=r"server.pem already exists. Remove it"):
         certs.make(tmp_path, ["fed.example.org"], [], 30)
 
 
@@ -114,7 +114,7 @@ def test_a_foreign_authority_signs_for_itself(tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "nodes", "message"),
     [
-        ([], ["../x"], r"'\.\./x' cannot name a node"),
+        ([], ["../x"], r"name of a node must consist of .*, got '\.\./x'"),
         (["hö st"], [], "--host: expected a host name or an IP address.* got 'hö st'"),
     ],
 )
@@ -200,15 +200,15 @@ def test_host_and_port_everywhere(given, expected):
 def test_a_renewed_certificate_serves_the_same_hosts_and_the_same_sites(tmp_path):
     certs.make(tmp_path, ["fed.example.org"], [], 3)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert "in 2 days" in certs.ends(tmp_path / certs.SERVER_CERTIFICATE)
-    assert "in 3649 days" in certs.ends(tmp_path / certs.CA_CERTIFICATE)
+    assert "in 2 days" in certs.expiry(tmp_path / certs.SERVER_CERTIFICATE)
+    assert "in 3649 days" in certs.expiry(tmp_path / certs.CA_CERTIFICATE)
     certs.renew(tmp_path, ["10.0.0.9"], 90)
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {certs.SERVER_CERTIFICATE, certs.SERVER_KEY}
     assert (tmp_path / certs.SERVER_KEY).stat().st_mode & 0o777 == 0o600
-    assert "in 89 days" in certs.ends(tmp_path / certs.SERVER_CERTIFICATE)
+    assert "in 89 days" in certs.expiry(tmp_path / certs.SERVER_CERTIFICATE)
     (tmp_path / "at-a-site.crt").write_bytes(before[certs.CA_CERTIFICATE])
     for host in ("fed.example.org", "localhost", "10.0.0.9"):
         assert handshake(tmp_path, tmp_path / "at-a-site.crt", host)
@@ -220,7 +220,7 @@ def test_what_cannot_be_renewed_stays(tmp_path):
     certs.make(tmp_path, [], [], 3)
     (tmp_path / certs.CA_KEY).unlink()
     before = (tmp_path / certs.SERVER_CERTIFICATE).read_bytes()
-    with pytest.raises(FedhetError, match="sign it with your own authority"):
+    with pytest.raises(FedhetError, match="Sign it with your own certificate authority"):
         certs.renew(tmp_path, [], 90)
     assert (tmp_path / certs.SERVER_CERTIFICATE).read_bytes() == before
 
@@ -229,9 +229,9 @@ def test_a_site_makes_its_key_once(tmp_path):
     done = CliRunner().invoke(app, ["certs", str(tmp_path / "new"), "--key", "site-a"])
     assert done.exit_code == 0, done.output
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"site-a", "site-a.pub"}
-    with pytest.raises(FedhetError, match="site-a exists and is kept"):
+    with pytest.raises(FedhetError, match="site-a already exists"):
         certs.make_node_key(tmp_path / "new" / "site-a")
-    with pytest.raises(FedhetError, match="cannot name a node"):
+    with pytest.raises(FedhetError, match="name of a node must consist of"):
         certs.make_node_key(tmp_path / "a key")
 
 

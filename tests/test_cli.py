@@ -96,7 +96,7 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["run", "felo", "--preset", "dmo"], ["'dmo'", "did you mean 'demo'?"]),
         (["run", "felo", "-s", "device=cuda:7"], ["'engine.device'", "'cuda:7'", "cpu"]),
         (["run", "felo", "--seeds", "0,0"], ["--seeds", "0,0", "0,1,2"]),
-        (["run", "felo", "--out", "a b"], ["'out'", "'a b'"]),
+        (["run", "felo", "--out", "a b"], ["out: ", "'a b'"]),
         (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds' is set twice"]),
         (["run", "felo", "--models", "mlp", "-s", "pool=cnn2"], ["'models.pool' is set twice"]),
         (["run", "felo", "--seed", "1", "--seeds", "1,2"], ["cannot be combined with --seeds"]),

@@ -65,7 +65,7 @@ def test_a_client_that_does_not_answer_is_asked_now_and_then(outcome):
     rounds = [round for round, names in asked.items() if "b" in names]
     assert rounds == [1, 2, 4, 8, 16, 32, 48], "after 2, 4, 8 rounds, at most 16"
     assert forgotten == [(2, "b")]
-    assert "client b has not answered in 2 consecutive rounds" in notices[0]
+    assert "client b has not replied in 2 consecutive rounds" in notices[0]
 
 
 def test_who_answers_again_is_asked_as_before():
@@ -89,7 +89,7 @@ def test_what_a_client_that_left_contributed_is_dropped_and_it_may_come_back():
     found.update(1, {"b": "silent"}, NAMES)
     assert found.update(2, {}, ["a", "c"]) == []
     assert found.update(3, {}, ["a", "c"]) == ["b"]
-    assert notices == ["client b has left; what it contributed before is dropped"]
+    assert notices == ["client b has left; its earlier contributions are dropped"]
     assert found.update(4, {}, ["a", "c"]) == [], "once"
     assert found.eligible(5, NAMES) == NAMES
     found.update(5, {"b": "silent"}, NAMES)

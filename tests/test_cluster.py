@@ -25,13 +25,13 @@ from fedhet.engines import cluster, inspection
 from fedhet.engines.cluster import (
     ReachableClients,
     WorkerProxy,
-    _shared,
+    _created,
     check_machines,
     joined_workers,
     needs_of,
-    places,
+    place_workers,
     running_machines,
-    taking_clients,
+    usable_machines,
 )
 from fedhet.engines.connection import code_of, connect, for_workers
 from fedhet.engines.inspection import faults, listing
@@ -147,14 +147,20 @@ DATA = "data"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"torch": "1.0"}, "has PyTorch {torch}, this machine 1.0"),
-        ({"token": ".of-another-run"}, "does not see the run's directory {run} as this machine"),
-        ({"device": "mps"}, "has no device mps"),
-        ({"data": {"/nowhere": (2, 7, "d")}}, "does not see the data /nowhere"),
-        ({"data": {DATA: (1, 7, "d")}}, "{data}: 2 files of 7 bytes there, 1 file of 7 bytes here"),
-        ({"data": {DATA: None}}, "{data}: 2 files of 7 bytes there, nothing here"),
+        ({"torch": "1.0"}, "PyTorch must be 1.0 as on this machine, got {torch}"),
+        (
+            {"token": ".of-another-run"},
+            "does not share the run's directory {run} with",
+        ),
+        ({"device": "mps"}, "device mps not found"),
+        ({"data": {"/nowhere": (2, 7, "d")}}, "data /nowhere not found"),
+        (
+            {"data": {DATA: (1, 7, "d")}},
+            "2 files of 7 bytes there, 1 file of 7 bytes here",
+        ),
+        ({"data": {DATA: None}}, "{data} differs: 2 files of 7 bytes there, nothing here"),
         ({"data": {DATA: (2, 7, "d")}}, "the files have other names or sizes than here"),
-        ({"modules": ("os", "nomod.x")}, "does not find the module 'nomod.x'"),
+        ({"modules": ("os", "nomod.x")}, "module 'nomod.x' not found"),
     ],
 )
 def test_each_fault_is_one_line(change, words, tmp_path):
@@ -174,7 +180,7 @@ def test_a_directory_that_only_looks_the_same_is_not_it(tmp_path):
     wanted = needs(tmp_path)
     (tmp_path / wanted.token).write_text("of another run")
     (line,) = faults(wanted)
-    assert "it holds another file of that name" in line
+    assert "a file with other content" in line
 
 
 def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
@@ -187,7 +193,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(inspection, "open", readable, raising=False)
     (line,) = faults(wanted)
-    assert line.startswith(f"cannot write into the run's directory {tmp_path} (Read-only")
+    assert line.startswith(f"cannot write to the run's directory {tmp_path} (Read-only")
 
 
 def test_what_is_sent_to_a_machine_needs_nothing_that_may_not_be_there():
@@ -291,28 +297,28 @@ def test_the_machines_that_are_there(monkeypatch):
     ]  # fmt: skip
     nodes.append(node("second-one", "10.0.0.2", CPU=1.0))
     assert [m.address for m in running_machines()] == [
-        "10.0.0.1", "10.0.0.2 (Ray's node b)", "10.0.0.2 (Ray's node second-o)"
+        "10.0.0.1", "10.0.0.2 (Ray node b)", "10.0.0.2 (Ray node second-o)"
     ]  # fmt: skip
 
 
 def test_machines_without_processors_are_not_asked():
     head = Machine("head", "10.0.0.9", 0.0, 0.0)
-    assert taking_clients([head, A, B], EngineSettings(cpus_per_client=2.0)) == [A, B]
-    assert taking_clients([head, A, B], EngineSettings(cpus_per_client=3.0)) == [A]
+    assert usable_machines([head, A, B], EngineSettings(cpus_per_client=2.0)) == [A, B]
+    assert usable_machines([head, A, B], EngineSettings(cpus_per_client=3.0)) == [A]
     with pytest.raises(SettingsError, match="at most 4, the number of CPUs of the largest"):
-        taking_clients([head, A, B], EngineSettings(cpus_per_client=5.0))
+        usable_machines([head, A, B], EngineSettings(cpus_per_client=5.0))
 
 
 def test_workers_are_dealt_to_machines_in_turn():
     engine = EngineSettings()
-    assert places([A, B], engine, 100, on_gpu=False) == [A, B, A, B, A, A]
-    assert places([A, B], engine, 3, on_gpu=False) == [A, B, A]
+    assert place_workers([A, B], engine, 100, on_gpu=False) == [A, B, A, B, A, A]
+    assert place_workers([A, B], engine, 3, on_gpu=False) == [A, B, A]
     halves = EngineSettings(gpus_per_client=0.4)
-    assert places([A, B], halves, 100, on_gpu=True) == [A, A]
+    assert place_workers([A, B], halves, 100, on_gpu=True) == [A, A]
     two = Machine("c", "10.0.0.3", 16.0, 2.0)  # 5 x 0.4 is 2, but no worker has parts of two GPUs
-    assert places([two], halves, 100, on_gpu=True) == [two] * 4
+    assert place_workers([two], halves, 100, on_gpu=True) == [two] * 4
     with pytest.raises(FedhetError, match="no machine of the Ray cluster has a GPU"):
-        places([B], halves, 100, on_gpu=True)
+        place_workers([B], halves, 100, on_gpu=True)
 
 
 # --- the pool, on a Ray that is played ------------------------------------------------------
@@ -324,11 +330,11 @@ class Actor:
     def __init__(self, machine):
         self.machine = machine
         self.is_ready = SimpleNamespace(remote=lambda: self)
-        self.make_room = SimpleNamespace(remote=ray_of_room)
+        self.release_memory = SimpleNamespace(remote=count_release)
 
 
-def ray_of_room():
-    sys.modules["ray"].made_room += 1
+def count_release():
+    sys.modules["ray"].released += 1
 
 
 class Ray:
@@ -343,7 +349,7 @@ class Ray:
         self.gone: set[Machine] = set()
         self.killed: list[Actor] = []
         self.started: list[Actor] = []
-        self.made_room = 0
+        self.released = 0
 
     def start(self, machine):
         actor = Actor(machine)
@@ -406,8 +412,8 @@ def test_who_finds_too_little_memory_is_asked_while_nobody_else_is(ray):
     before.join()
     later.join()
     assert events == ["another ends", "alone begins", "alone ends", "a third"]
-    assert ray.made_room == 1  # the other one; its own is made room in by the task
-    again = "finds too little memory on the GPU: it is asked again alone"
+    assert ray.released == 1  # the other one; its own is made room in by the task
+    again = "ran out of GPU memory and is called again without other clients"
     assert said == [f"client-3 {again}", f"client-0 {again}"]
 
 
@@ -428,7 +434,7 @@ def test_a_client_of_a_lost_worker_is_asked_again_on_another(ray):
     assert ray.killed == [used[0]]
     (line,) = said
     assert line.startswith("the worker of client-0 on 10.0.0.1 is lost (RayError)")
-    assert "asked again" in line
+    assert "is called on another worker" in line
 
 
 def test_a_client_whose_workers_are_lost_twice_fails_and_the_next_is_served(ray):
@@ -536,7 +542,7 @@ def test_a_failed_client_says_why_in_words(tmp_path, ray):
     failed = worker.call(0, "no_such_method", None)
     assert isinstance(failed, Failed)
     assert "no_such_method" in failed.reason
-    assert "Traceback" in failed.trace
+    assert "Traceback" in failed.traceback
     workers, _ = pool(ray, A)
     proxy = WorkerProxy("client-0", 0, workers)
     ray.started[0].call = SimpleNamespace(remote=worker.call)
@@ -554,7 +560,7 @@ def test_a_refused_run_leaves_no_directory(tmp_path):
     seen = []
 
     def refused():
-        with _shared(directory, go_on=False):
+        with _created(directory, resume=False):
             seen.append(directory.is_dir())
             raise FedhetError("no")
 
@@ -566,9 +572,12 @@ def test_a_refused_run_leaves_no_directory(tmp_path):
 
 def test_a_run_that_is_there_is_neither_touched_nor_asked_about(tmp_path):
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(StateError, match="already contains a run"), _shared(tmp_path, go_on=False):
+    with (
+        pytest.raises(StateError, match="already contains a run"),
+        _created(tmp_path, resume=False),
+    ):
         raise AssertionError("not reached")
-    with pytest.raises(FedhetError, match="no"), _shared(tmp_path, go_on=True):
+    with pytest.raises(FedhetError, match="no"), _created(tmp_path, resume=True):
         raise FedhetError("no")
     assert (tmp_path / "config.toml").exists()
 
@@ -576,7 +585,7 @@ def test_a_run_that_is_there_is_neither_touched_nor_asked_about(tmp_path):
 def test_an_address_without_a_cluster_costs_one_line(tmp_path):
     config = small("felo", backend="ray", ray_address="127.0.0.1:1")
     with (
-        pytest.raises(FedhetError, match=r"no Ray cluster answers at 127.0.0.1:1 .*refused"),
+        pytest.raises(FedhetError, match=r"no Ray cluster replies at 127.0.0.1:1 .*refused"),
         joined_workers(config, tmp_path / "run", print),
     ):
         raise AssertionError("not reached")
@@ -586,5 +595,5 @@ def test_an_address_without_a_cluster_costs_one_line(tmp_path):
 def test_a_process_that_has_joined_already_is_told(monkeypatch):
     joined_ray = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "ray", joined_ray)
-    with pytest.raises(FedhetError, match=r"call ray.shutdown\(\)"):
+    with pytest.raises(FedhetError, match=r"Call ray.shutdown\(\)"):
         connect("auto", [])

@@ -231,11 +231,11 @@ def test_without_a_shared_directory_nothing_is_trained(head, tmp_path):
         elsewhere = started(config, head, tmp_path / "runs" / "run")
         _, one = ended(elsewhere)
     assert (alone.returncode, elsewhere.returncode) == (2, 2)
-    unseen = f"{SECOND}: does not see the data {mine}/data/texts"
+    unseen = f"{SECOND}: data {mine}/data/texts not found"
     *lines, last = [line for line in both.splitlines() if line.startswith((SECOND, "fedhet:"))]
     assert lines == [
-        f"{SECOND}: does not see the run's directory {mine}/run as this machine does (No such file "
-        "or directory): give an 'out' in a folder that all machines share",
+        f"{SECOND}: does not share the run's directory {mine}/run with this machine (No such file "
+        "or directory). Set 'out' to a directory that all machines share.",
         unseen,
     ]
     assert last.startswith("fedhet: 1 of 2 machines of the Ray cluster cannot take part")

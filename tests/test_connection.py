@@ -19,7 +19,7 @@ from fedhet.cli.deploy import connected
 from fedhet.config.resolve import resolve
 from fedhet.deployment import control
 from fedhet.deployment.certs import make, make_node_key
-from fedhet.deployment.control import Connection, readable, submit
+from fedhet.deployment.control import Connection, filter_log, submit
 
 HEAD = [
     "\x1b[92mINFO \x1b[0m:      Start `flwr-serverapp` process\n",
@@ -40,7 +40,7 @@ TAIL = [
 
 def test_an_error_of_ours_is_one_line():
     lines = [*HEAD, "fedhet.base.errors.StateError: runs/first holds a run already\n", *TAIL]
-    assert list(readable(lines)) == [
+    assert list(filter_log(lines)) == [
         "note: waiting for 3 clients, 2 are there",
         "error: runs/first holds a run already",
     ]
@@ -48,12 +48,12 @@ def test_an_error_of_ours_is_one_line():
 
 @pytest.mark.parametrize("tail", [TAIL, []])
 def test_any_other_error_comes_with_its_traceback(tail):
-    said = list(readable([*HEAD, "ValueError: 3\n", *tail]))
+    said = list(filter_log([*HEAD, "ValueError: 3\n", *tail]))
     assert said == [HEAD[1].rstrip(), *(line.rstrip() for line in HEAD[3:]), "ValueError: 3"]
 
 
 def test_a_traceback_that_is_cut_off_is_not_lost():
-    assert list(readable(HEAD))[1:] == [line.rstrip() for line in HEAD[3:]]
+    assert list(filter_log(HEAD))[1:] == [line.rstrip() for line in HEAD[3:]]
 
 
 def test_a_refusal_comes_without_colors_and_frames(monkeypatch, tmp_path):
@@ -108,7 +108,7 @@ insecure = true
 def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, where):
     """Flower reads a project in its old form wherever it runs, and rewrites its configuration."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(control, "PATIENCE", 0)
+    monkeypatch.setattr(control, "START_SECONDS", 0)
     project = tmp_path / where / "pyproject.toml"
     project.parent.mkdir(exist_ok=True)
     project.write_text(PROJECT.replace("NAME", control.CONNECTION))
@@ -133,7 +133,7 @@ def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
     authority = tmp_path / "keys" / "ca.crt"
     with listening(tmp_path / "keys") as address:
         Connection(tmp_path, address, authority).require_answer()
-    with pytest.raises(FedhetError, match=f"no server answers at {address}"):
+    with pytest.raises(FedhetError, match=f"no server replies at {address}"):
         submit(resolve({"method": "local"}), Connection(tmp_path, address, authority), print)
     assert sent == []
 
@@ -282,7 +282,7 @@ def test_a_taken_name_is_refused_unless_its_key_is_to_be_replaced(server, tmp_pa
     assert server.ask(("site-a", first)) == ["site-a is already registered with this key"]
     assert server.keys() == before
     said = server.ask(("site-a", second), replace=True)
-    assert said[1] == "the key that was registered as site-a before is no longer accepted"
+    assert said[1] == "the former key of site-a is no longer accepted"
     assert server.keys() == [("site-a", control._public_key(second))]
     with pytest.raises(FedhetError, match=r"first\.pub: this key was removed from the server"):
         server.ask(("site-a", first), replace=True)

@@ -13,7 +13,7 @@ from fedhet.base.arrays import OnDemand, group
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.methods.registry import find_method, method_names
-from fedhet.server.attacks import Malicious, malicious_clients
+from fedhet.server.attacks import ByzantineClients, malicious_clients
 from fedhet.server.defense import Defense, distances
 from fedhet.server.round import RoundState
 from fedhet.server.steps import scaled_down
@@ -61,14 +61,14 @@ def near(shape, clients, spread=0.1):
 def test_the_one_that_stands_out_is_left_out(average, factor):
     replies = [model(each) for each in near((6, 5), 5)]
     replies[3] = model(replies[3].tensors["weights/w"] * factor)
-    assert defense(average).kept(replies).tolist() == [True, True, True, False, True]
+    assert defense(average).included(replies).tolist() == [True, True, True, False, True]
 
 
 def test_an_architecture_is_compared_with_itself():
     """One of three; the other two differ from them as they do from each other."""
     wide, narrow = near((8, 4), 3), near((3, 4), 2, spread=5)
     replies = [model(each) for each in (wide[0], narrow[0], -wide[1], wide[2], narrow[1])]
-    assert defense("filter").kept(replies).tolist() == [True, True, False, True, True]
+    assert defense("filter").included(replies).tolist() == [True, True, False, True, True]
 
 
 def test_classes_are_compared_with_the_same_classes():
@@ -83,10 +83,16 @@ def test_classes_are_compared_with_the_same_classes():
         )
         for each in classes
     ]
-    assert defense("filter", CLASSWISE).kept(replies).all()
+    assert defense("filter", CLASSWISE).included(replies).all()
     flipped = dict(replies[2].tensors, features=-replies[2].tensors["features"])
     replies[2] = Knowledge(flipped)
-    assert defense("filter", CLASSWISE).kept(replies).tolist() == [True, True, False, True, True]
+    assert defense("filter", CLASSWISE).included(replies).tolist() == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_samples_of_a_clients_own_are_compared_by_class():
@@ -96,9 +102,9 @@ def test_samples_of_a_clients_own_are_compared_by_class():
         labels = np.uint8(RNG.integers(0, 4, number))
         noise = 0.1 * RNG.normal(size=(number, 3))
         replies.append(Knowledge({"features": np.float32(table[labels] + noise), "labels": labels}))
-    assert defense("filter", SAMPLES).kept(replies).all()
+    assert defense("filter", SAMPLES).included(replies).all()
     replies[4] = Knowledge(dict(replies[4].tensors, features=-replies[4].tensors["features"]))
-    assert defense("filter", SAMPLES).kept(replies).tolist() == [True] * 4 + [False]
+    assert defense("filter", SAMPLES).included(replies).tolist() == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize("clients", [1, 2])
@@ -107,7 +113,7 @@ def test_of_two_nobody_can_tell(clients):
     assert distances(MODELS, replies, 0.2) is None
     for average in ROBUST[:3]:
         assert defense(average).combined(replies) == [{}] * clients
-    assert defense("krum").kept(replies).all()
+    assert defense("krum").included(replies).all()
 
 
 # --- replaced by one value ------------------------------------------------------------------
@@ -198,7 +204,7 @@ def test_what_is_scaled_down_is_nothing_else(on_disk):
 def malicious(kind, contract, round, reply, scale=10.0):
     config = small("felo", attack=kind, **{"attack.scale": scale, "clients": 5, "rounds": 4})
     state = SimpleNamespace(record=SimpleNamespace(round=round))
-    return Malicious(config.run, contract, state, ["a", "b"]).changed(round, reply)
+    return ByzantineClients(config.run, contract, state, ["a", "b"]).poison(round, reply)
 
 
 @pytest.mark.parametrize(
@@ -382,8 +388,8 @@ def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
     assert np.allclose(np.mean(found, 0), np.mean(honest, 0), atol=0.1)
     assert not caplog.text
     list(step(replies[1:]))
-    assert f"{least - 1} of 10 replies: too few" in caplog.text
-    assert f"at least {least} are needed" in caplog.text
+    assert f"{least - 1} of 10 replies are too few" in caplog.text
+    assert f"at least {least} replies are required" in caplog.text
 
 
 @pytest.mark.slow

@@ -36,22 +36,31 @@ def amiss(found):
 
 def test_sound_keys_have_nothing_amiss(keys):
     (keys / "notes.txt").write_text("for all to read")
-    assert amiss(doctor.of_keys(keys)) == []
+    assert amiss(doctor.check_keys(keys)) == []
 
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda keys: (keys / "server.key").chmod(0o640), "server.key can be read by others (640)"),
-        (lambda keys: (keys / "nodes/site-a").chmod(0o604), "site-a can be read by others (604)"),
+        (
+            lambda keys: (keys / "server.key").chmod(0o640),
+            "server.key: can be read by other users (640)",
+        ),
+        (
+            lambda keys: (keys / "nodes/site-a").chmod(0o604),
+            "site-a: can be read by other users (604)",
+        ),
         (lambda keys: (keys / "ca.crt").write_text("none"), "cannot read the certificate"),
         (lambda keys: certs.renew(keys, [], 20), "warning: "),
-        (lambda keys: certs.renew(keys, [], 0), "1 day ago: `fedhet certs DIR --renew`"),
+        (
+            lambda keys: certs.renew(keys, [], 0),
+            "1 day ago. Renew it with `fedhet certs DIR --renew`",
+        ),
     ],
 )
 def test_what_is_amiss_with_keys_is_named(keys, spoil, says):
     spoil(keys)
-    assert any(says in each for each in amiss(doctor.of_keys(keys)))
+    assert any(says in each for each in amiss(doctor.check_keys(keys)))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +68,7 @@ def test_what_is_amiss_with_keys_is_named(keys, spoil, says):
     [
         (person(998, "fedhet-server"), "error: {}: belongs to the service user 'fedhet-server'"),
         (person(1001, "fedhet", "/usr/sbin/nologin"), "error: {}: belongs to the service user"),
-        (person(1001, "ada"), "warning: {}: belongs to 'ada', expected root. `chown root: {}`"),
+        (person(1001, "ada"), "warning: {}: belongs to 'ada', expected root. Use `chown root: {}`"),
         (None, "warning: {}: belongs to the unknown user"),
     ],
 )
@@ -71,7 +80,7 @@ def test_the_key_of_the_authority_is_roots(keys, owner, says, monkeypatch):
         return owner
 
     monkeypatch.setattr(doctor.pwd, "getpwuid", known)
-    (found,) = amiss(doctor.of_keys(keys))
+    (found,) = amiss(doctor.check_keys(keys))
     assert found.startswith(says.replace("{}", str(keys / "ca.key")))
 
 
@@ -79,9 +88,9 @@ def test_keys_of_others_are_told_apart(keys, tmp_path):
     certs.make(tmp_path / "other", [], ["site-a"], 365)
     shutil.copy(tmp_path / "other/nodes/site-a.pub", keys / "nodes/site-a.pub")
     shutil.copy(tmp_path / "other/ca.crt", keys / "ca.crt")
-    found = amiss(doctor.of_keys(keys))
+    found = amiss(doctor.check_keys(keys))
     assert any("site-a.pub is not the public key of site-a" in each for each in found)
-    assert any("is not signed by the CA beside it" in each for each in found)
+    assert any("is not signed by ca.crt" in each for each in found)
 
 
 class Late(http.server.BaseHTTPRequestHandler):
@@ -118,37 +127,37 @@ def served(keys):
 
 
 def test_a_server_an_hour_off_is_found(keys, served):
-    assert amiss(doctor.of_server(served(0.0), keys / "ca.crt")) == []
-    (found,) = amiss(doctor.of_server(served(3600.0), keys / "ca.crt"))
-    assert "seconds from the server's: set the clocks by NTP" in found
+    assert amiss(doctor.check_server(served(0.0), keys / "ca.crt")) == []
+    (found,) = amiss(doctor.check_server(served(3600.0), keys / "ca.crt"))
+    assert "seconds from the server's clock. Synchronize the clocks with NTP." in found
 
 
 @pytest.mark.parametrize("date", ["soon", "2026-11-25", "Wed, 99 Nov 2026 10:00:00 GMT"])
 def test_a_date_that_is_none_says_nothing_about_the_clock(keys, served, date):
-    found = list(doctor.of_server(served(0.0, date), keys / "ca.crt"))
-    assert [each.what for each in found] == ["server"]
+    found = list(doctor.check_server(served(0.0, date), keys / "ca.crt"))
+    assert [each.subject for each in found] == ["server"]
 
 
 def test_a_date_without_a_time_zone_is_utc(keys, served):
-    (found,) = amiss(doctor.of_server(served(0.0, "Mon, 01 Jan 2001 00:00:00"), keys / "ca.crt"))
-    assert "set the clocks by NTP" in found
+    (found,) = amiss(doctor.check_server(served(0.0, "Mon, 01 Jan 2001 00:00:00"), keys / "ca.crt"))
+    assert "Synchronize the clocks with NTP" in found
 
 
 def test_a_server_that_another_authority_vouches_for_is_refused(keys, served, tmp_path):
     certs.make(tmp_path / "other", [], [], 365)
-    (found,) = amiss(doctor.of_server(served(0.0), tmp_path / "other/ca.crt"))
-    assert "its certificate is refused" in found
-    (silent,) = amiss(doctor.of_server("127.0.0.1:9", keys / "ca.crt"))
-    assert "does not answer" in silent
+    (found,) = amiss(doctor.check_server(served(0.0), tmp_path / "other/ca.crt"))
+    assert "certificate refused" in found
+    (silent,) = amiss(doctor.check_server("127.0.0.1:9", keys / "ca.crt"))
+    assert "does not reply" in silent
 
 
 def test_the_machine_is_looked_at_and_a_check_that_fails_ends_nothing(tmp_path, monkeypatch):
-    what = [each.what for each in doctor.of_machine(tmp_path)]
+    what = [each.subject for each in doctor.check_machine(tmp_path)]
     assert {"packages", "memory", "disk", "ports"} <= {*what}
     monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: 1 / 0)
-    found = [*doctor.of_machine(tmp_path)]
+    found = [*doctor.check_machine(tmp_path)]
     assert any("ZeroDivisionError" in each.text for each in found)
-    assert any(each.what == "disk" for each in found)
+    assert any(each.subject == "disk" for each in found)
 
 
 def test_a_package_that_is_too_old_is_named(tmp_path, monkeypatch):
@@ -156,7 +165,10 @@ def test_a_package_that_is_too_old_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
         doctor.metadata, "version", lambda name: "1.0" if name == "flwr" else version(name)
     )
-    assert any("flwr is 1.0, and " in each for each in amiss(doctor.of_machine(tmp_path)))
+    assert any(
+        "flwr must be " in each and "got 1.0" in each
+        for each in amiss(doctor.check_machine(tmp_path))
+    )
 
 
 def test_the_command_fails_if_something_is_amiss(keys):
@@ -172,5 +184,5 @@ def test_the_command_fails_if_something_is_amiss(keys):
 
 def test_an_authority_that_is_not_there_is_not_taken_for_a_silent_server(keys, served):
     absent = keys / "absent.crt"
-    (found,) = amiss(doctor.of_server(served(0.0), absent))
-    assert found.endswith(f"{absent}: no such file; it must be the CA's certificate")
+    (found,) = amiss(doctor.check_server(served(0.0), absent))
+    assert found.endswith(f"{absent}: file not found, expected the CA's certificate")

@@ -266,8 +266,8 @@ def test_a_deployment_is_backed_up_and_goes_on_elsewhere_with_a_renewed_certific
     deployment.stop("server")  # before the sites: rounds without them would count
     deployment.stop()
     fault = until(lambda: going.fault, 300.0)[0]
-    assert "has gone" in str(fault)
-    assert any("does not answer; waiting for it" in line for line in going.said), going.said
+    assert "stopped during run" in str(fault)
+    assert any("does not reply; waiting for it" in line for line in going.said), going.said
     other = tmp_path / "other"
     for each in (tmp_path / "run", deployment.root):
         shutil.copytree(each, other / each.name)

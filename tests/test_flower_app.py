@@ -67,7 +67,7 @@ def test_clients_that_are_set_as_the_federation_has_them_stay(clients_of):
 def test_other_clients_than_simulated_nodes_are_refused_at_once(clients_of, capsys):
     found, fault = clients_of(grid_of([2]), context_of(clients=4))
     assert not found
-    assert fault.startswith("clients = 4: expected 2, the number of simulated nodes.")
+    assert fault.startswith("clients: expected 2, the number of simulated nodes, got 4.")
     assert "--federation-config 'num-supernodes=4'" in fault
     assert capsys.readouterr().out == f"error: {fault}\n"
 
@@ -113,7 +113,7 @@ def test_a_failing_report_is_one_line_and_the_run_stays_complete(tmp_path, monke
     simulate.train(small(rounds=1, clients=2), directory, [Reported(directory, console)])
     (line,) = console.file.getvalue().splitlines()
     assert line.startswith("the run is complete, but its report failed: FileNotFoundError: no fed")
-    assert f"`fedhet report {directory}` writes it" in line
+    assert line.endswith(f"Write the report with `fedhet report {directory}`.")
     assert json.loads((directory / "summary.json").read_text())["accuracy"]
 
 

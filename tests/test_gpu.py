@@ -22,7 +22,7 @@ from fedhet.base.transfer import Numbers, all_to_device, joined, separated
 from fedhet.cli.example import write_example
 from fedhet.client_runtime.node import close_clients
 from fedhet.data.store import RunData
-from fedhet.engines.gpu_memory import share_for, training_bytes, with_gpu_share
+from fedhet.engines.gpu_memory import gpu_fraction, training_bytes, with_gpu_share
 from fedhet.kinds import IMAGE
 from fedhet.learning.devices import compute_for, find_device
 from fedhet.methods.registry import find_method, method_names
@@ -273,7 +273,7 @@ def test_if_no_client_fits_alone_the_run_ends_in_one_line(tmp_path):
     config = on_gpu("local", models=["cnn2"], clients=2, batch_size=200)
     with (
         pretended(memory=300_000),
-        pytest.raises(FedhetError, match=r"client-0: does not fit into the GPU's memory, not even"),
+        pytest.raises(FedhetError, match=r"client-0: does not fit into the GPU's memory, even"),
     ):
         run(config, tmp_path / "run")
     fault = next(iter(records(tmp_path / "run")[0]["failed"].values()))
@@ -283,10 +283,10 @@ def test_if_no_client_fits_alone_the_run_ends_in_one_line(tmp_path):
 
 def test_a_workers_share_follows_from_the_models_size():
     gib = 2**30
-    assert share_for(needed=10 * gib, total=80 * gib) == 0.14  # seven times 10 of 72
-    assert share_for(needed=gib // 2, total=80 * gib) == 0.12  # eight at most
-    assert share_for(needed=50 * gib, total=80 * gib) == 1.0
-    assert share_for(needed=500 * gib, total=80 * gib) == 1.0
+    assert gpu_fraction(needed=10 * gib, total=80 * gib) == 0.14  # seven times 10 of 72
+    assert gpu_fraction(needed=gib // 2, total=80 * gib) == 0.12  # eight at most
+    assert gpu_fraction(needed=50 * gib, total=80 * gib) == 1.0
+    assert gpu_fraction(needed=500 * gib, total=80 * gib) == 1.0
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet10"])

@@ -61,7 +61,7 @@ def test_a_client_whose_link_is_cut_in_mid_round_is_back_at_the_end(tmp_path):
             tmp_path / "deployment",
             nodes=3,
             host=SERVER,
-            within=lambda name: ("ip", "netns", "exec", host(name)),
+            command_prefix=lambda name: ("ip", "netns", "exec", host(name)),
         ) as deployment,
     ):
         config = small(

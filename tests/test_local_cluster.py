@@ -44,7 +44,7 @@ def test_a_worker_that_is_killed_costs_no_client_and_no_number(tmp_path):
     on_ray = run(small(backend="ray", clients=6, rounds=3), tmp_path / "ray", [assassin])
     assert assassin.killed
     (lost,) = [line for line in assassin.said if "is lost" in line]
-    assert "asked again on another" in lost
+    assert "is called on another worker" in lost
     inline = run(small(clients=6, rounds=3), tmp_path / "inline")
     assert without_times(on_ray) == without_times(inline)
     assert not psutil.pid_exists(assassin.killed[0])
@@ -170,7 +170,7 @@ def test_a_ray_of_the_users_is_left_alone(monkeypatch, tmp_path):
     ended = []
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.shutdown", lambda: ended.append(True))
-    with pytest.raises(FedhetError, match=r"call ray.shutdown\(\) before a run"):
+    with pytest.raises(FedhetError, match=r"Call ray.shutdown\(\) before a run"):
         run(small(backend="ray"), tmp_path / "run")
     assert not ended
 

@@ -8,7 +8,7 @@ import pytest
 from rich.table import Table
 
 from fedhet.base.errors import SettingsError
-from fedhet.deployment.control import readable
+from fedhet.deployment.control import filter_log
 from fedhet.runs import units
 
 
@@ -42,7 +42,7 @@ def test_every_line_is_an_object_and_submit_shows_its_message(monkeypatch):
     assert entries[0]["message"] == 'round 1 of "3": done'
     assert {entry["level"] for entry in entries} == {"INFO"}
     assert any("private" in entry["message"] for entry in entries)
-    assert [*readable(lines)] == [entry["message"] for entry in entries]
+    assert [*filter_log(lines)] == [entry["message"] for entry in entries]
 
 
 def test_a_sites_warning_is_one_line_with_its_traceback(monkeypatch):

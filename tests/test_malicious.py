@@ -160,7 +160,7 @@ def test_the_others_end_as_without_it(method, malicious, without, tmp_path, monk
     summary = run(five(method), tmp_path / "run", [notices])
     assert [past["round"] for past in summary["history"]] == list(range(1, ROUNDS + 1))
     if can_strike(method, malicious):
-        named = [text for text in notices.texts if UNSAFE in text or "client-0 is left out" in text]
+        named = [text for text in notices.texts if UNSAFE in text or "client-0 is excluded" in text]
         assert named, notices.texts
     if malicious is Silent:
         return

@@ -15,7 +15,7 @@ from fedhet.client_runtime.node import open_client, read_node
 from fedhet.engines import simulate as simulation
 from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import RunLog
-from fedhet.server.members import Admission, Member, Members, commonest_task, first_of_pool
+from fedhet.server.members import Admission, Member, Members, first_of_pool, most_common_task
 from fedhet.settings.engine import EngineSettings
 from fedhet.wire.identity import ClientInfo, capped, class_names_digest, read_properties
 
@@ -103,8 +103,8 @@ def test_a_client_that_claims_too_many_samples_is_named_once(notices):
             "a": 100, "b": 120, "c": 1200,
         }  # fmt: skip
     assert notices == [
-        "client c claims 1000000000 samples and counts with 1200: 'engine.samples-cap' allows "
-        "10 times the median client's"
+        "client c claims 1000000000 samples but counts for 1200: 'engine.samples-cap' allows "
+        "10 times the median client's samples"
     ]
     del manager.nodes["a"]  # it counts with the median of those who are there
     assert members.present(manager)["c"].info.samples == 1200
@@ -119,7 +119,7 @@ def test_what_a_node_says_of_its_failure_is_one_line(members, notices):
         {},
     )
     members.present(Manager(node))
-    assert notices == [r"node a is left out: \x1b[2J\rround 9 accuracy 1.0\nnote: all well"]
+    assert notices == [r"node a is excluded: \x1b[2J\rround 9 accuracy 1.0\nnote: all well"]
 
 
 def test_identity_round_trip():
@@ -147,7 +147,7 @@ def test_a_site_with_the_classes_in_another_order_is_left_out(members, notices):
         Node("a", order=wrong), Node("b", order=right), Node("c", order=right), Node("d")
     )
     assert list(members.present(manager)) == ["b", "c", "d"]
-    assert "a is left out: its classes have other names than the others'" in notices[0]
+    assert "a is excluded: the names or the order of its classes differ" in notices[0]
     manager.nodes |= {"e": Node("e", order=wrong), "f": Node("f", order=right)}
     assert list(members.present(manager)) == ["b", "c", "d", "f"]
 
@@ -202,7 +202,7 @@ def test_the_commonest_task_is_the_runs(members, notices):
     odd = Node("a-odd", classes=7)
     found = members.present(Manager(odd, *(Node(f"site-{k}") for k in range(4))))
     assert list(found) == [f"site-{k}" for k in range(4)]
-    assert "a-odd is left out: its data has 7 classes" in notices[0]
+    assert "a-odd is excluded: its data has 7 classes" in notices[0]
 
 
 def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
@@ -214,10 +214,10 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
     ]
     own = (3, "image", (1, 8, 8))
     for order in (infos, infos[::-1]):
-        assert commonest_task(order) == (3, "image", (1, 4, 4))
-        assert commonest_task(order, lambda: own) == own
-        assert commonest_task(order, lambda: (9, "table", (9,))) == (3, "image", (1, 4, 4))
-        assert commonest_task([*order, infos[0]], lambda: own)[2] == (65536, 65536)
+        assert most_common_task(order) == (3, "image", (1, 4, 4))
+        assert most_common_task(order, lambda: own) == own
+        assert most_common_task(order, lambda: (9, "table", (9,))) == (3, "image", (1, 4, 4))
+        assert most_common_task([*order, infos[0]], lambda: own)[2] == (65536, 65536)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
         (
             Admission(classes=3),
             {"classes": 4},
-            "its data has 4 classes, 'models.num-classes' is 3",
+            "its data has 4 classes, expected 'models.num-classes' = 3",
         ),
         (
             Admission(max_bytes=1e6),
@@ -250,7 +250,7 @@ def test_a_claim_that_cannot_be_is_left_out_before_anyone_votes(rules, claims, f
     """Of two clients: the other decides the task, and the run has it."""
     members = Members(1.0, ["mlp"], notices.append, rules)
     assert list(members.present(Manager(Node("a", **claims), Node("b")))) == ["b"]
-    assert notices[0].startswith(("client a is left out: ", "node a is left out: "))
+    assert notices[0].startswith(("client a is excluded: ", "node a is excluded: "))
     assert fault in notices[0]
 
 
@@ -268,7 +268,9 @@ def test_where_all_must_have_one_model_the_commonest_is_the_runs(notices):
     members = Members(1.0, ["mlp"], notices.append, Admission(one_model=True))
     nodes = [Node("a", model="cnn2"), *(Node(name, model="cnn3") for name in "bc")]
     assert list(members.present(Manager(*nodes))) == ["b", "c"]
-    assert notices == ["client a is left out: its model is 'cnn2', all others' 'cnn3'"]
+    assert notices == [
+        "client a is excluded: its model must be 'cnn3' as on all clients, got 'cnn2'"
+    ]
 
 
 def test_a_node_that_left_may_come_back_as_what_it_should_be(members):
@@ -322,10 +324,10 @@ def test_a_slow_machine_is_asked_on_if_it_is_needed(takes, least, expected, noti
     members = Members(engine.join_timeout, None, notices.append)
     if not expected:
         with pytest.raises(FedhetError, match="1 clients can take part"):
-            members.first(manager, 2, engine)
+            members.wait_for_first(manager, 2, engine)
         assert slow.asked == 1
         return
-    assert "".join(members.first(manager, 2, engine)) == expected
+    assert "".join(members.wait_for_first(manager, 2, engine)) == expected
     assert slow.asked == {"ab": 3, "a": 1}[expected]
 
 
@@ -349,7 +351,7 @@ def test_a_model_that_a_client_names_is_not_imported_by_the_server(members, noti
         Manager(Node("a"), Node("b", model="os:abort"), Node("c", model="mymodels:tiny"))
     )
     assert list(found) == ["a", "c"]
-    assert "b is left out: its model 'os:abort' is neither registered" in notices[0]
+    assert "b is excluded: its model 'os:abort' is neither registered" in notices[0]
 
 
 SITES_OWN = """

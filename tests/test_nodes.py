@@ -103,7 +103,8 @@ def test_a_name_belongs_to_the_key_that_was_registered_with_it(grid, joining):
     grid.add(1, claims="site-a", registered="site-b")
     assert list(members.present(manager)) == []
     assert notices == [
-        "node site-b is left out: it claims the name 'site-a', its key was registered as 'site-b'"
+        "node site-b is excluded: it claims the name 'site-a', but its key was registered as "
+        "'site-b'"
     ]
     grid.add(2, claims="site-a", registered="site-a")
     assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "2"}
@@ -117,7 +118,7 @@ def test_of_two_keys_with_one_name_the_first_that_connects_takes_part(grid, join
         members.present(manager)
     grid.add(2, claims="site-a", registered="site-a")
     assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "1"}
-    assert notices == ["client site-a is left out: another node has that name"]
+    assert notices == ["client site-a is excluded: another node has that name"]
 
 
 def test_without_keys_the_first_has_the_name(grid, joining):
@@ -126,7 +127,7 @@ def test_without_keys_the_first_has_the_name(grid, joining):
     members.present(manager)
     grid.add(2, claims="site-a")
     assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "1"}
-    assert "client site-a is left out: another node has that name" in notices
+    assert "client site-a is excluded: another node has that name" in notices
 
 
 def test_a_node_that_comes_back_under_another_name_is_no_new_voter(grid, joining):
@@ -138,7 +139,7 @@ def test_a_node_that_comes_back_under_another_name_is_no_new_voter(grid, joining
         assert members.present(manager) == {}
         grid.add(1, claims=f"voter-{number}")
         assert members.present(manager) == {}
-    assert "it claims the name 'voter-5', and was client site-a before" in notices[-1]
+    assert "it claims the name 'voter-5', but it was client site-a before" in notices[-1]
     del grid.online[1]
     members.present(manager)
     grid.add(1, claims="site-a")
@@ -152,7 +153,7 @@ def test_nothing_is_concluded_of_a_node_that_is_gone_before_its_key_is_looked_up
     manager.all = lambda: proxies
     del grid.online[1]
     assert members.present(manager) == {}
-    assert "node 1 did not register: node 1 is not online any more" in notices[0]
+    assert "node 1 did not register: node 1 is no longer online" in notices[0]
 
 
 def test_a_node_that_does_not_describe_itself_is_named_as_its_key_is(grid, joining):
@@ -162,8 +163,8 @@ def test_a_node_that_does_not_describe_itself_is_named_as_its_key_is(grid, joini
     assert members.present(manager) == {}
     rule = "must be letters, digits, '.', '_', '-'"
     assert notices == [
-        f"node site-b is left out: name: is 'a name with spaces', {rule}",
-        f"node 2 is left out: name: is 'another one', {rule}",
+        f"node site-b is excluded: name: is 'a name with spaces', {rule}",
+        f"node 2 is excluded: name: is 'another one', {rule}",
     ]
 
 
@@ -236,15 +237,15 @@ def test_the_message_that_the_former_session_took_may_expire(grid):
 
 def test_quick_replies_are_looked_for_often_and_slow_ones_or_many_nodes_rarely(grid):
     known = Nodes(grid)
-    assert [known.pause(waited) for waited in (0, 1, 10, 60)] == [0.2, 0.2, 1.0, 3.0]
+    assert [known.poll_interval(waited) for waited in (0, 1, 10, 60)] == [0.2, 0.2, 1.0, 3.0]
     for number in range(100):
         grid.add(number + 1, claims=f"site-{number}")
-    known.session(1, fresh=True)
-    assert known.pause(0) == pytest.approx(2.0)
+    known.session(1, use_cache=False)
+    assert known.poll_interval(0) == pytest.approx(2.0)
     for number in range(100, 1000):
         grid.add(number + 1, claims=f"site-{number}")
-    known.session(1, fresh=True)
-    assert known.pause(0) == 3.0
+    known.session(1, use_cache=False)
+    assert known.poll_interval(0) == 3.0
 
 
 def test_a_node_that_is_killed_while_it_sends_its_reply_is_asked_again(grid, monkeypatch):
@@ -259,7 +260,7 @@ def test_a_node_that_is_killed_while_it_sends_its_reply_is_asked_again(grid, mon
         return list(pull(numbers))
 
     grid.pull_messages = pull_messages
-    monkeypatch.setattr(nodes, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(nodes, "CACHE_SECONDS", 0.0)
     looks = iter(range(100))
     grid.get_nodes = lambda: [
         SimpleNamespace(node_id=1, name=None, last_activated_at="b" if next(looks) > 3 else "a")
@@ -316,7 +317,7 @@ def under_way(transfers, started, done):
 
 
 def test_only_a_few_messages_are_in_memory_at_once():
-    transfers, done = TransferLimiter(most=2, seconds=60.0), threading.Event()
+    transfers, done = TransferLimiter(max_transfers=2, max_seconds=60.0), threading.Event()
     started = [threading.Event() for _ in range(3)]
     threads = [
         threading.Thread(target=under_way, args=(transfers, each, done), daemon=True)
@@ -334,12 +335,12 @@ def test_only_a_few_messages_are_in_memory_at_once():
     assert all(each.wait(10) for each in started)
     for thread in threads:
         thread.join(10)
-    assert not transfers._begun
+    assert not transfers._started
 
 
 def test_a_transfer_that_hangs_keeps_nobody_waiting():
     transfers, done, started = (
-        TransferLimiter(most=1, seconds=0.1),
+        TransferLimiter(max_transfers=1, max_seconds=0.1),
         threading.Event(),
         threading.Event(),
     )
@@ -353,7 +354,7 @@ def test_a_transfer_that_hangs_keeps_nobody_waiting():
 
 
 def test_an_error_ends_a_transfer():
-    transfers = TransferLimiter(most=1)
+    transfers = TransferLimiter(max_transfers=1)
     with pytest.raises(OSError, match="cut"), transfers.turn():
         raise OSError("cut")
     with transfers.turn():

@@ -154,7 +154,7 @@ def greedy(tmp_path, monkeypatch, own):
 def test_who_finds_too_little_memory_on_a_gpu_is_asked_again_alone(greedy, tmp_path, call, backend):
     status, said, fault = call(*words(greedy, tmp_path, backend))
     assert status == 0, fault
-    again = "client-0 finds too little memory on the GPU: it is asked again alone"
+    again = "client-0 ran out of GPU memory and is called again without other clients"
     assert " ".join((said + fault).split()).count(again) == 1
     assert [record["failed"] for record in records(tmp_path / "run")] == [{}, {}]
 
@@ -169,6 +169,6 @@ def test_who_does_not_fit_even_alone_fails_and_the_others_go_on(
     assert status == 0, fault
     for record in records(tmp_path / "run"):
         assert list(record["failed"]) == ["client-0"]
-        assert "does not fit into the GPU's memory, not even alone (CUDA out of" in str(
+        assert "does not fit into the GPU's memory, even without other clients (CUDA out of" in str(
             record["failed"]
         )

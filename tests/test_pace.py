@@ -153,7 +153,7 @@ def test_a_client_takes_its_work_by_its_speed_and_its_bytes_by_its_bandwidth(tmp
     clock = SimulatedClock(PaceSettings(clock=str(file), stragglers=1.0, slowdown=4.0), 0)
     assert clock.seconds("b", 1, 500, 3_000_000) == 4 * (1.0 + 3.0)
     assert clock.seconds("a", 1, 500, 0) == 4 * 5.0
-    with pytest.raises(SettingsError, match="has no row for the client 'c'"):
+    with pytest.raises(SettingsError, match="client 'c' has no row in"):
         clock.seconds("c", 1, 1, 1)
 
 
@@ -179,13 +179,13 @@ def test_measured_devices_without_names_are_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has the columns nothing: it takes sample-ms and mbit"),
-        ("sample-ms,speed\n1,2\n", "has the columns sample-ms, speed: it takes sample-ms and mbit"),
-        ("sample-ms,mbit\n", "has no device"),
-        ("sample-ms,mbit\n1,2\n1,fast\n", r"line 3: mbit is 'fast', it takes a number > 0"),
-        ("sample-ms,mbit\n1\n", "line 2: mbit is None"),
-        ("sample-ms,mbit\n-1,2\n", "sample-ms is '-1'"),
-        (b"\xff\xfe\x00", "cannot be read"),
+        ("", "unsupported columns, expected sample-ms, mbit and optionally client, got no header"),
+        ("sample-ms,speed\n1,2\n", "unsupported columns, expected .*, got sample-ms, speed"),
+        ("sample-ms,mbit\n", "file must have at least one row"),
+        ("sample-ms,mbit\n1,2\n1,fast\n", r"line 3: mbit must be a number > 0, got 'fast'"),
+        ("sample-ms,mbit\n1\n", "line 2: mbit must be a number > 0, got None"),
+        ("sample-ms,mbit\n-1,2\n", "sample-ms must be a number > 0, got '-1'"),
+        (b"\xff\xfe\x00", "expected none, log-normal, or the path of a CSV file"),
     ],
 )
 def test_a_file_of_devices_that_cannot_be_used_says_where(tmp_path, text, words):
@@ -196,7 +196,7 @@ def test_a_file_of_devices_that_cannot_be_used_says_where(tmp_path, text, words)
 
 
 def test_a_file_of_devices_that_is_not_there(tmp_path):
-    with pytest.raises(SettingsError, match="it takes none, log-normal, or a CSV file of devices"):
+    with pytest.raises(SettingsError, match="expected none, log-normal, or the path of a CSV file"):
         read_devices(tmp_path / "lognormal")
 
 

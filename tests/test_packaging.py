@@ -156,7 +156,7 @@ def test_flwr_run_of_the_unpacked_bundle_completes_with_its_table_and_page(bundl
     summary = json.loads((out / "summary.json").read_text())
     assert summary["clients"] == 2
     assert 0 < summary["accuracy"]["personal"]["private"]["mean"] <= 1
-    assert f"report, at the server: {out / 'report.html'}" in log
+    assert f"report, on the server: {out / 'report.html'}" in log
     assert "private" in log  # the table's row
     assert "Traceback" not in log
     page = (out / "report.html").read_text()

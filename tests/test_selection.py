@@ -11,11 +11,11 @@ from interruption import CutError, CutOff, resumed, same_but_for_the_name
 
 from fedhet.server.selection import (
     History,
-    Past,
-    chosen,
+    LastReply,
     oort,
     power_of_choice,
-    preferred,
+    preferred_seconds,
+    select_clients,
     utilities,
 )
 from fedhet.settings.engine import PaceSettings
@@ -28,12 +28,12 @@ def rng(seed=0):
 
 
 def test_power_of_choice_takes_the_highest_losses_of_those_that_are_drawn():
-    history = History({name: Past(1, float(k), 1.0, 10) for k, name in enumerate(NAMES)})
+    history = History({name: LastReply(1, float(k), 1.0, 10) for k, name in enumerate(NAMES)})
     samples = dict.fromkeys(NAMES, 10.0)
     assert power_of_choice(NAMES, samples, history, 3, 20, rng()) == ["c19", "c18", "c17"]
     del history.clients["c05"]  # its loss is not known: it comes first
     assert power_of_choice(NAMES, samples, history, 2, 20, rng()) == ["c05", "c19"]
-    history.clients["c05"] = Past(2, math.nan, 1.0, 10)  # it has answered, without a loss
+    history.clients["c05"] = LastReply(2, math.nan, 1.0, 10)  # it has answered, without a loss
     assert power_of_choice(NAMES, samples, history, 2, 20, rng()) == ["c05", "c19"]
     picked = power_of_choice(NAMES, samples, history, 4, 0, rng(3))
     assert len(set(picked)) == 4
@@ -47,7 +47,7 @@ def test_power_of_choice_draws_candidates_by_their_samples():
 
 
 def test_oort_explores_those_that_it_does_not_know():
-    history = History({name: Past(1, 1.0, 1.0, 10) for name in NAMES[:10]})
+    history = History({name: LastReply(1, 1.0, 1.0, 10) for name in NAMES[:10]})
     first = oort(NAMES, history, 1, 10, rng())
     assert sum(name in NAMES[10:] for name in first) == 9  # 0.9 of ten
     late = oort(NAMES, history, 500, 10, rng())
@@ -58,7 +58,11 @@ def test_oort_explores_those_that_it_does_not_know():
 
 def test_oorts_utility_is_the_loss_of_all_samples_held_back_where_it_is_slow():
     """Eq. 2, written out: |B| times the loss, times (T / t)^2 beyond T, with its bonus for age."""
-    clients = {"a": Past(4, 2.0, 1.0, 50), "b": Past(9, 0.5, 10.0, 100), "c": Past(1, 1.0, 2.0, 10)}
+    clients = {
+        "a": LastReply(4, 2.0, 1.0, 50),
+        "b": LastReply(9, 0.5, 10.0, 100),
+        "c": LastReply(1, 1.0, 2.0, 10),
+    }
     found = utilities(clients, 10, preferred=5.0)
     plain = {"a": 100.0, "b": 50.0, "c": 10.0}
     most = np.quantile(list(plain.values()), 0.95)
@@ -69,31 +73,31 @@ def test_oorts_utility_is_the_loss_of_all_samples_held_back_where_it_is_slow():
 
 
 def test_oort_prefers_what_teaches_more_and_is_not_slow():
-    history = History({name: Past(1, 0.1, 1.0, 10) for name in NAMES})
+    history = History({name: LastReply(1, 0.1, 1.0, 10) for name in NAMES})
     for name in NAMES[:5]:
-        history.clients[name] = Past(1, 5.0, 1.0, 10)
+        history.clients[name] = LastReply(1, 5.0, 1.0, 10)
     for name in NAMES[:2]:
         history.clients[name].seconds = 1000.0
     assert set(oort(NAMES, history, 500, 3, rng())) == set(NAMES[2:5])
 
 
 def test_the_pacer_gives_more_time_when_rounds_are_worth_less():
-    clients = {name: Past(1, 1.0, float(k), 10) for k, name in enumerate(NAMES)}
-    calm = preferred(History(clients, [5.0] * 40))
-    assert preferred(History(clients, [5.0] * 20 + [4.0] * 20)) > calm
-    assert preferred(History(clients, [4.0] * 20 + [5.0] * 20)) == calm
+    clients = {name: LastReply(1, 1.0, float(k), 10) for k, name in enumerate(NAMES)}
+    calm = preferred_seconds(History(clients, [5.0] * 40))
+    assert preferred_seconds(History(clients, [5.0] * 20 + [4.0] * 20)) > calm
+    assert preferred_seconds(History(clients, [4.0] * 20 + [5.0] * 20)) == calm
     assert calm == pytest.approx(np.quantile(range(20), 0.3))
 
 
 @pytest.mark.parametrize("select", ["random", "power-of-choice", "oort"])
 def test_as_many_as_asked_for_none_twice_whatever_the_order(select):
     pace, samples = PaceSettings(select=select), dict.fromkeys(NAMES, 10.0)
-    history = History({name: Past(1, float(k), 1.0, 10) for k, name in enumerate(NAMES[:15])})
+    history = History({name: LastReply(1, float(k), 1.0, 10) for k, name in enumerate(NAMES[:15])})
     for count in (1, 7, 20, 30):
-        found = chosen(pace, NAMES, samples, history, 3, count, rng())
+        found = select_clients(pace, NAMES, samples, history, 3, count, rng())
         assert found == sorted(set(found))
         assert len(found) == min(count, 20)
-        assert found == chosen(pace, NAMES[::-1], samples, history, 3, count, rng())
+        assert found == select_clients(pace, NAMES[::-1], samples, history, 3, count, rng())
 
 
 @pytest.mark.parametrize("select", ["power-of-choice", "oort"])

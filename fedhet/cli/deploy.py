@@ -226,7 +226,7 @@ def certs_command(
     if not written:
         say(f"nothing to do: {directory} already contains all keys and certificates")
     for name in (certs.CA_CERTIFICATE, certs.SERVER_CERTIFICATE):
-        say(certs.ends(directory / name))
+        say(certs.expiry(directory / name))
     if renew:
         say("restart the server to use the new certificate; sites reconnect automatically")
 
@@ -400,13 +400,15 @@ def doctor_command(
 
     if keys is not None and not keys.is_dir():
         raise typer.BadParameter(f"{keys} is not a directory", param_hint="DIR")
-    findings = [*doctor.of_machine(Path.cwd())]
-    findings += doctor.of_keys(keys) if keys is not None else ()
-    findings += doctor.of_server(server, authority_for(server, ca)) if server is not None else ()
+    findings = [*doctor.check_machine(Path.cwd())]
+    findings += doctor.check_keys(keys) if keys is not None else ()
+    findings += doctor.check_server(server, authority_for(server, ca)) if server is not None else ()
     if as_json:
         say(json.dumps([asdict(each) for each in findings]))
     for each in () if as_json else findings:
-        line = Text.assemble((f"{each.level:8}", STYLES[each.level]), f"{each.what}: {each.text}")
+        line = Text.assemble(
+            (f"{each.level:8}", STYLES[each.level]), f"{each.subject}: {each.text}"
+        )
         console.print(line, soft_wrap=True)
     if any(each.level == "error" for each in findings):
         raise typer.Exit(1)

@@ -29,7 +29,7 @@ from fedhet.cli.run import point_name
 from fedhet.config.resolve import Config, complete
 from fedhet.config.sources import GivenSettings
 from fedhet.engines.connection import for_training, inherited
-from fedhet.engines.simulate import baseline_of, settled_for, simulate, train
+from fedhet.engines.simulate import baseline_of, resolve_auto, simulate, train
 from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
@@ -179,7 +179,7 @@ def _incomplete(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     Raises StateError if a directory contains a run of another experiment.
     """
     complete = [
-        run for run in runs if is_complete(settled_for(run.config, run.directory), run.directory)
+        run for run in runs if is_complete(resolve_auto(run.config, run.directory), run.directory)
     ]
     for run in complete:
         say(f"{run.label}: already complete")

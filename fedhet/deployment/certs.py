@@ -1,6 +1,6 @@
-"""Keys and certificates for a deployment: a development CA, a server certificate, node keys.
+"""Keys and certificates for a deployment: a development CA, a server certificate, and node keys.
 
-A deployment with its own certificate authority needs only the node keys.
+A deployment with an existing certificate authority needs only the node keys.
 """
 
 from __future__ import annotations
@@ -35,16 +35,26 @@ CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
 NODES = "nodes"
 AUTHORITY_DAYS = 3650
-"""A CA lives as long as that, or longer: every site has its certificate, and would need another."""
-SOON = datetime.timedelta(days=30)
-"""Before its end, a certificate is to be renewed."""
+"""Minimum lifetime of the CA, since a new CA certificate would have to be copied to every site."""
+RENEWAL_PERIOD = datetime.timedelta(days=30)
+"""Time before its expiry in which a certificate should be renewed."""
 
 
 def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
-    """Create a CA, a server certificate and a key pair per node, if missing; return new files.
+    """Create a CA, a server certificate and a key pair per node, unless they exist.
 
-    `hosts` are the names and addresses by which nodes reach the server; loopback is always
-    included. Existing files are kept. Raises FedhetError if they do not match.
+    Args:
+        directory: Directory of all files.
+        hosts: Names and addresses under which nodes reach the server; loopback is always included.
+        nodes: Names of the nodes.
+        days: Lifetime of the server certificate.
+
+    Returns:
+        The new files.
+
+    Raises:
+        FedhetError: A name is invalid, a file cannot be written, or a server certificate exists
+            although `hosts` are given.
     """
     _check_names(nodes)
     names = list(dict.fromkeys(_host(host) for host in (*LOCAL_HOSTS, *hosts)))
@@ -55,12 +65,12 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
             written += _make_authority(directory, max(days, AUTHORITY_DAYS))
         if not (directory / SERVER_CERTIFICATE).exists():
             certificate, key = _signed(directory, names, days)
-            place = directory / SERVER_CERTIFICATE, directory / SERVER_KEY
-            written += _write_pair(place[0], certificate, place[1], key)
+            paths = directory / SERVER_CERTIFICATE, directory / SERVER_KEY
+            written += _write_pair(paths[0], certificate, paths[1], key)
         elif hosts:
             raise FedhetError(
-                f"{directory / SERVER_CERTIFICATE} exists and is kept: remove it to have one made "
-                f"for {', '.join(hosts)}"
+                f"{directory / SERVER_CERTIFICATE} already exists. Remove it to create a "
+                f"certificate for {', '.join(hosts)}."
             )
         for node in nodes:
             if not (directory / NODES / node).exists():
@@ -71,40 +81,50 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
 
 
 def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """Replace the server's certificate and key by new ones of the same CA; return the files.
+    """Replace the server's certificate and key, signed by the same CA.
 
-    They are for the same hosts, and for `hosts` besides. The sites, which trust the CA, need
-    nothing; the server reads them when it starts. Raises FedhetError, and nothing is replaced.
+    Sites trust the CA and need no change. The server reads the new files when it starts.
+
+    Args:
+        directory: Directory of all files.
+        hosts: Names and addresses to add to those of the current certificate.
+        days: Lifetime of the new certificate.
+
+    Returns:
+        The replaced files.
+
+    Raises:
+        FedhetError: The certificate cannot be renewed; no file was replaced.
     """
     extensions = read_certificate(directory / SERVER_CERTIFICATE).extensions
-    known: list[x509.GeneralName] = []
+    current: list[x509.GeneralName] = []
     with contextlib.suppress(x509.ExtensionNotFound):
-        known = [*extensions.get_extension_for_class(x509.SubjectAlternativeName).value]
-    names = [*known, *(name for name in map(_host, hosts) if name not in known)]
-    place = (directory / SERVER_CERTIFICATE, directory / SERVER_KEY)
-    made = _signed(directory, names, days)
-    new = [path.with_name(f".{path.name}.new") for path in place]
+        current = [*extensions.get_extension_for_class(x509.SubjectAlternativeName).value]
+    names = [*current, *(name for name in map(_host, hosts) if name not in current)]
+    paths = (directory / SERVER_CERTIFICATE, directory / SERVER_KEY)
+    certificate, key = _signed(directory, names, days)
+    new = [path.with_name(f".{path.name}.new") for path in paths]
     try:
         for path in new:
             path.unlink(missing_ok=True)
-        _write_pair(new[0], made[0], new[1], made[1])
-        for path, final in reversed([*zip(new, place, strict=True)]):
+        _write_pair(new[0], certificate, new[1], key)
+        for path, final in reversed([*zip(new, paths, strict=True)]):
             path.replace(final)
     except OSError as error:
-        raise FedhetError(f"cannot renew {place[0]}: {error_reason(error)}") from None
-    return [*place]
+        raise FedhetError(f"cannot renew {paths[0]}: {error_reason(error)}") from None
+    return [*paths]
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Return a certificate in PEM. Raises FedhetError."""
+    """Read a certificate in PEM format. Raises FedhetError."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
         raise FedhetError(f"cannot read the certificate {path}: {error_reason(error)}") from None
 
 
-def ends(path: Path) -> str:
-    """Return when a certificate expires, in words. Raises FedhetError."""
+def expiry(path: Path) -> str:
+    """Return a sentence on the expiry date of a certificate. Raises FedhetError."""
     end = read_certificate(path).not_valid_after_utc
     days = (end - datetime.datetime.now(datetime.UTC)).days
     when = f"in {plural(days, 'day')}" if days >= 0 else f"{plural(-days, 'day')} ago"
@@ -112,16 +132,24 @@ def ends(path: Path) -> str:
 
 
 def make_node_key(path: Path) -> list[Path]:
-    """Write a node's private key (ECDSA P-384, OpenSSH) to `path`, the public one to path.pub.
+    """Create a key pair of a node (ECDSA P-384, OpenSSH format).
 
-    The private key stays at the site; only the public key is registered at the server. Raises
-    FedhetError if there is such a key, or if the name cannot be a node's.
+    The private key stays at the site; only the public key is registered at the server.
+
+    Args:
+        path: Path of the private key; the public key is written to the same path with `.pub`.
+
+    Returns:
+        The two files.
+
+    Raises:
+        FedhetError: A file exists already, or the file name is not a valid name of a node.
     """
     _check_names([path.name])
     public_path = path.with_name(f"{path.name}.pub")
-    for each in (path, public_path):
-        if each.exists():
-            raise FedhetError(f"{each} exists and is kept")
+    for file in (path, public_path):
+        if file.exists():
+            raise FedhetError(f"{file} already exists")
     key = ec.generate_private_key(ec.SECP384R1())
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     _write(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
@@ -150,18 +178,18 @@ def _make_authority(directory: Path, days: int) -> list[Path]:
 def _signed(
     directory: Path, hosts: Sequence[x509.GeneralName], days: int
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Return a new key and its certificate for a server, signed by the directory's CA."""
+    """Create a server key, and a certificate signed by the CA in the directory."""
     path = directory / CA_KEY
     try:
         authority = x509.load_pem_x509_certificate((directory / CA_CERTIFICATE).read_bytes())
         signer = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise FedhetError(
-            f"cannot sign a server certificate with {path}: {error_reason(error)}; sign it "
-            "with your own authority"
+            f"cannot sign a server certificate with {path}: {error_reason(error)}. Sign it with "
+            "your own certificate authority."
         ) from None
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
-        raise FedhetError(f"{path} is not a key that fedhet made, which is an EC key")
+        raise FedhetError(f"{path}: expected an EC key, as created by `fedhet certs`")
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedhet server")])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
@@ -186,14 +214,14 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # One hour of tolerance for clocks that differ.
+        # Tolerate clocks that differ by up to an hour.
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=days))
     )
 
 
 def _host(host: str) -> x509.GeneralName:
-    """Return a host as a name in a certificate; `*.` may begin a name. Raises FedhetError."""
+    """Convert a host to a name for a certificate; `*.` may start a name. Raises FedhetError."""
     start = "*." if host.startswith("*.") else ""
     try:
         name = read_host(host.removeprefix(start))
@@ -212,7 +240,7 @@ def _check_names(nodes: Sequence[str]) -> None:
     for node in nodes:
         if not is_name(node):
             rule = "letters, digits, '.', '_' and '-'"
-            raise FedhetError(f"'{node}' cannot name a node: it takes {rule}")
+            raise FedhetError(f"name of a node must consist of {rule}, got '{node}'")
 
 
 def _write_pair(
@@ -228,7 +256,7 @@ def _write_pair(
 
 
 def _write(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a new file; never overwrite an existing one."""
+    """Write a new file, without overwriting an existing file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as file:

@@ -1,7 +1,7 @@
-"""A deployed server: its sites and runs, through Flower's command line and its control API.
+"""Access to a deployed server: its sites and runs.
 
-Flower's command line registers nodes and starts and follows runs. It lists sites by numbers; only
-the control API has the names they registered with.
+This module uses Flower's command line to register nodes, and to start and follow runs. It uses
+Flower's control API to list sites, since the command line does not show their registered names.
 """
 
 from __future__ import annotations
@@ -36,60 +36,61 @@ from fedhet.settings.schema import nest
 from fedhet.settings.text import join_host_port, split_host_port
 
 CONNECTION = "fedhet-server"
-"""The connection's name; Flower would take a folder of this name for an app in its old form."""
+"""Name of the connection. It must not be the name of a directory, which Flower would run as an
+app."""
 COMPLETED = "finished:completed"
-_FLOWERS_OWN = re.compile(
+_FLOWER_LINE = re.compile(
     r"(INFO|DEBUG)\b|Using SuperLink|Success|ERROR\b.*(ServerApp raised|Exit Code: 201)"
     r"|An unhandled exception occurred in the ServerApp|For more information, visit: <https://flower"
 )
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile("[─│╭╮╰╯]+")
 _UNREACHABLE = "Connection to the SuperLink is unavailable"
-LOOK_SECONDS = 5.0
-"""Between two looks whether the server of a run that is followed still answers."""
-PATIENCE = 15.0
-"""Seconds for which a server that has just started may be unreachable."""
-FEW_LINES = 8
-"""Of a run's log, its last ones."""
-_OURS = re.compile(r"fedhet\.base\.errors\.\w+: ")
+POLL_SECONDS = 5.0
+"""Time between two checks whether the server of a run still replies."""
+START_SECONDS = 15.0
+"""Time for which a server that has just started may be unreachable."""
+NUM_LOG_LINES = 8
+"""Number of lines shown from the end of a run's log."""
+_FEDHET_ERROR = re.compile(r"fedhet\.base\.errors\.\w+: ")
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Flower's command line for one server; its configuration is below `home`."""
+    """Flower's command line, configured for one server."""
 
     home: Path
+    """Directory of the configuration."""
     address: str
     """HOST:PORT of the server's control API."""
     authority: Path
-    """The certificate of the CA that signed the server's certificate."""
+    """Certificate of the CA that signed the server's certificate."""
 
     @property
-    def place(self) -> tuple[str, int]:
-        """The host and the port of the server. Raises FedhetError."""
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port of the server. Raises FedhetError."""
         try:
             return split_host_port(self.address)
         except ValueError as error:
             raise FedhetError(f"server: {error}") from None
 
     def prepare(self) -> None:
-        """Write the connection to the configuration of Flower's command line.
+        """Write the configuration of Flower's command line.
 
-        Raises FedhetError for an address that is not HOST:PORT, and for a file without the
-        certificate of a CA.
+        Raises FedhetError if the address is not HOST:PORT, or the CA's certificate cannot be read.
         """
-        address = join_host_port(*self.place)
+        address = join_host_port(*self.endpoint)
         if not self.authority.is_file():
-            raise FedhetError(f"{self.authority}: no such file; it must be the CA's certificate")
+            raise FedhetError(f"{self.authority}: file not found, expected the CA's certificate")
         read_certificate(self.authority)
         connection = {"address": address, "root-certificates": str(self.authority.resolve())}
         superlinks = {"default": CONNECTION, CONNECTION: connection}
         _write_toml(self.home / "config.toml", {"superlink": superlinks})
-        shutil.rmtree(self._nowhere, ignore_errors=True)
-        self._nowhere.mkdir(parents=True)
+        shutil.rmtree(self._empty_directory, ignore_errors=True)
+        self._empty_directory.mkdir(parents=True)
 
     def register(self, public_key: Path, name: str) -> bool:
-        """Register a node under its client's name; False if its key is already registered."""
+        """Register a node under its client's name, and return whether its key is new."""
         try:
             self.flwr("supernode", "register", public_key, CONNECTION, "--name", name)
         except FedhetError as error:
@@ -99,23 +100,27 @@ class Connection:
         return True
 
     def follow(self, run_id: str, say: Callable[[str], None]) -> None:
-        """Pass the log lines of the run's server to `say` until the run is over.
+        """Show the log of a run until the run ends.
 
-        Also say when the server does not answer, and when it does again: Flower's command line is
-        silent for a minute then.
+        Also report if the server stops or resumes replying, since Flower's command line prints
+        nothing for a minute in this case.
+
+        Args:
+            run_id: Flower's id of the run.
+            say: Shows a line to the user.
         """
         ended = threading.Event()
 
-        def look() -> None:
-            gone = False
-            while not ended.wait(LOOK_SECONDS):
-                if self.answers() == gone:
-                    gone = not gone
-                    now = "does not answer; waiting for it" if gone else "answers again"
-                    say(f"the server at {self.address} {now}")
+        def poll() -> None:
+            is_silent = False
+            while not ended.wait(POLL_SECONDS):
+                if self.is_listening() == is_silent:
+                    is_silent = not is_silent
+                    state = "does not reply; waiting for it" if is_silent else "replies again"
+                    say(f"the server at {self.address} {state}")
 
-        looking = threading.Thread(target=look, daemon=True)
-        looking.start()
+        poller = threading.Thread(target=poll, daemon=True)
+        poller.start()
         command = [program("flwr"), "log", run_id, CONNECTION, "--stream"]
         try:
             stream: subprocess.Popen[str] = subprocess.Popen(
@@ -123,26 +128,26 @@ class Connection:
             )
             with stream:
                 try:
-                    for line in readable(stream.stdout or ()):
+                    for line in filter_log(stream.stdout or ()):
                         say(line)
                 finally:
                     stream.terminate()
         finally:
             ended.set()
-            looking.join()
+            poller.join()
 
     def require_answer(self) -> None:
-        """Raise FedhetError if no server listens at the address, or its certificate is refused."""
+        """Raise FedhetError if no server replies, or if its certificate is refused."""
         context = ssl.create_default_context(cafile=str(self.authority))
         try:
-            with socket.create_connection(self.place, 5.0) as plain:
-                context.wrap_socket(plain, server_hostname=self.place[0]).close()
+            with socket.create_connection(self.endpoint, 5.0) as plain:
+                context.wrap_socket(plain, server_hostname=self.endpoint[0]).close()
         except ssl.SSLCertVerificationError as error:
             raise FedhetError(
                 f"server {self.address}: certificate refused ({error.verify_message}), expected a "
-                f"certificate for {self.place[0]} signed by the CA of {self.authority}. Give the "
-                "server's own CA certificate, and an address for which `fedhet certs --host` made "
-                "the server's."
+                f"certificate for {self.endpoint[0]} signed by the CA of {self.authority}. Use "
+                "the CA certificate of this server, and an address listed in its certificate "
+                "(`fedhet certs --host`)."
             ) from None
         except ssl.SSLError as error:
             raise FedhetError(
@@ -151,17 +156,18 @@ class Connection:
             ) from None
         except OSError:
             raise FedhetError(
-                f"no server answers at {self.address}: is it running, and is the port forwarded?"
+                f"no server replies at {self.address}. Check that it is running and that the port "
+                "is forwarded."
             ) from None
 
-    def answers(self) -> bool:
-        """Return whether something listens at the server's address."""
-        return listens(*self.place)
+    def is_listening(self) -> bool:
+        """Return whether any process listens at the server's address."""
+        return listens(*self.endpoint)
 
     def flwr(self, *words: object) -> str:
-        """Return the output of Flower's command line. Raises FedhetError if it fails."""
+        """Run Flower's command line and return its output. Raises FedhetError if it fails."""
         absolute = [word.resolve() if isinstance(word, Path) else word for word in words]
-        command, end = [program("flwr"), *map(str, absolute)], time.monotonic() + PATIENCE
+        command, end = [program("flwr"), *map(str, absolute)], time.monotonic() + START_SECONDS
         while True:
             done: subprocess.CompletedProcess[str] = subprocess.run(
                 command, capture_output=True, check=False, **self._options()
@@ -171,9 +177,9 @@ class Connection:
             time.sleep(1.0)
         if done.returncode != 0 or '"success": false' in done.stdout:
             message = done.stdout
-            with contextlib.suppress(ValueError):  # it is not Flower's JSON
-                found = json.loads(message)
-                fields = found.items() if isinstance(found, dict) else ()
+            with contextlib.suppress(ValueError):  # the output may not be JSON
+                report = json.loads(message)
+                fields = report.items() if isinstance(report, dict) else ()
                 message = next((f"{v} " for k, v in fields if "message" in k), message)
             text = _FRAME.sub(" ", _COLOR.sub("", message + done.stderr))
             output = " ".join(text.split())
@@ -181,22 +187,22 @@ class Connection:
         return done.stdout
 
     @property
-    def _nowhere(self) -> Path:
-        """An empty folder in which Flower's command line runs: it reads and changes projects."""
+    def _empty_directory(self) -> Path:
+        """Empty working directory for Flower's command line, which reads and modifies projects."""
         return self.home / "nowhere"
 
     def _options(self) -> dict[str, Any]:
-        """Return where and how Flower's command line runs."""
+        """Return the `subprocess` options for Flower's command line."""
         text = {"encoding": "utf-8", "errors": "replace"}
-        return {"cwd": self._nowhere, "env": self.environment(), **text}
+        return {"cwd": self._empty_directory, "env": self.environment(), **text}
 
     def environment(self) -> dict[str, str]:
-        """Return the environment for all of Flower's programs that are started here."""
+        """Return the environment variables for Flower's programs."""
         programs = str(Path(sys.executable).parent)
-        # A proxy cannot reach this machine's loopback, and `require_answer` has reached the server
-        # without one. gRPC and Python read one name each.
+        # Use no proxy, which cannot reach this machine's loopback: `require_answer` has reached the
+        # server directly. gRPC and Python read different names of the variable.
         direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]
-        without_proxy = ",".join(filter(None, [*direct, self.place[0]]))
+        without_proxy = ",".join(filter(None, [*direct, self.endpoint[0]]))
         return {
             **os.environ,
             "FLWR_HOME": str(self.home.resolve()),
@@ -205,15 +211,15 @@ class Connection:
             "NO_PROXY": without_proxy,
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
-            # Their output is read here, and a site's log must not depend on the locale.
+            # This module reads the output, and a site's log must not depend on the locale.
             "PYTHONIOENCODING": "utf-8",
         }
 
 
-def readable(lines: Iterable[str]) -> Iterator[str]:
-    """Yield a server's log without Flower's own lines, and of our errors only the message.
+def filter_log(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a server's log without Flower's lines, and without some tracebacks.
 
-    The traceback of any other error is kept in full.
+    Errors of fedhet are shortened to their messages. Tracebacks of other errors are unchanged.
     """
     trace: list[str] = []
     for line in lines:
@@ -221,10 +227,10 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
         plain = _COLOR.sub("", text)
         if plain.startswith("Traceback (most recent call last)") or (trace and plain[:1] == " "):
             trace.append(text)
-        elif trace and (ours := _OURS.match(plain)):
-            yield f"error: {plain[ours.end() :]}"
+        elif trace and (match := _FEDHET_ERROR.match(plain)):
+            yield f"error: {plain[match.end() :]}"
             trace = []
-        elif plain and not _FLOWERS_OWN.match(plain):
+        elif plain and not _FLOWER_LINE.match(plain):
             yield from trace
             yield text
             trace = []
@@ -232,10 +238,19 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
 
 
 def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:
-    """Run `config` on the deployment at `connection` until it ends.
+    """Execute a run on a deployment, and wait until it ends.
 
-    The app that is sent has the settings and no code: each site uses its own installation. Raises
-    FedhetError if the run fails, and SettingsError for a method that is only simulated.
+    The Flower app sent to the server contains the settings and no code, since each site uses its
+    installation of fedhet.
+
+    Args:
+        config: Configuration of the run.
+        connection: Connection to the server.
+        say: Shows a line to the user.
+
+    Raises:
+        FedhetError: The run failed.
+        SettingsError: The method supports only simulations.
     """
     check_deployable(config)
     connection.require_answer()
@@ -252,26 +267,28 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
     _write_toml(app / "pyproject.toml", {"project": project, "tool": {"flwr": {"app": flower}}})
     started = json.loads(connection.flwr("run", app, CONNECTION, "--format", "json"))
     run_id = str(started["run-id"])
-    say(f"run {run_id} on {connection.address}; waiting for its server app to start …")
+    say(f"run {run_id} on {connection.address}; waiting for the server app to start …")
     connection.follow(run_id, say)
     try:
         listed = connection.flwr("list", CONNECTION, "--run-id", run_id, "--format", "json")
     except FedhetError:
-        if connection.answers():
+        if connection.is_listening():
             raise
         raise FedhetError(
-            f"the server at {connection.address} has gone, with run {run_id}. Its rounds are in "
-            "the run's directory: start the server again with the same --database, and submit the "
-            "run again with the same --out and --set resume=true"
+            f"the server at {connection.address} stopped during run {run_id}. The run's directory "
+            "keeps the finished rounds. Start the server again with the same --database, and "
+            "submit the run again with the same --out and --set resume=true."
         ) from None
     status = str(json.loads(listed)["runs"][0]["status"])
     if status != COMPLETED:
-        raise FedhetError(f"run {run_id} ended as {status!r}: see above, and the server's log")
+        raise FedhetError(
+            f"run {run_id} ended with status {status!r}. See the lines above and the server's log."
+        )
 
 
 @contextlib.contextmanager
 def interrupted_by_terminate() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, so that it leaves no process and no folder."""
+    """Treat SIGTERM like Ctrl-C during the block, so that processes and files are cleaned up."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -284,19 +301,22 @@ def interrupted_by_terminate() -> Iterator[None]:
 
 
 def listens(host: str, port: int) -> bool:
-    """Return whether something listens at an address."""
+    """Return whether any process listens at an address."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), 5.0):
         return True
     return False
 
 
 def program(name: str) -> str:
-    """Return the path of one of Flower's commands: next to this Python, or on the PATH."""
+    """Return the path of a command of Flower, next to this Python or on the PATH.
+
+    Raises FedhetError if the command is not found.
+    """
     sibling = Path(sys.executable).parent / name
-    found = str(sibling) if sibling.exists() else shutil.which(name)
-    if found is None:
-        raise FedhetError(f"cannot find {name}: it comes with Flower, `pip install flwr`")
-    return found
+    path = str(sibling) if sibling.exists() else shutil.which(name)
+    if path is None:
+        raise FedhetError(f"command {name} not found. Install Flower with `pip install flwr`.")
+    return path
 
 
 def _write_toml(path: Path, content: Mapping[str, object]) -> None:
@@ -310,13 +330,13 @@ class Site:
 
     name: str
     node: int
-    """Flower's number for it."""
+    """Flower's node id."""
     state: str
-    """online, offline, or registered: it has never been online."""
+    """online, offline, or registered (never online)."""
     since: datetime | None
-    """When it went online or offline, in UTC."""
+    """Time at which the site went online or offline, in UTC."""
     key: bytes = b""
-    """The site's public key, in Flower's serialization."""
+    """Public key, in Flower's serialization."""
 
 
 @dataclass(frozen=True)
@@ -325,62 +345,63 @@ class DeployedRun:
 
     number: int
     state: str
-    """Flower's: pending, running, finished:completed, …"""
+    """Flower's status: pending, running, finished:completed, …"""
     lines: tuple[str, ...]
-    """The last lines of its log."""
+    """Last lines of the run's log."""
 
 
 def sites(connection: Connection) -> list[Site]:
-    """Return the registered sites, by name. Raises FedhetError."""
+    """Return the registered sites, sorted by name. Raises FedhetError."""
     from flwr.proto.control_pb2 import ListNodesRequest
 
     with _client(connection) as client:
         nodes = client.ListNodes(ListNodesRequest()).nodes_info
-    found = []
+    registered = []
     for node in nodes:
         if node.status != "unregistered":
             times = {"online": node.last_activated_at, "offline": node.last_deactivated_at}
             since = times.get(node.status)
-            when = datetime.fromisoformat(since) if since else None
-            found.append(Site(node.name, node.node_id, node.status, when, node.public_key))
-    return sorted(found, key=lambda site: (site.name, site.node))
+            changed = datetime.fromisoformat(since) if since else None
+            registered.append(Site(node.name, node.node_id, node.status, changed, node.public_key))
+    return sorted(registered, key=lambda site: (site.name, site.node))
 
 
 def register(
     connection: Connection, keys: Sequence[tuple[str, Path]], *, replace: bool = False
 ) -> Iterator[str]:
-    """Register public keys under their names, and yield a line for each key.
+    """Register public keys under client names, and yield a line about each key.
 
-    Flower's server accepts any number of keys under one name, so the names are compared here. All
-    keys are checked before the first is registered. Registering a key again changes nothing.
+    Flower's server accepts any number of keys under one name, so this function compares the names.
+    It checks all keys before it registers the first. Registering a key again changes nothing.
 
     Args:
         connection: The connection to the server.
         keys: Pairs of a client's name and the file of its public key.
-        replace: Whether a key may take a name from another key, which is then unregistered.
+        replace: Whether a key may take the name of another key, which is then unregistered.
 
     Raises:
-        FedhetError: If a file is no public key, a name belongs to another key, or the key was
+        FedhetError: A file is not a public key, a name belongs to another key, or a key is
             registered under another name.
     """
-    given = [(name, path, _public_key(path)) for name, path in keys]
-    known = sites(connection)
-    for index, (name, path, key) in enumerate(given):
-        if any(name == other or key == theirs for other, _, theirs in given[:index]):
+    requested = [(name, path, _public_key(path)) for name, path in keys]
+    registered = sites(connection)
+    for index, (name, path, key) in enumerate(requested):
+        earlier = requested[:index]
+        if any(name == other_name or key == other_key for other_name, _, other_key in earlier):
             raise FedhetError(f"{path}: expected a different name and key in each file")
-        other = next((site.name for site in known if site.key == key), name)
-        if other != name:
+        current = next((site.name for site in registered if site.key == key), name)
+        if current != name:
             raise FedhetError(
-                f"{path}: this key is registered as '{other}', expected '{name}'. Remove it with "
-                f"`fedhet sites {connection.address} --remove {other}`, and make a new key pair"
+                f"{path}: this key is registered as '{current}', expected '{name}'. Remove it with "
+                f"`fedhet sites {connection.address} --remove {current}`, and make a new key pair."
             )
-        if not replace and any(site.name == name and site.key != key for site in known):
+        if not replace and any(site.name == name and site.key != key for site in registered):
             raise FedhetError(
                 f"{path}: another key is registered as '{name}' at {connection.address}. Choose "
-                "another --name, or let this key take the other's place with --replace"
+                "another --name, or replace the other key with --replace."
             )
-    for name, path, key in given:
-        former = [site for site in known if site.name == name]
+    for name, path, key in requested:
+        former = [site for site in registered if site.name == name]
         if any(site.key == key for site in former):
             yield f"{name} is already registered with this key"
         elif connection.register(path, name):
@@ -388,13 +409,13 @@ def register(
         else:
             raise FedhetError(
                 f"{path}: this key was removed from the server, which never accepts it again. "
-                "Make a new key pair with `fedhet certs DIR --key NAME`"
+                "Make a new key pair with `fedhet certs DIR --key NAME`."
             )
-        # Only now, so that the name always has a key, even if registering fails.
+        # Unregister last, so that the name always has a key, even if registering fails.
         for site in former:
             if site.key != key:
                 _unregister(connection, site)
-                yield f"the key that was registered as {name} before is no longer accepted"
+                yield f"the former key of {name} is no longer accepted"
 
 
 def _public_key(path: Path) -> bytes:
@@ -410,13 +431,13 @@ def _public_key(path: Path) -> bytes:
             f"{path}: cannot be read as a public key ({error_reason(error)})"
         ) from None
     if not isinstance(key, EllipticCurvePublicKey):
-        rule = "expected an EC key, as made by `fedhet certs DIR --key NAME`"
+        rule = "expected an EC key, as created by `fedhet certs DIR --key NAME`"
         raise FedhetError(f"{path}: unsupported type of key, {rule}")
     return public_key_to_bytes(key)
 
 
 def unregister(connection: Connection, name: str) -> int:
-    """Unregister the sites with this name; return how many there were. Raises FedhetError."""
+    """Unregister all sites with a name, and return their number. Raises FedhetError."""
     named = [site for site in sites(connection) if site.name == name]
     for site in named:
         _unregister(connection, site)
@@ -430,28 +451,25 @@ def _unregister(connection: Connection, site: Site) -> None:
         client.UnregisterNode(UnregisterNodeRequest(node_id=site.node))
 
 
-def newest_runs(connection: Connection, most: int = 3) -> list[DeployedRun]:
-    """Return the last runs of a server, the newest first, with the end of their logs.
-
-    Raises FedhetError.
-    """
+def newest_runs(connection: Connection, limit: int = 3) -> list[DeployedRun]:
+    """Return the last runs of a server, newest first. Raises FedhetError."""
     from flwr.proto.control_pb2 import ListRunsRequest, StreamLogsRequest
 
     with _client(connection) as client:
-        runs = client.ListRuns(ListRunsRequest(limit=most)).run_dict.values()
-        found = []
+        runs = client.ListRuns(ListRunsRequest(limit=limit)).run_dict.values()
+        deployed = []
         for run in sorted(runs, key=lambda run: run.pending_at, reverse=True):
             request = StreamLogsRequest(run_id=run.run_id, after_timestamp=0.0)
             log = next((part.log_output for part in client.StreamLogs(request)), "")
-            lines = [*readable(log.splitlines())][-FEW_LINES:]
+            lines = [*filter_log(log.splitlines())][-NUM_LOG_LINES:]
             state = ":".join(filter(None, (run.status.status, run.status.sub_status)))
-            found.append(DeployedRun(run.run_id, state, tuple(lines)))
-    return found
+            deployed.append(DeployedRun(run.run_id, state, tuple(lines)))
+    return deployed
 
 
 @contextlib.contextmanager
 def _client(connection: Connection) -> Iterator[Any]:
-    """Yield a client of the control API, whose errors are raised as FedhetError."""
+    """Provide a client of the control API; errors in the block are raised as FedhetError."""
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
@@ -464,6 +482,6 @@ def _client(connection: Connection) -> Iterator[Any]:
     try:
         yield client
     except Exception as error:
-        raise FedhetError(f"the server at {connection.address} did not answer: {error}") from None
+        raise FedhetError(f"request to server {connection.address} failed: {error}") from None
     finally:
         client.close()

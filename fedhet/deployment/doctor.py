@@ -1,4 +1,4 @@
-"""What is amiss with a machine, its keys or a server, a line each: `fedhet doctor`."""
+"""Checks of a machine, its keys and a server (`fedhet doctor`)."""
 
 from __future__ import annotations
 
@@ -25,56 +25,54 @@ from fedhet.deployment import certs
 from fedhet.runs.units import human_bytes, plural
 from fedhet.settings.text import split_host_port
 
-FIRST_PERSON = 1000
-"""Lowest user ID of a person, as on most Linux systems; services have lower ones."""
+MIN_PERSON_UID = 1000
+"""Lowest user id of a person on most Linux systems; services have lower ids."""
 NO_LOGIN = ("nologin", "false")
 """Shells of users that only run services."""
 Level = Literal["ok", "warning", "error"]
 MIN_MEMORY, MIN_DISK = 2 * 2**30, 2 * 2**30
-LARGEST_SKEW = 60.0
-"""Seconds by which two clocks may differ; Flower refuses a node's messages that seem too old."""
+MAX_SKEW = 60.0
+"""Maximum difference of two clocks in seconds; Flower refuses messages of a node that seem old."""
 PORTS = {8000: "the server's control API", 9092: "the server's port for sites", 9094: "a site"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's."""
+    """The result of a check, shown as one line."""
 
     level: Level
-    what: str
-    """What was looked at."""
+    subject: str
+    """The part of the system that was checked."""
     text: str
-    """What was found, and what to do."""
+    """The result, and advice if there is a problem."""
 
 
 ok = partial(Finding, "ok")
 warning = partial(Finding, "warning")
-"""A finding that may do harm."""
 error = partial(Finding, "error")
-"""A finding that has to be mended."""
 
 
-def of_machine(folder: Path) -> Iterator[Finding]:
-    """Yield what is found of this machine; `folder` is on the disk that is to be used."""
+def check_machine(directory: Path) -> Iterator[Finding]:
+    """Check this machine, and the disk that contains a directory."""
     shared = Path("/dev/shm")  # noqa: S108
     space = {
         "memory": (lambda: psutil.virtual_memory().available, MIN_MEMORY, "", "few clients fit"),
-        "disk": (lambda: psutil.disk_usage(str(folder)).free, MIN_DISK, f" for {folder}",
-                 "a run keeps models and states"),
+        "disk": (lambda: psutil.disk_usage(str(directory)).free, MIN_DISK, f" for {directory}",
+                 "a run stores models and states"),
         "Ray": (lambda: psutil.disk_usage(str(shared)).free, 2**30, f" in {shared}",
-                "Ray writes to the disk instead; in a container, raise --shm-size"),
+                "Ray writes to the disk instead; in a container, increase --shm-size"),
     }  # fmt: skip
     yield from _guarded(_packages)
     yield from _guarded(_cuda)
-    for what, (free, least, place, advice) in space.items():
-        if what != "Ray" or shared.is_dir():
-            yield from _guarded(partial(_space, what, free, least, place, advice))
+    for subject, (measure, minimum, place, advice) in space.items():
+        if subject != "Ray" or shared.is_dir():
+            yield from _guarded(partial(_space, subject, measure, minimum, place, advice))
     yield from _guarded(_ports)
 
 
-def of_keys(folder: Path) -> Iterator[Finding]:
-    """Yield what is found of the keys and certificates in a folder of `fedhet certs`."""
-    for path in sorted(folder.rglob("*")):
+def check_keys(directory: Path) -> Iterator[Finding]:
+    """Check the keys and certificates in a directory of `fedhet certs`."""
+    for path in sorted(directory.rglob("*")):
         is_pair = path.is_file() and path.with_name(f"{path.name}.pub").exists()
         if path.suffix in (".crt", ".pem"):
             yield from _guarded(partial(_certificate, path))
@@ -82,20 +80,21 @@ def of_keys(folder: Path) -> Iterator[Finding]:
             yield from _guarded(partial(_pair, path))
         is_private = is_pair or (path.is_file() and path.suffix == ".key")
         if is_private and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-            yield error("key", f"{path} can be read by others ({mode:o}): chmod 600 {path}")
+            advice = f"Use `chmod 600 {path}`."
+            yield error("key", f"{path}: can be read by other users ({mode:o}). {advice}")
         if path.name == certs.CA_KEY:
             yield from _guarded(partial(_authority_key, path))
-    if (folder / certs.SERVER_CERTIFICATE).exists():
-        yield from _guarded(partial(_signature, folder))
+    if (directory / certs.SERVER_CERTIFICATE).exists():
+        yield from _guarded(partial(_signature, directory))
 
 
-def of_server(address: str, authority: Path) -> Iterator[Finding]:
-    """Yield what is found of a server at HOST:PORT: whether it answers, its certificate, clock."""
-    yield from _guarded(partial(_answer, address, authority))
+def check_server(address: str, authority: Path) -> Iterator[Finding]:
+    """Check whether a server at HOST:PORT replies, its certificate, and its clock."""
+    yield from _guarded(partial(_server, address, authority))
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield a check's findings; a check that fails is a finding too."""
+    """Yield the findings of a check, or a warning if the check fails."""
     try:
         yield from check()
     except Exception as fault:
@@ -105,20 +104,20 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    amiss = []
+    problems = []
     for text in metadata.requires("fedhet") or ():
-        asked = Requirement(text)
-        if asked.marker is not None and not asked.marker.evaluate({"extra": ""}):
+        required = Requirement(text)
+        if required.marker is not None and not required.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = metadata.version(asked.name)
+            version = metadata.version(required.name)
         except metadata.PackageNotFoundError:
-            amiss.append(f"{asked.name} is missing")
+            problems.append(f"{required.name} not found")
             continue
-        if not asked.specifier.contains(found, prereleases=True):
-            amiss.append(f"{asked.name} is {found}, and {asked.specifier} is needed")
-    if amiss:
-        yield error("packages", f"{'; '.join(amiss)}: install fedhet again with pip")
+        if not required.specifier.contains(version, prereleases=True):
+            problems.append(f"{required.name} must be {required.specifier}, got {version}")
+    if problems:
+        yield error("packages", f"{'; '.join(problems)}. Install fedhet again with pip.")
     else:
         versions = [f"{name} {metadata.version(name)}" for name in ("fedhet", "flwr", "torch")]
         yield ok("packages", ", ".join(versions))
@@ -128,9 +127,9 @@ def _cuda() -> Iterator[Finding]:
     import torch
 
     if torch.version.cuda is None:
-        yield ok("GPU", "this PyTorch is built without CUDA")
+        yield ok("GPU", "PyTorch is built without CUDA")
     elif not torch.cuda.is_available():
-        yield ok("GPU", "none that PyTorch can use: no device, or a driver that is too old")
+        yield ok("GPU", "no usable GPU: there is no device, or its driver is too old")
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
@@ -138,22 +137,22 @@ def _cuda() -> Iterator[Finding]:
 
 
 def _space(
-    what: str, measure: Callable[[], int], least: int, place: str, advice: str
+    subject: str, measure: Callable[[], int], minimum: int, place: str, advice: str
 ) -> Iterator[Finding]:
     free = measure()
     text = f"{human_bytes(free)} free{place}"
-    yield warning(what, f"{text}: {advice}") if free < least else ok(what, text)
+    yield warning(subject, f"{text}: {advice}") if free < minimum else ok(subject, text)
 
 
 def _ports() -> Iterator[Finding]:
-    taken = []
+    used = []
     for port in PORTS:
         with socket.socket() as probe:
-            taken += [port] if probe.connect_ex(("127.0.0.1", port)) == 0 else []
-    if not taken:
+            used += [port] if probe.connect_ex(("127.0.0.1", port)) == 0 else []
+    if not used:
         yield ok("ports", f"{', '.join(map(str, PORTS))} are free")
-    for port in taken:
-        text = f"{port} ({PORTS[port]}) is in use: it runs already, or give another"
+    for port in used:
+        text = f"{port} ({PORTS[port]}) is in use. Choose another port unless it already runs."
         yield warning("ports", text)
 
 
@@ -163,26 +162,28 @@ def _certificate(path: Path) -> Iterator[Finding]:
     except FedhetError as fault:
         yield error("certificate", str(fault))
         return
-    text, left = certs.ends(path), end - datetime.datetime.now(datetime.UTC)
-    if left < datetime.timedelta(0):
-        advice = "`fedhet certs DIR --renew`, and start the server again"
-        yield error(path.name, f"{text}: {advice}")
-    elif left < certs.SOON:
-        yield warning(path.name, f"{text}: `fedhet certs DIR --renew`")
+    text, remaining = certs.expiry(path), end - datetime.datetime.now(datetime.UTC)
+    advice = "Renew it with `fedhet certs DIR --renew`"
+    if remaining < datetime.timedelta(0):
+        yield error(path.name, f"{text}. {advice}, and restart the server.")
+    elif remaining < certs.RENEWAL_PERIOD:
+        yield warning(path.name, f"{text}. {advice}.")
     else:
         yield ok(path.name, text)
 
 
-def _signature(folder: Path) -> Iterator[Finding]:
-    server = certs.read_certificate(folder / certs.SERVER_CERTIFICATE)
-    authority = certs.read_certificate(folder / certs.CA_CERTIFICATE)
+def _signature(directory: Path) -> Iterator[Finding]:
+    server = certs.read_certificate(directory / certs.SERVER_CERTIFICATE)
+    authority = certs.read_certificate(directory / certs.CA_CERTIFICATE)
     try:
         server.verify_directly_issued_by(authority)
     except Exception:
-        yield error("certificate", f"{certs.SERVER_CERTIFICATE} is not signed by the CA beside it")
+        text = f"{certs.SERVER_CERTIFICATE} is not signed by {certs.CA_CERTIFICATE}"
+        yield error("certificate", text)
         return
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    yield ok("certificate", f"the server's is for {', '.join(str(name.value) for name in names)}")
+    hosts = ", ".join(str(name.value) for name in names)
+    yield ok("certificate", f"{certs.SERVER_CERTIFICATE} is valid for {hosts}")
 
 
 def _pair(path: Path) -> Iterator[Finding]:
@@ -195,52 +196,52 @@ def _pair(path: Path) -> Iterator[Finding]:
 
 
 def _authority_key(path: Path) -> Iterator[Finding]:
-    """Check who owns the CA's key. A service that owns it could sign certificates if taken over."""
+    """Check the owner of the CA's key: an attacker of a service could use the service's key."""
     uid = path.stat().st_uid
-    advice = f"expected root. `chown root: {path}`, or move it to a machine without a network"
+    advice = f"expected root. Use `chown root: {path}`, or move it to an offline machine."
     try:
         user = pwd.getpwuid(uid)
-    except KeyError:  # of another machine, or of a container's image
+    except KeyError:  # a user of another machine or container image
         yield warning("CA key", f"{path}: belongs to the unknown user {uid}, {advice}")
         return
     if user.pw_uid == 0:
         yield ok("CA key", f"{path} belongs to root")
-    elif Path(user.pw_shell).name in NO_LOGIN or user.pw_uid < FIRST_PERSON:
+    elif Path(user.pw_shell).name in NO_LOGIN or user.pw_uid < MIN_PERSON_UID:
         yield error("CA key", f"{path}: belongs to the service user '{user.pw_name}', {advice}")
     else:
         yield warning("CA key", f"{path}: belongs to '{user.pw_name}', {advice}")
 
 
-def _answer(address: str, authority: Path) -> Iterator[Finding]:
+def _server(address: str, authority: Path) -> Iterator[Finding]:
     try:
         host, port = split_host_port(address)
     except ValueError as fault:
         yield error("server", str(fault))
         return
     if not authority.is_file():
-        yield error("server", f"{authority}: no such file; it must be the CA's certificate")
+        yield error("server", f"{authority}: file not found, expected the CA's certificate")
         return
     try:
         context = ssl.create_default_context(cafile=str(authority))
         connection = http.client.HTTPSConnection(host, port, timeout=10, context=context)
         connection.request("GET", "/")
-        answer = connection.getresponse()
+        response = connection.getresponse()
     except ssl.SSLCertVerificationError as fault:
-        yield error("server", f"{address}: its certificate is refused: {fault.verify_message}")
+        yield error("server", f"{address}: certificate refused: {fault.verify_message}")
         return
     except (OSError, http.client.HTTPException) as fault:
-        yield error("server", f"{address} does not answer: {error_reason(fault)}")
+        yield error("server", f"{address} does not reply: {error_reason(fault)}")
         return
-    yield ok("server", f"{address} answers, with a certificate of {authority}")
+    yield ok("server", f"{address} replies, with a certificate signed by {authority}")
     try:
-        there = email.utils.parsedate_to_datetime(answer.headers.get("Date") or "")
+        server_time = email.utils.parsedate_to_datetime(response.headers.get("Date") or "")
     except ValueError:
-        return  # a proxy may remove the header, or write its own
-    if there.tzinfo is None:
-        there = there.replace(tzinfo=datetime.UTC)
-    skew = abs((datetime.datetime.now(datetime.UTC) - there).total_seconds())
-    text = f"{plural(round(skew), 'second')} from the server's"
-    if skew > LARGEST_SKEW:
-        yield error("clock", f"{text}: set the clocks by NTP")
+        return  # a proxy may remove or replace the header
+    if server_time.tzinfo is None:
+        server_time = server_time.replace(tzinfo=datetime.UTC)
+    skew = abs((datetime.datetime.now(datetime.UTC) - server_time).total_seconds())
+    text = f"{plural(round(skew), 'second')} from the server's clock"
+    if skew > MAX_SKEW:
+        yield error("clock", f"{text}. Synchronize the clocks with NTP.")
     else:
         yield ok("clock", text)

@@ -1,7 +1,7 @@
 """A deployment on this machine: Flower's SuperLink and SuperNodes as processes, over gRPC.
 
-The same as on separate machines (docs/deploy.md), with temporary keys: TLS, authenticated nodes,
-and a separate state directory per node. This is the only module that starts processes.
+It works like a deployment on separate machines (docs/deploy.md), but with temporary keys: TLS,
+authenticated nodes, and a separate state directory per node.
 """
 
 from __future__ import annotations
@@ -35,23 +35,27 @@ from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_768)
-"""Below the ephemeral ports of Linux and macOS."""
+"""Candidates for free ports, below the ephemeral ports of Linux and macOS."""
 START_SECONDS = 120.0
+"""Time limit for the start of the server."""
 STOP_SECONDS = 10.0
+"""Time that processes have to terminate before they are killed."""
 
 
 @dataclass
 class LocalDeployment:
-    """A SuperLink and `nodes` SuperNodes on loopback; all their files are below `root`.
+    """Context manager for a SuperLink and SuperNodes on this machine.
 
     Leaving the context stops every started process and its descendants.
     """
 
     root: Path
+    """Directory of all files."""
     nodes: int
+    """Number of SuperNodes."""
     host: str = LOOPBACK
-    within: Callable[[str], Sequence[str]] = lambda name: ()
-    """Command prefix of a process, by its name: `ip netns exec …`, `nice`."""
+    command_prefix: Callable[[str], Sequence[str]] = lambda name: ()
+    """Returns the command prefix of a process, such as `ip netns exec …` or `nice`."""
 
     def __post_init__(self) -> None:
         self.fleet_port, self.control_port = free_port(), free_port()
@@ -80,13 +84,13 @@ class LocalDeployment:
         self.stop()
 
     def prepare(self) -> None:
-        """Make keys and certificates, and configure Flower's command line with the server."""
+        """Make keys and certificates, and write the configuration of Flower's command line."""
         certs.make(self.certs, [self.host], [site_name(k) for k in range(self.nodes)], days=30)
         self.connection.prepare()
         (self.root / "log").mkdir(exist_ok=True)
 
     def start_server(self) -> None:
-        """Start the SuperLink and wait until it listens; its database persists after a stop."""
+        """Start the SuperLink, and wait until it listens. Its database is kept after a stop."""
         self._start(
             "server",
             "flower-superlink",
@@ -103,18 +107,24 @@ class LocalDeployment:
         for port in (self.control_port, self.fleet_port):
             while not listens(self.host, port):
                 if time.monotonic() > end or self.processes["server"].poll() is not None:
-                    words = " ".join(self.log_of("server").split())[-500:] or "its log is empty"
-                    raise FedhetError(f"the server does not start: {words}")
+                    log = " ".join(self.log_of("server").split())[-500:] or "its log is empty"
+                    raise FedhetError(f"the server did not start: {log}")
                 time.sleep(0.1)
 
     def register(self, index: int) -> None:
-        """Register node `index` at the server with its public key and its client's name."""
+        """Register a node at the server, with its public key and its client's name."""
         key = self.certs / certs.NODES / f"{site_name(index)}.pub"
         self.connection.register(key, client_name(index, self.nodes))
 
     def start_node(self, index: int, **options: object) -> None:
-        """Start SuperNode `index`; `options` override its default options."""
-        given = {
+        """Start a SuperNode.
+
+        Args:
+            index: Index of the node.
+            options: Command-line options that override the defaults; an empty value stands for a
+                flag, and None omits the option.
+        """
+        arguments = {
             "root-certificates": self.certs / certs.CA_CERTIFICATE,
             "superlink": f"{self.host}:{self.fleet_port}",
             "auth-supernode-private-key": self.certs / certs.NODES / site_name(index),
@@ -123,12 +133,12 @@ class LocalDeployment:
             **options,
         }
         words = []
-        for name, value in given.items():  # an empty value makes a switch, None omits the option
+        for name, value in arguments.items():
             if value is not None:
                 words += [f"--{name}", str(value)] if str(value) else [f"--{name}"]
         environment = {
             STATE_DIR_VARIABLE: str(self.root / "state" / site_name(index)),
-            # The run is the user's own, and so is this machine.
+            # Allow everything: both the run and this machine belong to the user.
             ALLOW_MODELS_VARIABLE: "*",
             ALLOW_PATHS_VARIABLE: "/",
             **for_training(),
@@ -136,13 +146,12 @@ class LocalDeployment:
         self._start(site_name(index), "flower-supernode", *words, environment=environment)
 
     def log_of(self, name: str) -> str:
-        """Return what the server or a node has logged."""
+        """Return the log of the server or of a node."""
         return (self.root / "log" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def stop(self, *names: str) -> None:
-        """Stop processes by name, or all, including their descendants."""
-        ended = [self.processes.pop(name) for name in names or list(self.processes)]
-        end_trees(ended)
+        """Stop some processes and their descendants, by default all."""
+        end_trees([self.processes.pop(name) for name in names or list(self.processes)])
 
     def _start(
         self,
@@ -151,7 +160,7 @@ class LocalDeployment:
         *words: object,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        command = [*self.within(name), program(executable), *map(str, words)]
+        command = [*self.command_prefix(name), program(executable), *map(str, words)]
         with (self.root / "log" / f"{name}.log").open("ab") as log:
             self.processes[name] = psutil.Popen(
                 command,
@@ -160,55 +169,63 @@ class LocalDeployment:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                umask=0o077,  # the server's database holds what clients send
+                umask=0o077,  # the server's database holds messages of clients
             )
 
 
 def deploy_local(
     config: Config, directory: Path, keep: Path | None, say: Callable[[str], None]
 ) -> None:
-    """Run `config` on a deployment on this machine until it ends; results are in `directory`.
+    """Execute a run on a deployment on this machine.
 
-    Keys, logs and the sites' state go to a temporary folder, or to `keep`. Raises FedhetError if
-    the run fails; the folder is then kept.
+    Args:
+        config: Configuration of the run.
+        directory: Directory of the results.
+        keep: Directory for keys, logs and the states of the sites; by default, a temporary
+            directory, which is deleted if the run succeeds.
+        say: Shows a message to the user.
+
+    Raises:
+        FedhetError: The run failed.
     """
-    say(f"reading {config.run.data.dataset}, and splitting it between the clients")
+    say(f"reading {config.run.data.dataset} and splitting it between the clients")
     data = RunData.of(config.run)
     check_models_and_data(config, data)
-    placed = absolute(config).replacing(out=str(directory))
+    config = absolute(config).replacing(out=str(directory))
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise FedhetError(f"{keep} is not empty; give another folder with --keep")
+        raise FedhetError(f"--keep: directory must be empty, got {keep}")
     root = Path(tempfile.mkdtemp(prefix="fedhet-")) if keep is None else keep.resolve()
     root.mkdir(parents=True, exist_ok=True)
     with interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
         say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")
         try:
-            submit(placed, deployment.connection, say)
+            submit(config, deployment.connection, say)
         except FedhetError as error:
-            raise FedhetError(f"{error}; logs are in {root / 'log'}") from None
+            raise FedhetError(f"{error}. The logs are in {root / 'log'}.") from None
     if keep is None:
         shutil.rmtree(root)
 
 
 def site_name(index: int) -> str:
-    """Return the name of the process and of the key of node `index`."""
+    """Return the name of a node's process and key."""
     return f"site-{index}"
 
 
 def free_port() -> int:
     """Return an unused port on loopback. Raises FedhetError if none is found.
 
-    Not an ephemeral port: the system might give it to an outgoing connection before its use.
+    The port is not ephemeral, since the system might assign an ephemeral port to an outgoing
+    connection before it is used.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise FedhetError(f"no free port was found in {PORTS.start} to {PORTS.stop - 1}")
+    raise FedhetError(f"no free port found from {PORTS.start} to {PORTS.stop - 1}")
 
 
 def end_trees(roots: Sequence[psutil.Popen]) -> None:
-    """Stop processes and all their descendants: terminate first, kill if still running."""
+    """Terminate processes and all their descendants, and kill processes that do not end."""
     trees: list[psutil.Process] = []
     for root in roots:
         with contextlib.suppress(psutil.NoSuchProcess):

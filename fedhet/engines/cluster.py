@@ -1,7 +1,7 @@
-"""A run's clients on a Ray cluster: one of its own on this machine, or one that it joins.
+"""Clients on a Ray cluster: a cluster started on this machine, or an existing cluster.
 
-Flower's server runs in this process, as everywhere; its clients are called in Ray's actors. Ray is
-imported where it is used: a run in one process does without it.
+Flower's server runs in this process, and calls the clients in Ray actors. Functions import Ray
+lazily, since a run in one process does not need it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from fedhet.wire.identity import client_name
 
 LOG = logging.getLogger("flwr")
 REQUIRED = ("flwr", "torch", "torchvision", "pydantic", "sklearn", "safetensors", "flwr_datasets")
-"""What must be installed on every machine; the code of fedhet itself is sent there."""
+"""Packages that must be installed on every machine; the code of fedhet is sent to the machines."""
 
 
 class ReachableClients(SimpleClientManager):
-    """The clients of a run, which any worker trains; they end the run when no worker is left."""
+    """Registry of the clients of a run, any of which any worker can train."""
 
     def __init__(self, pool: WorkerPool, clients: int) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class ReachableClients(SimpleClientManager):
         """Return all clients. Raises FedhetError if no worker is left."""
         if self._pool.is_lost:
             raise FedhetError(
-                "no worker is left on Ray: its machines are gone, or none starts on them; "
-                "--resume continues the run when they are back"
+                "no worker is left on Ray: its machines are gone, or workers do not start on them. "
+                "Use --resume to continue the run when the machines are available."
             )
         return super().all()
 
@@ -75,29 +75,29 @@ class WorkerProxy(DirectProxy):
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
         """Call the client on a worker. Raises ClientCallError or UserCodeError."""
 
-        def started(actor: Any, *, alone: bool = False) -> Any:
+        def task(actor: Any, *, alone: bool = False) -> Any:
             return actor.call.remote(self._partition, name, instruction, alone=alone)
 
         try:
-            result = self._pool.run(self.cid, started, timeout)
-            if isinstance(result, Failed) and result.of_memory:
-                result = self._pool.run(self.cid, partial(started, alone=True), timeout, alone=True)
+            result = self._pool.run(self.cid, task, timeout)
+            if isinstance(result, Failed) and result.is_out_of_memory:
+                result = self._pool.run(self.cid, partial(task, alone=True), timeout, alone=True)
         except (LostError, TimeoutError) as error:
             raise ClientCallError(str(error)) from error
         if not isinstance(result, Failed):
             return result
-        if result.of_code is not None:
-            raise UserCodeError(result.of_code)
-        LOG.error("%s", result.trace)  # the error's own words leave it out
+        if result.user_code_fault is not None:
+            raise UserCodeError(result.user_code_fault)
+        LOG.error("%s", result.traceback)
         raise ClientCallError(result.reason)
 
 
 class ClientCallError(Exception):
-    """A client that failed, or whose worker is lost or late, in its own words."""
+    """Raised if a client failed, or if its worker was lost or did not reply in time."""
 
 
 def fit(parts: ServerAppComponents) -> None:
-    """Run the server through its rounds. Raises FedhetError if no worker is left."""
+    """Run the server to the end. Raises FedhetError if no worker is left."""
     server, rounds = parts.server, parts.config
     assert isinstance(server, Server)
     assert isinstance(rounds, ServerConfig)
@@ -105,14 +105,18 @@ def fit(parts: ServerAppComponents) -> None:
 
 
 class LocalCluster:
-    """A Ray cluster on this machine, which starts in a thread while the run loads its data."""
+    """A Ray cluster on this machine that starts in a background thread."""
 
     def __init__(
         self, config: Config, data: RunData, directory: Path, notice: Callable[[str], None]
     ) -> None:
-        """Begin to start it; `notice` is called for each worker that is lost.
+        """Begin to start the cluster and its workers.
 
-        `config` says what `auto` means here, since the workers get it at once.
+        Args:
+            config: Configuration of the run, without `auto` settings.
+            data: Data of the run.
+            directory: The run's directory.
+            notice: Called if a worker is lost.
         """
         self._config, self._data, self._decoded = config, data, directory / "decoded"
         self._started = BACKGROUND.submit(self._start, directory / "state", notice)
@@ -120,14 +124,17 @@ class LocalCluster:
     def _start(self, states: Path, notice: Callable[[str], None]) -> WorkerPool:
         start()
         try:
-            machines = taking_clients(running_machines(), self._config.run.engine)
+            machines = usable_machines(running_machines(), self._config.run.engine)
             return start_workers(machines, absolute(self._config), states, notice, self._decoded)
         except BaseException:
             leave()
             raise
 
     def pool(self) -> WorkerPool:
-        """Wait until it has started. Raises FedhetError if it cannot, or has too few processors."""
+        """Wait until the cluster has started, and return its workers.
+
+        Raises FedhetError if Ray cannot be started, or the machine has too few CPUs.
+        """
         pool = self._started.result()
         if threading.current_thread() is threading.main_thread():
             # Restore Python's handler: Ray's own prints a stack trace on SIGTERM.
@@ -135,7 +142,7 @@ class LocalCluster:
         return pool
 
     def run(self, parts: ServerAppComponents) -> None:
-        """Run the federation on data that all workers map from one copy. Raises FedhetError."""
+        """Run a federation whose workers all map one copy of the data. Raises FedhetError."""
         try:
             self._data.share(self._decoded)
             fit(parts)
@@ -143,16 +150,16 @@ class LocalCluster:
             shutil.rmtree(self._decoded, ignore_errors=True)
 
     def close(self) -> None:
-        """End its workers, and Ray; while they start, an error does not wait for that."""
-        if self._started.cancel():  # Ray has not started: nobody needs it any more
+        """Stop the workers and Ray, in the background if they are still starting."""
+        if self._started.cancel():  # Ray has not begun to start
             return
         if self._started.done():
-            self._end()
+            self._stop()
         else:
-            end_later(self._end)
+            end_later(self._stop)
 
-    def _end(self) -> None:
-        with contextlib.suppress(Exception):  # it has not started, and there is nothing to end
+    def _stop(self) -> None:
+        with contextlib.suppress(Exception):  # if the start failed, there is nothing to stop
             self.pool().close()
             leave()
 
@@ -161,35 +168,42 @@ class LocalCluster:
 def joined_workers(
     config: Config, directory: Path, notice: Callable[[str], None]
 ) -> Iterator[WorkerPool]:
-    """Join the cluster of `engine.ray-address`, and leave it in the end; the cluster keeps running.
+    """Join the Ray cluster of 'engine.ray-address', and provide workers during the block.
 
-    `notice` is called for each worker that is lost. Raises FedhetError, before anything is trained,
-    if the cluster cannot be joined, or one of its machines cannot take part; no directory of a run
-    is left then.
+    The cluster keeps running afterwards. If an error is raised before the block, the run's
+    directory is not kept.
+
+    Args:
+        config: Configuration of the run.
+        directory: The run's directory.
+        notice: Called if a worker is lost.
+
+    Raises:
+        FedhetError: The cluster cannot be joined, or one of its machines cannot take part.
     """
     engine = config.run.engine
-    device = find_device(engine.device).type  # the workers train on what this machine trains on
-    on_workers = absolute(config.replacing(engine=engine.model_copy(update={"device": device})))
-    with contextlib.ExitStack() as leaving:
-        with _shared(directory, go_on=config.run.resume):
+    device = find_device(engine.device).type  # workers use the same type of device as this machine
+    worker_config = absolute(config.replacing(engine=engine.model_copy(update={"device": device})))
+    with contextlib.ExitStack() as stack:
+        with _created(directory, resume=config.run.resume):
             connect(engine.ray_address, modules_of(config))
-            leaving.callback(leave)
-            machines = taking_clients(running_machines(), engine)
-            check_machines(machines, needs_of(on_workers, directory), engine.join_timeout)
-            pool = start_workers(machines, on_workers, directory / "state", notice)
-            leaving.callback(pool.close)
+            stack.callback(leave)
+            machines = usable_machines(running_machines(), engine)
+            check_machines(machines, needs_of(worker_config, directory), engine.join_timeout)
+            pool = start_workers(machines, worker_config, directory / "state", notice)
+            stack.callback(pool.close)
             pool.wait(engine.join_timeout)
         yield pool
 
 
 @contextlib.contextmanager
-def _shared(directory: Path, *, go_on: bool) -> Iterator[None]:
-    """Make the run's directory, for the machines to look at; if the block fails, as it was before.
+def _created(directory: Path, *, resume: bool) -> Iterator[None]:
+    """Create the run's directory for the block, and remove new directories if the block fails.
 
-    Raises StateError if it holds another run.
+    Raises StateError if the directory holds another run.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    if not (go_on and directory.exists()):
+    if not (resume and directory.exists()):
         create(directory)
     try:
         yield
@@ -201,43 +215,49 @@ def _shared(directory: Path, *, go_on: bool) -> Iterator[None]:
 
 
 def running_machines() -> list[Machine]:
-    """Return the machines that the cluster has now, sorted by address."""
+    """Return the current machines of the cluster, sorted by address."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     hosts = Counter(node["NodeManagerAddress"] for node in nodes)
-    found = []
+    machines = []
     for node in nodes:
-        host, name, has = node["NodeManagerAddress"], node["NodeID"], node["Resources"]
-        address = host if hosts[host] == 1 else f"{host} (Ray's node {name[:8]})"
-        found.append(Machine(name, address, has.get("CPU", 0.0), has.get("GPU", 0.0)))
-    return sorted(found, key=lambda machine: (machine.address, machine.node))
+        host, name, resources = node["NodeManagerAddress"], node["NodeID"], node["Resources"]
+        address = host if hosts[host] == 1 else f"{host} (Ray node {name[:8]})"
+        cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+        machines.append(Machine(name, address, cpus, gpus))
+    return sorted(machines, key=lambda machine: (machine.address, machine.node))
 
 
-def taking_clients(machines: Sequence[Machine], engine: EngineSettings) -> list[Machine]:
-    """Return the machines with processors for a worker. Raises SettingsError if there is none."""
-    able = [machine for machine in machines if machine.workers(engine, on_gpu=False)]
-    if not able:
-        cpus = max((machine.cpus for machine in machines), default=0.0)
-        expected = f"at most {cpus:g}, the number of CPUs of the largest machine"
+def usable_machines(machines: Sequence[Machine], engine: EngineSettings) -> list[Machine]:
+    """Return the machines with enough CPUs for a worker. Raises SettingsError if there is none."""
+    usable = [machine for machine in machines if machine.max_workers(engine, on_gpu=False)]
+    if not usable:
+        max_cpus = max((machine.cpus for machine in machines), default=0.0)
+        expected = f"at most {max_cpus:g}, the number of CPUs of the largest machine"
         raise invalid_setting("engine.cpus-per-client", engine.cpus_per_client, expected)
-    return able
+    return usable
 
 
-def places(
+def place_workers(
     machines: Sequence[Machine], engine: EngineSettings, clients: int, *, on_gpu: bool
 ) -> list[Machine]:
-    """Return a machine for each worker, in turn while they have room; at most one for each client.
+    """Return the machine of each worker: round-robin, with at most one worker per client.
 
-    Raises FedhetError if there is room for none.
+    Raises FedhetError if no machine can take a worker.
     """
-    rooms = [machine.workers(engine, on_gpu=on_gpu) for machine in machines]
-    turns = range(max(rooms, default=0))
-    placed = [m for turn in turns for m, room in zip(machines, rooms, strict=True) if turn < room]
+    limits = [machine.max_workers(engine, on_gpu=on_gpu) for machine in machines]
+    turns = range(max(limits, default=0))
+    placed = [
+        machine
+        for turn in turns
+        for machine, limit in zip(machines, limits, strict=True)
+        if turn < limit
+    ]
     if not placed:
         raise FedhetError(
-            "no machine of the Ray cluster has a GPU that Ray knows of: `ray start` finds them by "
-            "itself, or gets their number by --num-gpus"
+            "no machine of the Ray cluster has a GPU registered with Ray. `ray start` detects GPUs "
+            "automatically; otherwise set their number with --num-gpus."
         )
     return placed[:clients]
 
@@ -249,12 +269,20 @@ def start_workers(
     notice: Callable[[str], None],
     decoded: Path | None = None,
 ) -> WorkerPool:
-    """Start workers on the machines, as many as have room; see `Worker` and `WorkerPool`."""
-    import ray  # only now: `connect` and `start` set what it reads from the environment
+    """Start as many workers as the machines can take.
+
+    Args:
+        machines: The machines.
+        config: Configuration of the run, with absolute paths.
+        states: Directory of the clients' states.
+        notice: Shows a message to the user.
+        decoded: Directory from which workers map the run's data, or None.
+    """
+    import ray  # after `connect` or `start`, which set the environment variables that Ray reads
 
     engine = config.run.engine
     on_gpu = find_device(engine.device).type == "cuda"
-    placed = places(machines, engine, config.run.clients, on_gpu=on_gpu)
+    placed = place_workers(machines, engine, config.run.clients, on_gpu=on_gpu)
     actor = ray.remote(
         num_cpus=engine.cpus_per_client,
         num_gpus=engine.gpus_per_client if on_gpu else 0,
@@ -263,32 +291,32 @@ def start_workers(
     )(Worker)
     settings = ray.put(config)
 
-    def begin(machine: Machine) -> Any:
-        there = actor.options(scheduling_strategy=pinned(machine))
-        return there.remote(settings, str(states), decoded)
+    def start_worker(machine: Machine) -> Any:
+        on_machine = actor.options(scheduling_strategy=pinned(machine))
+        return on_machine.remote(settings, str(states), decoded)
 
-    return WorkerPool(placed, begin, notice)
+    return WorkerPool(placed, start_worker, notice)
 
 
 def pinned(machine: Machine) -> Any:
-    """Return Ray's scheduling strategy for tasks on this machine alone."""
+    """Return Ray's scheduling strategy that runs a task only on this machine."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(machine.node, soft=False)
 
 
 def modules_of(config: Config) -> list[str]:
-    """Return the modules that a run's workers import by name: its method, models and dataset."""
-    source, place = find_source(config.run.data.dataset)
+    """Return the modules that workers import by name: method, user models and dataset."""
+    source, location = find_source(config.run.data.dataset)
     return [
-        *[half.__module__ for half in (config.method.strategy, config.method.client)],
+        *[side.__module__ for side in (config.method.strategy, config.method.client)],
         *[name.partition(":")[0] for name in config.run.models.pool if is_user_model(name)],
-        *([place.partition(":")[0]] if source.imports else []),
+        *([location.partition(":")[0]] if source.imports else []),
     ]
 
 
 def needs_of(config: Config, directory: Path) -> Needs:
-    """Return what a run needs of each machine. `config` has absolute paths."""
+    """Return the requirements of a run for each machine; `config` must have absolute paths."""
     run, names = config.run, config.run.models.pool
     encoders = [encoder_directory(encoder_parts(name)[2]) for name in names if is_encoder(name)]
     modules = dict.fromkeys([*REQUIRED, *modules_of(config)])
@@ -304,43 +332,49 @@ def needs_of(config: Config, directory: Path) -> Needs:
     )
 
 
-def check_machines(machines: Sequence[Machine], needs: Needs, patience: float) -> None:
-    """Let every machine look for what a run needs; `patience` is how long to wait, in seconds.
+def check_machines(machines: Sequence[Machine], needs: Needs, timeout: float) -> None:
+    """Check the requirements of a run on every machine.
 
-    Raises FedhetError if one of them lacks it. The lines of all machines are the error's notes, if
-    there are several.
+    Args:
+        machines: The machines.
+        needs: Requirements of the run.
+        timeout: Maximum time to wait for the machines, in seconds.
+
+    Raises:
+        FedhetError: A machine cannot take part. If there are several faults, the notes of the error
+            list them all.
     """
     import ray
 
     directory = Path(needs.directory)
-    with Folder(directory).replacing(needs.token) as path:  # machines recognize the directory by it
+    with Folder(directory).replacing(needs.token) as path:  # identifies the directory on machines
         path.write_text(needs.token, encoding="utf-8")
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(inspection.faults)
-        asked = {
+        refs = {
             machine.address: task.options(scheduling_strategy=pinned(machine)).remote(needs)
             for machine in machines
         }
-        refs, lines = list(asked.values()), []
-        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=patience)
-        for address, ref in asked.items():
-            found = [f"has not answered within {patience:g} s"]
-            if ref in answered:
+        finished, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
+        faults_by_machine = []
+        for address, ref in refs.items():
+            faults = [f"did not reply within {timeout:g} s"]
+            if ref in finished:
                 try:
-                    found = ray.get(ref)
-                except Exception as error:  # of Ray, or of whatever is installed there
-                    found = [f"cannot be asked: {error_text(error)}"]
-            lines.append([one_line(f"{address}: {line}") for line in found])
+                    faults = ray.get(ref)
+                except Exception as error:  # an error of Ray, or of packages on the machine
+                    faults = [f"cannot be checked: {error_text(error)}"]
+            faults_by_machine.append([one_line(f"{address}: {fault}") for fault in faults])
     finally:
         Folder(directory).remove(path.name for path in directory.glob(f"{needs.token}*"))
-    faults = [line for found in lines for line in found]
-    if len(faults) == 1:
-        raise FedhetError(faults[0])
-    if faults:
+    lines = [line for faults in faults_by_machine for line in faults]
+    if len(lines) == 1:
+        raise FedhetError(lines[0])
+    if lines:
         refusal = FedhetError(
-            f"{sum(map(bool, lines))} of {plural(len(machines), 'machine')} of the Ray cluster "
-            f"cannot take part, and nothing was trained; the first fault: {faults[0]}"
+            f"{sum(map(bool, faults_by_machine))} of {plural(len(machines), 'machine')} of the Ray "
+            f"cluster cannot take part, and nothing was trained; the first fault: {lines[0]}"
         )
-        for line in faults:
+        for line in lines:
             refusal.add_note(line)
         raise refusal

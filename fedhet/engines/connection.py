@@ -1,14 +1,14 @@
-"""The environment of processes that are started here, and Ray: started for this process, or joined.
+"""Ray clusters, started here or joined, and the environment of processes that train.
 
-glibc gives the pages of freed memory back to the system, and takes them again, at every step of a
-training loop: its threshold for that follows the sizes that are freed, up to 32 MiB at most, and
-a batch's activations are larger. Thousands of page faults a step cost a tenth of the time and
-more. Thresholds of a GiB keep the pages, and huge pages, where glibc has them (2.35) and the system
-allows them, make the first faults fewer. What a process has freed stays with it, up to a GiB.
+glibc returns the pages of freed memory to the system, and requests them again, at every step of a
+training loop. Its threshold adapts to the sizes of freed blocks, but only up to 32 MiB, and the
+activations of a batch are larger. Thousands of page faults per step cost a tenth of the time or
+more. Thresholds of 1 GiB keep the pages. Huge pages, if supported by glibc (2.35) and the system,
+reduce the first faults. A process may thus keep up to 1 GiB of freed memory.
 
-By itself Ray listens on all interfaces without authentication: whoever can reach one of its ports
-can have it run any function. Its logs and sockets lie in /tmp/ray, readable by all. A cluster that
-is started here has the loopback interface alone, a token, and a folder of its own.
+By default, Ray listens on all interfaces without authentication: anyone who can reach one of its
+ports can execute any function. Its logs and sockets in /tmp/ray are readable by all users. A
+cluster started by this module uses only the loopback interface, a token, and a private directory.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ KEEPING_PAGES = ":".join(
         "glibc.malloc.hugetlb=1",
     )
 )
-"""glibc reads it before a process begins; an older one ignores what it does not know."""
-CARRIED = (
+"""Value of TUNABLES. glibc reads it at the start of a process, and ignores unknown tunables."""
+FORWARDED = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "FLWR_TELEMETRY_ENABLED",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     TUNABLES,
 )
-"""Environment variables that a cluster's workers inherit from this process, besides FEDHET_*."""
+"""Environment variables forwarded to the workers of a cluster, in addition to FEDHET_*."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Names of the folders in which packages are installed."""
+"""Names of directories that contain installed packages."""
 
 
 def for_training() -> dict[str, str]:
-    """Return the variables of a process that trains, besides those that it inherits.
+    """Return additional environment variables for a process that trains.
 
-    What the user has set stays.
+    A value of GLIBC_TUNABLES set by the user is not replaced.
     """
     return {} if TUNABLES in os.environ else {TUNABLES: KEEPING_PAGES}
 
 
 @contextlib.contextmanager
 def inherited(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block: processes that are started in it inherit them."""
+    """Set environment variables inside the block, for processes that are started in it."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -78,102 +78,110 @@ def inherited(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def for_workers() -> dict[str, str]:
-    """Return the environment variables that the workers on all machines of a cluster get.
+    """Return the environment variables of workers on all machines of a cluster.
 
-    A machine's own PYTHONPATH comes after the folders of the user's modules here, from which a
-    module that is sent may import others.
+    PYTHONPATH starts with the directories of the user's modules, since a module that is sent to a
+    machine may import other modules, and ends with the machine's PYTHONPATH.
     """
-    carried = {k: v for k, v in os.environ.items() if k in CARRIED or k.startswith("FEDHET_")}
-    path = os.pathsep.join([*own_paths(), "${PYTHONPATH}"])
-    return {**for_training(), **carried, "PYTHONPATH": path}
+    forwarded = {k: v for k, v in os.environ.items() if k in FORWARDED or k.startswith("FEDHET_")}
+    path = os.pathsep.join([*user_paths(), "${PYTHONPATH}"])
+    return {**for_training(), **forwarded, "PYTHONPATH": path}
 
 
 def code_of(modules: Iterable[str]) -> list[str]:
-    """Return the folder or the file of each module's top-level package, Python's own left out."""
-    library, found = Path(sysconfig.get_path("stdlib")).resolve(), []
+    """Return the directory or file of each module's top-level package.
+
+    Modules of the standard library, and modules that are not found, are omitted.
+    """
+    library, paths = Path(sysconfig.get_path("stdlib")).resolve(), []
     for name in dict.fromkeys(module.partition(".")[0] for module in modules):
         spec = importlib.util.find_spec(name)
         if spec is None:
             continue
-        place = Path(next(iter(spec.submodule_search_locations or [spec.origin or "built-in"])))
-        installed = not INSTALLED.isdisjoint(place.parts)
-        is_pythons = place.resolve().is_relative_to(library) and not installed
-        if (place.suffix == ".py" or place.is_dir()) and not is_pythons:
-            found.append(str(place))
-    return found
+        path = Path(next(iter(spec.submodule_search_locations or [spec.origin or "built-in"])))
+        is_installed = not INSTALLED.isdisjoint(path.parts)
+        is_standard = path.resolve().is_relative_to(library) and not is_installed
+        if (path.suffix == ".py" or path.is_dir()) and not is_standard:
+            paths.append(str(path))
+    return paths
 
 
-def own_paths() -> list[str]:
-    """Return the folders from which modules are imported that are not installed.
+def user_paths() -> list[str]:
+    """Return the directories on `sys.path` that contain no installed packages.
 
-    What is installed may lie elsewhere on another machine.
+    Installed packages may be in other directories on another machine.
     """
     library = Path(sysconfig.get_path("stdlib")).resolve()
-    found = [Path(path or ".").resolve() for path in sys.path]
-    own = [
+    directories = [Path(path or ".").resolve() for path in sys.path]
+    paths = [
         str(path)
-        for path in found
+        for path in directories
         if path.is_dir() and INSTALLED.isdisjoint(path.parts) and not path.is_relative_to(library)
     ]
-    return list(dict.fromkeys(own))
+    return list(dict.fromkeys(paths))
 
 
 # --- Ray
 
-REACHABLE_WITHIN = 10.0
-"""Seconds for a connection to the cluster's address; Ray itself would try for minutes."""
+CONNECT_SECONDS = 10.0
+"""Time limit for connecting to a cluster's address; Ray itself would try for minutes."""
 BACKGROUND = ThreadPoolExecutor(1)
-"""Its thread lives as long as this process: Ray's processes end with the one that started them."""
+"""Executor whose thread lives until this process ends, since Ray's processes end with the thread
+that started them."""
 _starting: list[Future[None]] = []
-"""The start of a cluster for which nobody has waited yet."""
-_ending: list[Future[None]] = []
-"""The end of a cluster that was still starting when nobody needed it any more."""
-_folders: list[tempfile.TemporaryDirectory[str]] = []
-"""The folder of the cluster that runs; it is removed when this process ends, at the latest."""
+"""The start of a cluster that no caller of `start` has waited for."""
+_stopping: list[Future[None]] = []
+"""The stop of a cluster that was still starting when it was no longer needed."""
+_directories: list[tempfile.TemporaryDirectory[str]] = []
+"""Directory of the running cluster, which is removed at the latest when this process ends."""
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Start a Ray cluster in the background; `start` waits for it, and it ends if nobody does.
+    """Start a Ray cluster in the background; inside the block, `start` waits for it.
 
-    If the block fails before, its error need not wait either: see `is_starting`.
+    The cluster is stopped after the block if `start` was not called. If the block raises an error
+    while the cluster is starting, the caller can use `abandon` to end the process without waiting.
     """
     _starting.append(BACKGROUND.submit(_start))
     try:
         yield
     except FedhetError:
         if not is_starting():
-            _end_unless_awaited()
+            _stop_if_unused()
         raise
-    _end_unless_awaited()
+    _stop_if_unused()
 
 
 def is_starting() -> bool:
-    """Return whether a cluster has begun to start, and nobody waits for it."""
-    return any(not last.done() for last in (*_starting[-1:], *_ending[-1:]))
+    """Return whether a cluster is starting in the background."""
+    return any(not last.done() for last in (*_starting[-1:], *_stopping[-1:]))
 
 
 def end_later(close: Callable[[], None]) -> None:
-    """Call `close` in the background, once the cluster that is starting has started."""
-    _ending[:] = [BACKGROUND.submit(close)]
+    """Call `close` in the background after the cluster has started."""
+    _stopping[:] = [BACKGROUND.submit(close)]
 
 
 def abandon() -> None:
-    """Kill a cluster that is starting. This process must end then: Ray waits for it in a thread."""
+    """Kill a cluster that is starting.
+
+    The process must end afterwards, because a thread of Ray keeps waiting for the cluster.
+    """
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    if _folders:
-        _folders.pop().cleanup()
+    if _directories:
+        _directories.pop().cleanup()
 
 
-def _end_unless_awaited() -> None:
+def _stop_if_unused() -> None:
     if _starting and _starting.pop().exception() is None:
         leave()
 
 
 def start() -> None:
-    """Start a Ray cluster on this machine, for this process alone. Raises FedhetError."""
+    """Start a Ray cluster on this machine, for this process only. Raises FedhetError."""
     if _starting:
         _starting.pop().result()
     else:
@@ -183,68 +191,74 @@ def start() -> None:
 def _start() -> None:
     ray = _ray()
     try:
-        own = {"PYTHONPATH": os.pathsep.join(own_paths()), **for_training()}
-        with _private() as folder, inherited(own):
-            # Without an address Ray joins a cluster of this machine, or that of RAY_ADDRESS.
+        variables = {"PYTHONPATH": os.pathsep.join(user_paths()), **for_training()}
+        with _private_directory() as directory, inherited(variables):
+            # Without an address, Ray joins an existing cluster of this machine or of RAY_ADDRESS.
             ray.init(
                 address="local",
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                _temp_dir=folder,
+                _temp_dir=directory,
             )
-    except Exception as error:  # Ray raises errors of several kinds, and of several lines
+    except Exception as error:  # Ray raises several types of errors, some with several lines
         leave()
         raise FedhetError(
-            f"cannot start Ray on this machine ({error_text(error)}); "
-            "--backend inline runs without it"
+            f"cannot start Ray on this machine ({error_text(error)}). Use --backend inline to run "
+            "without Ray."
         ) from error
 
 
 @contextlib.contextmanager
-def _private() -> Iterator[str]:
-    """Yield a folder for a cluster that is started inside the block, on loopback and with a token.
+def _private_directory() -> Iterator[str]:
+    """Provide a directory for a cluster started in the block, on loopback and with a token.
 
-    All of Ray's processes inherit the token from the environment: it is on no command line. This
-    process keeps it until it leaves the cluster.
+    Ray's processes inherit the token from the environment, so that it is on no command line. This
+    process keeps the token until it leaves the cluster.
     """
     from ray._private import ray_constants
 
-    # Below /tmp, as Ray's own: the path of a socket may have a hundred characters.
-    place = os.environ.get("RAY_TMPDIR", "/tmp" if os.path.isdir("/tmp") else None)  # noqa: S108
-    _folders.append(tempfile.TemporaryDirectory("", "fedhet-ray-", place, True))
+    # Below /tmp, as in Ray, since the path of a socket is limited to about 100 characters.
+    parent = os.environ.get("RAY_TMPDIR", "/tmp" if os.path.isdir("/tmp") else None)  # noqa: S108
+    _directories.append(tempfile.TemporaryDirectory("", "fedhet-ray-", parent, True))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    reachable = ray_constants.ENABLE_RAY_CLUSTER
-    # So Ray takes the loopback interface; its own option for an address does not.
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    # This makes Ray use the loopback interface; its option for an address does not.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         with inherited({**token, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
             _read_environment()
-            yield os.path.join(_folders[-1].name, "ray")  # Ray opens its folder to all
+            # A subdirectory, since Ray makes its directory readable by all users.
+            yield os.path.join(_directories[-1].name, "ray")
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = reachable
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _read_environment() -> None:
-    """Let Ray read again whether it is to use a token and which; else it does so once."""
+    """Make Ray read the authentication token again, which it otherwise reads only once."""
     raylet: Any = importlib.import_module("ray._raylet")
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def connect(address: str, modules: Iterable[str]) -> None:
-    """Join the cluster, and send it fedhet and `modules`: its workers import them as they are here.
+    """Join a Ray cluster, and send fedhet and other modules to its workers.
 
-    Raises FedhetError if no cluster runs there, or this machine is not part of it.
+    Args:
+        address: HOST:PORT of the cluster, or "auto".
+        modules: Modules that workers import, in their version on this machine.
+
+    Raises:
+        FedhetError: No cluster runs at the address, or this machine is not part of it.
     """
     ray = _ray()
     if address != AUTO:
         try:
-            socket.create_connection(split_host_port(address), REACHABLE_WITHIN).close()
+            socket.create_connection(split_host_port(address), CONNECT_SECONDS).close()
         except OSError as error:
             raise FedhetError(
-                f"no Ray cluster answers at {address} ({error_reason(error)}): `ray start --head` "
-                "starts one, and prints its address"
+                f"no Ray cluster replies at {address} ({error_reason(error)}). Start a cluster "
+                "with `ray start --head`, which prints its address."
             ) from error
     try:
         ray.init(
@@ -253,33 +267,32 @@ def connect(address: str, modules: Iterable[str]) -> None:
             logging_level=logging.ERROR,
             runtime_env={"env_vars": for_workers(), "py_modules": code_of(["fedhet", *modules])},
         )
-    except Exception as error:  # Ray raises errors of several kinds, and of several lines
+    except Exception as error:  # Ray raises several types of errors, some with several lines
         ray.shutdown()
-        there = "" if address == AUTO else f" --address={address}"
+        option = "" if address == AUTO else f" --address={address}"
         raise FedhetError(
-            f"cannot join the Ray cluster {address!r} from this machine: `ray start{there}` makes "
-            "it one of the cluster's, and RAY_AUTH_MODE and its token must be set here as there "
-            f"(Ray says: {error_text(error)})"
+            f"cannot join the Ray cluster {address!r} ({error_text(error)}). Add this machine with "
+            f"`ray start{option}`, and set RAY_AUTH_MODE and the token as on the cluster."
         ) from error
 
 
 def _ray() -> Any:
-    """Return the module, with what it reads from the environment set. Raises FedhetError."""
+    """Set the environment variables that Ray reads, and import Ray. Raises FedhetError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's future default: a worker without a GPU share still sees all GPUs.
+    # Ray's future default: a worker to which no GPU is assigned still sees all GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     if ray.is_initialized():
-        raise FedhetError("this process has joined Ray already: call ray.shutdown() before a run")
+        raise FedhetError("this process has already joined Ray. Call ray.shutdown() before a run.")
     return ray
 
 
 def leave() -> None:
-    """Leave the cluster; one that this process has started ends, with its folder and token."""
+    """Leave the cluster. A cluster started by this process is stopped, and its files removed."""
     import ray
 
     ray.shutdown()
-    if _folders:
-        _folders.pop().cleanup()
+    if _directories:
+        _directories.pop().cleanup()
         _read_environment()

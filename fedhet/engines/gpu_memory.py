@@ -1,4 +1,4 @@
-"""A GPU's memory: a share for each worker, and what follows where it does not suffice."""
+"""GPU memory: the fraction of a GPU for each worker, and recovery from running out of memory."""
 
 from __future__ import annotations
 
@@ -18,68 +18,73 @@ from fedhet.models import Refitted, build_any
 from fedhet.settings.schema import kebab
 
 CONTEXT_BYTES = 2**29
-"""What CUDA itself takes of a GPU's memory in each process."""
-IN_USE = 0.9
-"""The share of the memory that is planned with."""
+"""GPU memory that CUDA itself uses in each process."""
+USABLE_FRACTION = 0.9
+"""Fraction of a GPU's memory that workers may use."""
 MAX_WORKERS = 8
-"""Workers on a GPU at most, if their number follows from the models' size."""
-ASKED_ALONE = "finds too little memory on the GPU: it is asked again alone"
+"""Maximum number of workers per GPU, if the number is computed from the size of the models."""
+RETRIED_ALONE = "ran out of GPU memory and is called again without other clients"
 COPIES = 4
-"""Of a weight: itself, its gradient, and two that Adam keeps."""
+"""Copies of each weight in training: the weight, its gradient, and two moments of Adam."""
 
 
 def with_gpu_share(config: Config, data: RunData) -> Config:
-    """Return the settings with a share of a GPU for each worker, if they leave it open.
+    """Set 'engine.gpus-per-client' if the run trains on a GPU and the setting is 0.
 
-    It follows from what training takes for the largest of the run's models. A method that trains
-    further models of its own takes as much for each.
+    The fraction of a GPU for each worker follows from the memory needed to train the largest model
+    of the pool, and the additional models of the method.
     """
     run, dataset = config.run, data.dataset
     device = find_device(run.engine.device)
     if run.engine.gpus_per_client or device.type != "cuda":
         return config
-    kind, shape, own = dataset.kind, tuple(dataset.shape), config.method_settings.flat()
-    others = [str(own[kebab(name)]) for name in config.method.spec.model_settings]
-    batches = run.training.pools().get("batch_size", (run.training.batch_size,))
+    kind, shape, method_settings = dataset.kind, tuple(dataset.shape), config.method_settings.flat()
+    others = [str(method_settings[kebab(name)]) for name in config.method.spec.model_settings]
+    batch_sizes = run.training.pools().get("batch_size", (run.training.batch_size,))
     sizes = {
         name: training_bytes(
             build_any(name, shape, len(dataset.classes), seed=run.seed, kind=kind),
             KINDS[kind],
             shape,
-            max(2, *map(int, batches)),
+            max(2, *map(int, batch_sizes)),
         )
         for name in dict.fromkeys([*run.models.pool, *others])
     }
     largest = max(sizes[name] for name in run.models.pool)
     needed = CONTEXT_BYTES + largest + sum(sizes[name] for name in others)
     total = torch.cuda.get_device_properties(device.index or 0).total_memory
-    share = share_for(needed, total)
-    return config.replacing(engine=run.engine.model_copy(update={"gpus_per_client": share}))
+    fraction = gpu_fraction(needed, total)
+    return config.replacing(engine=run.engine.model_copy(update={"gpus_per_client": fraction}))
 
 
-def share_for(needed: int, total: int) -> float:
-    """Return the share of a GPU of `total` bytes for a worker: 1/k, for k that fit side by side."""
-    fitting = int(IN_USE * total / needed)
-    return math.floor(100 / min(max(fitting, 1), MAX_WORKERS)) / 100
+def gpu_fraction(needed: int, total: int) -> float:
+    """Return the fraction 1/k of a GPU for each worker, if k workers fit into its memory.
+
+    Args:
+        needed: Memory of a worker in bytes.
+        total: Memory of the GPU in bytes.
+    """
+    num_fitting = int(USABLE_FRACTION * total / needed)
+    return math.floor(100 / min(max(num_fitting, 1), MAX_WORKERS)) / 100
 
 
 @torch.no_grad()
 def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> int:
-    """Return about what a training step on samples [batch, *shape] takes, in bytes.
+    """Estimate the memory of a training step on samples of shape [batch, *shape], in bytes.
 
-    The weights, with gradients and what the optimizer keeps; and what each layer returns, which
-    is kept for the backward pass, with its gradient.
+    The estimate includes the weights with their gradients and optimizer state, and the output of
+    each layer with its gradient.
     """
-    if isinstance(model, Refitted):  # it is fitted on the host
+    if isinstance(model, Refitted):  # fitted on the CPU
         return 0
     outputs = [0]
 
-    def note(module: nn.Module, given: object, output: object) -> None:
+    def record_output(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor):
             outputs.append(output.nbytes)
 
-    leaves = [part for part in model.modules() if not any(part.children())]
-    hooks = [part.register_forward_hook(note) for part in leaves]
+    leaves = [module for module in model.modules() if not any(module.children())]
+    hooks = [module.register_forward_hook(record_output) for module in leaves]
     try:
         model.eval()(kind.blank(1, shape))
     finally:
@@ -89,18 +94,18 @@ def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> in
     return COPIES * weights + 2 * batch * sum(outputs)
 
 
-def make_room() -> None:
-    """Give back what this process does not need at the moment: its open clients too."""
+def release_memory() -> None:
+    """Close the open clients of this process, and release unused GPU memory."""
     close_clients()
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
-def too_small(error: torch.OutOfMemoryError) -> FedhetError:
-    """Return the error for a client that does not fit into its GPU even alone."""
-    said = one_line(" ".join(str(error).split()).partition(". ")[0])
+def memory_error(error: torch.OutOfMemoryError) -> FedhetError:
+    """Return the error to raise if a client alone does not fit into the GPU's memory."""
+    cause = one_line(" ".join(str(error).split()).partition(". ")[0])
     return FedhetError(
-        f"does not fit into the GPU's memory, not even alone ({said}): a smaller "
-        "'training.batch-size' or model, or 'engine.precision' = bfloat16, takes less"
+        f"does not fit into the GPU's memory, even without other clients ({cause}). Use a smaller "
+        "'training.batch-size', a smaller model, or 'engine.precision' = bfloat16."
     )

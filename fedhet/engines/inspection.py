@@ -1,7 +1,7 @@
-"""What a machine of a cluster lacks for a run: `faults` is sent to each machine, and runs there.
+"""Checks whether a machine of a cluster can take part in a run.
 
-This module needs nothing but Python's own library, since a machine may lack the others. Ray itself
-refuses a machine with another version of Python.
+`faults` is sent to each machine and executed there. At the top, this module imports no package that
+a machine may lack. Ray itself rejects machines with another version of Python.
 """
 
 from __future__ import annotations
@@ -17,78 +17,76 @@ from dataclasses import dataclass
 from fedhet.runs.units import plural
 
 Listing = tuple[int, int, str]
-"""Files below a path, their bytes together, and a digest of their names and sizes."""
+"""Number of files below a path, their total size, and a digest of their names and sizes."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of each machine, as the machine that starts the run has it."""
+    """Requirements of a run for each machine, taken from the machine that starts the run."""
 
     directory: str
     """The run's directory."""
     token: str
-    """The name of a file in it, and its content."""
+    """Name and content of a file in the run's directory."""
     device: str
     """cpu, cuda or mps."""
     torch: str
-    """Major and minor of PyTorch's version."""
+    """Major and minor version of PyTorch."""
     data: dict[str, Listing | None]
-    """Files and folders that the run reads, and what lies there; None: nothing."""
+    """Files and directories that the run reads, with their listings (None if missing)."""
     modules: tuple[str, ...]
     """Modules that the run imports."""
 
 
 def faults(needs: Needs) -> list[str]:
-    """Return what this machine lacks, one line for each fault."""
-    found = []
+    """Check the requirements on this machine, and return a line for each unmet requirement."""
+    lines = []
     if (torch := version_of("torch")) != needs.torch:
-        found.append(f"has PyTorch {torch or '(none)'}, this machine {needs.torch}")
+        lines.append(f"PyTorch must be {needs.torch} as on this machine, got {torch or 'none'}")
     path = os.path.join(needs.directory, needs.token)
     try:
         with open(path, encoding="utf-8") as file:
-            unseen = "" if file.read() == needs.token else "it holds another file of that name"
+            fault = "" if file.read() == needs.token else "a file with other content"
     except OSError as error:
-        unseen = error.strerror or str(error)
-    if unseen:
-        found.append(
-            f"does not see the run's directory {needs.directory} as this machine does ({unseen}): "
-            "give an 'out' in a folder that all machines share"
+        fault = error.strerror or str(error)
+    if fault:
+        lines.append(
+            f"does not share the run's directory {needs.directory} with this machine ({fault}). "
+            "Set 'out' to a directory that all machines share."
         )
     else:
-        trial = f"{path}-{secrets.token_hex(6)}"
+        probe = f"{path}-{secrets.token_hex(6)}"
         try:
-            with open(trial, "x", encoding="utf-8") as file:
+            with open(probe, "x", encoding="utf-8") as file:
                 file.write(needs.token)
-            os.remove(trial)
+            os.remove(probe)
         except OSError as error:
             fault = error.strerror or str(error)
-            found.append(f"cannot write into the run's directory {needs.directory} ({fault})")
-    for path, here in needs.data.items():
-        there = listing(path)
-        if there is None and here is not None:
-            found.append(f"does not see the data {path}")
-        elif there and here and there != here and there[:2] == here[:2]:
-            found.append(f"has other data in {path}: the files have other names or sizes than here")
-        elif there and there != here:
-            found.append(
-                f"has other data in {path}: {_counted(there)} there, {_counted(here)} here"
-            )
+            lines.append(f"cannot write to the run's directory {needs.directory} ({fault})")
+    for path, expected in needs.data.items():
+        found = listing(path)
+        if found is None and expected is not None:
+            lines.append(f"data {path} not found")
+        elif found and expected and found != expected and found[:2] == expected[:2]:
+            lines.append(f"data {path} differs: the files have other names or sizes than here")
+        elif found and found != expected:
+            lines.append(f"data {path} differs: {_summary(found)} there, {_summary(expected)} here")
     if not _has_device(needs.device):
-        found.append(
-            f"has no device {needs.device}, which the run uses here: give another "
-            "'engine.device', or start Ray there with --num-cpus 0, so that it takes no clients"
+        lines.append(
+            f"device {needs.device} not found, which the run uses here. Change 'engine.device', or "
+            "start Ray there with --num-cpus 0 to run no clients on that machine."
         )
-    found += [
-        f"does not find the module '{module}', which the run imports: install it there, in the "
-        "Python that `ray start` runs in"
+    lines += [
+        f"module '{module}' not found, which the run imports. Install it in the Python environment "
+        "of `ray start`."
         for module in needs.modules
         if not is_found(module)
     ]
-    return found
+    return lines
 
 
 def version_of(package: str) -> str:
-    """Return major and minor of an installed package's version; "" if it is not installed."""
+    """Return the major and minor version of a package, or "" if it is not installed."""
     try:
         return ".".join(importlib.metadata.version(package).split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +94,7 @@ def version_of(package: str) -> str:
 
 
 def is_found(module: str) -> bool:
-    """Return whether a module can be imported, as far as can be told without doing so."""
+    """Return whether a module is found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except Exception:
@@ -104,11 +102,11 @@ def is_found(module: str) -> bool:
 
 
 def listing(path: str) -> Listing | None:
-    """Return what lies at a path: one file, or all files below a folder; None if nothing does."""
+    """Return the listing of a file, or of all files below a directory; None if it is missing."""
     if not os.path.exists(path):
         return None
-    below = os.walk(path, followlinks=True)
-    files = sorted(os.path.join(folder, name) for folder, _, names in below for name in names)
+    tree = os.walk(path, followlinks=True)
+    files = sorted(os.path.join(directory, name) for directory, _, names in tree for name in names)
     if os.path.isfile(path):
         files = [path]
     digest, total = hashlib.blake2b(digest_size=16), 0
@@ -119,8 +117,8 @@ def listing(path: str) -> Listing | None:
     return len(files), total, digest.hexdigest()
 
 
-def _counted(found: Listing | None) -> str:
-    return f"{plural(found[0], 'file')} of {plural(found[1], 'byte')}" if found else "nothing"
+def _summary(files: Listing | None) -> str:
+    return f"{plural(files[0], 'file')} of {plural(files[1], 'byte')}" if files else "nothing"
 
 
 def _has_device(device: str) -> bool:
@@ -130,5 +128,5 @@ def _has_device(device: str) -> bool:
         torch = importlib.import_module("torch")
     except Exception:
         return False
-    there = torch.cuda if device == "cuda" else torch.backends.mps
-    return bool(there.is_available())
+    backend = torch.cuda if device == "cuda" else torch.backends.mps
+    return bool(backend.is_available())

@@ -1,7 +1,8 @@
-"""A whole federation from this machine: its clients train in this process, or on Ray's workers.
+"""Simulation of a federation: the clients train in this process or on Ray workers.
 
-`simulate` makes a run with its report, `train` one without; `with_backend` chooses what trains the
-clients, and `engine_of` starts it. `cluster` has Ray's workers, on this machine or on a cluster.
+`simulate` executes a run and writes its report; `train` writes no report. `with_backend` chooses
+the execution backend, and `engine_of` starts it. Module `cluster` implements Ray workers, on this
+machine or on a cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ from fedhet.config.sources import read_toml, settings_for_method
 from fedhet.data.sources import paths_of
 from fedhet.data.spec import Split
 from fedhet.data.store import RunData
-from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small, with_gpu_share
+from fedhet.engines.gpu_memory import (
+    RETRIED_ALONE,
+    memory_error,
+    release_memory,
+    with_gpu_share,
+)
 from fedhet.learning.devices import compute_for, find_device, settled
 from fedhet.models import Refitted, assign, build_any, is_user_model
 from fedhet.models.libraries import check_weights, is_pretrained
@@ -55,7 +61,7 @@ if TYPE_CHECKING:
     from fedhet.engines.cluster import LocalCluster
 
 RAY_SECONDS = 15.0
-"""Processor time for starting and ending Ray, its workers, and their imports, in seconds."""
+"""CPU time to start and stop Ray and its workers, including imports, in seconds."""
 
 
 def simulate(
@@ -65,23 +71,31 @@ def simulate(
     *,
     begun: float | None = None,
 ) -> report.Run:
-    """Run `config` to its end, write its report into `directory`, and return the run.
+    """Execute a run, write its report, and return the run.
 
-    `begun` is when the command began, by `time.perf_counter`; None: now. Raises FedhetError before
-    any training if this machine cannot run it.
+    Args:
+        config: Configuration of the run.
+        directory: Directory of the results.
+        watchers: Observers of the run.
+        begun: Start time of the command, as returned by `time.perf_counter`; None means now.
+
+    Raises:
+        FedhetError: The run failed. If this machine cannot execute the run, the error is raised
+            before any training.
     """
     with _trained(config, directory, watchers, begun):
-        from fedhet import report  # pandas and matplotlib: the clients need not wait for them
+        # Import lazily, so that the clients do not wait for pandas and matplotlib.
+        from fedhet import report
 
         return report.write(directory)
 
 
 def train(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:
-    """Run `config` to its end as `simulate` does, without a report: figures and a page.
+    """Execute a run like `simulate`, but without a report.
 
-    They take longer than a small run; `fedhet report` writes them from what is in `directory`.
+    A report takes longer than a small run; `fedhet report` writes it from the files in `directory`.
     """
-    with _trained(config, directory, watchers, None, reported=False):
+    with _trained(config, directory, watchers, None, with_report=False):
         pass
 
 
@@ -92,42 +106,42 @@ def _trained(
     watchers: Iterable[Watcher],
     begun: float | None,
     *,
-    reported: bool = True,
+    with_report: bool = True,
 ) -> Iterator[None]:
-    """Run `config` to its end; Ray, if it trains, ends while the block runs.
+    """Execute a run before the block, and stop Ray while the block runs.
 
-    `reported`: the block writes a report, whose libraries are imported while workers train.
+    With `with_report`, the libraries of the report are imported while Ray workers train.
     """
     begun = time.perf_counter() if begun is None else begun
     reset_peak_memory()
     watchers = tuple(watchers)
     show_waiting(
-        watchers, f"reading {config.run.data.dataset}, and splitting it between the clients"
+        watchers, f"reading {config.run.data.dataset} and splitting it between the clients"
     )
-    config = settled_for(config, directory)
+    config = resolve_auto(config, directory)
     data = RunData.of(config.run)
-    # Look for missing files before Ray starts: `check` says which, or downloads them.
+    # Before Ray starts, let `check` report or download missing files.
     for name in filter(is_pretrained, config.run.models.pool):
         check_weights(name)
     if not all(path.exists() for path in paths_of(config.run.data)):
         check(config, data)
-    with contextlib.ExitStack() as ending:
-        # Clients of this run may stay open in this process; its data does not.
-        ending.callback(data.forget)
-        undecided = config.run.engine.backend == "auto"
-        if undecided:
+    with contextlib.ExitStack() as stack:
+        # Clients of this run may stay open in this process, but must not keep its data in memory.
+        stack.callback(data.forget)
+        is_undecided = config.run.engine.backend == "auto"
+        if is_undecided:
             check_models_and_data(config, data)
-        on, reason = with_backend(config, data, directory)
+        decided, reason = with_backend(config, data, directory)
         if reason:
             show_waiting(watchers, reason)
-        own = ending.enter_context(cluster_for(on, data, directory, watchers))
-        if not undecided:  # while Ray's workers start
+        cluster = stack.enter_context(cluster_for(decided, data, directory, watchers))
+        if not is_undecided:  # while Ray workers start
             check_models_and_data(config, data)
-        engine = ending.enter_context(engine_of(on, data, directory, watchers, own))
-        if reported and on.run.engine.backend == "ray":
+        engine = stack.enter_context(engine_of(decided, data, directory, watchers, cluster))
+        if with_report and decided.run.engine.backend == "ray":
 
             def import_report() -> None:
-                with contextlib.suppress(Exception):  # the report's own import raises it again
+                with contextlib.suppress(Exception):  # the import for the report raises it again
                     importlib.import_module("fedhet.report")
 
             threading.Thread(target=import_report, daemon=True).start()
@@ -144,57 +158,59 @@ def _trained(
                 logging.getLogger("flwr").info("%s", line)
             engine.run(parts)
         with ThreadPoolExecutor(1) as pool:
-            ended = pool.submit(ending.pop_all().close)
+            stopped = pool.submit(stack.pop_all().close)
             yield
-            ended.result()
+            stopped.result()
 
 
 def check_models_and_data(config: Config, data: RunData) -> None:
-    """Raise FedhetError if this machine cannot run `config`.
+    """Raise FedhetError if this machine cannot execute a run.
 
-    Also sets up a client without samples for each of the user's own models: a method may need more
-    of a model than a forward pass, such as another feature width.
+    Also sets up a client without samples for each user model, since a method may need more of a
+    model than a forward pass, such as another feature width.
     """
     check(config, data)
     for name in filter(is_user_model, dict.fromkeys(config.run.models.pool)):
         try:
-            place = {"partition-id": 0, "num-partitions": config.run.clients, "device": "cpu"}
-            node = read_node({**place, "model": name}, config.run, data=data)
+            options = {"partition-id": 0, "num-partitions": config.run.clients, "device": "cpu"}
+            node = read_node({**options, "model": name}, config.run, data=data)
             shape, classes = tuple(data.dataset.shape), len(data.dataset.classes)
-            nothing = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
+            empty = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
             info = ClientInfo(node.name, name, 0, classes, data.dataset.kind, shape)
-            samples = ClientSamples(info, nothing, nothing, {}, torch.arange(classes), 0)
+            samples = ClientSamples(info, empty, empty, {}, torch.arange(classes), 0)
             config.method.client(config, node, samples=samples).setup()
         except ModelError:
             raise
-        except Exception as error:  # of the method: the first round says where it arose
+        except Exception as error:  # an error of the method, which the first round reports
             logging.getLogger("fedhet").debug("set-up of %s: %s", name, error)
 
 
 def baseline_of(config: Config, directory: Path, method: str) -> Config:
-    """Return the same experiment with another method, in the folder of a run's baseline.
+    """Return the configuration of a run's baseline: the same experiment with another method.
 
-    It resumes what is there. Raises SettingsError if that method cannot be run so.
+    The baseline is resumed if it exists. Raises SettingsError if the method does not support the
+    experiment.
     """
     if method == config.method.name:
-        raise SettingsError(f"'against' = {method!r} is the run's own method: name another one")
-    place = str((directory / BASELINE).resolve())
-    return resolve({**settings_for_method(config.flat(), method), "out": place, "resume": True})
+        raise SettingsError(f"against: must differ from the run's own method, got {method!r}")
+    out = str((directory / BASELINE).resolve())
+    return resolve({**settings_for_method(config.flat(), method), "out": out, "resume": True})
 
 
-def settled_for(config: Config, directory: Path) -> Config:
-    """Return the settings with what `auto` means here, or meant where the run was begun.
+def resolve_auto(config: Config, directory: Path) -> Config:
+    """Replace `auto` settings of the engine by values for this machine.
 
-    They stand in config.toml, so that the run can be repeated, or resumed, on another machine.
+    A resumed run keeps the values in its config.toml, which were chosen on the machine where it
+    started. So a run can be repeated or resumed on another machine.
     """
-    there = directory / "config.toml"
-    if not (config.run.resume and there.exists()):
+    config_file = directory / "config.toml"
+    if not (config.run.resume and config_file.exists()):
         return config.replacing(engine=settled(config.run.engine))
-    before, changes = read_toml(there), {}
+    saved, changes = read_toml(config_file), {}
     for name in ("precision", "channels_last"):
-        kept = before.get(f"engine.{name.replace('_', '-')}")
-        if getattr(config.run.engine, name) == "auto" and kept is not None:
-            changes[name] = kept
+        value = saved.get(f"engine.{name.replace('_', '-')}")
+        if getattr(config.run.engine, name) == "auto" and value is not None:
+            changes[name] = value
     return config.replacing(engine=config.run.engine.model_copy(update=changes))
 
 
@@ -214,45 +230,49 @@ def _logging_to(path: Path) -> Iterator[None]:
         handler.stream.close()
 
 
-# --- what trains the clients
+# --- Execution backends
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What trains the clients of a run: this process, or the workers of a Ray cluster."""
+    """Execution backend of a run: this process, or the workers of a Ray cluster."""
 
     run: Callable[[ServerAppComponents], None]
+    """Runs Flower's server to the end."""
     workers: int = 1
-    """Clients that train at once."""
+    """Number of clients that train at the same time."""
     starting: str = ""
-    """What the run waits for before the first round."""
+    """Progress message before the first round."""
     manager: ClientManager | None = None
-    """The clients, if the engine knows them from the start."""
+    """Registry of all clients, if they are known from the start."""
 
 
 def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config, str]:
-    """Return the settings with the backend that `auto` means for a run, and the reason.
+    """Choose the backend if it is `auto`, and return the reason of the choice.
 
-    Ray trains if it is needed, or if its workers save more time than Ray takes to start. The
-    results are the same on both backends.
+    The backend is Ray if it is required, or if its workers save more time than Ray takes to start.
+    The results are the same on both backends.
+
+    Returns:
+        The configuration with the chosen backend, and the reason, or "" if nothing was chosen.
     """
     engine, pace, default = config.run.engine, config.run.pace, EngineSettings()
     if engine.backend != "auto":
         return config, ""
     device = find_device(engine.device)
-    waits = pace.may_be_late or pace.stragglers > 0
+    has_late_clients = pace.may_be_late or pace.stragglers > 0
     reasons = {
         "'engine.ray-address' is set": bool(engine.ray_address),
         "'engine.cpus-per-client' is set": engine.cpus_per_client != default.cpus_per_client,
         "'engine.gpus-per-client' is set": engine.gpus_per_client != default.gpus_per_client,
         "the device is a GPU": device.type == "cuda" and device.index is None,
-        "rounds close by this machine's clock": waits and not pace.is_simulated,
+        "rounds close by this machine's clock": has_late_clients and not pace.is_simulated,
     }
-    if reason := next((words for words, holds in reasons.items() if holds), ""):
+    if reason := next((text for text, is_true in reasons.items() if is_true), ""):
         backend = "ray"
     else:
         cpus = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-        # A run of several in parallel, each in a child process, leaves the other CPUs to them.
+        # In a child process, leave the other CPUs to the runs that execute in parallel.
         workers = min(len(cpus), config.run.clients) if parent_process() is None else 1
         backend, reason = "inline", "Ray would have one worker"
         if workers > 1:
@@ -265,9 +285,9 @@ def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config
 
 
 def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: float) -> float:
-    """Estimate the processor time of the remaining rounds, from one training step of each model.
+    """Estimate the CPU seconds of the remaining rounds from a training step of each model.
 
-    Returns a lower estimate as soon as it exceeds `bound`.
+    Stops with a lower estimate as soon as it exceeds `bound`.
     """
     run, clients = config.run, config.run.clients
     done = 0
@@ -281,8 +301,8 @@ def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: floa
     common = len(data.common_test) if data.common_test is not None else 0
     trained = rounds * run.fraction * epochs * fmean(train for train, _ in sizes)
     evaluated = rounds / run.evaluate_every * fmean(test + common for _, test in sizes)
-    own = config.method_settings.flat()
-    others = [str(own[kebab(name)]) for name in config.method.spec.model_settings]
+    method_settings = config.method_settings.flat()
+    others = [str(method_settings[kebab(name)]) for name in config.method.spec.model_settings]
     models = Counter(assign(run.models.pool, clients, run.seed, run.models.assignment))
     models.update(dict.fromkeys(others, clients))
     work = 0.0
@@ -296,16 +316,16 @@ def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: floa
 
 
 def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
-    """Measure the processor time of a training step, in seconds for each sample.
+    """Measure the CPU time of a training step, in seconds per sample.
 
-    Returns infinity for a model that cannot be trained like that.
+    Returns 0 for models without gradients, and infinity if the step fails.
     """
     run, dataset = config.run, data.dataset
     compute = compute_for(run.engine)
-    largest = run.training.batch_size
-    largest = max(largest) if isinstance(largest, tuple) else largest
+    batch_size = run.training.batch_size
+    batch_size = max(batch_size) if isinstance(batch_size, tuple) else batch_size
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that this thread does all the work
+    torch.set_num_threads(1)  # so that this thread's CPU time is the total
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_any(
@@ -315,7 +335,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
                 return 0.0
             compute.place(model).train()
             seconds = size = 0.0
-            for step, size in enumerate((2, 2, min(largest, len(dataset.train)))):
+            for step, size in enumerate((2, 2, min(batch_size, len(dataset.train)))):
                 batch = dataset.train.take(torch.arange(int(size)).numpy())
                 begun = time.thread_time()
                 with compute.autocast():
@@ -326,7 +346,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
                 if step and seconds > 0.5:  # the first step warms up
                     break
             return seconds / size
-    except Exception:  # the first round reports it
+    except Exception:  # the first round reports the error
         return math.inf
     finally:
         torch.set_num_threads(threads)
@@ -336,9 +356,10 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
 def cluster_for(
     config: Config, data: RunData, directory: Path, watchers: Sequence[Watcher]
 ) -> Iterator[LocalCluster | None]:
-    """Start the run's own Ray cluster on this machine, if it trains on one, while others load data.
+    """Start a Ray cluster on this machine in the background, if the run needs one.
 
-    Raises SettingsError.
+    Yields None if the run trains in this process or joins an existing cluster. Raises
+    SettingsError.
     """
     engine = config.run.engine
     if engine.backend == "ray" and engine.device.startswith("cuda:"):
@@ -360,24 +381,24 @@ def engine_of(
     data: RunData,
     directory: Path,
     watchers: Sequence[Watcher],
-    own: LocalCluster | None,
+    cluster: LocalCluster | None,
 ) -> Iterator[Engine]:
-    """Return what trains the clients. Raises FedhetError if it is not there or not ready."""
+    """Provide the execution backend of a run. Raises FedhetError if it cannot be started."""
     if config.run.engine.backend == "inline":
         notice, states = _notice(watchers), directory / "state"
         yield Engine(lambda parts: run_inline(config, data, states, parts, notice))
         return
     from fedhet.engines.cluster import ReachableClients, fit, joined_workers
 
-    if own is not None:
+    if cluster is not None:
         show_waiting(watchers, "waiting for Ray to start")
-        pool = own.pool()
+        pool = cluster.pool()
         count = len(pool.places)
         starting = f"starting with {plural(count, 'worker')}"
-        yield Engine(own.run, count, starting, ReachableClients(pool, config.run.clients))
+        yield Engine(cluster.run, count, starting, ReachableClients(pool, config.run.clients))
         return
     address = config.run.engine.ray_address
-    show_waiting(watchers, f"joining the Ray cluster {address}, asking its machines")
+    show_waiting(watchers, f"joining the Ray cluster {address} and checking its machines")
     config = with_gpu_share(config, data)
     with joined_workers(config, directory, _notice(watchers)) as pool:
         count, machines = len(pool.places), plural(len({*pool.places}), "machine")
@@ -393,10 +414,10 @@ def _notice(watchers: Sequence[Watcher]) -> Callable[[str], None]:
     return notice
 
 
-def show_waiting(watchers: Iterable[Watcher], what: str) -> None:
-    """Show what the run waits for."""
+def show_waiting(watchers: Iterable[Watcher], text: str) -> None:
+    """Show the reason why the run is waiting."""
     for watcher in watchers:
-        watcher.waiting(what)
+        watcher.waiting(text)
 
 
 def run_inline(
@@ -406,9 +427,14 @@ def run_inline(
     parts: ServerAppComponents,
     notice: Callable[[str], None],
 ) -> None:
-    """Run the federation; its clients keep their states in `state_dir`.
+    """Run a federation in this process.
 
-    `notice` is called for each client for which others had to make room on the GPU.
+    Args:
+        config: Configuration of the run.
+        data: Data of the run.
+        state_dir: Directory of the clients' states.
+        parts: Components of Flower's server.
+        notice: Called if a client runs out of GPU memory and is called again.
     """
     server, rounds = parts.server, parts.config
     assert isinstance(server, Server)
@@ -424,8 +450,8 @@ def run_inline(
 class InlineProxy(DirectProxy):
     """A client in this process."""
 
-    # Flower's server calls clients from several threads, but torch's generators and the data caches
-    # are shared by the process: call one client at a time.
+    # Flower's server calls clients from several threads, but they share torch's generators and the
+    # data caches. So call one client at a time.
     _one_at_a_time = threading.Lock()
 
     def __init__(
@@ -435,25 +461,26 @@ class InlineProxy(DirectProxy):
         self._config, self._node, self._notice = config, node, notice
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client's method `name`, without a time limit. Raises UserCodeError.
+        """Call the client's method `name`, without a time limit.
 
-        If the GPU's memory does not suffice, call it once more without the other clients.
+        If the client runs out of GPU memory, all clients release their memory, and the client is
+        called once more. Raises UserCodeError if the client's code fails.
         """
 
-        def called() -> Any:
+        def call_client() -> Any:
             return getattr(open_client(self._config, self._node).to_client(), name)(instruction)
 
         try:
             with self._one_at_a_time:
                 try:
-                    return called()
+                    return call_client()
                 except torch.OutOfMemoryError:
-                    self._notice(f"{self.cid} {ASKED_ALONE}")
-                make_room()  # outside of the handler, which holds the failed client's tensors
+                    self._notice(f"{self.cid} {RETRIED_ALONE}")
+                release_memory()  # outside the handler, which refers to the failed client's tensors
                 try:
-                    return called()
+                    return call_client()
                 except torch.OutOfMemoryError as error:
-                    raise too_small(error) from error
+                    raise memory_error(error) from error
         except Exception as error:
             if not is_user_code_error(error):
                 raise

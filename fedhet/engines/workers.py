@@ -1,8 +1,9 @@
-"""The workers of a run on Ray: the actor that trains clients, and the pool of all actors.
+"""Ray workers of a run: the actor that trains clients, and the pool of all actors.
 
-Flower's own pool of Ray's actors puts a dead actor back, on which every later task fails, and its
-simulation looks through all messages for each client, ten times a second. Here a lost worker is
-left out and, if its machine is still there, started again; its client is asked again by another.
+Flower's own pool of Ray actors returns a dead actor to the pool, so that all its later tasks fail,
+and its simulation scans all messages for each client ten times a second. This pool removes a lost
+worker, starts a new worker if the machine is still available, and calls the client on another
+worker.
 """
 
 from __future__ import annotations
@@ -24,106 +25,114 @@ from fedhet.base.errors import FedhetError
 from fedhet.client_runtime.node import open_client, read_node
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
-from fedhet.engines.gpu_memory import ASKED_ALONE, make_room, too_small
+from fedhet.engines.gpu_memory import RETRIED_ALONE, memory_error, release_memory
 from fedhet.learning.devices import find_device
 from fedhet.server.calls import UserCodeFault, is_user_code_error
 from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
-LOOK_EVERY = 0.5
-"""Seconds between two looks whether a worker has started."""
-ROOM_WITHIN = 30.0
-"""Seconds that idle workers have to give back a GPU's memory."""
-TRIES = 2
-"""How many workers a client is asked by if they are lost, before it fails."""
+POLL_SECONDS = 0.5
+"""Time between two checks whether a worker has started."""
+RELEASE_SECONDS = 30.0
+"""Maximum time to wait for idle workers to release GPU memory."""
+MAX_ATTEMPTS = 2
+"""Number of workers on which a client is called, if they are lost, before it fails."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A client's error. It travels in words: not every exception can be unpickled again."""
+    """A description of a client's error, since not every exception can be pickled."""
 
     reason: str
-    trace: str
-    of_code: UserCodeFault | None = None
-    """The fault of the client's code, if that is the cause."""
-    of_memory: bool = False
-    """Whether the GPU's memory did not suffice."""
+    traceback: str
+    user_code_fault: UserCodeFault | None = None
+    """Error in the client's code, if this is the cause."""
+    is_out_of_memory: bool = False
+    """Whether the client ran out of GPU memory."""
 
 
 class Worker:
-    """Runs any client of a run, one at a time; Ray makes an actor of it.
-
-    `decoded` is the folder from which it maps the run's data, if there is one on its machine; it
-    may be written after the worker has started.
-    """
+    """Calls clients, one at a time, in a process of its own as a Ray actor."""
 
     def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
+        """Create the worker.
+
+        Args:
+            config: Configuration of the run.
+            state_dir: Directory of the clients' states.
+            decoded: Directory from which the run's data is mapped, if it is on this machine. It may
+                be written after the worker has started.
+        """
         self._config, self._state_dir = config, state_dir
         self._data = RunData.of(config.run, shared=decoded)
         self._use_gpu(config.run.engine.gpus_per_client)
 
     def call(self, partition: int, name: str, instruction: Any, *, alone: bool = False) -> Any:
-        """Call the method `name` of a client; return its result, or `Failed`.
+        """Call a method of a client, and return its result or `Failed`.
 
-        `alone`: no other worker computes meanwhile, and this one may take the whole GPU.
+        Args:
+            partition: Index of the client.
+            name: Name of the method.
+            instruction: Argument of the method.
+            alone: Whether no other worker is busy, so that this worker may use the full GPU.
         """
         node_config = {"partition-id": partition, "num-partitions": self._config.run.clients}
         if alone:
-            make_room()
+            release_memory()
             self._use_gpu(1.0)
         try:
             node = read_node(node_config, self._config.run, self._state_dir, self._data)
             client = open_client(self._config, node).to_client()
             return getattr(client, name)(instruction)
         except torch.OutOfMemoryError as error:
-            return Failed(str(too_small(error)), traceback.format_exc(), of_memory=True)
+            return Failed(str(memory_error(error)), traceback.format_exc(), is_out_of_memory=True)
         except Exception as error:
             fault = UserCodeFault.of(error) if is_user_code_error(error) else None
             return Failed(str(error), traceback.format_exc(), fault)
         finally:
             if alone:
-                make_room()
+                release_memory()
                 self._use_gpu(self._config.run.engine.gpus_per_client)
 
-    def make_room(self) -> None:
-        """Give back the GPU's memory that this worker does not need at the moment."""
-        make_room()
+    def release_memory(self) -> None:
+        """Release GPU memory that this worker does not need at the moment."""
+        release_memory()
 
     def is_ready(self) -> bool:
-        """Return True: the process has started, and has imported what it needs."""
+        """Return True; the call returns once the process has started and finished its imports."""
         return True
 
-    def _use_gpu(self, share: float) -> None:
-        """Bound this worker's part of its GPU's memory, if it has one."""
+    def _use_gpu(self, fraction: float) -> None:
+        """Limit this worker to a fraction of its GPU's memory, if it has a GPU."""
         if find_device(self._config.run.engine.device).type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(share or 1.0)
+            torch.cuda.set_per_process_memory_fraction(fraction or 1.0)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of the cluster, or more exactly one of Ray's nodes."""
+    """A machine of the cluster, or more precisely a Ray node."""
 
     node: str
-    """Ray's id of it."""
+    """Ray's node id."""
     address: str
     cpus: float
     gpus: float
 
-    def workers(self, engine: EngineSettings, *, on_gpu: bool) -> int:
-        """Return how many workers have room here."""
-        by_processor = int(self.cpus / engine.cpus_per_client)
+    def max_workers(self, engine: EngineSettings, *, on_gpu: bool) -> int:
+        """Return the maximum number of workers on this machine."""
+        by_cpu = int(self.cpus / engine.cpus_per_client)
         if not on_gpu:
-            return by_processor
-        # A worker cannot use parts of two GPUs.
-        return min(by_processor, int(self.gpus) * int(1 / (engine.gpus_per_client or 1)))
+            return by_cpu
+        # A worker cannot use fractions of two GPUs.
+        return min(by_cpu, int(self.gpus) * int(1 / (engine.gpus_per_client or 1)))
 
 
 class LostError(Exception):
-    """A worker that is lost, with its process or its machine."""
+    """Raised if a worker is lost because its process or machine has died."""
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedWorker:
     """A worker and its machine."""
 
     machine: Machine
@@ -131,11 +140,11 @@ class Placed:
 
 
 Task = Callable[[Any], Any]
-"""Starts a task on an actor, and returns Ray's reference to its result."""
+"""Starts a task on an actor, and returns Ray's reference to the result."""
 
 
 class WorkerPool:
-    """The workers of a run, of which each does one task at a time."""
+    """Pool of the Ray workers of a run; each worker executes one task at a time."""
 
     def __init__(
         self,
@@ -143,140 +152,159 @@ class WorkerPool:
         start: Callable[[Machine], Any],
         notice: Callable[[str], None],
     ) -> None:
-        """Start a worker at each of `places`. `start` returns an actor that has `is_ready`."""
+        """Start the workers.
+
+        Args:
+            places: The machine of each worker.
+            start: Starts an actor on a machine. The actor must have a method `is_ready`.
+            notice: Shows a message to the user.
+        """
         self.places = tuple(places)
         self._start, self.notice = start, notice
         self._changed = threading.Condition()
-        self._idle: deque[Placed] = deque()
-        self._busy: set[Placed] = set()
-        self._starting: dict[Any, Placed] = {}
-        self._one_alone = threading.Lock()
+        self._idle: deque[PlacedWorker] = deque()
+        self._busy: set[PlacedWorker] = set()
+        self._starting: dict[Any, PlacedWorker] = {}
+        """Workers that are starting, by Ray's reference to the result of `is_ready`."""
+        self._exclusive = threading.Lock()
         self._is_reserved = False
-        """Whether a task runs alone, or waits until the others have ended."""
+        """Whether a task runs alone, or waits for the other tasks to end."""
         for machine in places:
-            self._begin(machine)
+            self._start_worker(machine)
 
-    def wait(self, patience: float) -> None:
-        """Wait until a worker has started. Raises FedhetError if none has in `patience` seconds."""
+    def wait(self, timeout: float) -> None:
+        """Wait until a worker has started. Raises FedhetError after `timeout` seconds."""
         try:
-            placed = self._take(time.monotonic() + patience)
+            worker = self._acquire(time.monotonic() + timeout)
         except TimeoutError:
             raise FedhetError(
-                f"no worker has started on the Ray cluster within {patience:g} s: perhaps another "
-                "program holds its processors, as `ray status` shows"
+                f"no worker has started on the Ray cluster within {timeout:g} s. Check with `ray "
+                "status` whether another program uses its CPUs."
             ) from None
-        self._give_back(placed)
+        self._release(worker)
 
     @property
     def is_lost(self) -> bool:
-        """Whether all workers are lost, and none is starting."""
+        """Whether all workers are lost, and no worker is starting."""
         with self._changed:
-            self._admit()
+            self._collect_started()
             return not (self._idle or self._busy or self._starting)
 
-    def run(self, who: str, task: Task, timeout: float | None, *, alone: bool = False) -> Any:
-        """Return the result of a task on any worker; on another one if that is lost.
+    def run(self, client: str, task: Task, timeout: float | None, *, alone: bool = False) -> Any:
+        """Run a task on any worker, and on another worker if the first is lost.
 
-        `alone`: no other task runs on any worker meanwhile, and the other workers give back the
-        memory of their GPUs before. Raises LostError if the second worker is lost too, or none is
-        left, and TimeoutError after `timeout` seconds, with the time to wait for a worker.
+        Args:
+            client: Name of the client, for notices.
+            task: The task.
+            timeout: Time limit in seconds, which includes waiting for a worker, or None.
+            alone: Whether no other task may run on any worker. The other workers release their GPU
+                memory first.
+
+        Returns:
+            The result of the task.
+
+        Raises:
+            LostError: The second worker is lost too, or no worker is left.
+            TimeoutError: The time limit is exceeded.
         """
         import ray
 
         if alone:
-            self.notice(f"{who} {ASKED_ALONE}")
-        end = None if timeout is None else time.monotonic() + timeout
-        for tried in range(1, TRIES + 1):
-            with self._worker(end, alone=alone) as placed:
+            self.notice(f"{client} {RETRIED_ALONE}")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            with self._worker(deadline, alone=alone) as worker:
                 try:
-                    return ray.get(task(placed.actor), timeout=_left(end))
+                    return ray.get(task(worker.actor), timeout=_remaining(deadline))
                 except ray.exceptions.GetTimeoutError:
-                    self._replace(placed)  # it is still at work, and might never end
-                    raise TimeoutError("did not answer in time") from None
+                    self._replace(worker)  # it is still busy, and might never end
+                    raise TimeoutError("did not reply in time") from None
                 except ray.exceptions.RayError as error:
                     LOG.warning("%s", error)
                     lost = LostError(type(error).__name__)
-                    is_last = tried == TRIES
-                    outcome = "fails in this round" if is_last else "is asked again on another"
+                    is_last = attempt == MAX_ATTEMPTS
+                    outcome = "fails in this round" if is_last else "is called on another worker"
                     self.notice(
-                        f"the worker of {who} on {placed.machine.address} is lost ({lost}): it "
-                        f"{outcome}"
+                        f"the worker of {client} on {worker.machine.address} is lost ({lost}): the "
+                        f"client {outcome}"
                     )
-                    self._replace(placed)
+                    self._replace(worker)
                     if is_last:
                         raise lost from error
         raise AssertionError("unreachable")
 
     def close(self) -> None:
-        """End all workers."""
+        """Kill all workers."""
         with self._changed:
-            for placed in (*self._idle, *self._busy, *self._starting.values()):
-                _end(placed)
+            for worker in (*self._idle, *self._busy, *self._starting.values()):
+                _kill(worker)
             self._idle.clear()
             self._busy.clear()
             self._starting.clear()
 
     @contextlib.contextmanager
-    def _worker(self, end: float | None, *, alone: bool) -> Iterator[Placed]:
-        """Take a worker for the block. `alone`: all others are idle, and stay so."""
+    def _worker(self, deadline: float | None, *, alone: bool) -> Iterator[PlacedWorker]:
+        """Hold a worker during the block; with `alone`, all other workers stay idle."""
         import ray
 
         if alone:
-            self._one_alone.acquire()
+            self._exclusive.acquire()
             self._is_reserved = True
         try:
-            placed = self._take(end, alone=alone)
+            worker = self._acquire(deadline, alone=alone)
             try:
-                # Idle workers give back their memory; one that is lost has none.
-                if alone and (refs := [each.actor.make_room.remote() for each in self._idle]):
-                    ray.wait(refs, num_returns=len(refs), timeout=ROOM_WITHIN)
-                yield placed
+                # Ignore errors: a worker that is lost uses no memory.
+                if alone and (refs := [w.actor.release_memory.remote() for w in self._idle]):
+                    ray.wait(refs, num_returns=len(refs), timeout=RELEASE_SECONDS)
+                yield worker
             finally:
-                self._give_back(placed)
+                self._release(worker)
         finally:
             if alone:
                 with self._changed:
                     self._is_reserved = False
                     self._changed.notify_all()
-                self._one_alone.release()
+                self._exclusive.release()
 
-    def _take(self, end: float | None, *, alone: bool = False) -> Placed:
+    def _acquire(self, deadline: float | None, *, alone: bool = False) -> PlacedWorker:
         with self._changed:
             while True:
-                self._admit()
-                is_free = not self._busy if alone else not self._is_reserved
-                if self._idle and is_free:
-                    placed = self._idle.popleft()
-                    self._busy.add(placed)
-                    return placed
+                self._collect_started()
+                may_start = not self._busy if alone else not self._is_reserved
+                if self._idle and may_start:
+                    worker = self._idle.popleft()
+                    self._busy.add(worker)
+                    return worker
                 if not (self._idle or self._busy or self._starting):
                     raise LostError("no worker is left on Ray")
-                left = _left(end)
-                if left == 0:
+                remaining = _remaining(deadline)
+                if remaining == 0:
                     raise TimeoutError("no worker was free in time")
-                self._changed.wait(LOOK_EVERY if left is None else min(LOOK_EVERY, left))
+                self._changed.wait(
+                    POLL_SECONDS if remaining is None else min(POLL_SECONDS, remaining)
+                )
 
-    def _give_back(self, placed: Placed) -> None:
-        """Make a worker idle, unless it has been replaced."""
+    def _release(self, worker: PlacedWorker) -> None:
+        """Mark a worker as idle, unless it has been replaced."""
         with self._changed:
-            if placed in self._busy:
-                self._busy.remove(placed)
-                self._idle.append(placed)
+            if worker in self._busy:
+                self._busy.remove(worker)
+                self._idle.append(worker)
             self._changed.notify()
 
-    def _replace(self, placed: Placed) -> None:
-        """End a worker, and start another on its machine; it never starts if that is gone."""
+    def _replace(self, worker: PlacedWorker) -> None:
+        """Kill a worker, and start a new worker on its machine, if the machine still exists."""
         with self._changed:
-            self._busy.discard(placed)
-            _end(placed)
-            self._begin(placed.machine)
+            self._busy.discard(worker)
+            _kill(worker)
+            self._start_worker(worker.machine)
 
-    def _begin(self, machine: Machine) -> None:
-        placed = Placed(machine, self._start(machine))
-        self._starting[placed.actor.is_ready.remote()] = placed
+    def _start_worker(self, machine: Machine) -> None:
+        worker = PlacedWorker(machine, self._start(machine))
+        self._starting[worker.actor.is_ready.remote()] = worker
 
-    def _admit(self) -> None:
-        """Make idle those that have started; leave out those whose machine is gone."""
+    def _collect_started(self) -> None:
+        """Mark workers that have started as idle, and drop workers whose machine is gone."""
         import ray
 
         if not self._starting:
@@ -284,24 +312,24 @@ class WorkerPool:
         refs = list(self._starting)
         started, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in started:
-            placed = self._starting.pop(ref)
+            worker = self._starting.pop(ref)
             try:
                 ray.get(ref)
-                self._idle.append(placed)
+                self._idle.append(worker)
             except Exception as error:
                 LOG.warning("%s", error)
                 self.notice(
-                    f"no worker starts on {placed.machine.address} ({type(error).__name__}): the "
+                    f"no worker starts on {worker.machine.address} ({type(error).__name__}): the "
                     "run continues without it"
                 )
 
 
-def _left(end: float | None) -> float | None:
-    return None if end is None else max(0.0, end - time.monotonic())
+def _remaining(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def _end(placed: Placed) -> None:
+def _kill(worker: PlacedWorker) -> None:
     import ray
 
-    with contextlib.suppress(Exception):  # it may be gone already
-        ray.kill(placed.actor, no_restart=True)
+    with contextlib.suppress(Exception):  # the actor may be dead already
+        ray.kill(worker.actor, no_restart=True)

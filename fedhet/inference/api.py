@@ -17,7 +17,7 @@ from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import expand_names, override, read_layers, settings_for_method
-from fedhet.engines.simulate import baseline_of, settled_for, simulate
+from fedhet.engines.simulate import baseline_of, resolve_auto, simulate
 from fedhet.inference.client import (
     Predictions,
     TrainedClient,
@@ -124,7 +124,7 @@ def run(
         loaded = simulate(resolved, directory, [display, *watchers])
     if baseline is not None:
         path = Path(baseline.run.out)
-        if not is_complete(settled_for(baseline, path), path):
+        if not is_complete(resolve_auto(baseline, path), path):
             with _display(progress, f"baseline {against}") as display:
                 simulate(baseline, path, [display])
         loaded = report.write(directory)

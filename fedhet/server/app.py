@@ -30,20 +30,20 @@ EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailure
 
 
 START_SECONDS, SETTLED_SECONDS = 60.0, 0.5
-"""How long to wait for a simulation's nodes, and for no further one."""
-ASKED_A_WORKER = 2
-"""Clients that are asked at once for each worker: one trains, and the next waits for the worker."""
+"""Maximum time to wait for a simulation's nodes, and time without a new node that ends the wait."""
+CALLS_PER_WORKER = 2
+"""Concurrent calls per worker: one client trains, and the next waits for the worker."""
 
 
 class _StoppedEarly(Exception):  # noqa: N818
-    """Ends Flower's loop over the rounds before its last one."""
+    """Raised to end Flower's loop over the rounds early."""
 
 
 class FederationServer(Server):
-    """Flower's server, with rounds that need not wait for all, and that resumes where it ended.
+    """Flower's server, extended by rounds that need not wait for all clients, and by resuming.
 
-    A round has Flower's order: `configure_fit`, the clients' replies, `aggregate_fit`, and the same
-    of the evaluation.
+    As in Flower, a round consists of `configure_fit`, the clients' replies and `aggregate_fit`, and
+    of the corresponding steps of the evaluation.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class FederationServer(Server):
         strategy = config.method.strategy(config, log, data)
         super().__init__(client_manager=manager, strategy=strategy)
         self._method = strategy
-        self.set_max_workers(min(config.run.clients, ASKED_A_WORKER * log.workers))
+        self.set_max_workers(min(config.run.clients, CALLS_PER_WORKER * log.workers))
         self._log = log
 
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Run the remaining rounds, then write the summary.
+        """Run the remaining rounds, and write the summary.
 
-        Raises FedhetError if the run has no result: in the last rounds no client has replied, or
-        none could be evaluated. The reason is recorded in the run's directory.
+        Raises FedhetError if the run has no result, because in the last rounds no client replied or
+        could be evaluated. The reason is recorded in the run's directory.
         """
         result: tuple[History, float] = (History(), 0.0)
         self._method.collector.open(self.max_workers or 1)
@@ -81,23 +81,23 @@ class FederationServer(Server):
         number, method = self._log.done + server_round, self._method
         if number > self._log.last_round:
             raise _StoppedEarly
-        asked = method.configure_fit(number, self.parameters, self.client_manager())
-        if not asked and not method.collector.clients_at_work:
+        instructions = method.configure_fit(number, self.parameters, self.client_manager())
+        if not instructions and not method.collector.clients_at_work:
             return None
-        closed = method.collector.fit(number, asked, method.state.needed, timeout)
-        method.close_round(closed)
-        parameters, metrics = method.aggregate_fit(number, closed.results, closed.failures)
-        return parameters, metrics, (closed.results, closed.failures)
+        replies = method.collector.fit(number, instructions, method.state.needed, timeout)
+        method.close_round(replies)
+        parameters, metrics = method.aggregate_fit(number, replies.results, replies.failures)
+        return parameters, metrics, (replies.results, replies.failures)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
         """Evaluate round `server_round` of the remaining rounds."""
         number, method = self._log.done + server_round, self._method
-        asked = method.configure_evaluate(number, self.parameters, self.client_manager())
-        if not asked:
+        instructions = method.configure_evaluate(number, self.parameters, self.client_manager())
+        if not instructions:
             return None
-        closed = method.collector.evaluate(number, asked, timeout)
-        loss, metrics = method.aggregate_evaluate(number, closed.results, closed.failures)
-        return loss, metrics, (closed.results, closed.failures)
+        replies = method.collector.evaluate(number, instructions, timeout)
+        loss, metrics = method.aggregate_evaluate(number, replies.results, replies.failures)
+        return loss, metrics, (replies.results, replies.failures)
 
 
 def components(
@@ -113,25 +113,36 @@ def components(
 ) -> ServerAppComponents:
     """Return the components of Flower's ServerApp.
 
-    `begun`, `deployed`: as of `RunLog`; `manager` has the clients, None: they will come; `data` is
-    the store of the run's data in this process, None: a new one.
+    Args:
+        config: Configuration of the run.
+        directory: The run's directory.
+        workers: Number of clients that train at the same time.
+        watchers: Observers of the run, in addition to trackers and the status file.
+        begun: Start time of the run, as for `RunLog`.
+        manager: Registry of connected clients; by default, a new one that clients join later.
+        data: Store of the run's data in this process; by default, a new one.
+        deployed: Whether the clients are sites of a deployment.
     """
-    every = [*watchers, *trackers_of(config), status_file(directory)]
-    log = RunLog(config, directory, workers=workers, watchers=every, begun=begun, deployed=deployed)
+    watchers = [*watchers, *trackers_of(config), status_file(directory)]
+    log = RunLog(
+        config, directory, workers=workers, watchers=watchers, begun=begun, deployed=deployed
+    )
     rounds = ServerConfig(config.run.rounds, config.run.engine.round_timeout)
     server = FederationServer(config, log, manager or SimpleClientManager(), data)
     return ServerAppComponents(server=server, config=rounds)
 
 
 def run_directory(config: Config) -> Path:
-    """Return the run's directory; its name identifies the run. Raises SettingsError."""
+    """Return the directory of a run, whose name identifies the run. Raises SettingsError."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     dataset = config.run.data.dataset.partition(":")[0]
     default = f"runs/{config.method.name}-{dataset}-s{config.run.seed}-{stamp}"
     directory = Path(config.run.out or default).resolve()
     if not is_name(directory.name):
-        rule = "a path that ends in letters, digits, '.', '_' and '-'"
-        raise SettingsError(f"setting 'out' = {config.run.out!r} is not allowed: it takes {rule}")
+        raise SettingsError(
+            "out: the name of the run's directory must consist of letters, digits, '.', '_' and "
+            f"'-', got {config.run.out!r}"
+        )
     try:
         str(directory).encode()
     except UnicodeEncodeError:  # TensorBoard and safetensors would fail
@@ -143,66 +154,67 @@ def run_directory(config: Config) -> Path:
 
 
 class Reported(Watcher):
-    """Writes the report of a finished run and prints its table."""
+    """Watcher that writes the report of a finished run and prints its results table."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self._directory, self._console = directory, console
 
     def run_finished(self, summary: Summary) -> None:
-        """Write the report. If that fails, print one line: the run itself is complete."""
+        """Write the report. If that fails, print a line, since the run itself is complete."""
         try:
-            # Import lazily: matplotlib and pandas take seconds. An import can fail, too.
+            # Import lazily: matplotlib and pandas take seconds. The import may also fail.
             from fedhet import report
 
             run = report.write(self._directory)
             self._console.print(report.final_table(run))
         except Exception as error:
-            command = f"`fedhet report {self._directory}` writes it"
-            self._say(
-                f"the run is complete, but its report failed: {describe_error(error)}; {command}"
-            )
+            command = f"`fedhet report {self._directory}`"
+            reason = f"{describe_error(error)}. Write the report with {command}."
+            self._print(f"the run is complete, but its report failed: {reason}")
             return
-        self._say(f"report, at the server: {self._directory / 'report.html'}")
-        self._say(f"next, at the server: fedhet watch {self._directory.parent} shows all runs")
+        self._print(f"report, on the server: {self._directory / 'report.html'}")
+        self._print(f"all runs, on the server: fedhet watch {self._directory.parent}")
 
     def run_failed(self, reason: str) -> None:
-        """Write the report of the rounds that a failed run has recorded, if there are any."""
+        """Write the report of the recorded rounds of a failed run, if there are any."""
         if (self._directory / "metrics.jsonl").exists():
             try:
                 from fedhet import report
 
                 report.write(self._directory)
             except Exception as error:
-                self._say(f"the report of the recorded rounds failed: {describe_error(error)}")
+                self._print(f"the report of the recorded rounds failed: {describe_error(error)}")
             else:
-                self._say(f"report of the recorded rounds: {self._directory / 'report.html'}")
+                self._print(f"report of the recorded rounds: {self._directory / 'report.html'}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def server_fn(context: Context) -> ServerAppComponents:
-    """Return the components of a run that `flwr run` started."""
+    """Return the components of a run started with `flwr run`."""
     config = resolve_flower(context.run_config)
     check_deployable(config)
     console, directory = console_for(), run_directory(config)
-    shown = [line_display(console), round_lines(console), Reported(directory, console)]
-    return components(config, directory, workers=config.run.clients, watchers=shown, deployed=True)
+    watchers = [line_display(console), round_lines(console), Reported(directory, console)]
+    return components(
+        config, directory, workers=config.run.clients, watchers=watchers, deployed=True
+    )
 
 
 class FedhetServerApp(ServerApp):
     """Flower's ServerApp, with `clients` set to the number of simulated nodes."""
 
     def __call__(self, grid: Grid, context: Context) -> None:
-        """Run the app. A FedhetError is logged as one line, and still fails Flower's run."""
+        """Run the app. Logs a FedhetError as one line, and raises it again to fail Flower's run."""
         try:
             if nodes := simulated_nodes(grid):
-                given = context.run_config.get(CLIENTS, FOLLOW)
-                if given not in (FOLLOW, nodes):
+                clients = context.run_config.get(CLIENTS, FOLLOW)
+                if clients not in (FOLLOW, nodes):
                     raise SettingsError(
-                        f"clients = {given}: expected {nodes}, the number of simulated nodes. "
+                        f"clients: expected {nodes}, the number of simulated nodes, got {clients}. "
                         "Omit 'clients' from --run-config, or add --federation-config "
-                        f"'num-supernodes={given}' to `flwr run`"
+                        f"'num-supernodes={clients}' to `flwr run`."
                     )
                 context.run_config = {**context.run_config, CLIENTS: nodes}
             super().__call__(grid, context)
@@ -212,10 +224,10 @@ class FedhetServerApp(ServerApp):
 
 
 def simulated_nodes(grid: Grid) -> int:
-    """Return the number of nodes of a simulation by Flower, or 0 for a deployment.
+    """Return the number of nodes of a Flower simulation, or 0 for a deployment.
 
-    Flower starts the app before it has registered all nodes, in one go and within this process,
-    and tells the app nothing of their number. So wait until the number no longer changes.
+    Flower starts the app before it has registered all nodes, and does not report their number.
+    This function waits until the number no longer changes.
     """
     # Import lazily: flwr.superlink loads SQLAlchemy (about 1 s).
     from flwr.superlink.grid import InMemoryGrid
@@ -225,12 +237,12 @@ def simulated_nodes(grid: Grid) -> int:
     count, end = 0, time.monotonic() + START_SECONDS
     changed = time.monotonic()
     while (now := time.monotonic()) < end:
-        if (found := len(list(grid.get_node_ids()))) != count:
-            count, changed = found, now
+        if (new_count := len(list(grid.get_node_ids()))) != count:
+            count, changed = new_count, now
         if count and now - changed >= SETTLED_SECONDS:
             return count
         time.sleep(0.02)
-    raise FedhetError(f"no node of the simulation was registered within {START_SECONDS:g} s")
+    raise FedhetError(f"no simulated node was registered within {START_SECONDS:g} s")
 
 
 app = FedhetServerApp(server_fn=server_fn)

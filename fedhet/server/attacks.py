@@ -1,14 +1,15 @@
-"""Poisoning of the clients' replies, for every method.
+"""Simulated poisoning of the clients' replies, for every method.
 
 PAF, LIE and OFOM: Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al.
 (OFOM). The paper's adversary knows the benign updates of the round and perturbs the logits or
-weights of some clients on their way to the server. No client knows the others' updates, so the
-server applies the attack, just before the method gets the replies: the same on Ray, in one process
-and in a deployment. The clients themselves are honest, and are evaluated like the others.
+weights of some clients on their way to the server. Since no client knows the updates of other
+clients, the server applies the attack before the method receives the replies. The attack is thus
+the same for every backend and in a deployment. The clients themselves are honest, and are evaluated
+like all clients.
 
-The other kinds need no knowledge of the others, and strike the same clients in all rounds.
-Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML 2018) have such Byzantine clients; the four
-kinds are ours.
+The other kinds of attack need no knowledge of other clients, and affect the same clients in all
+rounds. Such Byzantine clients follow Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML 2018),
+but these four kinds are not from a paper.
 """
 
 from __future__ import annotations
@@ -39,27 +40,26 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
-"""Clients poisoned per round, Section 4.3."""
-SMALLEST = 1e-12
-"""The probability from which logits are formed, for a smaller one."""
+"""Number of clients poisoned per round (Section 4.3)."""
+MIN_PROBABILITY = 1e-12
+"""Lower bound of the probabilities from which logits are computed."""
 
 
 @dataclass(frozen=True)
 class Benign:
-    """Statistics of the benign updates of one tensor: their number n, mean and standard deviation.
-
-    `mean` and `std` have the tensor's shape; `std` is the population's.
-    """
+    """Statistics of the benign updates of one tensor, of the tensor's shape."""
 
     n: int
+    """Number of updates."""
     mean: Array
     std: Array
+    """Population standard deviation."""
 
 
 def far_vector(mean: Array, scale: float, direction: Array) -> Array:
     """Return theta' of Eq. 7: a vector along `direction`, `scale` times as long as the mean.
 
-    The paper only says "significantly large"; the length is ours.
+    The paper does not specify the length ("significantly large").
     """
     length = np.linalg.norm(direction)
     return direction * (scale * np.linalg.norm(mean) / length if length else 0.0)
@@ -68,13 +68,14 @@ def far_vector(mean: Array, scale: float, direction: Array) -> Array:
 def z_max(benign: int, malicious: int) -> float:
     """Return z^max of Eq. 8 and 9 for n benign and epsilon n malicious updates.
 
-    The largest z whose cumulative probability is below (n - s) / n, where
-    s = floor(n / 2 + 1) - epsilon n. It is kept from 0 and 1, where z is infinite (ours).
+    This is the largest z whose cumulative probability is below (n - s) / n, where
+    s = floor(n / 2 + 1) - epsilon n. Unlike in the paper, the probability is bounded away from 0
+    and 1, where z is infinite.
     """
     supporters = benign // 2 + 1 - malicious
-    share = (benign - supporters) / benign
-    edge = 1 / (2 * benign)
-    return NormalDist().inv_cdf(min(max(share, edge), 1 - edge))
+    probability = (benign - supporters) / benign
+    margin = 1 / (2 * benign)
+    return NormalDist().inv_cdf(min(max(probability, margin), 1 - margin))
 
 
 def paf(benign: Benign, far: Array) -> Array:
@@ -83,35 +84,35 @@ def paf(benign: Benign, far: Array) -> Array:
 
 
 def lie(benign: Benign, malicious: int) -> Array:
-    """Return Eq. 10: the benign mean, shifted slightly in every coordinate."""
+    """Return Eq. 10: the benign mean with a small shift in every coordinate."""
     return benign.mean + z_max(benign.n, malicious) * benign.std
 
 
 def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
-    """Return Eq. 11: a far update or, if `second`, the mean of it and the benign updates."""
+    """Return Eq. 11: a far update or, if `second`, the mean of this and the benign updates."""
     first = paf(benign, far)
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
 
 def nearby_distributions(values: Array) -> Array:
-    """Return probability distributions from any values [..., C]: clipped at 0, and normalized.
+    """Turn values of shape [..., C] into probabilities: clip them at 0, and normalize each row.
 
-    An adversary that poisons probabilities sends what the server accepts (ours). A row without a
-    positive value becomes uniform.
+    A row without a positive value becomes uniform. Not in the paper; the server would refuse
+    values that are no probabilities.
     """
     positive = values.clip(min=0)
     total = positive.sum(-1, keepdims=True)
     uniform = np.full_like(positive, 1 / values.shape[-1])
-    nearest: Array = np.divide(positive, total, out=uniform, where=total > 0)
-    return nearest
+    probabilities: Array = np.divide(positive, total, out=uniform, where=total > 0)
+    return probabilities
 
 
 Rows = Mapping[str, Array]
-"""By the letter of an axis: the numbers of its rows in a larger set."""
+"""Indices of a tensor's rows in a larger set, by the letter of the axis."""
 
 
 class Attack:
-    """Poisons the replies of some of the clients that train: a step that a round's replies pass."""
+    """Step that poisons the replies of some training clients with PAF, LIE or OFOM."""
 
     def __init__(
         self,
@@ -121,13 +122,21 @@ class Attack:
         state: RoundState,
         sizes: Callable[[ClientInfo], Sizes],
     ) -> None:
-        """`contract` is that of the replies, and `sizes` returns the sizes of a client's."""
+        """Create the step.
+
+        Args:
+            settings: Settings of the attack.
+            contract: Contract of the replies.
+            seed: Seed of the run.
+            state: State of the round.
+            sizes: Returns the required sizes of a client's reply.
+        """
         self.settings, self.contract, self.seed = settings, contract, seed
         self.count = settings.attackers or IN_THE_PAPER[settings.kind]
         self._state, self._sizes = state, sizes
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the replies, some of them poisoned."""
+        """Yield all replies, with those of attacked clients poisoned."""
         honest = {reply.client.name: reply for reply in replies}
         round, training = self._state.record.round, self._state.selection.training
         targets = self.targets(round, training) & honest.keys()
@@ -139,7 +148,7 @@ class Attack:
             yield reply.with_knowledge(poisoned[name]) if name in targets else reply
 
     def targets(self, round: int, training: Sequence[str]) -> Set[str]:
-        """Return the clients to poison in a round, drawn among those that train."""
+        """Draw the clients to poison in a round from the clients that train."""
         order = numpy_rng(self.seed, "attack", round).permutation(len(training))
         return {sorted(training)[index] for index in order[: self.count]}
 
@@ -150,81 +159,93 @@ class Attack:
         targets: Set[str],
         rows: Mapping[str, Rows] | None = None,
     ) -> dict[str, Knowledge]:
-        """Return the replies by client, with those of `targets` poisoned.
+        """Poison the replies of some clients.
 
-        If all clients that replied are targets, their original replies count as benign. `rows`: by
-        client, the numbers of rows that are some of a larger set (see `Sizes`).
+        If all clients that replied are targets, their original replies count as benign.
+
+        Args:
+            round: The current round.
+            replies: Content of all replies, by client.
+            targets: Names of the clients to poison.
+            rows: Row indices of each client, for fields whose rows belong to a larger set (see
+                `Sizes`).
+
+        Returns:
+            Content of all replies, by client.
         """
         benign = [replies[name] for name in sorted(replies.keys() - targets)]
-        struck = sorted(replies.keys() & targets)
-        benign = benign or [replies[name] for name in struck]
+        attackers = sorted(replies.keys() & targets)
+        benign = benign or [replies[name] for name in attackers]
         poisoned = dict(replies)
-        for turn, name in enumerate(struck):
-            # The malicious update of attacker number `turn`, counted from 0.
-            def craft(known: Benign, direction: Array, turn: int = turn) -> Array:
-                if self.settings.kind == "lie":
-                    return lie(known, len(struck))
-                far = far_vector(known.mean, self.settings.scale, direction)
-                if self.settings.kind == "paf":
-                    return paf(known, far)
-                return ofom(known, far, second=turn % 2 == 1)
+        for number, name in enumerate(attackers):
 
-            numbers = (rows or {}).get(name, {})
-            poisoned[name] = self._poisoned(round, replies[name], benign, numbers, craft)
+            def craft(statistics: Benign, direction: Array, number: int = number) -> Array:
+                """Return the malicious update of attacker `number` (from 0)."""
+                if self.settings.kind == "lie":
+                    return lie(statistics, len(attackers))
+                far = far_vector(statistics.mean, self.settings.scale, direction)
+                if self.settings.kind == "paf":
+                    return paf(statistics, far)
+                return ofom(statistics, far, second=number % 2 == 1)
+
+            indices = (rows or {}).get(name, {})
+            poisoned[name] = self._poisoned(round, replies[name], benign, indices, craft)
         return poisoned
 
     def _poisoned(
         self,
         round: int,
-        own: Knowledge,
+        honest: Knowledge,
         benign: Sequence[Knowledge],
-        numbers: Rows,
+        indices: Rows,
         craft: Callable[[Benign, Array], Array],
     ) -> Knowledge:
-        tensors = dict(own.tensors)
+        tensors = dict(honest.tensors)
         for field in poisonable(self.contract):
             ids, rows = ids_of(self.contract, field), None
             if ids:
-                rows = own.tensors[ids]
+                rows = honest.tensors[ids]
             elif isinstance(field, TensorField) and field.axes:
-                rows = numbers.get(str(field.axes[0]))
-            alike = _alike(field, own, benign, ids)
-            for name, value in own.tensors.items():
+                rows = indices.get(str(field.axes[0]))
+            comparable = _comparable(field, honest, benign, ids)
+            for name, value in honest.tensors.items():
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
-                    known = _known(name, own, alike, ids)
-                    crafted = craft(known, self._direction(round, name, value.shape, rows))
+                    statistics = _statistics(name, honest, comparable, ids)
+                    crafted = craft(statistics, self._direction(round, name, value.shape, rows))
                     if name.endswith(VARIANCES):  # a negative variance makes outputs NaN
                         crafted = crafted.clip(min=0)
                     if isinstance(field, TensorField) and field.distribution:
                         crafted = nearby_distributions(crafted)
                     tensors[name] = crafted.astype(value.dtype)
-        return Knowledge(tensors, own.scalars)
+        return Knowledge(tensors, honest.scalars)
 
     def _direction(
         self, round: int, name: str, shape: tuple[int, ...], rows: Array | None
     ) -> Array:
-        """Return the direction of theta' (Eq. 7, 11) for a tensor, which all attackers share.
+        """Return the direction of theta' (Eq. 7, 11) for a tensor, shared by all attackers.
 
-        One for the run has a row of its own for each class or public sample in `rows` [shape[0]],
-        whichever of them a reply holds.
+        A direction that is fixed for the run is drawn for each class or public sample, and indexed
+        by `rows`, an array of shape [shape[0]].
         """
         if self.settings.direction == "round":
             return numpy_rng(self.seed, "attack", round, name).standard_normal(shape)
         rng = numpy_rng(self.seed, "attack", "run", name)
         if rows is None:
             return rng.standard_normal(shape)
-        most = int(rows.max()) + 1 if len(rows) else 0
-        return rng.standard_normal((most, *shape[1:]))[rows]
+        num_rows = int(rows.max()) + 1 if len(rows) else 0
+        return rng.standard_normal((num_rows, *shape[1:]))[rows]
 
 
 def _is_of(field: Field, name: str) -> bool:
     return name == field.name or name.startswith(field.name + "/")
 
 
-def _alike(field: Field, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> list[Knowledge]:
-    """Return the benign replies whose tensors of a field can be compared with one's own.
+def _comparable(
+    field: Field, honest: Knowledge, benign: Sequence[Knowledge], ids: str
+) -> list[Knowledge]:
+    """Return the benign replies whose tensors of a field are comparable with an attacker's.
 
-    Models must have one architecture; rows that a field `ids` numbers can always be compared.
+    Models are comparable if they have the same architecture. Rows with ids are always comparable.
     """
     if ids:
         return [reply for reply in benign if ids in reply.tensors]
@@ -232,77 +253,84 @@ def _alike(field: Field, own: Knowledge, benign: Sequence[Knowledge], ids: str) 
     def shapes(reply: Knowledge) -> dict[str, tuple[int, ...]]:
         return {name: value.shape for name, value in reply.tensors.items() if _is_of(field, name)}
 
-    return [reply for reply in benign if shapes(reply) == shapes(own)]
+    return [reply for reply in benign if shapes(reply) == shapes(honest)]
 
 
-def _known(name: str, own: Knowledge, benign: Sequence[Knowledge], ids: str) -> Benign:
-    """Return the statistics of the benign replies for the attacker's tensor, per coordinate.
+def _statistics(name: str, honest: Knowledge, benign: Sequence[Knowledge], ids: str) -> Benign:
+    """Return the statistics of the benign values for each coordinate of an attacker's tensor.
 
-    Where no other client has a value, the attacker's own honest value is used.
+    Where no other client has a value, the attacker's honest value is used.
     """
-    honest = own.tensors[name].astype(np.float64)
-    seen = np.full((max(len(benign), 1), *honest.shape), np.nan)
-    for place, reply in enumerate(benign):
-        theirs = reply.tensors[name].astype(np.float64)
+    own_values = honest.tensors[name].astype(np.float64)
+    stack = np.full((max(len(benign), 1), *own_values.shape), np.nan)
+    for index, reply in enumerate(benign):
+        values = reply.tensors[name].astype(np.float64)
         if ids:  # rows that the other client lacks stay NaN
-            _, here, there = np.intersect1d(
-                own.tensors[ids], reply.tensors[ids], return_indices=True
+            _, own_rows, rows = np.intersect1d(
+                honest.tensors[ids], reply.tensors[ids], return_indices=True
             )
-            seen[place][here] = theirs[there]
+            stack[index][own_rows] = values[rows]
         else:
-            seen[place] = theirs
-    unknown = np.isnan(seen).all(0)
-    seen[0, ...][unknown] = honest[unknown]
-    return Benign(len(seen), np.nanmean(seen, axis=0), np.nanstd(seen, axis=0))
+            stack[index] = values
+    missing = np.isnan(stack).all(0)
+    stack[0, ...][missing] = own_values[missing]
+    return Benign(len(stack), np.nanmean(stack, axis=0), np.nanstd(stack, axis=0))
 
 
 def malicious_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
-    """Return the names of the malicious clients, independent of which other clients take part."""
+    """Draw the malicious clients of a run, independently of clients that join or leave."""
     order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
     return set(order[:count])
 
 
-class Malicious:
-    """Changes the replies of the run's malicious clients: a step that a round's replies pass."""
+class ByzantineClients:
+    """Step that changes the replies of the run's malicious clients."""
 
     def __init__(
         self, run: RunSettings, contract: Contract, state: RoundState, members: Collection[str]
     ) -> None:
-        """`contract` is that of the replies; `members` are the names of the run's clients."""
+        """Create the step.
+
+        Args:
+            run: Settings of the run.
+            contract: Contract of the replies.
+            state: State of the round.
+            members: Names of the clients of the run.
+        """
         self.run, self.contract, self._state = run, contract, state
         self.names = malicious_clients(run.seed, members, run.attack.attackers or 1)
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the replies, those of malicious clients changed."""
-        struck = 0
+        """Yield all replies, with those of malicious clients changed."""
+        poisoned = 0
         for reply in replies:
             if reply.client.name in self.names:
-                struck += 1
-                changed = self.changed(self._state.record.round, reply.knowledge)
-                yield reply.with_knowledge(changed)
+                poisoned += 1
+                yield reply.with_knowledge(self.poison(self._state.record.round, reply.knowledge))
             else:
                 yield reply
-        self._state.add_metrics({"poisoned": float(struck)})
+        self._state.add_metrics({"poisoned": float(poisoned)})
 
-    def changed(self, round: int, reply: Knowledge) -> Knowledge:
-        """Return a malicious client's reply in a round, from its honest one."""
-        tensors = dict(reply.tensors)
+    def poison(self, round: int, honest: Knowledge) -> Knowledge:
+        """Return a malicious reply, given the client's honest reply."""
+        tensors = dict(honest.tensors)
         for field in floating(self.contract):
-            for name, value in reply.tensors.items():
+            for name, value in honest.tensors.items():
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
-                    tensors[name] = self._changed(round, name, value, field)
-        return Knowledge(tensors, reply.scalars)
+                    tensors[name] = self._poison_tensor(round, name, value, field)
+        return Knowledge(tensors, honest.scalars)
 
-    def _changed(self, round: int, name: str, value: Array, field: Field) -> Array:
-        """Return a changed tensor within the field's limits; of probabilities, their logits are."""
+    def _poison_tensor(self, round: int, name: str, value: Array, field: Field) -> Array:
+        """Change a tensor within the limits of its field; probabilities change as logits."""
         wide, kind, scale = value.astype(np.float64), self.run.attack.kind, self.run.attack.scale
         is_distribution = isinstance(field, TensorField) and field.distribution
         if is_distribution:
-            wide = np.log(np.maximum(wide, SMALLEST))
+            wide = np.log(np.maximum(wide, MIN_PROBABILITY))
         if kind == "drift":
             direction = numpy_rng(self.run.seed, "attack", "run", name).standard_normal(value.shape)
-            length = scale * round / self.run.rounds * np.linalg.norm(wide)
-            moved = wide + direction * (length / max(float(np.linalg.norm(direction)), SMALLEST))
+            distance = scale * round / self.run.rounds * np.linalg.norm(wide)
+            length = max(float(np.linalg.norm(direction)), MIN_PROBABILITY)
+            moved = wide + direction * (distance / length)
         else:
             alternating = scale if round % 2 else -scale
             moved = {"sign-flip": -1.0, "scale": scale}.get(kind, alternating) * wide
@@ -313,7 +341,7 @@ class Malicious:
 
 
 def softmax(logits: Array) -> Array:
-    """Return the probabilities [..., C] of logits [..., C]."""
+    """Return the probabilities of logits of shape [..., C]."""
     powers = np.exp(logits - logits.max(-1, keepdims=True, initial=-np.inf))
     probabilities: Array = powers / powers.sum(-1, keepdims=True)
     return probabilities

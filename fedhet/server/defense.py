@@ -1,9 +1,9 @@
-"""Robust averages: a step that lets no minority of a round's replies move their average far.
+"""Robust aggregation rules as a step, so that a minority of replies cannot move an average far.
 
-What is averaged, and between whom, follows from the contract of the replies: weights within an
-architecture, rows of classes or public samples with their number, and what clients send of their
-own samples by its class means. So a method needs no code of its own for it; its `MethodSpec` says
-which averages suit it.
+The contract of the replies determines which values are compared: weights among clients with the
+same architecture, rows of classes or public samples by their ids, and values of the clients' own
+samples through their class means. Methods therefore need no code for robust aggregation; their
+`MethodSpec` declares the rules that they support.
 """
 
 from __future__ import annotations
@@ -43,113 +43,121 @@ from fedhet.wire.contract import (
 from fedhet.wire.knowledge import Knowledge
 
 LOG = logging.getLogger("fedhet")
-LEAST = 3
-"""Clients with something in common, without which there is no majority among them."""
+MIN_CLIENTS = 3
+"""Minimum number of clients with comparable values, since fewer have no majority."""
 
 
 class Defense:
-    """Makes the mean of a round's replies a robust average: a step that the replies pass.
+    """Step that makes any mean of a round's replies a robust aggregate.
 
-    Krum and the filter leave out the replies that stand out. The medians and the trimmed mean
-    replace what the replies have in common by one value, so that any mean of them is that value.
+    Krum and the filter exclude outliers. The medians and the trimmed mean replace the values that
+    clients have in common by one value, which is also their mean.
     """
 
     def __init__(self, settings: DefenseSettings, contract: Contract, state: RoundState) -> None:
-        """`contract` is that of the replies."""
         self.settings, self.contract, self._state = settings, contract, state
-        self._share = settings.malicious_fraction
+        self._fraction = settings.malicious_fraction
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the replies whose mean is the robust average.
+        """Yield replies whose mean is robust.
 
-        If a round closes early, the missing clients may all be honest. The average must then
-        withstand as many malicious clients as there may be among those that were asked.
+        If a round closes early, all missing clients may be honest. The rule must then withstand as
+        many malicious clients as there may be among all clients that were called.
         """
-        found, record = list(replies), self._state.record
-        asked, self._share = len({*record.asked, *record.late}), self.settings.malicious_fraction
-        if 0 < len(found) < asked:
-            malicious = max_malicious(asked, self.settings.malicious_fraction)
-            self._share = min(max(self._share, malicious / len(found)), 0.5)
-            least = min(min_replies(self.settings.average, malicious), asked)
-            if malicious and len(found) < least:
+        replies, record = list(replies), self._state.record
+        called = len({*record.asked, *record.late})
+        self._fraction = self.settings.malicious_fraction
+        if 0 < len(replies) < called:
+            malicious = max_malicious(called, self.settings.malicious_fraction)
+            self._fraction = min(max(self._fraction, malicious / len(replies)), 0.5)
+            required = min(min_replies(self.settings.average, malicious), called)
+            if malicious and len(replies) < required:
                 LOG.warning(
-                    "round %d: %d of %d replies: too few for defense.average = %r if %d clients "
-                    "are malicious (defense.malicious_fraction = %g); at least %d are needed",
-                    record.round, len(found), asked, self.settings.average, malicious,
-                    self.settings.malicious_fraction, least,
+                    "round %d: %d of %d replies are too few for defense.average = %r: if %d "
+                    "clients are malicious (defense.malicious-fraction = %g), at least %d replies "
+                    "are required",
+                    record.round, len(replies), called, self.settings.average, malicious,
+                    self.settings.malicious_fraction, required,
                 )  # fmt: skip
         if self.settings.average in CHOOSING:
-            for reply, kept in zip(found, self.kept([r.knowledge for r in found]), strict=True):
-                if kept:
+            included = self.included([reply.knowledge for reply in replies])
+            for reply, is_included in zip(replies, included, strict=True):
+                if is_included:
                     yield reply
                 else:
                     self._state.record_measured(reply.client.name, reply.measured)
                     self._state.exclude_outlier(reply.client.name, self.settings.average)
         else:
-            values = self.combined([reply.knowledge for reply in found])
-            for reply, tensors in zip(found, values, strict=True):
+            values = self.combined([reply.knowledge for reply in replies])
+            for reply, tensors in zip(replies, values, strict=True):
                 yield reply.with_knowledge(reply.knowledge.replacing(tensors))
 
-    def kept(self, replies: Sequence[Knowledge]) -> Array:
-        """Return which replies the average is made of, bool [K]."""
-        squared = distances(self.contract, replies, self._share)
+    def included(self, replies: Sequence[Knowledge]) -> Array:
+        """Return a Boolean array of shape [K] that marks the replies to aggregate."""
+        squared = distances(self.contract, replies, self._fraction)
         if squared is None:
             return np.ones(len(replies), bool)
         choose = krum if self.settings.average == "krum" else filter_clients
-        return choose(squared, self._share)
+        return choose(squared, self._fraction)
 
     def combined(self, replies: Sequence[Knowledge]) -> list[dict[str, Array]]:
-        """Return what replaces each reply's tensors: the robust value of those with the same."""
-        found: list[dict[str, Array]] = [{} for _ in replies]
-        share = 0.5 if self.settings.average == "median" else self._share
+        """Return the robust values that replace the tensors of each reply."""
+        combined: list[dict[str, Array]] = [{} for _ in replies]
+        fraction = 0.5 if self.settings.average == "median" else self._fraction
         for field in floating(self.contract):
             for group in groups(self.contract, field, replies):
-                if len(group.clients) < LEAST:
+                if len(group.clients) < MIN_CLIENTS:
                     continue
                 weights = None
-                if self.settings.average == "geometric-median":  # of a field as a whole
+                if self.settings.average == "geometric-median":  # of all tensors of the field
                     stacks = map(group.stack, group.names)
                     squares = [np.nan_to_num(mean_squares(flat(s))) * s[0].size for s in stacks]
                     weights = geometric_weights(np.asarray(sum(squares)))
                 for name in group.names:
                     stack = group.stack(name)
                     if weights is None:
-                        value = trimmed_mean(stack, share)
+                        value = trimmed_mean(stack, fraction)
                     else:
                         value = weighted_mean(stack, weights)
                     if isinstance(field, TensorField) and field.distribution:
                         value = value / value.sum(-1, keepdims=True)
                     for client in group.clients:
-                        found[client][name] = group.part(value, name, client)
-        return found
+                        combined[client][name] = group.part(value, name, client)
+        return combined
 
 
-def distances(contract: Contract, replies: Sequence[Knowledge], share: float) -> Array | None:
-    """Return the squared distances [K, K] between clients; None if there is no majority to find.
+def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float) -> Array | None:
+    """Return the squared distances of shape [K, K] between replies, or None if K < MIN_CLIENTS.
 
-    Each field counts once, and within it each tensor by its size, in times of the usual distance of
-    two clients, as fields and layers differ in scale. A pair with nothing in common is at the usual
-    distance, 1. `share` is that of malicious clients.
+    Each field has the same weight, and each of its tensors a weight by size. Fields and layers
+    differ in scale, so distances are relative to the typical distance of two clients. A pair with
+    no comparable values has the typical distance, 1. The result is also None if no two replies are
+    comparable.
+
+    Args:
+        contract: Contract of the replies.
+        replies: Content of the replies.
+        fraction: Fraction of malicious clients.
     """
     clients = len(replies)
-    if clients < LEAST:
+    if clients < MIN_CLIENTS:
         return None
     total, count = np.zeros((clients, clients)), np.zeros((clients, clients))
     for field in floating(contract):
         for group in groups(contract, field, replies):
-            if len(group.clients) >= LEAST:
+            if len(group.clients) >= MIN_CLIENTS:
                 # The mean over the field's tensors, by size, of their relative squared distances.
                 size = len(group.clients)
                 sums, sizes = np.zeros((size, size)), np.zeros((size, size))
                 for name in group.names:
                     stack = group.stack(name)
-                    squared = relative_distances(mean_squares(flat(stack)), share)
+                    squared = relative_distances(mean_squares(flat(stack)), fraction)
                     sums += np.nan_to_num(squared) * stack[0].size
                     sizes += ~np.isnan(squared) * stack[0].size
                 mean = np.divide(sums, sizes, out=np.full_like(sums, np.nan), where=sizes > 0)
-                here = np.ix_(group.clients, group.clients)
-                total[here] += np.nan_to_num(mean)
-                count[here] += ~np.isnan(mean)
+                pairs = np.ix_(group.clients, group.clients)
+                total[pairs] += np.nan_to_num(mean)
+                count[pairs] += ~np.isnan(mean)
     if not np.triu(count, 1).any():
         return None
     squared = np.divide(total, count, out=np.ones_like(total), where=count > 0)
@@ -159,30 +167,32 @@ def distances(contract: Contract, replies: Sequence[Knowledge], share: float) ->
 
 @dataclass(frozen=True)
 class Group:
-    """The clients whose tensors of a field have places in the same larger ones."""
+    """Clients whose values of a field are comparable, as parts of the same larger tensors."""
 
     clients: tuple[int, ...]
+    """Indices of the clients among the replies."""
     names: tuple[str, ...]
-    """The field's tensors of floating-point numbers."""
+    """Names of the field's floating-point tensors."""
     values: Mapping[int, Mapping[str, Array]]
+    """Tensors by client and name."""
     rows: Mapping[int, Array]
-    """By client, the numbers of its rows; empty: the leading ones."""
+    """Row indices of each client's values in the larger tensor; empty for leading parts."""
 
     def stack(self, name: str) -> Array:
-        """Return the clients' tensors [K, ...] in float64, NaN where a client has no value."""
-        found = {client: self.values[client][name] for client in self.clients}
-        shape = np.max([value.shape for value in found.values()], axis=0).astype(int)
+        """Stack the clients' tensors to [K, ...] in float64, with NaN for missing values."""
+        values = {client: self.values[client][name] for client in self.clients}
+        shape = np.max([value.shape for value in values.values()], axis=0).astype(int)
         if self.rows:
             shape[0] = 1 + max(int(rows.max()) for rows in self.rows.values())
-        stack = np.full((len(found), *shape), np.nan)
-        for place, (client, value) in enumerate(found.items()):
-            stack[place][self._region(value, client)] = value
+        stack = np.full((len(values), *shape), np.nan)
+        for index, (client, value) in enumerate(values.items()):
+            stack[index][self._region(value, client)] = value
         return stack
 
-    def part(self, whole: Array, name: str, client: int) -> Array:
-        """Return a client's part of a tensor, in its own type."""
-        own = self.values[client][name]
-        return as_type(whole[self._region(own, client)], own.dtype)
+    def part(self, full: Array, name: str, client: int) -> Array:
+        """Return the part of a larger tensor that corresponds to a client's tensor."""
+        value = self.values[client][name]
+        return as_type(full[self._region(value, client)], value.dtype)
 
     def _region(self, value: Array, client: int) -> tuple[Any, ...]:
         slices = tuple(map(slice, value.shape))
@@ -190,34 +200,34 @@ class Group:
 
 
 def flat(stack: Array) -> Array:
-    """Return a stack [K, ...] as points [K, D]."""
+    """Reshape a stack [K, ...] to points [K, D]."""
     return stack.reshape(len(stack), -1)
 
 
 def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> list[Group]:
-    """Return the groups of clients whose values of a field can be compared.
+    """Group clients whose values of a field are comparable.
 
-    Rows with numbers can always be; weights, if their names and shapes are the same, or those of
-    smaller models are parts of those of larger ones.
+    Rows with ids are always comparable. Weights are comparable if their names and shapes are the
+    same, or if smaller models are parts of larger models.
     """
     ids = ids_of(contract, field)
     labels = "" if ids else labels_of(contract, field)
-    alike: dict[object, list[int]] = {}
+    clients_by_key: dict[object, list[int]] = {}
     values: dict[int, Mapping[str, Array]] = {}
     for client, reply in enumerate(replies):
         names = [n for n in reply.tensors if n == field.name or n.startswith(field.name + "/")]
-        own = {n: v for n in names if np.issubdtype((v := reply.tensors[n]).dtype, np.floating)}
-        if not own or not all(value.size for value in own.values()):
+        tensors = {n: v for n in names if np.issubdtype((v := reply.tensors[n]).dtype, np.floating)}
+        if not tensors or not all(value.size for value in tensors.values()):
             continue
         if labels:
-            own = {name: class_means(v, reply.tensors[labels]) for name, v in own.items()}
-        values[client] = own
-        apart = not (ids or labels or (isinstance(field, WeightsField) and field.nested))
-        architecture = tuple((name, value.shape) for name, value in own.items())
-        alike.setdefault(architecture if apart else tuple(own), []).append(client)
-    numbers: dict[int, Array] = {}
+            tensors = {name: class_means(v, reply.tensors[labels]) for name, v in tensors.items()}
+        values[client] = tensors
+        by_shape = not (ids or labels or (isinstance(field, WeightsField) and field.nested))
+        architecture = tuple((name, value.shape) for name, value in tensors.items())
+        clients_by_key.setdefault(architecture if by_shape else tuple(tensors), []).append(client)
+    rows: dict[int, Array] = {}
     if ids or labels:
-        numbers = {
+        rows = {
             c: replies[c].tensors[ids] if ids else np.unique(replies[c].tensors[labels])
             for c in values
         }
@@ -226,12 +236,17 @@ def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> li
             tuple(clients),
             tuple(values[clients[0]]),
             values,
-            {client: numbers[client] for client in clients} if numbers else {},
+            {client: rows[client] for client in clients} if rows else {},
         )
-        for clients in alike.values()
+        for clients in clients_by_key.values()
     ]
 
 
 def class_means(values: Array, labels: Array) -> Array:
-    """Return the means [P, ...] of rows [N, ...] of each class in `labels` [N], ascending."""
+    """Return the mean of the rows of each class, in ascending order of the classes.
+
+    Args:
+        values: Array of shape [N, ...].
+        labels: Class of each row, of shape [N].
+    """
     return np.stack([values[labels == c].mean(0, dtype=np.float64) for c in np.unique(labels)])

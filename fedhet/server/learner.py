@@ -1,4 +1,4 @@
-"""A model that the server itself trains."""
+"""Training of a model on the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedhet.wire.identity import SERVER
 
 
 class Learner:
-    """Trains a model of the server with the run's training settings, over all rounds."""
+    """Trains a model on the server in each round, with the run's training settings."""
 
     def __init__(self, model: HetModel, run: RunSettings) -> None:
         # The thread count affects floating-point sums: fix it, as on the clients.
@@ -39,12 +39,12 @@ class Learner:
         self.compute = compute_for(run.engine)
         self.compute.place(model)
         self.plateau = Plateau()
-        """What the schedule `plateau` follows: the training loss, or an error of its own."""
-        self._known: dict[str, Tensor] = {}
-        """What the optimizer of the last round knew, if it is kept."""
+        """State of the schedule `plateau`, which follows the training loss or another error."""
+        self._optimizer_state: dict[str, Tensor] = {}
+        """State of the last round's optimizer, if 'training.keep-optimizer' is set."""
 
     def predict(self, x: Tensor) -> Array:
-        """Return the logits [N, C] of x [N, ...]."""
+        """Return the logits of shape [N, C] for samples `x` of shape [N, ...]."""
         return logits_of(self.model, x, self.compute).cpu().numpy()
 
     def train(
@@ -58,17 +58,31 @@ class Learner:
         before_epoch: Callable[[int], object] | None = None,
         error_of: Callable[[Array], float] | None = None,
     ) -> Array:
-        """Train on x [N, ...] and y [N] as `train_epochs` does; return the logits [N, C] of x.
+        """Train the model with `train_epochs`, and return its logits on the training samples.
 
-        The schedule `plateau` follows `error_of` these logits, or the training loss. Raises
-        DivergedError, with the model as it was, if it or its logits are of no more use.
+        Args:
+            round: The current round, which determines the learning rate and the random draws.
+            x: Samples of shape [N, ...].
+            y: Targets of shape [N, ...].
+            loss_of: Computes the loss of a batch.
+            epochs: Number of epochs.
+            before_epoch: Called before each epoch with its number.
+            error_of: Computes the error that the schedule `plateau` follows from the logits; by
+                default, the schedule follows the training loss.
+
+        Returns:
+            Logits of shape [N, C].
+
+        Raises:
+            DivergedError: The weights or the logits are not finite or too large. The model is
+                left unchanged.
         """
         before = copy.deepcopy(self.model.state_dict())
         training, seed = self.run.training, self.run.seed
         factor = rate_factor(training, round, self.run.rounds, self.plateau)
-        now = training.model_copy(update={"lr": training.lr * factor})
-        optimizing = optimization_for(self.model.parameters(), now, self.compute)
-        optimizing.load_state(self.model, self._known)
+        scaled = training.model_copy(update={"lr": training.lr * factor})
+        optimizing = optimization_for(self.model.parameters(), scaled, self.compute)
+        optimizing.load_state(self.model, self._optimizer_state)
         self.model.train()
         with seeded(seed, SERVER, round, device=self.compute.device):
             loss = train_epochs(
@@ -83,29 +97,29 @@ class Learner:
                 before_epoch=before_epoch,
             )
         logits = self.predict(x)
-        within = bool((np.abs(logits) <= MAX_MAGNITUDE).all())  # False for NaN
-        if not (math.isfinite(loss) and all_finite(self.model) and within):
+        in_range = bool((np.abs(logits) <= MAX_MAGNITUDE).all())  # False for NaN
+        if not (math.isfinite(loss) and all_finite(self.model) and in_range):
             self.model.load_state_dict(before)
             raise DivergedError(f"the loss is {loss:.3g}")
         error = error_of(logits) if error_of else loss
         self.plateau = self.plateau.after(error, patience=training.patience, decay=training.decay)
         if training.keep_optimizer:
-            self._known = optimizing.state(self.model)
+            self._optimizer_state = optimizing.state(self.model)
         return logits
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the model, and what the next round's optimizer needs."""
-        # Before the first round that trains the least error is infinite, which no checkpoint holds.
+        """Return the weights, and the states of the optimizer and of the schedule."""
+        # Before the first training, the lowest error is infinite, which a checkpoint cannot hold.
         plateau = {k: np.array(v) for k, v in vars(self.plateau).items() if math.isfinite(v)}
         return {
             **grouped("model", to_arrays(self.model)),
-            **grouped("optimizer", to_host_arrays(self._known)),
+            **grouped("optimizer", to_host_arrays(self._optimizer_state)),
             **grouped("plateau", plateau),
         }
 
     def load_state_dict(self, state: Arrays) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         load_weights(self.model, group(state, "model"))
-        kept = {k: torch.tensor(v) for k, v in group(state, "optimizer").items()}
-        self._known = all_to_device(kept, self.compute.device)
+        tensors = {k: torch.tensor(v) for k, v in group(state, "optimizer").items()}
+        self._optimizer_state = all_to_device(tensors, self.compute.device)
         self.plateau = Plateau(**{k: v.item() for k, v in group(state, "plateau").items()})

@@ -1,7 +1,8 @@
-"""What Flower knows of the nodes of a deployment: their registered names, and their sessions.
+"""Nodes of a deployment: registered names, sessions, and messages that survive a restart.
 
-A node that is killed and let in again within a minute has a new session, but Flower does not count
-it as gone. A message that its former session has taken never has a reply; it is sent again here.
+A node that is killed and reconnects within a minute has a new session, but Flower does not count it
+as disconnected. A message that the former session had received would never get a reply, so this
+module sends the message again.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from flwr.server.compat.grid_client_proxy import GridClientProxy
 
 from fedhet.base.errors import one_line
 
-FRESH_SECONDS = 10.0
-"""Seconds for which Flower's list of the nodes is used again."""
+CACHE_SECONDS = 10.0
+"""Time for which Flower's list of online nodes is cached."""
 POLL_SECONDS = 3.0
-"""Maximum time between two looks for a reply, as in Flower's own grid."""
+"""Maximum time between two polls for a reply, as in Flower's own grid."""
 POLL_FRACTION = 0.1
-"""The time to the next look for a reply, as a fraction of the time waited so far."""
+"""Time until the next poll for a reply, as a fraction of the time waited so far."""
 POLL_SECONDS_PER_NODE = 0.02
-"""Minimum time between two looks for a reply, for each node that is online."""
-TRANSFERS = 2
-"""Messages that are in the server's memory at once while they are sent or received."""
+"""Minimum time between two polls for a reply, for each node that is online."""
+MAX_TRANSFERS = 2
+"""Maximum number of messages being sent or received, and thus in memory, at the same time."""
 TRANSFER_SECONDS = 60.0
-"""A transfer that takes longer keeps no other waiting: its node may have been killed."""
+"""Time after which a transfer no longer blocks others, because its node may have been killed."""
 
 
 class NodeInfo(Protocol):
-    """A node that is online, as far as it matters here."""
+    """The attributes of an online node that this module uses."""
 
     node_id: int
     name: str
@@ -42,159 +43,168 @@ class NodeInfo(Protocol):
 
 
 class Nodes:
-    """The nodes that are online, as Flower's grid lists them."""
+    """The online nodes, as listed by Flower's grid."""
 
     def __init__(self, grid: Any) -> None:
         self._grid = grid
         self._lock = threading.Lock()
-        self._known: dict[int, NodeInfo] = {}
-        self._asked = -FRESH_SECONDS
+        self._nodes: dict[int, NodeInfo] = {}
+        self._listed_at = -CACHE_SECONDS
 
     def name(self, node_id: int) -> str:
-        """Return the name with which a node's key was registered; empty if it has none.
+        """Return the registered name of a node's key, or "" if the key has no name.
 
-        Raises LookupError if the node is not online: nothing may be concluded then.
+        Raises LookupError if the node is not online, so that its name is unknown.
         """
-        known = self._online(FRESH_SECONDS)
-        node = known.get(node_id) or self._online(0.0).get(node_id)
+        node = self._online(CACHE_SECONDS).get(node_id) or self._online(0.0).get(node_id)
         if node is None:
-            raise LookupError(f"node {node_id} is not online any more")
+            raise LookupError(f"node {node_id} is no longer online")
         return str(node.name or "")
 
-    def session(self, node_id: int, *, fresh: bool = False) -> str:
-        """Return what distinguishes a node's sessions; empty if the node is not online.
+    def session(self, node_id: int, *, use_cache: bool = True) -> str:
+        """Return an identifier of a node's current session, or "" if the node is not online.
 
-        Unless it must be fresh, the session may be some seconds old.
+        A cached session may be up to CACHE_SECONDS old.
         """
-        node = self._online(0.0 if fresh else FRESH_SECONDS).get(node_id)
+        node = self._online(CACHE_SECONDS if use_cache else 0.0).get(node_id)
         return str(node.last_activated_at) if node is not None else ""
 
-    def pause(self, waited: float) -> float:
-        """Return the seconds until the next look for a reply that was awaited for `waited` s.
+    def poll_interval(self, waited: float) -> float:
+        """Return the seconds until the next poll for a reply, after `waited` seconds.
 
-        A SuperNode asks for messages every 3 s. If a quick reply is found before its node asks
-        again, the node has the next message 3 s earlier.
+        A SuperNode requests messages every 3 s. If a quick reply is received before the node's next
+        request, the node gets its next message 3 s earlier.
         """
-        least = max(0.2, POLL_SECONDS_PER_NODE * len(self._known))
-        return min(POLL_SECONDS, max(least, POLL_FRACTION * waited))
+        min_seconds = max(0.2, POLL_SECONDS_PER_NODE * len(self._nodes))
+        return min(POLL_SECONDS, max(min_seconds, POLL_FRACTION * waited))
 
-    def _online(self, max_seconds: float) -> dict[int, NodeInfo]:
+    def _online(self, max_age: float) -> dict[int, NodeInfo]:
         with self._lock:
-            if time.monotonic() - self._asked >= max_seconds:
-                self._known = {node.node_id: node for node in self._grid.get_nodes()}
-                self._asked = time.monotonic()
-            return self._known
+            if time.monotonic() - self._listed_at >= max_age:
+                self._nodes = {node.node_id: node for node in self._grid.get_nodes()}
+                self._listed_at = time.monotonic()
+            return self._nodes
 
 
 class TransferLimiter:
-    """Lets a few messages at a time be sent or received: each takes several times its size."""
+    """Limits how many messages are sent or received at the same time.
 
-    def __init__(self, most: int = TRANSFERS, seconds: float = TRANSFER_SECONDS) -> None:
-        self._most, self._seconds = most, seconds
-        self._begun: dict[object, float] = {}
+    During its transfer, a message takes several times its size in memory.
+    """
+
+    def __init__(
+        self, max_transfers: int = MAX_TRANSFERS, max_seconds: float = TRANSFER_SECONDS
+    ) -> None:
+        self._max_transfers, self._max_seconds = max_transfers, max_seconds
+        self._started: dict[object, float] = {}
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until fewer than the most are under way that are not overdue; then do the block."""
-        own = object()
+        """Wait for a free place, and hold it during the block.
+
+        Transfers that take longer than the maximum time do not count.
+        """
+        transfer = object()
         with self._changed:
-            while (
-                sum(time.monotonic() - begun < self._seconds for begun in self._begun.values())
-                >= self._most
-            ):
-                self._changed.wait(min(1.0, self._seconds))
-            self._begun[own] = time.monotonic()
+            while self._num_active() >= self._max_transfers:
+                self._changed.wait(min(1.0, self._max_seconds))
+            self._started[transfer] = time.monotonic()
         try:
             yield
         finally:
             with self._changed:
-                del self._begun[own]
+                del self._started[transfer]
                 self._changed.notify()
+
+    def _num_active(self) -> int:
+        now = time.monotonic()
+        return sum(now - started < self._max_seconds for started in self._started.values())
 
 
 class RetryingGrid:
-    """Flower's grid for messages to one node: a node that restarts meanwhile is asked again."""
+    """Grid for messages to one node that sends a message again if the node restarts."""
 
     def __init__(self, grid: Any, nodes: Nodes, transfers: TransferLimiter | None = None) -> None:
         self._grid, self._nodes = grid, nodes
         self._transfers = transfers or TransferLimiter()
 
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
-        """Send the one message; return its reply, or Flower's error once its time is over.
+        """Send one message, and return its reply, or Flower's error after the time limit.
 
-        An error counts only if no other message is under way: Flower may give up the first.
+        An error is ignored while a copy of the message is in progress, since Flower may give up
+        the first copy.
         """
         (message,) = messages
-        node, begun = message.metadata.dst_node_id, time.monotonic()
-        end = begun + message.metadata.ttl
-        session = self._nodes.session(node, fresh=True)
-        pending = self._send(message)
+        node, started = message.metadata.dst_node_id, time.monotonic()
+        deadline = started + message.metadata.ttl
+        session = self._nodes.session(node, use_cache=False)
+        pollers = self._send(message)
         while True:
-            for look in list(pending):
-                if (reply := look.reply()) is not None:
-                    pending.remove(look)
-                    if not (reply.has_error() and pending):
+            for poller in list(pollers):
+                if (reply := poller.poll()) is not None:
+                    pollers.remove(poller)
+                    if not (reply.has_error() and pollers):
                         return [reply]
-            time.sleep(self._nodes.pause(time.monotonic() - begun))
-            now, left = self._nodes.session(node), end - time.monotonic()
-            if now not in ("", session) and left > 0:
-                session, to = now, message.metadata
-                pending += self._send(
+            time.sleep(self._nodes.poll_interval(time.monotonic() - started))
+            current, remaining = self._nodes.session(node), deadline - time.monotonic()
+            if current not in ("", session) and remaining > 0:
+                session, metadata = current, message.metadata
+                pollers += self._send(
                     Message(
                         message.content,
-                        dst_node_id=to.dst_node_id,
-                        message_type=to.message_type,
-                        group_id=to.group_id,
-                        ttl=left,
+                        dst_node_id=metadata.dst_node_id,
+                        message_type=metadata.message_type,
+                        group_id=metadata.group_id,
+                        ttl=remaining,
                     )
                 )
 
     def _send(self, message: Message) -> list[ReplyPoller]:
         with self._transfers.turn():
-            numbers = list(self._grid.push_messages([message]))
-        return [ReplyPoller(self._grid, number, self._transfers) for number in numbers]
+            message_ids = list(self._grid.push_messages([message]))
+        return [ReplyPoller(self._grid, each, self._transfers) for each in message_ids]
 
 
 class ReplyPoller:
-    """Looks for the reply to one message, in a thread of its own.
+    """Polls for the reply to one message in a separate thread.
 
-    Of a node that was killed while it sent its reply, Flower waits minutes for the rest.
+    If a node was killed while it sent its reply, Flower waits minutes for the remaining data.
     """
 
-    def __init__(self, grid: Any, number: str, transfers: TransferLimiter) -> None:
-        self._grid, self._number, self._transfers = grid, number, transfers
-        self._found: list[Message] = []
-        self._fault: Exception | None = None
+    def __init__(self, grid: Any, message_id: str, transfers: TransferLimiter) -> None:
+        self._grid, self._message_id, self._transfers = grid, message_id, transfers
+        self._replies: list[Message] = []
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def reply(self) -> Message | None:
-        """Return the reply, or None if it has not come. Raises what the look has raised."""
+    def poll(self) -> Message | None:
+        """Return the reply, or None if it has not arrived. Raises errors of the polling thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, daemon=True)
+            self._thread = threading.Thread(target=self._pull, daemon=True)
             self._thread.start()
         self._thread.join(POLL_SECONDS)
         if self._thread.is_alive():
             return None
         self._thread = None
-        if self._fault is not None:
-            raise self._fault
-        return self._found[0] if self._found else None
+        if self._error is not None:
+            raise self._error
+        return self._replies[0] if self._replies else None
 
-    def _look(self) -> None:
+    def _pull(self) -> None:
         try:
             with self._transfers.turn():
-                self._found = list(self._grid.pull_messages([self._number]))
-        except Exception as error:  # it is raised where the reply is waited for
-            self._fault = error
+                self._replies = list(self._grid.pull_messages([self._message_id]))
+        except Exception as error:  # raised again in the thread that waits for the reply
+            self._error = error
 
 
 def registered_name(proxy: ClientProxy) -> str:
-    """Return the name with which a node's key was registered; empty if it has none.
+    """Return the registered name of a node's key, or "" if there is none.
 
-    In a simulation, and where nodes have no keys, none has.
+    In a simulation, and in a deployment without keys, nodes have no registered name.
     """
-    grid = _grid_of(proxy)
+    grid = _deployment_grid(proxy)
     if grid is None:
         return ""
     assert isinstance(proxy, GridClientProxy)
@@ -202,33 +212,33 @@ def registered_name(proxy: ClientProxy) -> str:
 
 
 def display_name(proxy: ClientProxy) -> str:
-    """Return a node's name in messages: `node NAME`, or its number if it has no registered name."""
-    with contextlib.suppress(Exception):  # of the transport: the node may be gone, or the server
+    """Return a node's name for messages: `node NAME`, or `node ID` if it has no registered name."""
+    with contextlib.suppress(Exception):  # the node or the server may be unreachable
         return f"node {one_line(registered_name(proxy)) or proxy.cid}"
     return f"node {proxy.cid}"
 
 
 def retrying(proxy: ClientProxy) -> ClientProxy:
-    """Return a node's proxy, which in a deployment asks it again when it has restarted."""
-    grid = _grid_of(proxy)
+    """Return a proxy that, in a deployment, sends messages again if the node restarts."""
+    grid = _deployment_grid(proxy)
     if grid is None:
         return proxy
     assert isinstance(proxy, GridClientProxy)
-    asking: Any = RetryingGrid(grid, *_shared_by(grid))
-    return GridClientProxy(proxy.node_id, asking, proxy.run_id)
+    retrying_grid: Any = RetryingGrid(grid, *_shared_by(grid))
+    return GridClientProxy(proxy.node_id, retrying_grid, proxy.run_id)
 
 
 @lru_cache(maxsize=1)
 def _shared_by(grid: Any) -> tuple[Nodes, TransferLimiter]:
-    """Return the nodes of a grid, and the turns of its messages: one object for all its proxies."""
+    """Return the objects that all proxies of a grid share."""
     return Nodes(grid), TransferLimiter()
 
 
-def _grid_of(proxy: ClientProxy) -> Any:
-    """Return Flower's grid of a deployment; None in a simulation, whose nodes do not restart."""
+def _deployment_grid(proxy: ClientProxy) -> Any:
+    """Return the grid of a deployment, or None in a simulation, whose nodes do not restart."""
     if not isinstance(proxy, GridClientProxy):
         return None
-    # Imported here, because with it comes what a SuperLink needs, such as SQLAlchemy: a second.
+    # Import lazily: flwr.superlink loads SQLAlchemy (about 1 s).
     from flwr.superlink.grid import InMemoryGrid
 
     return None if isinstance(proxy.grid, InMemoryGrid) else proxy.grid

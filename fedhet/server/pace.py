@@ -1,12 +1,12 @@
-"""The pace of a run: collects a round's replies until the round closes.
+"""The pace of a run: calls clients and collects their replies until each round closes.
 
-A round closes by this machine's clock or, in a simulation, by a simulated one. A client whose reply
-comes after that is late: it is not called while it is at work, and its reply is handed to the round
-in which it comes. Flower's own server would wait for all clients.
+A round closes by the machine's clock or, in a simulation, by a simulated clock. A client that has
+not replied by then is late: it is not called while it is at work, and its reply is used in the
+round in which it arrives. Flower's own server would wait for all clients.
 
 By the simulated clock, a client's time for a round is its work divided by its speed, plus the bytes
-that it receives and sends divided by its bandwidth. It depends on the seed, the client and the
-round alone: a resumed run is equal, and so is one on more workers.
+that it receives and sends divided by its bandwidth. This time depends only on the seed, the client
+and the round, so that a run gives the same results if it is resumed or uses more workers.
 """
 
 from __future__ import annotations
@@ -49,77 +49,87 @@ from fedhet.settings.run import RunSettings
 SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"
 COLUMNS = (SAMPLE_MS, MBIT, CLIENT)
 MAX_BYTES = 64 * 2**20
-"""The largest file of measured devices."""
+"""Maximum size of a file of measured devices."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a client computes and sends with."""
+    """The speed and the bandwidth of a client's device."""
 
     sample_ms: float
     """Milliseconds per training sample."""
     mbit: float
-    """Bandwidth, in Mbit per second, either way."""
+    """Bandwidth in each direction, in Mbit/s."""
 
     def seconds(self, work: float, size: int) -> float:
-        """Return the seconds for `work` samples and for `size` bytes."""
+        """Return the seconds needed to process `work` samples and to transfer `size` bytes."""
         return work * self.sample_ms / 1e3 + size * 8 / (self.mbit * 1e6)
 
 
 class SimulatedClock:
-    """The devices of a simulation's clients."""
+    """Simulates the time that clients take for a round."""
 
     def __init__(self, pace: PaceSettings, seed: int) -> None:
-        """Raises SettingsError if the file of measured devices cannot be used."""
+        """Read the file of measured devices, if one is set. Raises SettingsError."""
         self._pace, self._seed = pace, seed
         self._rows = [] if pace.clock == DRAWN_CLOCK else read_devices(Path(pace.clock))
         self._named = {name: device for name, device in self._rows if name}
 
     def seconds(self, client: str, round: int, work: float, size: int) -> float:
-        """Return how long a client takes for a round; a straggler, 'pace.slowdown' times as long.
+        """Return the seconds that a client takes for a round.
 
-        `work` is the number of training samples, each counted as often as it was used; `size` the
-        bytes of the two messages.
+        A straggler takes 'pace.slowdown' times as long.
+
+        Args:
+            client: Name of the client.
+            round: The round.
+            work: Number of training samples processed, counting repetitions.
+            size: Size of the two messages in bytes.
         """
-        taken, share = self.device(client).seconds(work, size), self._pace.stragglers
-        if share > 0 and numpy_rng(self._seed, client, round, "straggler").random() < share:
-            taken *= self._pace.slowdown
-        return taken
+        seconds, fraction = self.device(client).seconds(work, size), self._pace.stragglers
+        if fraction > 0 and numpy_rng(self._seed, client, round, "straggler").random() < fraction:
+            seconds *= self._pace.slowdown
+        return seconds
 
     def device(self, client: str) -> Device:
-        """Return a client's device. Raises SettingsError if the file names others only."""
+        """Return a client's device. Raises SettingsError if the file lacks the client."""
         if self._named:
             if client not in self._named:
                 hint = nearest(client, self._named)
-                fault = f"{self._pace.clock}: has no row for the client {client!r}{hint}"
-                raise SettingsError(fault)
+                fault = f"client {client!r} has no row in {self._pace.clock}{hint}"
+                raise SettingsError(f"pace.clock: {fault}")
             return self._named[client]
         if self._rows:
             row = int(numpy_rng(self._seed, client, "device").integers(len(self._rows)))
             return self._rows[row][1]
         speed, bandwidth = numpy_rng(self._seed, client, "device").standard_normal(2)
         pace, spread = self._pace, self._pace.spread
-        slower, faster = math.exp(spread * speed), math.exp(spread * bandwidth)
-        return Device(pace.sample_ms * slower, pace.mbit * faster)
+        slowness, width = math.exp(spread * speed), math.exp(spread * bandwidth)
+        return Device(pace.sample_ms * slowness, pace.mbit * width)
 
 
 def read_devices(path: Path) -> list[tuple[str, Device]]:
-    """Return the devices of a CSV file, each with the client that it names, or "".
+    """Read the devices of a CSV file.
 
-    Its header names the columns `sample-ms` and `mbit`, and may name `client`. Raises SettingsError
-    that names the line and what is allowed.
+    The header must have the columns `sample-ms` and `mbit`, and may have a column `client`.
+
+    Returns:
+        Client and device of each row; the client is "" if the file names none.
+
+    Raises:
+        SettingsError: The file cannot be read, or a row is invalid.
     """
-    where, rows = f"setting 'pace.clock' = {str(path)!r}", list[tuple[str, Device]]()
+    setting, rows = f"pace.clock = {str(path)!r}", list[tuple[str, Device]]()
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise SettingsError(f"{where} is larger than {MAX_BYTES >> 20} MB")
+            raise SettingsError(f"{setting}: file must be at most {MAX_BYTES >> 20} MB")
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.DictReader(file)
             names = lines.fieldnames or ()
             if not {SAMPLE_MS, MBIT} <= set(names) or not set(names) <= set(COLUMNS):
-                found = one_line(", ".join(map(str, names)) or "nothing")
-                rule = f"{SAMPLE_MS} and {MBIT}, and {CLIENT} if its rows are of named clients"
-                raise SettingsError(f"{where} has the columns {found}: it takes {rule}")
+                header = one_line(", ".join(map(str, names)) or "no header")
+                rule = f"expected {SAMPLE_MS}, {MBIT} and optionally {CLIENT}"
+                raise SettingsError(f"{setting}: unsupported columns, {rule}, got {header}")
             for row in lines:
                 numbers = []
                 for name in (SAMPLE_MS, MBIT):
@@ -128,15 +138,15 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
                     except ValueError:
                         numbers.append(math.nan)
                     if not 0 < numbers[-1] < 1e9:
-                        given = f"{name} is {one_line(repr(row.get(name)))}"
-                        line = f"{where}, line {lines.line_num}"
-                        raise SettingsError(f"{line}: {given}, it takes a number > 0")
+                        value = one_line(repr(row.get(name)))
+                        line = f"{setting}, line {lines.line_num}"
+                        raise SettingsError(f"{line}: {name} must be a number > 0, got {value}")
                 rows.append(((row.get(CLIENT) or "").strip(), Device(*numbers)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        rule = "it takes none, log-normal, or a CSV file of devices"
-        raise SettingsError(f"{where} cannot be read ({one_line(str(error))}): {rule}") from None
+        rule = "expected none, log-normal, or the path of a CSV file"
+        raise SettingsError(f"{setting}: {rule} ({one_line(str(error))})") from None
     if not rows:
-        raise SettingsError(f"{where} has no device: it takes a row for each")
+        raise SettingsError(f"{setting}: file must have at least one row")
     return rows
 
 

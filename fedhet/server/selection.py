@@ -1,7 +1,8 @@
 """Selection of a round's clients: at random, by power-of-choice, or by Oort.
 
 Power-of-choice: Cho, Wang and Joshi, Toward Understanding Biased Client Selection in Federated
-Learning, AISTATS 2022; by the losses that the server knows (their rpow-d), without extra messages.
+Learning, AISTATS 2022. This is their variant rpow-d, which uses the latest reported losses and
+needs no extra messages.
 Oort: Lai, Zhu, Madhyastha and Chowdhury, Oort: Efficient Federated Learning via Guided Participant
 Selection, OSDI 2021.
 """
@@ -26,38 +27,38 @@ from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import ClientInfo
 
 EXPLORATION, MIN_EXPLORATION, EXPLORATION_DECAY = 0.9, 0.2, 0.98
-"""Oort, Section 7.1: the share of clients that were never asked, its least and its decay."""
+"""Oort, Section 7.1: fraction of new clients in the first round, its minimum, and its decay."""
 CUTOFF = 0.95
-"""Oort, Algorithm 1, line 13: of the last utility that would be chosen, what still may be."""
-CLIP_AT = 0.95
-"""Oort, Section 4.4: utilities are clipped at this quantile."""
+"""Oort, Algorithm 1, line 13: minimum utility, as a fraction of the lowest utility selected."""
+CLIP_QUANTILE = 0.95
+"""Oort, Section 4.4: quantile at which utilities are clipped."""
 PENALTY = 2.0
-"""Oort, Eq. 2: alpha, by which slow clients are held back."""
+"""Oort, Eq. 2: alpha, the exponent of the penalty for slow clients."""
 WINDOW = 20
-"""Oort, Section 7.1: rounds between two looks at what the rounds were worth."""
+"""Oort, Section 7.1: number of rounds after which the preferred duration may change."""
 FIRST_QUANTILE, QUANTILE_STEP = 0.3, 0.05
-"""The quantile of the clients' durations that is the preferred one, and by how much it rises."""
+"""Quantile of the clients' durations used as the preferred duration, and its increment."""
 
 
 @dataclass
-class Past:
-    """What the server knows of a client's last reply."""
+class LastReply:
+    """The last reply of a client."""
 
     round: int
     loss: float
-    """Its mean training loss."""
+    """Mean training loss; NaN if unknown."""
     seconds: float
-    """How long it took."""
+    """Time that the client took for the round."""
     samples: float
 
 
 @dataclass
 class History:
-    """What is known of all clients that have replied, and what their rounds were worth."""
+    """The last replies of all clients, and the utility of past rounds."""
 
-    clients: dict[str, Past] = field(default_factory=dict)
+    clients: dict[str, LastReply] = field(default_factory=dict)
     worth: list[float] = field(default_factory=list)
-    """The sum of the statistical utilities of each round's replies."""
+    """Sum of the statistical utilities of each round's replies."""
 
 
 def power_of_choice(
@@ -68,18 +69,25 @@ def power_of_choice(
     candidates: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Return the `count` clients with the highest loss of `candidates` drawn by their samples.
+    """Draw candidates in proportion to their samples, and return those with the highest losses.
 
-    rpow-d (Section 4): candidates are drawn with probability p_k, without replacement; a client
-    whose loss is not known yet comes first.
+    This is rpow-d (Section 4). Clients whose loss is unknown come first.
+
+    Args:
+        names: Names of the clients, sorted.
+        samples: Number of training samples of each client.
+        history: Last replies of the clients.
+        count: Number of clients to select.
+        candidates: Number of candidates; 0 = twice `count`.
+        rng: Random generator of the round.
     """
     number = min(len(names), max(count, candidates or 2 * count))
-    share = np.array([max(samples[name], 1e-9) for name in names], dtype=np.float64)
-    drawn = rng.choice(len(names), size=number, replace=False, p=share / share.sum())
+    weights = np.array([max(samples[name], 1e-9) for name in names], dtype=np.float64)
+    drawn = rng.choice(len(names), size=number, replace=False, p=weights / weights.sum())
 
     def loss_of(index: int) -> float:
-        known = history.clients.get(names[index])
-        return math.inf if known is None or math.isnan(known.loss) else known.loss
+        last = history.clients.get(names[index])
+        return math.inf if last is None or math.isnan(last.loss) else last.loss
 
     order = sorted(map(int, drawn), key=lambda index: (-loss_of(index), names[index]))
     return [names[index] for index in order[:count]]
@@ -88,65 +96,73 @@ def power_of_choice(
 def oort(
     names: Sequence[str], history: History, round: int, count: int, rng: np.random.Generator
 ) -> list[str]:
-    """Return `count` clients: some never asked, the others drawn by their utility (Algorithm 1)."""
-    known = [name for name in names if name in history.clients]
-    fresh = [name for name in names if name not in history.clients]
-    share = max(MIN_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
-    explored = min(len(fresh), int(share * count + 0.5))
-    explored = max(explored, min(len(fresh), count - len(known)))
-    new = [fresh[int(i)] for i in rng.permutation(len(fresh))[:explored]]
-    count -= explored
-    if count <= 0 or not known:
+    """Select clients by Oort (Algorithm 1): new clients at random, and others by utility."""
+    explored = [name for name in names if name in history.clients]
+    unexplored = [name for name in names if name not in history.clients]
+    fraction = max(MIN_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
+    num_new = min(len(unexplored), int(fraction * count + 0.5))
+    num_new = max(num_new, min(len(unexplored), count - len(explored)))
+    new = [unexplored[int(i)] for i in rng.permutation(len(unexplored))[:num_new]]
+    count -= num_new
+    if count <= 0 or not explored:
         return new
-    utility = utilities({name: history.clients[name] for name in known}, round, preferred(history))
-    order = sorted(known, key=lambda name: (-utility[name], name))
-    least = CUTOFF * utility[order[min(count, len(order)) - 1]]
-    pool = [name for name in order if utility[name] >= least]
-    weight = np.array([utility[name] for name in pool])
-    chances = weight / weight.sum() if weight.sum() > 0 else None
-    drawn = rng.choice(len(pool), size=min(count, len(pool)), replace=False, p=chances)
+    replies = {name: history.clients[name] for name in explored}
+    utility = utilities(replies, round, preferred_seconds(history))
+    order = sorted(explored, key=lambda name: (-utility[name], name))
+    min_utility = CUTOFF * utility[order[min(count, len(order)) - 1]]
+    pool = [name for name in order if utility[name] >= min_utility]
+    weights = np.array([utility[name] for name in pool])
+    probabilities = weights / weights.sum() if weights.sum() > 0 else None
+    drawn = rng.choice(len(pool), size=min(count, len(pool)), replace=False, p=probabilities)
     return [*(pool[int(index)] for index in drawn), *new]
 
 
-def utilities(clients: Mapping[str, Past], round: int, preferred: float) -> dict[str, float]:
-    """Return each client's utility (Eq. 2): what it teaches, times (T / t)^alpha if it is slow.
+def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) -> dict[str, float]:
+    """Return the utility of each client (Eq. 2): statistical utility, with a penalty if slow.
 
-    The statistical utility |B| sqrt(1/|B| sum of loss^2) is taken from the mean loss, since that is
-    what clients report. It is clipped, and grows with the rounds since the client was last asked
-    (Algorithm 1, line 10; in units of the largest, ours). None is zero, so that all may be drawn.
+    The statistical utility |B| sqrt(1/|B| sum of loss^2) is computed from the mean loss, which is
+    all that clients report. It is clipped, and grows with the rounds since the client's last reply
+    (Algorithm 1, line 10; unlike in the paper, in units of the clip value). All utilities are
+    positive, so that every client may be drawn.
+
+    Args:
+        clients: Last replies of the clients.
+        round: The current round.
+        preferred: Preferred duration T in seconds; a client that takes t > T seconds is penalized
+            by (T / t)^alpha.
     """
-    plain = {name: worth_of(past) for name, past in clients.items()}
-    most = float(np.quantile(list(plain.values()), CLIP_AT)) if plain else 0.0
-    found: dict[str, float] = {}
-    for name, past in clients.items():
-        unseen = math.sqrt(0.1 * math.log(max(round, 2)) / max(past.round, 1))
-        value = min(plain[name], most) + unseen * most
-        if past.seconds > preferred > 0:
-            value *= (preferred / past.seconds) ** PENALTY
-        found[name] = max(value, 1e-12)
-    return found
+    plain = {name: statistical_utility(last) for name, last in clients.items()}
+    clip = float(np.quantile(list(plain.values()), CLIP_QUANTILE)) if plain else 0.0
+    utility: dict[str, float] = {}
+    for name, last in clients.items():
+        uncertainty = math.sqrt(0.1 * math.log(max(round, 2)) / max(last.round, 1))
+        value = min(plain[name], clip) + uncertainty * clip
+        if last.seconds > preferred > 0:
+            value *= (preferred / last.seconds) ** PENALTY
+        utility[name] = max(value, 1e-12)
+    return utility
 
 
-def worth_of(past: Past) -> float:
-    """Return a client's statistical utility, by the mean loss of its samples."""
-    return past.samples * abs(past.loss) if math.isfinite(past.loss) else 0.0
+def statistical_utility(last: LastReply) -> float:
+    """Return the statistical utility of a client from its mean loss; 0 if the loss is unknown."""
+    return last.samples * abs(last.loss) if math.isfinite(last.loss) else 0.0
 
 
-def preferred(history: History) -> float:
+def preferred_seconds(history: History) -> float:
     """Return T, the preferred duration of a round in seconds (Section 4.3, the pacer).
 
-    It is a quantile of the clients' durations, which rises each time that the rounds of a window
-    were worth less than those of the window before.
+    T is a quantile of the clients' durations. The quantile rises each time the utility of a window
+    of rounds is lower than the utility of the previous window.
     """
-    whole_windows = range(0, len(history.worth) - WINDOW + 1, WINDOW)
-    sums = [sum(history.worth[at : at + WINDOW]) for at in whole_windows]
+    starts = range(0, len(history.worth) - WINDOW + 1, WINDOW)
+    sums = [sum(history.worth[start : start + WINDOW]) for start in starts]
     rises = sum(later < earlier for earlier, later in pairwise(sums))
     quantile = min(1.0, FIRST_QUANTILE + QUANTILE_STEP * rises)
-    seconds = [past.seconds for past in history.clients.values()]
+    seconds = [last.seconds for last in history.clients.values()]
     return float(np.quantile(seconds, quantile)) if seconds else 0.0
 
 
-def chosen(
+def select_clients(
     pace: PaceSettings,
     names: Sequence[str],
     samples: Mapping[str, float],
@@ -155,51 +171,54 @@ def chosen(
     count: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Return, sorted, the `count` of the clients `names` that are asked in a round."""
+    """Select `count` of the clients `names` with the strategy of 'pace.select', sorted."""
     ordered, count = sorted(names), min(count, len(names))
     if pace.select == "power-of-choice":
-        found = power_of_choice(ordered, samples, history, count, pace.candidates, rng)
+        selected = power_of_choice(ordered, samples, history, count, pace.candidates, rng)
     elif pace.select == "oort":
-        found = oort(ordered, history, round, count, rng)
+        selected = oort(ordered, history, round, count, rng)
     else:
-        found = [ordered[int(index)] for index in rng.permutation(len(ordered))[:count]]
-    return sorted(found)
+        selected = [ordered[int(index)] for index in rng.permutation(len(ordered))[:count]]
+    return sorted(selected)
 
 
 class ClientSampler:
-    """Draws clients by the seed and the round, and remembers what 'pace.select' needs."""
+    """Selects each round's clients, and keeps the history needed by 'pace.select'.
+
+    The selection depends only on the seed, the round and the history.
+    """
 
     def __init__(self, run: RunSettings) -> None:
         self._run, self._pace = run, run.pace
         self._history = History()
-        self._worth = 0.0
-        """The worth of the replies of the current round."""
+        self._round_utility = 0.0
+        """Sum of the statistical utilities of the current round's replies."""
         self._wanted: int | None = None
+        """Number of replies that the round needs; None until clients are selected."""
         self._seconds: Mapping[str, float] = {}
-        """Time that each client of the round took, by the run's clock."""
-        self.at_work = 0
-        """Clients of the federation that are not asked, since they are still at work."""
+        self._num_at_work = 0
+        """Number of eligible clients that are still working on an earlier instruction."""
 
-    def start(self, at_work: int) -> None:
-        """Begin a round in which so many clients are still at work."""
-        self.at_work, self._wanted, self._worth = at_work, None, 0.0
+    def start(self, num_at_work: int) -> None:
+        """Start a round, given the number of clients that are still at work."""
+        self._num_at_work, self._wanted, self._round_utility = num_at_work, None, 0.0
 
     def choose(self, round: int, members: Sequence[ClientInfo]) -> list[str]:
-        """Return, sorted, those of the idle clients `members` that are asked to train.
+        """Select idle clients to train in a round, sorted by name.
 
-        The round wants a share 'fraction' of all clients, those at work among them. Asynchronously,
-        so many are at work at any time.
+        A round wants a fraction 'fraction' of all clients, including clients at work. In
+        asynchronous mode, this many clients are at work at any time.
         """
-        self._wanted = clients_per_round(len(members) + self.at_work, self._run.fraction)
+        self._wanted = clients_per_round(len(members) + self._num_at_work, self._run.fraction)
         count = clients_to_sample(self._wanted, self._pace.over_selection)
         if self._pace.is_asynchronous:
-            count = max(0, count - self.at_work)
+            count = max(0, count - self._num_at_work)
         samples = {member.name: float(member.samples) for member in members}
         rng = numpy_rng(self._run.seed, "sample", round)
-        return chosen(self._pace, list(samples), samples, self._history, round, count, rng)
+        return select_clients(self._pace, list(samples), samples, self._history, round, count, rng)
 
     def needed(self, selection: Selection) -> int:
-        """Return how many of the selected clients the round is for; the others are in addition."""
+        """Return the number of replies that the round needs, without over-selected clients."""
         training = len(selection.training)
         if self._wanted is not None:
             training = self._wanted if self._pace.is_asynchronous else min(training, self._wanted)
@@ -210,25 +229,25 @@ class ClientSampler:
         self._seconds = seconds
 
     def record_reply(self, reply: Reply, round: int) -> None:
-        """Remember a client's reply: its loss, and how long it took."""
+        """Record the loss and the duration of a client's reply."""
         if self._pace.select != "random":
             measured, name = reply.measured, reply.client.name
             loss = math.nan if measured.loss is None else measured.loss
             seconds = self._seconds.get(name, measured.train_seconds)
-            past = Past(round, loss, seconds, reply.samples)
-            self._history.clients[name] = past
-            self._worth += worth_of(past)
+            last = LastReply(round, loss, seconds, reply.samples)
+            self._history.clients[name] = last
+            self._round_utility += statistical_utility(last)
 
     def finish(self) -> None:
         """End a round."""
         if self._pace.select != "random":
-            self._history.worth.append(self._worth)
+            self._history.worth.append(self._round_utility)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as JSON has it."""
-        found: dict[str, Any] = TypeAdapter(History).dump_python(self._history, mode="json")
-        return found
+        """Return the JSON-serializable state for a checkpoint."""
+        state: dict[str, Any] = TypeAdapter(History).dump_python(self._history, mode="json")
+        return state
 
-    def load_dict(self, known: Mapping[str, Any]) -> None:
-        """Restore what `to_dict` returned. Raises ValueError."""
-        self._history = TypeAdapter(History).validate_python(dict(known))
+    def load_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the result of `to_dict`. Raises ValueError."""
+        self._history = TypeAdapter(History).validate_python(dict(saved))

@@ -19,7 +19,7 @@ from fedhet.algorithms.rounds import fedbuff_rate, rebase
 from fedhet.base.arrays import Array, Arrays, OnDemand
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.spec import MethodSpec
-from fedhet.server.attacks import IN_THE_PAPER, Attack, Malicious
+from fedhet.server.attacks import IN_THE_PAPER, Attack, ByzantineClients
 from fedhet.server.defense import Defense
 from fedhet.server.reply import (
     STATISTICS_OF,
@@ -82,7 +82,7 @@ def steps_of(
     if run.attack.kind in IN_THE_PAPER:
         steps += [Attack(run.attack, replies, run.seed, state, sizes), contract]
     elif run.attack.kind != "none":
-        steps += [Malicious(run, replies, state, members), contract]
+        steps += [ByzantineClients(run, replies, state, members), contract]
     if run.engine.outlier_factor:
         steps.append(partial(check_magnitude, factor=run.engine.outlier_factor, state=state))
     if run.defense.clip_factor:

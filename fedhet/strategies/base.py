@@ -288,8 +288,10 @@ class HetStrategy(Strategy):
         self._spool.clear()  # an earlier process may have left replies
         if not self.log.resumed:
             self._late.restore({})
-        all_members = self._members.first(client_manager, self.run.clients, self.run.engine)
-        self.members = self._held_out.without(all_members)
+        all_members = self._members.wait_for_first(
+            client_manager, self.run.clients, self.run.engine
+        )
+        self.members = self._held_out.split_off(all_members)
         infos = [member.info for member in all_members.values()]
         class_names: Sequence[str] = ()  # for metrics per class, if the server can read the names
         if "recall" in self.run.metrics and not any(info.own_data for info in infos):
@@ -313,7 +315,7 @@ class HetStrategy(Strategy):
         """Select the clients of a round, and return an instruction for each."""
         self.state.start(server_round)
         self.run = self.log.with_last_round(self.run)
-        present = self._held_out.without(self._members.present(client_manager))
+        present = self._held_out.split_off(self._members.present(client_manager))
         self.members = present or self.members
         self.log.clients_joined(member.info for member in self.members.values())
         absent = self.log.models.keys() - self.members.keys() - self._held_out.names
@@ -428,7 +430,7 @@ class HetStrategy(Strategy):
             self._finish_round()
             return []
         payloads = self._codec.encode_all(server_round, instructions, training=False)
-        all_members, held_out = self._held_out.added_to(self.members), self._held_out.names
+        all_members, held_out = self._held_out.with_held_out(self.members), self._held_out.names
         calls: list[tuple[ClientProxy, EvaluateIns]] = [
             (
                 self._proxy(all_members[name]),
@@ -447,7 +449,7 @@ class HetStrategy(Strategy):
         self._code_faults.report(failures)
         for name, reason in sorted(reasons(failures).items()):
             self.state.skip_evaluation(name, reason, "silent")
-        all_members = self._held_out.added_to(self.members)
+        all_members = self._held_out.with_held_out(self.members)
         result_of = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(result_of.items()):
             with self.state.skip_evaluation_on_error(name):
