@@ -18,6 +18,7 @@ from fedhet.base.errors import SettingsError, StateError
 from fedhet.cli import app
 from fedhet.experiments.claims import (
     MEASURED,
+    WORDS,
     TestedClaim,
     claims_of,
     pages,
@@ -235,7 +236,7 @@ def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
     )
     for claim in claims_of(result.table):
         outcomes = [c["outcome"] for c in content["comparisons"] if c["claim"] == claim]
-        verdict = verdict_of(outcomes).replace("-", " ")
+        verdict = WORDS[verdict_of(outcomes)]
         assert any(cells(f"|{line}|")[0].startswith(f"- {claim}: **{verdict}**") for line in lines)
 
 
@@ -278,8 +279,8 @@ def test_the_pages_follow_the_data(tmp_path, folder):
     results, tables, felo = texts()
     assert "| felo | small | 1 of 3 | 3 | 0 | 0 | 1 | 2 |" in results
     assert "| Table 2 | 1/1/0 | 0/0/1 |" in tables
-    assert f"- {first}: **does not hold** (1 holds, 1 does not hold)." in felo
-    assert "- Size tiny: 1 holds, 1 not told apart, 1 not measured." in felo
+    assert f"- {first}: **does not hold** (comparisons: 1 hold, 1 fail)." in felo
+    assert "- Size tiny: 1 holds, 1 inconclusive, 1 not measured." in felo
     write(folder, "small", (0, "holds"), settings={"rounds": 3})
     results, tables, felo = texts()
     assert "| Table 2 | 1/1/0 | 1/0/0 |" in tables

@@ -138,10 +138,10 @@ def _method(method: Method) -> str:
     if method.settings():
         parts += ["\n## Settings\n", _own_settings(method).rstrip()]
     if paper := paper_settings().get(method.name):
-        how = f"no preset, because {paper.get('without')}"
+        how = f"There is no preset, because {paper.get('without')}"
         if "preset" in paper:
-            how = f"`fedhet run {method.name} --preset {paper['preset']}`"
-        parts += [f"\nExperiment of the paper: {paper['what']}; {how}."]
+            how = f"Run it with `fedhet run {method.name} --preset {paper['preset']}`"
+        parts += [f"\nExperiment in the paper: {paper['what']}. {how}."]
     return "\n".join(parts) + "\n"
 
 

@@ -39,7 +39,7 @@ MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 """Directory of the finished tables that come with fedhet."""
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """Possible verdicts on a claim, over all comparisons of its table."""
-WORDS = {verdict: verdict.replace("-", " ") for verdict in VERDICTS}
+WORDS = dict(zip(VERDICTS, ("holds", "inconclusive", "does not hold", "not measured"), strict=True))
 MAX_SEEDS = 100
 """More seeds than this are not suggested: only a larger federation can decide the claim."""
 
@@ -208,7 +208,9 @@ def _section(result: TableResult, others: Sequence[TableResult]) -> str:
 
 
 def _places(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    verbs = {"holds": "hold", "does not hold": "fail"}
+    listed = [f"{count} {verbs.get(outcome, outcome)}" for outcome, count in counts.items()]
+    return f"comparisons: {', '.join(listed)}" if listed else "no comparison was run"
 
 
 def tables_part(results: Sequence[TableResult]) -> str:

@@ -95,7 +95,8 @@ def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tupl
 
 
 SPEC = MethodSpec(
-    title="pseudolabels on public data by vote; any models and label spaces",
+    title="pseudolabels for public data from a vote of the clients; supports any models and "
+    "label spaces",
     paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
     headline="common",
     settings=CofedSettings,

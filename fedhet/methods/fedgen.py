@@ -32,7 +32,8 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",
-        description="weights of the clients in the ensemble: by the samples of a class, or equal",
+        description="client weights in the ensemble: proportional to the number of samples per "
+        "class, or equal",
     )
     prior: Literal["counts", "uniform"] = Field(
         "counts",
@@ -75,7 +76,7 @@ def generator_shapes(classes: int, noise: int, hidden: int, width: int) -> Shape
 
 SPEC = replace(
     lg_fedavg.SPEC,
-    title="one head for all extractors, trained with a generator of features",
+    title="one head for all extractors, trained with a feature generator",
     paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
     settings=FedGenSettings,
     sizes=gen_sizes,
@@ -107,7 +108,7 @@ SPEC = replace(
         "agreement": "fraction of generated features that the ensemble classifies correctly",
     },
     privacy=Protection(
-        "DP-SGD; clients send the resulting heads, without numbers of samples per class",
+        "DP-SGD; clients send the resulting heads, but not the number of samples per class",
         needs={"weighting": ("clients",), "prior": ("uniform",)},
         reason="other values require the clients' numbers of samples per class",
     ),

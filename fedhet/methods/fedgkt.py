@@ -54,7 +54,7 @@ def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
 
 
 SPEC = MethodSpec(
-    title="large server model, trained on features and labels of small edge models",
+    title="large server model, trained on labels and on features from small edge models",
     paper="He et al., Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge",
     headline="common",
     settings=FedGktSettings,

@@ -71,7 +71,8 @@ class FedTypeSettings(MethodSettings):
     )
     shrinks: Literal["proxy", "both"] = Field(
         "proxy",
-        description="sets that g shrinks: the sets of the proxy, or of both models, as printed",
+        description="conformal sets that g shrinks: only the proxy's sets, or, as in the paper, "
+        "the sets of both models",
     )
     lambda_: NonNegative = Field(0.5, description="penalty of RAPS on ranks beyond k-reg")
     k_reg: Literal["auto"] | Rank = Field(
@@ -97,7 +98,7 @@ class FedTypeSettings(MethodSettings):
     )
     prox_mu: NonNegative = Field(0.01, description="weight of the proximal term of FedProx")
     moreau_lambda: Positive = Field(15.0, description="strength of the Moreau envelope of pFedMe")
-    moreau_rate: Positive = Field(0.005, description="learning rate of the local copy of pFedMe")
+    moreau_rate: Positive = Field(0.005, description="learning rate of pFedMe's local copy")
     moreau_steps: Count = Field(5, description="steps of pFedMe on the proxy, per batch")
     bayes_zeta: NonNegative = Field(
         1e-4, description="weight of the divergence from the server's proxy in pFedBayes"

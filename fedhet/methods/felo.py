@@ -24,10 +24,10 @@ class FeloSettings(MethodSettings):
     alpha: NonNegative = Field(1.0, description="weight alpha of both terms in Eq. 1")
     feature_weight: NonNegative = Field(
         0.1,
-        description="factor on alpha for the feature term of Eq. 1; 0 = none",
+        description="multiplier of alpha for the feature term of Eq. 1; 0 = no feature term",
     )
     logit_weight: NonNegative = Field(
-        1.0, description="factor on alpha for the logit term of Eq. 1; 0 = no logit term"
+        1.0, description="multiplier of alpha for the logit term of Eq. 1; 0 = no logit term"
     )
     feature_norm: FeatureNorm = Field(
         "none",

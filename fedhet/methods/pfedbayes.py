@@ -36,7 +36,7 @@ def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
 
 SPEC = replace(
     fedavg.SPEC,
-    title="personal Gaussian weights near a shared Gaussian model",
+    title="personal Gaussian weight distributions close to a shared distribution",
     paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
     headline="personal",
     settings=PFedBayesSettings,

@@ -17,13 +17,15 @@ class PFedMeSettings(fedavg.FedAvgSettings):
     rate: Positive = Field(0.005, description="learning rate eta of the local copy")
     steps: Count = Field(5, description="steps K on the personal model, per batch")
     beta: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="weight beta of the new average in the server's model"
+        1.0,
+        description="weight beta of the new average in the update of the server's model; "
+        "1 = replace the model",
     )
 
 
 SPEC = replace(
     fedavg.SPEC,
-    title="personal models near local copies, which are averaged",
+    title="personal models kept close to local copies of the averaged model",
     paper="T. Dinh et al., Personalized Federated Learning with Moreau Envelopes",
     headline="personal",
     settings=PFedMeSettings,

@@ -105,7 +105,7 @@ class Protection:
 Late = Literal["averaged", "kept", "refused"]
 UNDECLARED = Protection(unsupported="the method does not declare how noise would be added")
 DP_SGD = Protection("DP-SGD; clients send the resulting weights")
-BOTH_MODELS = Protection("DP-SGD of both models, with their joint gradient clipped")
+BOTH_MODELS = Protection("DP-SGD on both models, with clipping of their joint gradient")
 CLASS_SUMS = "DP-SGD, plus a separate pass that adds noise to class sums and counts"
 PUBLIC_PREDICTIONS = Protection("DP-SGD; predictions on public data are post-processing")
 
