@@ -287,7 +287,7 @@ def test_methods_that_send_logits_or_weights_can_be_attacked():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "local", "attack": "lie"}, "none with local, whose clients send neither"),
+        ({"method": "local", "attack": "lie"}, "clients of local send neither logits nor weights"),
         (
             {"attackers": 1},
             "'attack.attackers': expected 0 if 'attack.kind' is none, got 1",

@@ -149,9 +149,9 @@ def test_a_broken_one_hinders_no_other(elsewhere):
     status, said = fedhet(elsewhere, "methods")
     assert status == 0
     assert "felo class-wise features" in said
-    assert "left out: setting 'method' = 'gone': cannot import 'nothere.method'" in said
+    assert "not loaded: setting 'method' = 'gone': cannot import 'nothere.method'" in said
     assert (
-        "left out: setting 'method': must not be named like the setting or settings table 'data'"
+        "not loaded: setting 'method': must not be named like the setting or settings table 'data'"
         in said
     )
     status, said = fedhet(elsewhere, "run", "felo", "--set", "nope=1")
@@ -226,12 +226,12 @@ class MyClient(HetClient):
             "ScalarField 'steps': 'type' must be bool, int, float or str, got 'int'",
         ),
         ('ScalarField("steps", int, "steps", low="0")', "'low' must be int or float or None"),
-        ('TensorField("a", "float23", ("P",), "a")', "'dtype' must be 'uint' or a dtype of NumPy"),
+        ('TensorField("a", "float23", ("P",), "a")', "'uint' or a NumPy dtype"),
         ('TensorField("a", "float32", ("P"), "a")', "TensorField 'a': 'axes' must be tuple"),
         ('WeightsField("a", True)', "WeightsField 'a': 'help' must be str, got True"),
         ("Contract((FIELD))", "Contract: 'fields' must be tuple, got ScalarField"),
         ('Contract(("steps",))', "Contract: 'fields' must be a tuple of fields, got"),
-        ("Contract((FIELD, FIELD))", "Contract: two fields are named 'steps'"),
+        ("Contract((FIELD, FIELD))", "Contract: duplicate field 'steps'"),
         ("declared(kinds=('private'))", "MethodSpec: 'kinds' must be tuple, got 'private'"),
         ("declared(headline='own')", "'headline' must be one of personal, common, got 'own'"),
         ("declared(replies=(FIELD,))", "MethodSpec: 'replies' must be Contract, got"),

@@ -257,7 +257,11 @@ def test_labels_outside_a_clients_space_are_never_guessed(tmp_path):
             {},
             "unsupported by fedtype, which has a different local training, expected none",
         ),
-        ("local", {"models": "sk-tree"}, "networks with 'training.semi' = 'fixmatch', not sk-tr"),
+        (
+            "local",
+            {"models": "sk-tree"},
+            "neural networks with 'training.semi' = 'fixmatch', got .*sk-tr",
+        ),
         ("fedavg", {"dataset": "breast-cancer"}, "expected images or texts with 'training.semi'"),
         (
             "local",

@@ -157,4 +157,4 @@ def test_the_commands_say_which_models():
     said = shown("methods", "fedtype")
     assert "for tables, mlp,mlp2,mlp3, and fedtype.proxy = mlp;" in said
     assert f"for tables, {','.join(SCIKIT)};" in shown("methods", "cofed")
-    assert "is replaced by one for tables, texts or signals" in shown("run", "--help")
+    assert "The default is for images; other kinds of data" in shown("run", "--help")
