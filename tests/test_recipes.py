@@ -302,8 +302,8 @@ def test_private_images_are_augmented_and_public_ones_with_their_logits_are_not(
     client = client_of(proxy)
     seen = seen_by(client, monkeypatch)
     distilled = []
-    original = client._distil
-    monkeypatch.setattr(client, "_distil", lambda *said: distilled.append(1) or original(*said))
+    original = client._distill
+    monkeypatch.setattr(client, "_distill", lambda *said: distilled.append(1) or original(*said))
     proxy.fit(ins, None, 2)
     assert distilled == [1]
     assert sum(map(len, seen)) == len(client.y)
