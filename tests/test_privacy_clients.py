@@ -866,7 +866,7 @@ def test_a_method_that_cannot_be_private_says_why(method):
         ("felo", {"schedule": "plateau"}, "expected constant or cosine or step"),
         ("felo", {"engine.precision": "bfloat16"}, "expected float32"),
         ("felo", {"pace.select": "oort"}, "'pace.select': expected random .* got 'oort'"),
-        ("fedmd", {"models": ["sk-tree"]}, "a network"),
+        ("fedmd", {"models": ["sk-tree"]}, "a neural network"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(method, changes, said):
@@ -917,7 +917,7 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(
     monkeypatch.syspath_prepend(tmp_path)
     config = private("fedavg", models=[name])
     message = (
-        f"'models.pool' = '{name}' .*another model: model '{name}' cannot be trained with DP-SGD"
+        f"'models.pool': model '{name}' cannot be trained with DP-SGD.*expected another model, got"
     )
     dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc")
     with pytest.raises(SettingsError, match=message):
