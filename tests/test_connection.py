@@ -132,7 +132,7 @@ def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
     make(tmp_path / "keys", [], [], 30)
     authority = tmp_path / "keys" / "ca.crt"
     with listening(tmp_path / "keys") as address:
-        Connection(tmp_path, address, authority).require_answer()
+        Connection(tmp_path, address, authority).check_reachable()
     with pytest.raises(FedhetError, match=f"no server replies at {address}"):
         submit(resolve({"method": "local"}), Connection(tmp_path, address, authority), print)
     assert sent == []
@@ -186,7 +186,7 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
 
 
 def test_a_command_that_is_terminated_leaves_no_folder(monkeypatch, tmp_path):
-    for step in ("prepare", "require_answer"):
+    for step in ("prepare", "check_reachable"):
         monkeypatch.setattr(Connection, step, lambda self: None)
     homes = []
 

@@ -265,7 +265,7 @@ def test_a_client_that_finds_too_little_memory_is_asked_again_alone(tmp_path):
         gpu.memory = needed + left // 2
         run(config, tmp_path / "run", [told])
     assert all(record["failed"] == {} for record in records(tmp_path / "run"))
-    assert any("it is asked again alone" in text for text in told.texts)
+    assert any("is called again without other clients" in text for text in told.texts)
     assert same_states(tmp_path / "free", tmp_path / "run")
 
 

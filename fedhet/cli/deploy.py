@@ -162,7 +162,7 @@ def connected(server: str, ca: Path) -> Iterator[Connection]:
     with interrupted_by_terminate(), tempfile.TemporaryDirectory(prefix="fedhet-") as home:
         connection = Connection(Path(home), server, ca)
         connection.prepare()
-        connection.require_answer()
+        connection.check_reachable()
         yield connection
 
 

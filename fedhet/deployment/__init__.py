@@ -1,1 +1,1 @@
-"""Deployment over gRPC: keys, Flower's command line, and a whole deployment on this machine."""
+"""Deployments over gRPC: keys, access to a server, and local deployments."""

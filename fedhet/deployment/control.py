@@ -136,7 +136,7 @@ class Connection:
             ended.set()
             poller.join()
 
-    def require_answer(self) -> None:
+    def check_reachable(self) -> None:
         """Raise FedhetError if no server replies, or if its certificate is refused."""
         context = ssl.create_default_context(cafile=str(self.authority))
         try:
@@ -199,8 +199,8 @@ class Connection:
     def environment(self) -> dict[str, str]:
         """Return the environment variables for Flower's programs."""
         programs = str(Path(sys.executable).parent)
-        # Use no proxy, which cannot reach this machine's loopback: `require_answer` has reached the
-        # server directly. gRPC and Python read different names of the variable.
+        # Use no proxy, which cannot reach this machine's loopback. `check_reachable` has reached
+        # the server directly. gRPC and Python read different names of the variable.
         direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]
         without_proxy = ",".join(filter(None, [*direct, self.endpoint[0]]))
         return {
@@ -253,7 +253,7 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
         SettingsError: The method supports only simulations.
     """
     check_deployable(config)
-    connection.require_answer()
+    connection.check_reachable()
     say(f"sending the run to {connection.address} …")
     components = {
         "serverapp": "fedhet.server.app:app",

@@ -196,7 +196,7 @@ def _pair(path: Path) -> Iterator[Finding]:
 
 
 def _authority_key(path: Path) -> Iterator[Finding]:
-    """Check the owner of the CA's key: an attacker of a service could use the service's key."""
+    """Check that the CA's key belongs to root, and not to a service that may be attacked."""
     uid = path.stat().st_uid
     advice = f"expected root. Use `chown root: {path}`, or move it to an offline machine."
     try:

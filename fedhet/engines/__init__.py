@@ -1,1 +1,1 @@
-"""What trains the clients of a run: this process, or the workers of Ray."""
+"""Execution backends: clients train in this process, or on Ray workers."""

@@ -41,7 +41,7 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Failed:
-    """A description of a client's error, since not every exception can be pickled."""
+    """Description of a client's error. Exceptions themselves may not be picklable."""
 
     reason: str
     traceback: str
@@ -52,7 +52,7 @@ class Failed:
 
 
 class Worker:
-    """Calls clients, one at a time, in a process of its own as a Ray actor."""
+    """Ray actor that calls clients, one at a time, in a separate process."""
 
     def __init__(self, config: Config, state_dir: str, decoded: Path | None = None) -> None:
         """Create the worker.

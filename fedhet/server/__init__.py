@@ -1,1 +1,1 @@
-"""The engine's server half: members, instructions, replies, and the record of a round."""
+"""Server side of a federation: members, calls, instructions, replies, and the state of a round."""

@@ -47,7 +47,7 @@ MIN_PROBABILITY = 1e-12
 
 @dataclass(frozen=True)
 class Benign:
-    """Statistics of the benign updates of one tensor, of the tensor's shape."""
+    """Statistics of the benign updates of one tensor."""
 
     n: int
     """Number of updates."""

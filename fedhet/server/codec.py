@@ -208,18 +208,18 @@ class Codec:
         for name in self._state.expected:
             age, why_unused = self._state.age_of(name), ""
             if age and name not in members:
-                why_unused = "it has left"
+                why_unused = "the client has left"
             elif age and self._method.spec.late == "refused":
-                why_unused = f"what {self._method.name} sends belongs to its round"
+                why_unused = f"{self._method.name} cannot use late replies"
             elif age > self._max_age:
                 why_unused = f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
             round = self._state.record.round - age
             if name not in result_of:
-                reason = why_silent.get(name, "did not answer in time")
+                reason = why_silent.get(name, "did not reply in time")
                 self._state.drop_client(name, reason, "silent")
             elif why_unused:
                 self._state.notice(
-                    f"client {name}'s answer to round {round} is not used: {why_unused}"
+                    f"client {name}'s reply to round {round} is not used: {why_unused}"
                 )
                 self._state.count_received(bytes_of(result_of[name].parameters))
             else:

@@ -231,7 +231,7 @@ class ReplySpool:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Provide a block in which the replies can be read, and remove all replies at its end."""
+        """Remove all replies at the end of the block, in which they can be read."""
         try:
             yield
         finally:

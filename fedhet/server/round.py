@@ -1,4 +1,4 @@
-"""The state of the current round on the server."""
+"""The state of the current round on the server: clients, replies, measurements and durations."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class RoundState:
         self.record.late, self.record.absent = sorted(at_work), sorted(absent)
 
     def record_results(self, results: RoundResults, *, quiet: bool) -> None:
-        """Record which clients have replied, are late, or were not called after all.
+        """Record the clients that have replied, are late, or were not called after all.
 
         Unless `quiet`, notices name clients that have become late, and late replies.
         """
@@ -363,7 +363,7 @@ class RoundState:
 
 @contextlib.contextmanager
 def track_divergence(state: RoundState, run: RunSettings) -> Iterator[None]:
-    """Record whether the server's own training, which is the block, diverges.
+    """Record whether the block, which trains the server's model, diverges.
 
     A block that raises DivergedError has diverged; the error is suppressed. Raises StateError if
     training has diverged in 'engine.max-divergences' consecutive rounds, or in all rounds up to
