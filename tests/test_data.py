@@ -456,8 +456,8 @@ def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
     [
         ({"x": np.array([[None, 1]] * 4), "y": [0, 1, 0, 1]}, "pickled objects are unsupported"),
         ({"data": np.ones((4, 4)), "y": [0, 1, 0, 1]}, "array 'x' not found, got data, y"),
-        ({"x": np.full((4, 4), np.nan), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
-        ({"x": np.full((4, 4), 1e300), "y": [0, 1, 0, 1]}, "x holds NaN or infinite values"),
+        ({"x": np.full((4, 4), np.nan), "y": [0, 1, 0, 1]}, "got NaN or infinite values"),
+        ({"x": np.full((4, 4), 1e300), "y": [0, 1, 0, 1]}, "got NaN or infinite values"),
         ({"x": np.ones((4, 4)), "y": [0, 1, 0]}, "the same length, got 4 and 3"),
         ({"x": np.ones((4, 4)), "y": [0, 1, 0, -1]}, "labels in y must be 0 to 65535, got -1"),
         (
@@ -466,8 +466,8 @@ def test_npz_with_another_number_of_clients(tmp_path: Path) -> None:
         ),
         ({"x": np.ones((4, 4)), "y": [0.0, 1, 0, 1]}, "y must be integers [N], got float64"),
         ({"x": np.ones((4, 4)), "y": [[0], [1], [0], [1]]}, "got int64 [4, 1]"),
-        ({"x": np.ones(4), "y": [0, 1, 0, 1]}, "it is float64 [4]"),
-        ({"x": np.ones((4, 4), dtype=complex), "y": [0, 1, 0, 1]}, "it is complex128 [4, 4]"),
+        ({"x": np.ones(4), "y": [0, 1, 0, 1]}, "got float64 [4]"),
+        ({"x": np.ones((4, 4), dtype=complex), "y": [0, 1, 0, 1]}, "got complex128 [4, 4]"),
         ({"x": np.ones((4, 32, 32, 3)), "y": [0, 1, 0, 1]}, "[N, C, H, W] (channels first)"),
         (
             {"x": np.ones((4, 5)), "y": [0, 1, 0, 1]},

@@ -84,9 +84,9 @@ def trained(made):
 
 
 def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
-    with pytest.raises(ModelError, match="takes texts of up to 14 tokens below 7, not of"):
+    with pytest.raises(ModelError, match="expected texts of up to 14 tokens below 7, got"):
         models.build("encoder-1:tiny", (0, 8, 99), 2, seed=0)
-    with pytest.raises(ModelError, match="takes texts"):
+    with pytest.raises(ModelError, match="expected texts"):
         models.build("encoder-1:tiny", (3, 8, 8), 2, seed=0)
     with pytest.raises(DataError, match="directory not found"):
         models.check_name("encoder-1:other")
@@ -94,7 +94,7 @@ def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
         encoder_directory("../x")
     (home / "bad").mkdir(exist_ok=True)
     (home / "bad" / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 7}))
-    with pytest.raises(ModelError, match="has no max_position_embeddings"):
+    with pytest.raises(ModelError, match="max_position_embeddings not found"):
         models.build("encoder-1:bad", texts.shape, 2, seed=0)
     (home / "bad" / "tokenizer.json").write_text("{")
     (home / "all.csv").write_text("text,label\na,0\nb,1\n")

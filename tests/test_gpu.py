@@ -341,8 +341,8 @@ def test_why_there_is_no_gpu(monkeypatch, said):
     with pytest.raises(SettingsError) as caught:
         find_device("cuda")
     line = str(caught.value)
-    assert line.startswith(f"device 'cuda' does not exist here ({DRIVERS[said]}")
-    assert line.endswith("takes auto or a device of this machine: cpu")
+    assert line.startswith(f"device 'cuda' not found on this machine ({DRIVERS[said]}")
+    assert line.endswith("must be auto or one of cpu")
     assert "\n" not in line
 
 

@@ -129,13 +129,13 @@ def test_models_of_signals_take_any_channels_and_time(name, shape):
 
 def test_what_a_model_does_not_take_it_says():
     for name, kind, shape, fault in (
-        ("text-cnn", "image", (3, 8, 8), "takes texts"),
-        ("signal-gru", "table", (5,), "takes signals"),
+        ("text-cnn", "image", (3, 8, 8), "expected texts"),
+        ("signal-gru", "table", (5,), "expected signals"),
         ("signal-cnn2", "signal", (2, 4), "of 8 steps or more"),
-        ("ft-transformer", "signal", (3, 8), "takes rows"),
-        ("mlp", "text", SHAPE, "takes numbers, not texts"),
-        ("cnn2", "text", SHAPE, "takes numbers, not texts"),
-        ("resnet10", "signal", (2, 64), "takes images"),
+        ("ft-transformer", "signal", (3, 8), "expected rows"),
+        ("mlp", "text", SHAPE, "does not support texts"),
+        ("cnn2", "text", SHAPE, "does not support texts"),
+        ("resnet10", "signal", (2, 64), "expected images"),
     ):
         with pytest.raises(ModelError, match=fault):
             models.build(name, shape, 3, seed=0, kind=kind)

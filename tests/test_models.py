@@ -16,7 +16,7 @@ from fedhet import models
 from fedhet.base.errors import ModelError, SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.models import HetModel
-from fedhet.models.sequences import means_of_pieces
+from fedhet.models.sequences import adaptive_means
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 NAMES = [name for name in models.names() if models.MODELS[name].takes is None]
@@ -269,17 +269,20 @@ def test_shapes_hands_out_a_copy() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnt10", "unknown model 'resnt10'; did you mean 'resnet10'? `fedhet models` lists all"),
-        ("@@@@", "unknown model '@@@@'; `fedhet models` lists all"),
-        ("x:", "model 'x:' is not of the form 'package.module:function'"),
+        ("resnt10", "unknown model 'resnt10'; did you mean 'resnet10'? See `fedhet models`."),
+        ("@@@@", "unknown model '@@@@'. See `fedhet models`."),
+        ("x:", "model 'x:' must have the form 'package.module:function'"),
         (
             "no_such_package.m:f",
             "model 'no_such_package.m:f': cannot import 'no_such_package.m':"
             " ModuleNotFoundError: No module named 'no_such_package'; its folder must be in"
             " PYTHONPATH, as in `PYTHONPATH=. fedhet run …`",
         ),
-        ("math:sqroot", "model 'math:sqroot': module 'math' has no 'sqroot'; did you mean 'sqrt'?"),
-        ("math:pi", "model 'math:pi': 'pi' is a float, not a function"),
+        (
+            "math:sqroot",
+            "model 'math:sqroot': 'sqroot' not found in module 'math'; did you mean 'sqrt'?",
+        ),
+        ("math:pi", "model 'math:pi': 'pi' must be a function, got float"),
     ],
 )
 def test_a_wrong_name_is_explained(name: str, message: str) -> None:
@@ -295,18 +298,21 @@ def test_a_wrong_name_is_explained(name: str, message: str) -> None:
 
 def test_a_shape_that_does_not_fit_is_explained() -> None:
     cases = {
-        ("resnet10", (64,)): "images [C, H, W] of side 8 or more, not shape (64,)",
-        ("vgg11", (1, 7, 28)): "images [C, H, W] of side 8 or more, not shape (1, 7, 28)",
-        ("lenet5", (1, 8, 8)): "images [C, H, W] of side 12 or more, not shape (1, 8, 8)",
+        ("resnet10", (64,)): "images [C, H, W] of side 8 or more, got shape (64,)",
+        ("vgg11", (1, 7, 28)): "images [C, H, W] of side 8 or more, got shape (1, 7, 28)",
+        ("lenet5", (1, 8, 8)): "images [C, H, W] of side 12 or more, got shape (1, 8, 8)",
     }
     for (name, shape), message in cases.items():
         with pytest.raises(ModelError) as caught:
             models.build(name, shape, 2, seed=0)
-        assert str(caught.value) == f"model '{name}' takes {message}; 'mlp' takes any shape"
+        assert (
+            str(caught.value)
+            == f"model '{name}': expected {message}. Model 'mlp' supports any shape."
+        )
     for shape in [(), (3, 0)]:
         with pytest.raises(ModelError) as caught:
             models.build("mlp", shape, 2, seed=0)
-        assert str(caught.value) == f"model 'mlp' takes samples of any shape, not shape {shape}"
+        assert str(caught.value) == f"model 'mlp': expected samples of any shape, got shape {shape}"
 
 
 def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
@@ -323,9 +329,9 @@ def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
 
 
 def test_classes_and_feature_dim_are_checked() -> None:
-    with pytest.raises(ModelError, match=r"^model 'mlp': classes is 0; it must be 1 or more$"):
+    with pytest.raises(ModelError, match=r"^model 'mlp': classes must be at least 1, got 0$"):
         models.build("mlp", (4,), 0, seed=0)
-    with pytest.raises(ModelError, match=r"^model 'mlp': feature_dim is 0; it must be 1 or more$"):
+    with pytest.raises(ModelError, match=r"^model 'mlp': feature_dim must be at least 1, got 0$"):
         models.build("mlp", (4,), 2, seed=0, feature_dim=0)
 
 
@@ -403,16 +409,16 @@ def test_random_cnns_hang_on_seed_and_client_alone() -> None:
 
 def test_a_random_cnn_is_for_a_pool_and_for_images() -> None:
     with pytest.raises(
-        ModelError, match=r"'cofed-random' is for a pool, .* one like 'cofed-20-20'"
+        ModelError, match=r"'cofed-random' is supported only in a model pool; .* 'cofed-20-20'"
     ):
         models.build("cofed-random", (1, 8, 8), 10, seed=0)
     models.check("cofed-random", "image", (1, 8, 8), 10, any_model=False)
-    with pytest.raises(ModelError, match=r"takes images \[C, H, W\] of side 4 or more"):
+    with pytest.raises(ModelError, match=r"expected images \[C, H, W\] of side 4 or more"):
         models.check("cofed-random", "table", (30,), 10, any_model=True)
     for wrong in ("cofed-21-40", "cofed-40-24", "cofed-24", "cofed-24-24-24-24"):
         with pytest.raises(ModelError, match="unknown model"):
             models.build(wrong, (1, 8, 8), 10, seed=0)
-    with pytest.raises(SettingsError, match="'cofed-random' is for a pool"):
+    with pytest.raises(SettingsError, match="'cofed-random' is supported only in a model pool"):
         resolve({"method": "fedtype", "fedtype.proxy": "cofed-random"})
     with pytest.raises(SettingsError, match="one model for all clients with um-pfssl"):
         resolve({"method": "um-pfssl", "models.pool": "cofed-random"})
@@ -493,14 +499,19 @@ def test_a_users_own_model_gets_the_adapter(own: str) -> None:
 @pytest.mark.parametrize(
     ("function", "feature_dim", "message"),
     [
-        ("one", None, "returned a Linear, not a HetModel or two modules (extractor, classifier)"),
-        ("liar", None, "says feature_dim 7, has 6"),
+        (
+            "one",
+            None,
+            ": the function must return a HetModel or two modules (extractor, classifier), "
+            "got Linear",
+        ),
+        ("liar", None, ": feature_dim must be the feature width 6, got 7"),
         ("broken", None, "failed for shape (5,), classes 3: ValueError: no weights here"),
-        ("wrong_classes", None, ": a batch of 2 gives logits (2, 4), not (2, 3)"),
+        ("wrong_classes", None, ": for a batch of 2, expected logits of shape (2, 3), got (2, 4)"),
         (
             "deep",
             9,
-            "has 6 features, not 9: an adapter needs an nn.Linear as classifier, not a Sequential",
+            ": the classifier must be an nn.Linear to adapt 6 features to 9, got Sequential",
         ),
     ],
 )
@@ -629,13 +640,13 @@ def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("infinite", "extractor.mask: must be finite and at most 1e+12 in magnitude, got -inf"),
         ("not_a_number", "extractor.mask: must be finite and at most 1e+12 in magnitude, got nan"),
         ("huge", "extractor.mask: must be finite and at most 1e+12 in magnitude, got 46116860184"),
-        ("half_buffer", "extractor.mask: unsupported type, expected a type that NumPy has, such"),
+        ("half_buffer", "extractor.mask: unsupported type, expected a NumPy type such"),
         ("complex_buffer", "such as float32, got complex64"),
         ("sparse", "extractor.mask: unsupported layout, expected a dense tensor, got a sparse_coo"),
         ("quantized", "extractor.mask: unsupported layout, expected a dense tensor, got a quanti"),
         ("elsewhere", "extractor.mask: unsupported device, expected cpu, got meta"),
         ("deep_shape", "extractor.mask: unsupported shape, expected at most 8 dimensions, got 9"),
-        ("overlapping", "load_state_dict, with its own state dict, failed: RuntimeError: "),
+        ("overlapping", "load_state_dict(state_dict()) failed: RuntimeError: "),
         (
             "half",
             "extractor.net.1.weight: unsupported type of a trained parameter, expected float3",
@@ -682,9 +693,9 @@ def test_an_own_module_that_fails_to_import_gives_the_real_reason(
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 16, 29])
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_means_of_pieces_are_pytorchs(length, pieces):
+def test_adaptive_means_are_pytorchs(length, pieces):
     x = torch.randn(3, 2, length, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    pooled = means_of_pieces(x, pieces), nn.functional.adaptive_avg_pool1d(x, pieces)
+    pooled = adaptive_means(x, pieces), nn.functional.adaptive_avg_pool1d(x, pieces)
     torch.testing.assert_close(*pooled)
     grads = [torch.autograd.grad(each.square().sum(), x)[0] for each in pooled]
     torch.testing.assert_close(*grads)

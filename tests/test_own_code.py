@@ -87,7 +87,7 @@ def test_a_model_that_predicts_no_classes_ends_a_simulation(own, tmp_path, call)
     model = own.replace("tired", "halves")
     status, said, fault = call(*words(model, tmp_path, "inline"))
     assert status == 2, said
-    assert f"code failed: model '{model}' predicts float32" in " ".join(fault.split())
+    assert f"code failed: model '{model}': predictions must be integers" in " ".join(fault.split())
     assert ".py" not in fault  # nothing of one's own was on the way
 
 
@@ -118,7 +118,10 @@ def test_a_model_that_the_method_cannot_use_is_refused_before_round_1(own, tmp_p
     _, _, *settings = words(model, tmp_path, backend)
     status, said, fault = call("run", "felo", *settings)
     assert status == 2, said
-    assert f"model '{model}' has 8 features, not 64" in " ".join(fault.split())
+    assert (
+        f"model '{model}': the classifier must be an nn.Linear to adapt 8 features to 64"
+        in " ".join(fault.split())
+    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

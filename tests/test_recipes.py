@@ -270,13 +270,13 @@ def test_an_augmentation_draws_from_its_generator_alone(name):
 
 def test_none_is_none_and_a_table_is_refused():
     assert augmentation("none", TABLE, (30,)) is None
-    with pytest.raises(DataError, match=r"'training.augment' = 'crop' changes images .* \[30\]"):
+    with pytest.raises(DataError, match=r"training.augment = 'crop' supports images .* \[30\]"):
         augmentation("crop", TABLE, (30,))
 
 
 def test_a_table_is_refused_before_the_run(tmp_path):
     config = small("local", dataset="breast-cancer", models="mlp", augment="flip")
-    with pytest.raises(DataError, match=r"'training.augment' = 'flip' changes images"):
+    with pytest.raises(DataError, match=r"training.augment = 'flip' supports images"):
         run(config, tmp_path / "run")
 
 

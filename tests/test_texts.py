@@ -348,9 +348,9 @@ def test_the_default_models_are_those_of_the_kind(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"models.pool": "cnn2"}, "model 'cnn2' takes numbers, not texts"),
-        ({"method": "local", "models.pool": "sk-tree"}, "model 'sk-tree' takes numbers, not texts"),
-        ({"training.augment": "crop"}, "changes images .* the samples have texts of up to"),
+        ({"models.pool": "cnn2"}, "model 'cnn2' does not support texts"),
+        ({"method": "local", "models.pool": "sk-tree"}, "model 'sk-tree' does not support texts"),
+        ({"training.augment": "crop"}, "supports images .* got texts of up to"),
     ],
 )
 def test_what_is_not_for_texts_says_so(tmp_path, changes, fault):
@@ -364,14 +364,14 @@ def test_what_is_not_for_texts_says_so(tmp_path, changes, fault):
 
 
 def test_token_changes_keep_words_and_order():
-    from fedhet.kinds.changes import CHANGES, REACH, left_out, moved
+    from fedhet.kinds.changes import CHANGES, REACH, delete_tokens, shuffle_tokens
 
     rng = numpy_rng(0, "tokens")
     lengths = rng.integers(1, 40, 200)
     x = torch.zeros(200, 40, dtype=torch.int64)
     for row, length in zip(x, lengths, strict=True):
         row[:length] = torch.from_numpy(1 + rng.permutation(length))  # each token once
-    kept = left_out(x, torch.Generator().manual_seed(1), 0.3)
+    kept = delete_tokens(x, torch.Generator().manual_seed(1), 0.3)
     for before, after in zip(x.tolist(), kept.tolist(), strict=True):
         stayed = [token for token in after if token]
         assert stayed == [token for token in before if token in set(stayed)]  # in order
@@ -379,7 +379,7 @@ def test_token_changes_keep_words_and_order():
         assert stayed
     share = 1 - (kept != 0).sum() / (x != 0).sum()
     assert 0.25 < share < 0.35
-    places = moved(x, torch.Generator().manual_seed(2))
+    places = shuffle_tokens(x, torch.Generator().manual_seed(2))
     for before, after in zip(x.tolist(), places.tolist(), strict=True):
         assert sorted(before) == sorted(after)
         away = [abs(before.index(token) - place) for place, token in enumerate(after) if token]
@@ -406,7 +406,7 @@ def test_a_signal_file_reads_as_it_is(tmp_path):
     with pytest.raises(DataError, match="who must be integers or words"):
         load(whole.replace(max_bytes=10**7))
     np.savez(tmp_path / "train.npz", x=x[..., None], y=y)
-    with pytest.raises(DataError, match="of signals x must be"):
+    with pytest.raises(DataError, match=r"x must be \[N, channels, time\]"):
         load(whole.replace(by="", max_bytes=10**7))
     np.savez(tmp_path / "train.npz", x=np.where(x > 2, np.nan, x), y=y)
     with pytest.raises(DataError, match="NaN or infinite"):

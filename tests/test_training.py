@@ -357,7 +357,7 @@ def test_a_device_that_is_not_there(name):
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     assert repr(name) in message
-    assert "'engine.device'" in message
+    assert "engine.device" in message
     for there in ("auto", *available_devices()):
         assert there in message
     with pytest.raises(SettingsError, match=r"'engine\.device'"):
@@ -410,7 +410,7 @@ def test_devices_of_a_machine_without():
     assert (found.device.type, found.autocast_dtype, found.channels_last) == ("cpu", None, True)
     assert not compute_for(ComputeSettings(channels_last="false")).channels_last
     for name in ("cuda", "cuda:0", "mps"):
-        with pytest.raises(SettingsError, match=f"'{name}'.* auto .*: cpu$"):
+        with pytest.raises(SettingsError, match=f"'{name}'.* auto .*one of cpu$"):
             find_device(name)
 
 
@@ -448,7 +448,7 @@ def test_auto_on_a_processor(monkeypatch, has, chosen):
 def test_float16_is_not_for_processors(device):
     with pytest.raises(SettingsError) as caught:
         compute_for(ComputeSettings(device=device, precision="float16"))
-    for part in ("'engine.precision'", "'float16'", "cpu", "float32", "bfloat16"):
+    for part in ("engine.precision", "'float16'", "cpu", "float32", "bfloat16"):
         assert part in str(caught.value)
 
 
@@ -610,5 +610,5 @@ def test_local_training_is_compiled_where_it_is_set(tmp_path, monkeypatch, setti
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(SettingsError, match=r"'engine\.compile'.*needs a C\+\+ compiler \(g\+\+\)"):
+    with pytest.raises(SettingsError, match=r"engine\.compile.*C\+\+ compiler \(g\+\+\) not found"):
         compute_for(ComputeSettings(device="cpu", compile=True))

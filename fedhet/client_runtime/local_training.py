@@ -196,7 +196,7 @@ class FixMatch:
 
         `model` predicts the pseudo-labels, in evaluation mode.
         """
-        check_changeable(kind, shape, "FixMatch augments")
+        check_changeable(kind, shape, "FixMatch supports")
         self._weak, self._strong = (kind.changes()[name] for name in ("weak", "strong"))
         self._unlabeled, self._model, self._settings = unlabeled, model, settings
         self._compute, self._draws = compute, draws

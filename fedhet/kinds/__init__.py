@@ -1,15 +1,15 @@
-"""Kinds of samples: images, rows of tables, texts and signals, an object each.
+"""Sample kinds: images, table rows, texts, and signals.
 
 | kind | shape | values |
 |---|---|---|
-| image | [C, H, W] | float32, or bytes |
-| table | [F] | float32, or bytes |
-| signal | [C, T]: channels and steps of time | float32 |
-| text | [0, L, V]: at most L tokens, numbers below V; a text has no channels | int64 [L] |
+| image | [C, H, W] | float32 or uint8 |
+| table | [F] | float32 or uint8 |
+| signal | [C, T]: channels, time steps | float32 |
+| text | [0, L, V]: at most L tokens from a vocabulary of size V | int64 [L] |
 
-Data states its kind by name; no shape tells it. Whatever depends on the kind is asked of its
-object. Nothing here imports PyTorch before it is called, so that settings and the declarations of
-methods can use kinds.
+The kind of a dataset is declared by name, because shapes are ambiguous. Everything that depends on
+the kind is an attribute of its `Kind` object. PyTorch is imported lazily, because settings and
+method declarations also use kinds.
 """
 
 from __future__ import annotations
@@ -24,100 +24,100 @@ import numpy.typing as npt
 
 from fedhet.base.errors import DataError
 
-if TYPE_CHECKING:  # a kind is declared without PyTorch, which only its functions need
+if TYPE_CHECKING:  # avoid importing PyTorch
     from torch import Generator, Tensor
 
 Shape = tuple[int, ...]
-"""One sample's shape."""
+"""Shape of one sample."""
 PADDING = 0
-"""The token that fills a text up to L; every text has one token or more that is another."""
+"""Token that pads a text to length L; every text has at least one other token."""
 Array = npt.NDArray[Any]
 Change = Callable[["Tensor", "Generator"], "Tensor"]
-"""(samples [N, ...], generator) -> the changed samples, of the same shape."""
+"""(samples [N, ...], generator) -> augmented samples of the same shape."""
 Generate = Callable[[Array, Sequence[int], int, np.random.Generator], Array]
-"""(samples [N, ...], features of each column of a table, M, generator) -> samples [M, ...]."""
-_ALLOWED = (
-    "x must be [N, F], [N, H, W] or [N, C, H, W] (channels first), uint8 images or finite numbers"
+"""(samples [N, ...], number of features of each table column, M, generator) -> samples [M, ...]."""
+_EXPECTED = (
+    "x must be [N, F], [N, H, W], or [N, C, H, W] (channels first), with uint8 or finite values"
 )
-_ALLOWED_SIGNALS = "of signals x must be [N, channels, time] or [N, time], finite numbers"
+_EXPECTED_SIGNALS = "x must be [N, channels, time] or [N, time], with finite values"
 
 
 def images_or_rows(x: Array, where: Path | str) -> Array:
-    """Return samples [N, F] or [N, C, H, W]: bytes as they are, all else as float32.
+    """Convert an array to samples [N, F] or [N, C, H, W], in uint8 or float32.
 
-    [N, H, W] gets a channel. Raises DataError, which names `where`, for anything else.
+    Images [N, H, W] get a channel axis. Raises DataError, prefixed with `where`, for other arrays.
     """
     shape = list(x.shape)
-    last = len(shape) == 4 and shape[3] in (1, 3, 4) and shape[1] > 4
-    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or last:
-        raise DataError(f"{where}: {_ALLOWED}; it is {x.dtype} {shape}")
-    samples = np.ascontiguousarray(x if x.dtype == np.uint8 else finite(x, where, _ALLOWED))
+    channels_last = len(shape) == 4 and shape[3] in (1, 3, 4) and shape[1] > 4
+    if x.ndim not in (2, 3, 4) or x.dtype.kind not in "iuf" or channels_last:
+        raise DataError(f"{where}: {_EXPECTED}, got {x.dtype} {shape}")
+    samples = np.ascontiguousarray(x if x.dtype == np.uint8 else finite(x, where, _EXPECTED))
     return samples[:, None] if samples.ndim == 3 else samples
 
 
-def finite(x: Array, where: Path | str, allowed: str) -> npt.NDArray[np.float32]:
-    """Return numbers as float32. Raises DataError, which ends in `allowed`, for NaN or infinity."""
-    with np.errstate(over="ignore"):  # overflow is refused below
+def finite(x: Array, where: Path | str, expected: str) -> npt.NDArray[np.float32]:
+    """Convert numbers to float32. Raises DataError with the text `expected` for NaN or infinity."""
+    with np.errstate(over="ignore"):  # overflow is reported below
         samples = np.ascontiguousarray(x.astype(np.float32))
     if not np.isfinite(samples).all():
-        raise DataError(f"{where}: x holds NaN or infinite values; {allowed}")
+        raise DataError(f"{where}: {expected}, got NaN or infinite values")
     return samples
 
 
 def signals(x: Array, where: Path | str) -> Array:
-    """Return signals [N, C, T] float32, of [N, C, T] or, with a single channel, [N, T]."""
+    """Convert an array [N, C, T] or [N, T] to float32 signals [N, C, T]."""
     shape = list(x.shape)
     if x.ndim not in (2, 3) or x.dtype.kind not in "iuf" or min(shape[1:]) < 1:
-        raise DataError(f"{where}: {_ALLOWED_SIGNALS}; it is {x.dtype} {shape}")
-    samples = finite(x, where, _ALLOWED_SIGNALS)
+        raise DataError(f"{where}: {_EXPECTED_SIGNALS}, got {x.dtype} {shape}")
+    samples = finite(x, where, _EXPECTED_SIGNALS)
     return samples[:, None] if samples.ndim == 2 else samples
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of samples. Its functions import PyTorch themselves."""
+    """Sample kind, with everything that depends on it."""
 
     name: str
-    """As `data.sample-kind` has it, and as data and clients state it."""
+    """Name of the kind, a value of `data.sample-kind`."""
     plural: str
-    """What several samples are called in messages."""
+    """Plural of the samples, for messages."""
     wanted: str
-    """What a model of the kind takes, in words."""
+    """Description of a model's input, for messages."""
     fits: Callable[[Shape], bool]
-    """(shape) -> whether a sample of the kind may have this shape."""
+    """(shape) -> whether samples of this kind can have this shape."""
     example: Shape
-    """A shape that all models of the kind take."""
+    """A shape that all models of this kind support."""
     pool: tuple[str, ...]
-    """The default pool of models."""
+    """Default model pool."""
     model: str
-    """The default model of a method whose clients have one architecture, and of small helpers."""
+    """Default model of methods with a single client architecture, and of small auxiliary models."""
     large_model: str
-    """The default of a method's own model that is larger than the clients', such as a server's."""
+    """Default of a method's model that is larger than the client models, such as a server model."""
     pool_of_any: tuple[str, ...] = ()
-    """The default pool of a method whose models need no gradients; empty: `pool`."""
+    """Default pool of methods that do not need gradients; () = `pool`."""
     is_numeric: bool = True
-    """Whether samples are numbers, which a model of any shape takes, and not tokens."""
+    """Whether samples are numbers instead of tokens; models without a kind support them."""
     describe: Callable[[Shape], str] = lambda shape: f"shape {list(shape)}"
-    """(shape) -> a sample's shape in words."""
+    """(shape) -> description of the shape, for messages."""
     sizes: Callable[[Shape], Shape] = lambda shape: shape
-    """(shape) -> the sizes in it that must be 1 or more."""
+    """(shape) -> the sizes that must be at least 1."""
     side: Callable[[Shape], int] = min
-    """(shape) -> the size of which a model may demand a minimum."""
+    """(shape) -> the size to compare with the minimum size of a model."""
     minimum: str = ""
-    """The words for such a minimum, {}."""
+    """Description of a minimum size `{}`, for messages."""
     checked: Callable[[Array, Path | str], Array] = images_or_rows
-    """(array, where it is from) -> samples [N, ...]. Raises DataError for another array."""
+    """(array, prefix of messages) -> samples [N, ...]. Raises DataError if the array is invalid."""
     generated: Generate | None = None
-    """Returns public samples without a meaning (`data.public-dataset` = generated)."""
+    """Generator of public samples for `data.public-dataset = generated`; None = unsupported."""
     augmentations: tuple[str, ...] = ()
-    """What `training.augment` may name for such samples, besides none."""
+    """Values of `training.augment` for this kind, in addition to "none"."""
     changeable: str = ""
-    """Which samples have a few `changes`, in words; empty: none."""
+    """Description of the samples that support `changes`, for messages; "" = none."""
     is_changeable: Callable[[Shape], bool] = lambda shape: True
-    """(shape) -> whether samples of the kind with this shape can be changed."""
+    """(shape) -> whether samples of this shape support `changes`."""
 
     def blank(self, count: int, shape: Shape) -> Tensor:
-        """Return samples of zeros, or texts of one token, on torch's default device."""
+        """Return zeros, or texts of one token, on the default device of torch."""
         import torch
 
         if self.is_numeric:
@@ -125,7 +125,7 @@ class Kind:
         return torch.ones(count, 1, dtype=torch.int64)
 
     def changes(self) -> Mapping[str, Change]:
-        """Return what changes samples: `augmentations`, and FixMatch's weak and strong change."""
+        """Return the augmentations by name, including FixMatch's "weak" and "strong"."""
         from fedhet.kinds.changes import CHANGES
 
         return CHANGES[self.name]
@@ -166,11 +166,10 @@ SIGNAL = Kind(
 def permuted_columns(
     x: Array, columns: Sequence[int], size: int, rng: np.random.Generator
 ) -> Array:
-    """Return rows [size, F] whose columns are those of x [N, F], each permuted.
+    """Generate rows [size, F] by permuting each column of x [N, F] independently.
 
-    CoFED, Section 5.7: "randomly generated with valid values". The rule is that of the authors'
-    published script: each column's values are in an order of its own, so that columns are
-    independent, and no row's value is drawn twice before all are.
+    CoFED, Section 5.7: "randomly generated with valid values". As in the authors' published script,
+    no value of a column is repeated before all values of the column have been used.
     """
     parts = np.split(x, np.cumsum(columns or (1,) * x.shape[1])[:-1], axis=1)
     passes = -(-size // len(x))
@@ -185,7 +184,7 @@ TABLE = Kind(
     fits=lambda shape: len(shape) == 1,
     example=(8,),
     pool=("mlp", "mlp2", "mlp3"),
-    pool_of_any=("sk-tree", "sk-svm", "sk-gam", "sk-mlp"),  # CoFED's four kinds, Section 5.7
+    pool_of_any=("sk-tree", "sk-svm", "sk-gam", "sk-mlp"),  # the four models of CoFED, Section 5.7
     model="mlp",
     large_model="mlp3",
     generated=permuted_columns,
@@ -193,15 +192,14 @@ TABLE = Kind(
 
 
 def text_shape(tokens: int, vocabulary: int) -> Shape:
-    """Return the shape of texts of at most `tokens` tokens, with numbers below `vocabulary`."""
+    """Return the shape of texts with at most `tokens` tokens, each below `vocabulary`."""
     return (0, tokens, vocabulary)
 
 
 def shuffled_tokens(x: Array, columns: Sequence[int], size: int, rng: np.random.Generator) -> Array:
-    """Return texts [size, L] of the tokens of x [N, L] in a random order.
+    """Generate texts [size, L] by sampling tokens and lengths from the texts x [N, L].
 
-    As generated rows of tables: each token is as frequent as in x, and its place says nothing.
-    Lengths are those of the texts in x, in an order of their own.
+    Each token is as frequent as in x, and its position carries no information.
     """
     lengths = rng.choice((x != PADDING).sum(1), size)
     inside = np.arange(x.shape[1]) < lengths[:, None]
@@ -229,15 +227,15 @@ TEXT = Kind(
 
 
 KINDS = {kind.name: kind for kind in (IMAGE, TABLE, TEXT, SIGNAL)}
-"""Every kind by its name."""
+"""All kinds by name."""
 AUGMENTATIONS = {name: kind for kind in KINDS.values() for name in kind.augmentations}
-"""The kind that each value of `training.augment` changes."""
+"""Kind of the samples that each value of `training.augment` supports."""
 
 
 def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:
-    """Return the kind of samples from arrays, where images and rows of tables are read alike.
+    """Return the kind of samples that were read from arrays.
 
-    If neither is stated but another kind, it is that; else [F] is a row, and all else an image.
+    If `stated` is None, IMAGE, or TABLE, shape [F] is a table row, and any other shape an image.
     """
     if stated in (None, IMAGE, TABLE):
         return TABLE if len(shape) == 1 else IMAGE
@@ -245,24 +243,25 @@ def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:
 
 
 def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
-    """Return the change that `training.augment` names, for such samples; None for "none".
+    """Return the augmentation of a value of `training.augment`, or None for "none".
 
-    Raises DataError if it does not change such samples.
+    Raises DataError if it does not support samples of this kind and shape.
     """
     if name == "none":
         return None
-    changed = AUGMENTATIONS[name]
-    if changed is not kind or not kind.is_changeable(shape):
-        _refuse_change(f"'training.augment' = {name!r} changes", changed.changeable, kind, shape)
+    supported = AUGMENTATIONS[name]
+    if supported is not kind or not kind.is_changeable(shape):
+        what = f"training.augment = {name!r} supports"
+        _raise_unsupported(what, supported.changeable, kind, shape)
     return kind.changes()[name]
 
 
 def check_changeable(kind: Kind, shape: Shape, what: str) -> None:
-    """Raise DataError, beginning with `what`, unless such samples can be changed."""
+    """Raise DataError, prefixed with `what`, unless such samples can be augmented."""
     if not (kind.changeable and kind.is_changeable(shape)):
-        able = kind.changeable or " or ".join(filter(None, (k.changeable for k in KINDS.values())))
-        _refuse_change(what, able, kind, shape)
+        supported = " or ".join(filter(None, (k.changeable for k in KINDS.values())))
+        _raise_unsupported(what, kind.changeable or supported, kind, shape)
 
 
-def _refuse_change(what: str, able: str, kind: Kind, shape: Shape) -> NoReturn:
-    raise DataError(f"{what} {able}, the samples have {kind.describe(shape)}")
+def _raise_unsupported(what: str, supported: str, kind: Kind, shape: Shape) -> NoReturn:
+    raise DataError(f"{what} {supported}, got {kind.describe(shape)}")

@@ -1,12 +1,12 @@
-"""Random changes to training samples: to images and to texts, a draw of its own for each sample.
+"""Random augmentation of images and texts, drawn independently for each sample.
 
-Images [N, C, H, W] are float32, scaled to [-1, 1]; texts [N, L] are int64, padded with PADDING. All
-draws come from a CPU generator that the caller seeds. torchvision, which takes as long to import as
-PyTorch, is imported by RandAugment alone.
+Images [N, C, H, W] are float32 in [-1, 1]; texts [N, L] are int64, padded with PADDING. All random
+numbers come from a CPU generator seeded by the caller. Only RandAugment imports torchvision, whose
+import takes as long as that of PyTorch.
 
 RandAugment: Cubuk et al., Practical Automated Data Augmentation with a Reduced Search Space, 2020.
-Texts: words are left out as in Wei and Zou, EDA: Easy Data Augmentation, 2019; tokens move as in
-Lample et al., Unsupervised Machine Translation Using Monolingual Corpora Only, 2018, Section 2.3.
+Token deletion: Wei and Zou, EDA: Easy Data Augmentation, 2019. Token shuffling: Lample et al.,
+Unsupervised Machine Translation Using Monolingual Corpora Only, 2018, Section 2.3.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from fedhet.base.transfer import to_device
 from fedhet.kinds import PADDING, Change
 
 BLACK = -1.0
-IN_A_ROW = 2
-"""How many operations RandAugment applies to an image."""
+NUM_OPERATIONS = 2
+"""Number of RandAugment operations applied to an image."""
 STRENGTH = 1 / 3
-"""RandAugment's magnitude: 10 of its scale of 30."""
+"""RandAugment's magnitude: 10 on a scale of 30."""
 DIRECTED, UNDIRECTED = 9, 5
-"""The number of RandAugment's operations that have a direction, and of the others."""
+"""Number of RandAugment operations with and without a direction."""
 WEAK, STRONG = 0.1, 0.3
-"""The share of tokens that a weak and a strong change leave out."""
+"""Fraction of tokens deleted by the weak and the strong augmentation."""
 REACH = 3
-"""How many places a token moves at most."""
+"""Maximum number of positions by which a token moves."""
 
 
 def shift(x: Tensor, generator: Generator, *, reflect: bool = False) -> Tensor:
-    """Move each image by up to an eighth of its height, up or down, left or right.
+    """Shift each image by up to an eighth of its height, vertically and horizontally.
 
-    What comes in from outside is black or, with `reflect`, the image mirrored at its border.
+    New pixels are black, or mirrored at the border if `reflect` is set.
     """
     count, _, height, width = x.shape
     reach = max(1, height // 8)
     edges = (reach, reach, reach, reach)
     wide = F.pad(x, edges, "reflect") if reflect else F.pad(x, edges, value=BLACK)
     top, left = to_device(torch.randint(2 * reach + 1, (2, count), generator=generator), x.device)
-    places = wide.unfold(2, height, 1).unfold(3, width, 1)  # [N, C, top, left, H, W]; a view
-    return places[torch.arange(count, device=x.device), :, top, left]
+    windows = wide.unfold(2, height, 1).unfold(3, width, 1)  # view [N, C, top, left, H, W]
+    return windows[torch.arange(count, device=x.device), :, top, left]
 
 
 def flip(x: Tensor, generator: Generator) -> Tensor:
-    """Mirror each image, left to right, with probability 1/2."""
+    """Flip each image horizontally with probability 1/2."""
     mirrored = torch.rand(len(x), generator=generator) < 0.5
     return torch.where(to_device(mirrored, x.device)[:, None, None, None], x.flip(3), x)
 
 
 def rand_augment(x: Tensor, generator: Generator) -> Tensor:
-    """Apply two operations of RandAugment to each image, one after the other."""
-    bright = (x + 1) / 2
-    for _ in range(IN_A_ROW):
-        bright = operated(bright, generator)
-    return bright * 2 - 1
+    """Apply two RandAugment operations to each image."""
+    x = (x + 1) / 2
+    for _ in range(NUM_OPERATIONS):
+        x = random_operation(x, generator)
+    return x * 2 - 1
 
 
 def erase(x: Tensor, generator: Generator) -> Tensor:
-    """Blacken a rectangle in each image: 2 to 20 % of its area, sides in a ratio of 0.3 to 3.3.
+    """Blacken a rectangle of 2 to 20 % of the area of each image, with aspect ratio 0.3 to 3.3.
 
-    Zhong et al., Random Erasing Data Augmentation, 2020; the ranges are torchvision's, but for the
-    greatest area, which is a third in theirs.
+    Zhong et al., Random Erasing Data Augmentation, 2020. The ranges are torchvision's, except for
+    the maximum area, which is a third in torchvision.
     """
     count, _, height, width = x.shape
     area, ratio, down, right = torch.rand(4, count, generator=generator)
@@ -81,15 +81,15 @@ def erase(x: Tensor, generator: Generator) -> Tensor:
 
 
 def _between(place: Tensor, length: Tensor, side: int) -> Tensor:
-    """Return which of `side` pixels lie in a stretch of `length` [N] at `place` [N], [N, side]."""
+    """Return a mask [N, side] of intervals of `length` [N] at relative positions `place` [N]."""
     length = length.round().clamp(1, side)
     start = (place * (side - length + 1)).floor().unsqueeze(1)
     pixels = torch.arange(side)
     return (pixels >= start) & (pixels < start + length.unsqueeze(1))
 
 
-def in_order(*changes: Change) -> Change:
-    """Return the change that makes all of `changes`, the first first."""
+def compose(*changes: Change) -> Change:
+    """Compose augmentations, applied in the given order."""
 
     def change(x: Tensor, generator: Generator) -> Tensor:
         for one in changes:
@@ -100,18 +100,18 @@ def in_order(*changes: Change) -> Change:
 
 
 def weak(x: Tensor, generator: Generator) -> Tensor:
-    """Shift images by up to an eighth; mirror color images at random (FixMatch's weak change).
+    """Shift images, and flip color images at random (FixMatch's weak augmentation).
 
-    A mirrored digit is not a digit, so that gray images are not mirrored.
+    Gray images are not flipped, because a mirrored digit is not a digit.
     """
     return shift(flip(x, generator) if x.shape[1] == 3 else x, generator, reflect=True)
 
 
-def operated(x: Tensor, generator: Generator) -> Tensor:
-    """Apply to each image [N, C, H, W], from 0 to 1, an operation that is drawn for it.
+def random_operation(x: Tensor, generator: Generator) -> Tensor:
+    """Apply one random RandAugment operation to each image [N, C, H, W] in [0, 1].
 
-    Images that drew the same operation are changed together, as torchvision's functions take one
-    magnitude a call.
+    Images with the same operation are processed together, because torchvision's functions accept
+    one magnitude per call.
     """
     kinds = DIRECTED + UNDIRECTED
     drawn = torch.randint(kinds, (len(x),), generator=generator)
@@ -126,9 +126,9 @@ def operated(x: Tensor, generator: Generator) -> Tensor:
 
 @cache
 def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return RandAugment's operations on images from 0 to 1, with the ranges of torchvision's.
+    """Return the RandAugment operations on images in [0, 1], with torchvision's ranges.
 
-    Those with a direction come first in one direction, and last in the other.
+    Directed operations come first in the positive and last in the negative direction.
     """
     from torchvision.transforms.v2 import functional as V
 
@@ -137,10 +137,10 @@ def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
         factor, degrees = 1 + 0.9 * part, math.degrees(math.atan(0.3 * part))
 
         def affine(x: Tensor, move: list[int], shear: list[float]) -> Tensor:
-            """Move images by pixels (right, down), or shear them at their upper left corner."""
+            """Translate images by pixels (right, down), or shear them at the upper left corner."""
             corner = [0.0, 0.0] if any(shear) else None
-            moved: Tensor = V.affine(x, 0.0, move, 1.0, shear, center=corner)
-            return moved
+            transformed: Tensor = V.affine(x, 0.0, move, 1.0, shear, center=corner)
+            return transformed
 
         return [
             lambda x: affine(x, [0, 0], [degrees, 0.0]),
@@ -164,18 +164,18 @@ def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
     return (*directed(1), *undirected, *directed(-1))
 
 
-def left_out(x: Tensor, generator: Generator, share: float) -> Tensor:
-    """Return texts without a random `share` of their tokens; the others close up, one stays."""
+def delete_tokens(x: Tensor, generator: Generator, fraction: float) -> Tensor:
+    """Delete a random `fraction` of the tokens of each text, keeping at least one."""
     drawn = to_device(torch.rand(x.shape, generator=generator), x.device)
     drawn = drawn.masked_fill(x == PADDING, -1.0)
-    kept = drawn >= share
-    kept.scatter_(1, drawn.argmax(1, keepdim=True), value=True)
-    order = (~kept).byte().argsort(dim=1, stable=True)
-    return (x * kept).gather(1, order)
+    remains = drawn >= fraction
+    remains.scatter_(1, drawn.argmax(1, keepdim=True), value=True)
+    order = (~remains).byte().argsort(dim=1, stable=True)
+    return (x * remains).gather(1, order)
 
 
-def moved(x: Tensor, generator: Generator) -> Tensor:
-    """Return texts whose tokens have each moved by up to REACH places, by a random amount."""
+def shuffle_tokens(x: Tensor, generator: Generator) -> Tensor:
+    """Move each token by up to REACH positions at random."""
     drawn = to_device(torch.rand(x.shape, generator=generator), x.device) * (REACH + 1)
     places = torch.arange(x.shape[1], device=x.device) + drawn
     places = places.masked_fill(x == PADDING, float("inf"))
@@ -187,17 +187,21 @@ CHANGES: Mapping[str, Mapping[str, Change]] = MappingProxyType(
         "image": {
             "crop": shift,
             "flip": flip,
-            "crop-flip": in_order(flip, shift),
-            "randaugment": in_order(flip, shift, rand_augment),
+            "crop-flip": compose(flip, shift),
+            "randaugment": compose(flip, shift, rand_augment),
             "weak": weak,
-            "strong": in_order(weak, rand_augment, erase),  # FixMatch's
+            "strong": compose(weak, rand_augment, erase),  # as in FixMatch
         },
         "text": {
-            "tokens": lambda x, generator: moved(left_out(x, generator, WEAK), generator),
-            "weak": lambda x, generator: left_out(x, generator, WEAK),
-            "strong": lambda x, generator: moved(left_out(x, generator, STRONG), generator),
+            "tokens": lambda x, generator: shuffle_tokens(
+                delete_tokens(x, generator, WEAK), generator
+            ),
+            "weak": lambda x, generator: delete_tokens(x, generator, WEAK),
+            "strong": lambda x, generator: shuffle_tokens(
+                delete_tokens(x, generator, STRONG), generator
+            ),
         },
     }
 )
-"""The changes of samples by kind and name: `training.augment`, and FixMatch's, which has images
-alone in its paper."""
+"""Augmentations by kind and name: the values of `training.augment`, and FixMatch's "weak" and
+"strong"; the paper of FixMatch covers only images."""

@@ -1,4 +1,4 @@
-"""The device and precision of a model's computations, its inputs, and evaluation batches."""
+"""Device, precision, input conversion, and evaluation batch size."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from fedhet.settings.engine import ComputeSettings, EngineSettings
 Module = TypeVar("Module", bound=nn.Module)
 Loss = TypeVar("Loss", bound=Callable[..., Tensor])
 
-PROCESSOR_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
-"""What a layer's output of a whole batch may take. On a processor twice as much takes more than
-twice the time with some models: tensors leave its cache, and glibc returns their pages to the
+CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
+"""Maximum size of a layer's output for one batch, in bytes. On CPUs, twice the size takes more than
+twice the time with some models: tensors leave the cache, and glibc returns their pages to the
 system after every batch."""
-LEAST, MAX_ON_PROCESSOR, MAX_ON_ACCELERATOR = 32, 1024, 8192
-"""Bounds of a batch of evaluation, in samples."""
+MIN_BATCH, MAX_BATCH_CPU, MAX_BATCH_ACCELERATOR = 32, 1024, 8192
+"""Limits of the evaluation batch size, in samples."""
 
 
 class _DeferredCompiler(ModuleType):
-    """Stand-in for `torch._dynamo` until a name other than those defined here is used.
+    """Placeholder for `torch._dynamo` that imports it on the first use of an undefined attribute.
 
-    PyTorch's optimizers and torchvision import PyTorch's compiler, although only a compiled graph
-    needs it, and the import takes longer than a small run. Any other name imports the compiler.
+    PyTorch's optimizers and torchvision import PyTorch's compiler, although only compiled graphs
+    need it, and the import takes longer than a small run.
     """
 
     @classmethod
     def install(cls) -> None:
-        """Defer the import of the compiler, unless something has imported it already."""
+        """Defer the import of the compiler, unless it has already been imported."""
         if "torch._dynamo" not in sys.modules:
             for name in ("torch._dynamo", "torch._dynamo.utils"):
                 sys.modules[name] = cls(name)
             torch._dynamo = sys.modules["torch._dynamo"]
 
     def __getattr__(self, name: str) -> Any:
-        """Import the compiler in place of the stand-ins, and return its attribute."""
+        """Replace the placeholders by the compiler, and return its attribute."""
         is_package = self.__name__ == "torch._dynamo"
         if name.startswith("__") and not (is_package and name in ("__path__", "__all__")):
-            raise AttributeError(name)  # `inspect` asks every module for its file
+            raise AttributeError(name)  # `inspect` requests `__file__` of every module
         for each, module in list(sys.modules.items()):
             if isinstance(module, _DeferredCompiler):
                 del sys.modules[each]
@@ -60,16 +60,16 @@ class _DeferredCompiler(ModuleType):
 
     @staticmethod
     def disable(function: Any, *_: Any, **__: Any) -> Any:
-        """Return the function unchanged, because it is not compiled."""
+        """Return the function unchanged, because nothing is compiled."""
         return function
 
     @staticmethod
     def graph_break(*_: Any, **__: Any) -> None:
-        """Do nothing, because no graph is being compiled."""
+        """Do nothing, because nothing is compiled."""
 
     @staticmethod
     def is_compile_supported(device_type: Any) -> Any:
-        """Import the compiler, and return whether it supports a type of device."""
+        """Import the compiler, and return whether it supports a device type."""
         return importlib.import_module("torch._dynamo").utils.is_compile_supported(device_type)
 
 
@@ -78,17 +78,19 @@ _DeferredCompiler.install()
 
 @dataclass(frozen=True)
 class Compute:
-    """A device, its mixed-precision dtype (None: plain float32), a memory format, a batch size."""
+    """Device, precision, and memory format of computations."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None = None
+    """Data type of mixed precision; None = float32 without autocast."""
     channels_last: bool = False
+    """Whether images and convolutions use the channels-last memory format."""
     eval_batch: int | None = None
-    """Samples in a batch of evaluation; None: see `evaluation_batch`."""
+    """Evaluation batch size; None = automatic (see `evaluation_batch`)."""
     sample_bytes: int = 0
-    """What the samples of a process's clients may take of an accelerator's memory."""
+    """Maximum accelerator memory for the samples of all clients in a process, in bytes."""
     compiles: bool = False
-    """Whether `torch.compile` makes the steps of local training."""
+    """Whether to compile the steps of local training with `torch.compile`."""
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Return the autocast context for a forward pass and its loss."""
@@ -97,26 +99,26 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
     def place(self, module: Module) -> Module:
-        """Move `module` to the device, in the memory format, and return it."""
+        """Move `module` to the device and memory format in place, and return it."""
         move(module, self.device)
         if self.channels_last:
             module.to(memory_format=torch.channels_last)
         return module
 
     def to_inputs(self, x: Tensor) -> Tensor:
-        """Return `x` [N, ...] on the device as models expect it: bytes are scaled there.
+        """Convert samples [N, ...] to model inputs on the device.
 
-        Images [N, C, H, W] are in the memory format.
+        uint8 images are scaled, and images [N, C, H, W] are converted to the memory format.
         """
-        there = scaled(self.to_device(x))
+        inputs = scaled(self.to_device(x))
         if self.channels_last and x.ndim == 4:
-            return there.contiguous(memory_format=torch.channels_last)
-        return there
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs
 
     def compiled(self, loss_of: Loss) -> Loss:
-        """Return the loss of a batch compiled, if this compiles and it is a module, or as it is.
+        """Compile a batch loss if `compiles` is set and the loss is a module.
 
-        On CUDA the operations of a step are recorded once, and launched as one (CUDA graphs).
+        On CUDA, the operations of a step are recorded once and launched together (CUDA graphs).
         """
         if not (self.compiles and isinstance(loss_of, nn.Module)):
             return loss_of
@@ -124,105 +126,106 @@ class Compute:
         return cast(Loss, torch.compile(loss_of, mode=mode))
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Return `x` [N, ...] on the device as it is: on a processor no copy is made."""
+        """Copy `x` [N, ...] to the device without conversion. On a CPU, no copy is made."""
         return to_device(x, self.device)
 
     def fit_on_device(self, *parts: Tensor) -> list[Tensor]:
-        """Return samples [N, ...] on the device if there is room for all, or else as they are.
+        """Copy samples [N, ...] to the device if all of them fit, or return them unchanged.
 
-        There is if they fit into what `sample_bytes` leaves beside the samples that are there, and
-        into half of the memory that is free. The batches of others are copied one by one.
+        They fit if the total size of samples on the device does not exceed `sample_bytes`, and if
+        they need at most half of the free memory. Otherwise, batches are copied one by one.
         """
         if self.device.type == "cpu":
             return list(parts)
-        held = [x for x in (ref() for ref in _kept) if x is not None]
-        _kept[:] = map(weakref.ref, held)
+        alive = [x for x in (ref() for ref in _on_accelerators) if x is not None]
+        _on_accelerators[:] = map(weakref.ref, alive)
         size = sum(part.nbytes for part in parts)
-        here = sum(x.nbytes for x in held if x.device.type == self.device.type)
+        used = sum(x.nbytes for x in alive if x.device.type == self.device.type)
         # Other accelerators do not report their free memory.
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2**62
-        if here + size > self.sample_bytes or size > free // 2:
+        if used + size > self.sample_bytes or size > free // 2:
             return list(parts)
-        there = [self.to_device(part) for part in parts]
-        _kept.extend(map(weakref.ref, there))
-        return there
+        copies = [self.to_device(part) for part in parts]
+        _on_accelerators.extend(map(weakref.ref, copies))
+        return copies
 
 
 CPU = Compute(torch.device("cpu"))
-_kept: list[weakref.ref[Tensor]] = []
-"""The samples that this process has put onto accelerators."""
+_on_accelerators: list[weakref.ref[Tensor]] = []
+"""Samples that this process has copied to accelerators."""
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Move a module to a device, its tensors of a type in one piece."""
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if any(each.device.type != device.type for each in own.values()):
-        for name, each in all_to_device(own, device).items():
-            own[name].data = each.clone()  # each in memory of its own, where it is aligned
+    """Move a module to a device, with one copy for all tensors of the same type."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if any(each.device.type != device.type for each in tensors.values()):
+        for name, each in all_to_device(tensors, device).items():
+            tensors[name].data = each.clone()  # separate, aligned memory
     module.to(device)
 
 
 def scaled(x: Tensor) -> Tensor:
-    """Return `x` as models expect it: uint8 becomes x/127.5 - 1 in float32, others are kept."""
+    """Scale uint8 images to x/127.5 - 1 in float32; other tensors are returned unchanged."""
     return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
 
 @torch.no_grad()
 def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
-    """Return how many samples of x [N, ...] `model`, in evaluation mode, takes at a time.
+    """Return the evaluation batch size for `model` on samples x [N, ...].
 
-    It is 'engine.eval-batch-size', or else as many as keep the largest output of any layer within
-    a bound, which takes a forward pass of one sample to find.
+    If 'engine.eval-batch-size' is not set, the batch size limits the largest layer output, whose
+    size is measured with a forward pass of one sample.
     """
     if compute.eval_batch:
         return compute.eval_batch
     sizes = [1]
 
-    def note(module: nn.Module, given: object, output: object) -> None:
+    def measure(module: nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, Tensor):
             sizes.append(output.numel() * output.element_size())
 
-    hooks = [module.register_forward_hook(note) for module in model.modules()]
+    hooks = [module.register_forward_hook(measure) for module in model.modules()]
     try:
         with compute.autocast():
             model(compute.to_inputs(x[:1]))
     finally:
         for hook in hooks:
             hook.remove()
-    bound, most = ACCELERATOR_BYTES, MAX_ON_ACCELERATOR
+    max_bytes, max_batch = ACCELERATOR_BYTES, MAX_BATCH_ACCELERATOR
     if compute.device.type == "cpu":
-        bound, most = PROCESSOR_BYTES, MAX_ON_PROCESSOR
-    return min(max(bound // max(sizes), LEAST), most)
+        max_bytes, max_batch = CPU_BYTES, MAX_BATCH_CPU
+    return min(max(max_bytes // max(sizes), MIN_BATCH), max_batch)
 
 
 def compute_for(settings: ComputeSettings) -> Compute:
-    """Return the `Compute` for the device and precision of `settings`. Raises SettingsError."""
+    """Create the `Compute` of engine settings. Raises SettingsError."""
     device, precision = find_device(settings.device), settings.precision
     if precision == "float16" and device.type == "cpu":
         raise SettingsError(
-            "setting 'engine.precision' = 'float16' is not available on the device cpu: "
-            "it takes auto, float32 or bfloat16"
+            "engine.precision must be auto, float32, or bfloat16 on device cpu, got 'float16'"
         )
     if precision == "auto":
-        # A CPU multiplies matrices of bfloat16 by AMX; by AVX-512 alone some methods gain nothing
-        # (docs/performance.md). PyTorch 2.11 may not have the function.
-        known: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+        # On CPUs, bfloat16 is faster with AMX; with AVX-512 alone, some methods gain nothing
+        # (docs/performance.md). PyTorch 2.11 may lack the function.
+        capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
         on_gpu, on_cpu = device.type == "cuda", device.type == "cpu"
-        gains = torch.cuda.is_bf16_supported() if on_gpu else on_cpu and known.get("amx_bf16")
-        precision = "bfloat16" if gains else "float32"
+        is_faster = (
+            torch.cuda.is_bf16_supported() if on_gpu else on_cpu and capabilities.get("amx_bf16")
+        )
+        precision = "bfloat16" if is_faster else "float32"
     if device.type == "cuda" and settings.deterministic:
-        # Algorithms that give the same bits each time. PyTorch warns of an operation that has none,
-        # as a user's model may have.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS demands it
+        # PyTorch warns about operations without a deterministic algorithm, for example in a
+        # custom model.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # only to find errors
         torch.backends.cudnn.benchmark = False
     if settings.compile:
         gpu, compiler = device.type == "cuda", os.environ.get("CXX", "g++")
         if not (importlib.util.find_spec("triton") if gpu else shutil.which(compiler)):
-            needed = "the package triton" if gpu else f"a C++ compiler ({compiler})"
+            missing = "package 'triton'" if gpu else f"C++ compiler ({compiler})"
             raise SettingsError(
-                f"setting 'engine.compile' = true is not allowed: on {device} it needs {needed}"
+                f"engine.compile = true: {missing} not found, which is required on {device}"
             )
     last = {"true": True, "false": False, "auto": device.type != "mps"}[settings.channels_last]
     return Compute(
@@ -247,24 +250,24 @@ def settled(settings: EngineSettings) -> EngineSettings:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is the first GPU, or else the CPU.
+    """Return the device `name`; "auto" is the first GPU, or the CPU if there is none.
 
-    Raises SettingsError naming the missing device and the available ones.
+    Raises SettingsError if the device does not exist.
     """
-    there = available_devices()
+    devices = available_devices()
     if name == "auto":
-        return torch.device(there[-1] if len(there) == 1 else there[1])
-    if name not in there:
-        why = f" ({why_no_cuda()})" if name.startswith("cuda") and "cuda" not in there else ""
+        return torch.device(devices[-1] if len(devices) == 1 else devices[1])
+    if name not in devices:
+        why = f" ({why_no_cuda()})" if name.startswith("cuda") and "cuda" not in devices else ""
         raise SettingsError(
-            f"device {name!r} does not exist here{why}: 'engine.device', or a node's own 'device', "
-            f"takes auto or a device of this machine: {', '.join(there)}"
+            f"device {name!r} not found on this machine{why}: engine.device, or 'device' of a "
+            f"node, must be auto or one of {', '.join(devices)}"
         )
     return torch.device(name)
 
 
 def why_no_cuda() -> str:
-    """Return in words why PyTorch finds no GPU on this machine."""
+    """Return the reason why PyTorch finds no GPU on this machine."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     try:
@@ -272,15 +275,16 @@ def why_no_cuda() -> str:
     except (RuntimeError, AssertionError) as error:
         first = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
         hint = (
-            f"; PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, and needs a "
-            "driver for it: docs/guide.md"
+            f"; PyTorch {torch.__version__} requires a driver for CUDA {torch.version.cuda}, see "
+            "docs/guide.md"
         )
         return first + (hint if "too old" in first or "insufficient" in first else "")
-    return "CUDA_VISIBLE_DEVICES leaves none" if "CUDA_VISIBLE_DEVICES" in os.environ else "no GPU"
+    hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+    return "no GPU is in CUDA_VISIBLE_DEVICES" if hidden else "no GPU"
 
 
 def available_devices() -> list[str]:
-    """Return the names of this machine's devices, the CPU first."""
+    """Return the names of the devices of this machine, starting with the CPU."""
     names = ["cpu"]
     if torch.cuda.is_available():
         names += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]

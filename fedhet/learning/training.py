@@ -1,7 +1,7 @@
-"""The training loop, losses as modules, and evaluation. All methods train with `train_epochs`.
+"""Training loop, loss modules, and evaluation. All methods train with `train_epochs`.
 
-Data is held in tensors on the device and indexed directly, without a DataLoader; losses are summed
-on the device and read once per epoch.
+Data is stored in tensors and indexed directly, without a DataLoader. Losses are summed on the
+device and read once per epoch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fedhet.learning.devices import CPU, Compute, evaluation_batch
 from fedhet.settings.run import TrainingSettings
 
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
-"""(x [N, ...], y [N]) -> the batch's mean loss, a scalar with gradient."""
+"""(x [N, ...], y [N]) -> mean loss of a batch, a scalar with gradient."""
 Penalty = Callable[[], Tensor | float]
-"""() -> a term of the loss that depends on the weights alone, a scalar; 0.0 without a gradient."""
+"""() -> loss term that depends only on the weights: a scalar with gradient, or 0.0."""
 Augment = Callable[[Tensor], Tensor]
-"""Images [N, C, H, W] or tokens [N, L] of a batch -> randomly changed ones."""
+"""(images [N, C, H, W] or tokens [N, L]) -> randomly augmented samples."""
 
 
 class CrossEntropy(nn.Module):
-    """Loss of supervised training: the cross-entropy of a network's logits.
+    """Cross-entropy loss of a network.
 
-    A loss that is a module, with the networks that it trains as submodules, can be compiled.
+    A loss can be compiled if it is a module with the trained networks as submodules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,54 +40,54 @@ class CrossEntropy(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch x [N, ...], y [N], a scalar with gradient."""
+        """Return the mean loss of a batch x [N, ...], y [N]."""
         return nn.functional.cross_entropy(self.model(x).float(), y)
 
 
 class LabelSpace(nn.Module):
-    """A client's label space: selects the columns of its classes, and numbers the labels by them.
+    """Module that restricts logits and labels to the label space of a client.
 
-    A loss of these leaves the outputs of other classes without a gradient.
+    A loss of the result has no gradient with respect to other classes.
     """
 
     space: Tensor
 
     def __init__(self, space: Tensor) -> None:
-        """`space` [S]: the client's classes, ascending."""
+        """Create the module for the classes `space` [S], ascending."""
         super().__init__()
         self.register_buffer("space", space, persistent=False)
 
     def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of logits [N, C] of the classes, and y [N] as their numbers."""
+        """Return the logits [N, S] of the label space, and the labels [N] as indices into it."""
         return self.columns(logits), torch.searchsorted(self.space, y)
 
     def columns(self, logits: Tensor) -> Tensor:
-        """Return the columns of logits [N, C] of the classes, [N, S]."""
-        whole = self.space.shape[-1] == logits.shape[-1]
-        return logits if whole else logits[:, self.space]
+        """Select the columns [N, S] of the label space from logits [N, C]."""
+        has_all_classes = self.space.shape[-1] == logits.shape[-1]
+        return logits if has_all_classes else logits[:, self.space]
 
 
 @dataclass
 class Optimization:
-    """An optimizer, for float16 its gradient scaler, and a bound on the gradient's norm."""
+    """Optimizer with a gradient scaler (for float16) and gradient clipping."""
 
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     clip: float = 0.0
-    """Greatest L2 norm of the gradient of all parameters; 0: any."""
+    """Maximum L2 norm of the gradient of all parameters; 0 = unlimited."""
     compiles: ClassVar[bool] = True
     """Whether the loss may be compiled."""
     alike: Callable[[Iterable[Tensor]], Optimization] | None = None
-    """Returns another one of the same kind, with the same settings, over other parameters."""
+    """(parameters) -> a new instance with the same settings for other parameters."""
 
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
     ) -> Iterable[Tensor]:
-        """Return the indices of an epoch's batches: those of `batches`."""
+        """Return the sample indices of each batch of an epoch, using `batches`."""
         return batches(samples, batch_size, generator, device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Do one optimizer step on `loss` plus `penalty`; on no loss, of no samples, none."""
+        """Take one optimizer step on `loss + penalty`; None (an empty batch) is skipped."""
         if loss is None:
             return
         loss = loss + penalty if isinstance(penalty, Tensor) else loss
@@ -100,25 +100,22 @@ class Optimization:
         self.scaler.update()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer changes."""
+        """Return the parameters of the optimizer."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def decay_schedule(self, factor: float) -> Callable[[int], None]:
-        """Return a function to call before each epoch, from 0, that lowers the learning rate.
-
-        The rate of an epoch is that of now, times `factor` to the power of the epoch's number.
-        """
+        """Return a function that sets the learning rate of an epoch to `lr * factor**epoch`."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
 
-        def lower(epoch: int) -> None:
+        def set_rate(epoch: int) -> None:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * factor**epoch
 
-        return lower
+        return set_rate
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the optimizer's state for each parameter of `model`, as `<parameter>/<name>`."""
+        """Return the optimizer state of the parameters of `model`, by `<parameter>/<name>`."""
         return {
             f"{name}/{key}": value
             for name, parameter in model.named_parameters()
@@ -127,15 +124,15 @@ class Optimization:
         }
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned; nothing if it does not fit the parameters of `model`."""
+        """Restore the result of `state`, unless it does not match the parameters of `model`."""
         parameters = dict(model.named_parameters())
-        found = [(*name.rpartition("/")[::2], value) for name, value in state.items()]
-        for name, _, value in found:
+        entries = [(*name.rpartition("/")[::2], value) for name, value in state.items()]
+        for name, _, value in entries:
             if name not in parameters or value.shape not in (parameters[name].shape, ()):
                 return
-        for name, key, value in found:
+        for name, key, value in entries:
             parameter = parameters[name]
-            if value.shape == parameter.shape:  # a copy in the memory format of the parameter
+            if value.shape == parameter.shape:  # copy in the memory format of the parameter
                 value = torch.empty_like(parameter, requires_grad=False).copy_(value)
             else:
                 value = value.clone()
@@ -145,35 +142,34 @@ class Optimization:
 def optimization_for(
     parameters: Iterable[Tensor], settings: TrainingSettings, compute: Compute
 ) -> Optimization:
-    """Return a new optimizer over `parameters`, as configured in the settings."""
+    """Create the optimizer configured in `settings` for `parameters`."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
         "sgd": partial(torch.optim.SGD, momentum=settings.momentum),
     }
     is_fused = compute.device.type in ("cpu", "cuda")
-    chosen = kinds[settings.optimizer](
+    optimizer = kinds[settings.optimizer](
         parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=is_fused
     )
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )
     alike = partial(optimization_for, settings=settings, compute=compute)
-    return Optimization(chosen, scaler, settings.clip, alike)
+    return Optimization(optimizer, scaler, settings.clip, alike)
 
 
 def batches(
     samples: int, batch_size: int, generator: torch.Generator, device: torch.device = CPU.device
 ) -> list[Tensor]:
-    """Return the shuffled indices of one epoch, on `device`, divided into batches.
+    """Shuffle the sample indices of one epoch and split them into batches.
 
-    A batch has batch_size samples, or 2 if that is more; the last has fewer, or one more.
-
-    No batch has a single sample, which batch normalization cannot train on: a single remaining
-    sample joins the previous batch. Raises DataError for fewer than two samples.
+    No batch has a single sample, because batch normalization cannot train on it: the minimum batch
+    size is 2, and a single remaining sample is added to the last batch. Raises DataError if there
+    are fewer than two samples.
     """
     if samples < 2:
-        raise DataError(f"training needs at least 2 samples, there is {samples}")
+        raise DataError(f"training requires at least 2 samples, got {samples}")
     order = to_device(torch.randperm(samples, generator=generator), device)
     cuts = list(range(0, samples, max(batch_size, 2)))
     if samples - cuts[-1] == 1 and len(cuts) > 1:
@@ -182,7 +178,7 @@ def batches(
 
 
 class TrainOptions(TypedDict, total=False):
-    """Options of `train_epochs` that a method may choose."""
+    """Options of `train_epochs` that a method may set."""
 
     epochs: int
     batch_size: int
@@ -250,25 +246,29 @@ def train_epochs(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's accuracy and loss on a test split."""
+    """Scores of a model on a test split."""
 
     accuracy: float
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics by their names; see `fedhet.models.evaluate_model`."""
+    """Metrics by name; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
-    """The accuracy of always predicting the split's most frequent class."""
+    """Accuracy of always predicting the most frequent class of the split."""
 
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, x: Tensor, y: Tensor, compute: Compute, kept: list[Tensor] | None = None
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    compute: Compute,
+    all_logits: list[Tensor] | None = None,
 ) -> Evaluation:
-    """Return accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1.
+    """Return the accuracy in [0, 1] and mean cross-entropy of `model` on x [N, ...], y [N], N >= 1.
 
-    The logits of each batch are appended to `kept`, if it is given.
+    If `all_logits` is not None, the logits of each batch are appended to it.
     """
-    most_frequent = int(torch.bincount(y).max())  # before the device has batches to wait for
+    most_frequent = int(torch.bincount(y).max())  # first, so that it does not wait for batches
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
     with evaluating(model):
@@ -278,18 +278,18 @@ def evaluate(
             target = compute.to_device(y[part])
             with compute.autocast():
                 logits = model(compute.to_inputs(x[part])).float()
-            top, guess = logits.max(1)  # NaN if any logit is; argmax alone would guess a class
-            correct += ((guess == target) & top.isfinite()).sum()
+            top, predicted = logits.max(1)  # unlike argmax, max is NaN if a logit is NaN
+            correct += ((predicted == target) & top.isfinite()).sum()
             loss += nn.functional.cross_entropy(logits, target, reduction="sum")
-            if kept is not None:
-                kept.append(logits)
-    right, lost = torch.stack([correct, loss]).tolist()  # the host waits once for all batches
-    return Evaluation(right / len(y), lost / len(y), majority=most_frequent / len(y))
+            if all_logits is not None:
+                all_logits.append(logits)
+    num_correct, total = torch.stack([correct, loss]).tolist()  # synchronizes once for all batches
+    return Evaluation(num_correct / len(y), total / len(y), majority=most_frequent / len(y))
 
 
 @torch.no_grad()
 def logits_of(model: nn.Module, x: Tensor, compute: Compute) -> Tensor:
-    """Return the logits [N, C], float32, of `model` in evaluation mode on x [N, ...]."""
+    """Compute the float32 logits [N, C] of `model` in evaluation mode on x [N, ...]."""
     with evaluating(model), compute.autocast():
         size = evaluation_batch(model, x, compute)
         parts = [model(compute.to_inputs(part)) for part in torch.split(x, size)]
@@ -298,7 +298,7 @@ def logits_of(model: nn.Module, x: Tensor, compute: Compute) -> Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode, and restore the mode of each submodule afterwards."""
+    """Put `model` into evaluation mode, and restore the mode of each submodule on exit."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -310,7 +310,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Let batch norms in training mode use a batch's statistics without adding to their own."""
+    """Keep batch norms from updating their running statistics in training mode."""
     norms: list[Any] = [m for m in model.modules() if getattr(m, "track_running_stats", False)]
     for norm in norms:
         norm.track_running_stats = False
@@ -322,6 +322,6 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
 
 
 def all_finite(model: nn.Module) -> bool:
-    """Return whether all tensors in the state of `model` are finite."""
-    found = [tensor.isfinite().all() for tensor in model.state_dict().values()]
-    return bool(torch.stack(found).all()) if found else True
+    """Return whether all tensors in the state dict of `model` are finite."""
+    finite = [tensor.isfinite().all() for tensor in model.state_dict().values()]
+    return bool(torch.stack(finite).all()) if finite else True

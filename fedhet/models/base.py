@@ -1,9 +1,9 @@
-"""The parts that models by name share: their registry entry, their interface, and their evaluation.
+"""Common parts of all models: registry entries, the model interface, and evaluation.
 
-A torch model is an extractor (up to the head) and a classifier. Methods that exchange features
-(Felo, Velo) need the two parts separate and with one feature width; the adapter gives every
-architecture that width. Weights travel and are stored as named arrays, of the whole model or of a
-part of it.
+A torch model consists of an extractor and a classifier (head). Methods that exchange features
+(Felo, Velo) need the two parts separately and with the same feature width; an adapter maps the
+features of every architecture to that width. Weights are sent and stored as named arrays, for the
+entire model or a part of it.
 """
 
 from __future__ import annotations
@@ -33,60 +33,67 @@ from fedhet.models.classical import Refitted
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A registered model: `extractor(shape)` builds [N, *shape] -> [N, D], D its native width.
-
-    `min_side` is the minimum side of an image, or steps of time of a signal; None: any shape is
-    accepted, also flat vectors. `takes` is the kind of the samples, if they are not images.
-    """
+    """Registry entry of a network."""
 
     name: str
     family: str
     line: str
+    """One-line description."""
     source: str
+    """Paper or library."""
     min_side: int | None
+    """Minimum image side, or number of time steps of a signal; None = any shape."""
     extractor: Callable[..., nn.Module] = field(repr=False, compare=False)
-    """(shape) -> the extractor; with `narrows`, also (shape, width=...)."""
+    """(shape) -> extractor [N, *shape] -> [N, D], where D is its native width; (shape, width=...)
+    if `narrows` is set."""
     narrows: bool = False
-    """Whether the model comes in other widths, by names such as cnn2-x0.5 (`narrowed`)."""
+    """Whether the model supports other widths, with names such as cnn2-x0.5."""
     takes: Kind | None = None
-    """The one kind of samples that the model takes; None: images or, without `min_side`, any."""
+    """Supported sample kind; None = images, or any kind if `min_side` is None."""
 
     def check(self, shape: Shape, kind: Kind | None = None) -> None:
-        """Raise ModelError, with the allowed shapes, if samples of this shape do not fit.
+        """Raise ModelError if the model does not support samples of this shape and kind.
 
-        `kind` is the kind of the samples; None: the one that the model takes.
+        If `kind` is None, the kind that the model supports is assumed.
         """
-        taken = IMAGE if self.takes is None and self.min_side is not None else self.takes
-        if kind and taken is not kind and not kind.is_numeric:
+        supported = IMAGE if self.takes is None and self.min_side is not None else self.takes
+        if kind and supported is not kind and not kind.is_numeric:
             raise ModelError(
-                f"model '{self.name}' takes numbers, not {kind.plural}; {kind.model} and others "
-                "that `fedhet models` lists do"
+                f"model '{self.name}' does not support {kind.plural}. Use {kind.model} or another "
+                f"model for {kind.plural} from `fedhet models`."
             )
         side = self.min_side or 0
-        fits = taken.fits(shape) and taken.side(shape) >= side if taken else len(shape) > 0
-        other = f"{kind.plural} of " if kind and taken and fits and kind is not taken else ""
-        if not fits or other or min(taken.sizes(shape) if taken else shape) < 1:
-            allowed = taken.wanted if taken else "samples of any shape"
-            allowed += taken.minimum.format(side) if taken and side else ""
-            hint = "; 'mlp' takes any shape" if taken and (kind or taken).is_numeric else ""
-            raise ModelError(f"model '{self.name}' takes {allowed}, not {other}shape {shape}{hint}")
+        fits = len(shape) > 0
+        if supported:
+            fits = supported.fits(shape) and supported.side(shape) >= side
+        is_other = bool(kind and supported and fits and kind is not supported)
+        other = f"{kind.plural} of " if kind and is_other else ""
+        if not fits or other or min(supported.sizes(shape) if supported else shape) < 1:
+            expected = supported.wanted if supported else "samples of any shape"
+            expected += supported.minimum.format(side) if supported and side else ""
+            hint = ""
+            if supported and (kind or supported).is_numeric:
+                hint = ". Model 'mlp' supports any shape."
+            raise ModelError(
+                f"model '{self.name}': expected {expected}, got {other}shape {shape}{hint}"
+            )
 
 
 @dataclass(frozen=True)
 class DrawnInfo:
-    """A name in a pool for which each client draws a model."""
+    """Registry entry of a pool name for which each client draws one of several models."""
 
     name: str
     family: str
     line: str
     source: str
     draw: Callable[[int, int], str] = field(repr=False, compare=False)
-    """(seed, number of the client) -> the name of its model, one of `models`."""
+    """(seed, client index) -> the model name, a key of `models`."""
     models: Mapping[str, ModelInfo] = field(repr=False, compare=False)
 
 
 def scale_channels(channels: int, width: float) -> int:
-    """Return the channels of a layer at a width: rounded up, as in HeteroFL's published code."""
+    """Return `width * channels`, rounded up as in HeteroFL's published code."""
     return math.ceil(channels * width)
 
 
@@ -97,20 +104,26 @@ class HetModel(nn.Sequential):
     classifier: nn.Module
 
     def __init__(self, extractor: nn.Module, classifier: nn.Module, feature_dim: int) -> None:
-        """Combine the two parts; `feature_dim` is D, the width of the features between them."""
+        """Combine an extractor and a classifier.
+
+        Args:
+            extractor: Module [N, *shape] -> [N, D].
+            classifier: Module [N, D] -> [N, C].
+            feature_dim: Width D of the features.
+        """
         super().__init__(OrderedDict(extractor=extractor, classifier=classifier))
         self.feature_dim = feature_dim
 
     def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features [N, D] and the logits [N, C] of one pass."""
+        """Return the features [N, D] and the logits [N, C] of one forward pass."""
         features = self.extractor(x)
         return features, self.classifier(features)
 
 
 def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | None) -> HetModel:
-    """Return the extractor with a linear classifier.
+    """Add a linear classifier to an extractor.
 
-    If `feature_dim` differs from `native`, a linear adapter is appended to the extractor.
+    If `feature_dim` differs from the width `native` of the extractor, a linear adapter is appended.
     """
     width = native if feature_dim is None else feature_dim
     if width != native:
@@ -122,55 +135,58 @@ def join(extractor: nn.Module, native: int, classes: int, feature_dim: int | Non
 def output_shape(
     module: nn.Module, shape: Sequence[int], kind: Kind | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of `module`'s output, in evaluation mode, for two samples of `shape`.
+    """Return the output shape of `module` in evaluation mode for two samples of `shape`.
 
-    `kind` is the kind of the samples; None: numbers.
-
-    On torch's default device: inside `torch.device("meta")` nothing is computed. A model of texts
-    needs a device that computes, as it looks at their lengths.
+    If `kind` is None, the samples are numbers. Runs on the default device of torch, which may be
+    "meta" except for texts, because text models use the lengths of texts.
     """
     with evaluating(module), torch.no_grad():
         return tuple(module((kind or IMAGE).blank(2, tuple(shape))).shape)
 
 
 class LabelSpaceModel(nn.Module):
-    """A network with its logits [N, C] restricted to its own classes; others are never predicted.
+    """Wrapper that restricts the logits [N, C] of a network to a label space.
 
-    A network trained through this wrapper learns to distinguish its own classes only: the outputs
-    of the other classes get no gradient.
+    Other classes are never predicted, and their outputs get no gradient.
     """
 
     def __init__(self, network: nn.Module, outside: Tensor) -> None:
-        """Wrap `network`; `outside` [C], bool, marks the classes that are not the client's."""
+        """Wrap a network.
+
+        Args:
+            network: Module with logits [N, C].
+            outside: Boolean mask [C] of the classes outside the label space.
+        """
         super().__init__()
         self.network = network
         self.outside = outside
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [N, C], minus infinity for classes outside the label space."""
+        """Return the logits [N, C], with minus infinity for classes outside the label space."""
         logits: Tensor = self.network(x)
         return logits.masked_fill(self.outside, float("-inf"))
 
 
 def part_names(model: HetModel, part: Part) -> frozenset[str]:
-    """Return the names in the state dict of `model` that belong to the part.
+    """Return the names of a part of a model's state dict.
 
-    A batch norm's are its weights and its running statistics (FedBN, Li et al. 2021).
+    "all-but-norms" excludes the weights and running statistics of batch norms (FedBN, Li et al.
+    2021).
     """
-    everything = frozenset(model.state_dict())
+    names = frozenset(model.state_dict())
     if part == "all":
-        return everything
+        return names
     if part == "trained":
         return frozenset(name for name, _ in model.named_parameters())
     if part == "all-but-norms":
         norms = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
-        return everything - {f"{path}.{key}" for path, m in norms.items() for key in m.state_dict()}
+        return names - {f"{path}.{key}" for path, m in norms.items() for key in m.state_dict()}
     start = "classifier." if part == "head" else "extractor."
-    return frozenset(name for name in everything if name.startswith(start))
+    return frozenset(name for name in names if name.startswith(start))
 
 
 def part_arrays(model: HetModel, part: Part) -> dict[str, Array]:
-    """Return the part's tensors as arrays, in the order of the state dict."""
+    """Return the tensors of a part of a model as arrays, in the order of the state dict."""
     names = part_names(model, part)
     return {name: array for name, array in to_arrays(model).items() if name in names}
 
@@ -179,19 +195,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def to_arrays(model: nn.Module) -> dict[str, Array]:
-    """Return a model's state dict as numpy arrays by name."""
+    """Return the state dict of a model as NumPy arrays."""
     return to_host_arrays(model.state_dict())
 
 
 def to_host_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Return tensors as numpy arrays by name: those of an accelerator are copied in one piece."""
+    """Convert tensors to NumPy arrays, with a single copy from an accelerator."""
     return {name: tensor.numpy() for name, tensor in all_to_device(tensors, HOST).items()}
 
 
 def load_weights(model: Model, weights: Arrays) -> Model:
-    """Load `weights`, by state-dict names, into `model` on any device, and return it."""
+    """Load `weights` into the state dict of `model`, on any device, and return `model`."""
     state = {
-        name: torch.from_numpy(np.require(value, requirements="W"))  # copied only if read-only
+        name: torch.from_numpy(np.require(value, requirements="W"))  # copies only read-only arrays
         for name, value in weights.items()
     }
     device = next((each.device for each in model.state_dict().values()), HOST)
@@ -200,7 +216,7 @@ def load_weights(model: Model, weights: Arrays) -> Model:
 
 
 Evaluations = dict[tuple[str, str], Evaluation]
-"""Evaluations by protocol ("personal", "common") and kind of model ("private", "proxy", ...)."""
+"""Evaluations by protocol ("personal", "common") and model kind ("private", "proxy", ...)."""
 
 
 def evaluate_models(
@@ -209,7 +225,7 @@ def evaluate_models(
     compute: Compute,
     metrics: Sequence[str],
 ) -> Evaluations:
-    """Evaluate models, by kind, on every test split, by protocol."""
+    """Evaluate models (by kind) on test splits (by protocol)."""
     return {
         (protocol, kind): evaluate_model(model, split, compute, metrics)
         for protocol, split in splits.items()
@@ -220,40 +236,40 @@ def evaluate_models(
 def evaluate_model(
     model: nn.Module, split: Split, compute: Compute, metrics: Sequence[str] = (ACCURACY,)
 ) -> Evaluation:
-    """Return a model's score on a split of at least one sample, with its `metrics`.
+    """Evaluate a model on a split with at least one sample, and compute `metrics`.
 
-    A model whose outputs are not all numbers has its accuracy alone.
+    If an output is not finite, the result has no metrics other than the accuracy.
     """
-    kept: list[Tensor] | None = None if set(metrics) <= {ACCURACY} else []
-    score = evaluate(model, split.x, split.y, compute, kept)
-    if kept:
-        logits = torch.cat(kept).double().cpu()
+    batches: list[Tensor] | None = None if set(metrics) <= {ACCURACY} else []
+    score = evaluate(model, split.x, split.y, compute, batches)
+    if batches:
+        logits = torch.cat(batches).double().cpu()
         if logits.amax(1).isfinite().all() and not logits.isnan().any():
-            truth, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
+            labels, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
             if isinstance(model, Refitted):
-                likely = (
-                    model.probabilities(compute.to_inputs(split.x)).double().cpu().clip(0.0, 1.0)
-                )
+                inputs = compute.to_inputs(split.x)
+                probabilities = model.probabilities(inputs).double().cpu().clip(0.0, 1.0)
             else:
-                likely = logits.softmax(1)
-            made = Predictions(truth, predicted, likely.numpy())
-            return replace(score, metrics=measure(metrics, made))
+                probabilities = logits.softmax(1)
+            predictions = Predictions(labels, predicted, probabilities.numpy())
+            return replace(score, metrics=measure(metrics, predictions))
     return score
 
 
 LEVELS = 256
-"""The number of values of a random byte."""
+"""Number of values of a random byte."""
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`, which on a CPU decides by one random byte for each element.
+    """Variant of `nn.Dropout` that is faster on CPUs, because it draws one byte per element.
 
-    torch draws a whole random number for each, which takes several times as long as the layer
-    before it. Elsewhere, and for a `p` that is not a multiple of 1/256, it is torch's own.
+    PyTorch draws a full random number per element, which takes several times as long as the layer
+    before it. On other devices, or if `p` is not a multiple of 1/256, it is the same as
+    `nn.Dropout`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x with each element zeroed with probability p, the others scaled by 1/(1 - p)."""
+        """Zero each element with probability p, and scale the remaining ones by 1/(1 - p)."""
         threshold = self.p * LEVELS
         if not self.training or x.device.type != "cpu" or threshold not in range(1, LEVELS):
             return super().forward(x)
@@ -261,12 +277,12 @@ class Dropout(nn.Dropout):
 
 
 def random_bytes(like: Tensor) -> Tensor:
-    """Return integers from 0 to 255 as a tensor of the shape, type and layout of `like`.
+    """Return random integers from 0 to 255 with the shape, dtype, and layout of `like`.
 
-    They are drawn from torch's global generator, eight at a time.
+    They are drawn from the global generator of torch, eight at a time.
     """
     drawn = torch.empty(-(-like.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
-    found = torch.empty_like(like, requires_grad=False)
-    in_memory = found.as_strided((found.numel(),), (1,))
-    in_memory.copy_(drawn.view(torch.uint8)[: found.numel()])
-    return found
+    values = torch.empty_like(like, requires_grad=False)
+    in_memory = values.as_strided((values.numel(),), (1,))
+    in_memory.copy_(drawn.view(torch.uint8)[: values.numel()])
+    return values

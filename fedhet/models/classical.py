@@ -1,8 +1,8 @@
-"""Classifiers without gradients behind a small interface, `fit` and `predict`.
+"""Classifiers without gradients: scikit-learn models by name, or custom classifiers.
 
-scikit-learn's by name, or a user's own: any object with these two methods, named by the function
-that returns it. They are fitted again each time and never pickled. Probabilities are used where a
-classifier has them.
+A custom classifier is any object with `fit` and `predict`, returned by a user's function.
+Classifiers are fitted again each time and never pickled. If a classifier has `predict_proba`, its
+probabilities are used.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from fedhet.learning.devices import scaled
 
 @runtime_checkable
 class Classifier(Protocol):
-    """The interface of a model without gradients; scikit-learn's classifiers implement it."""
+    """Interface of a model without gradients, as implemented by scikit-learn's classifiers."""
 
     def fit(self, x: Array, y: Array) -> object:
-        """Fit to samples x [N, F] float32, flattened, and labels y [N] int64."""
+        """Fit to flattened samples x [N, F] float32 and labels y [N] int64."""
 
     def predict(self, x: Array) -> Array:
-        """Return the label [N] of each sample of x [N, F], among the labels seen by `fit`."""
+        """Return the predicted labels [N] of x [N, F]."""
 
 
 @runtime_checkable
 class Probabilistic(Protocol):
-    """A fitted classifier with probabilities, as scikit-learn's have them."""
+    """Interface of a fitted classifier with probabilities, as in scikit-learn."""
 
     classes_: Array
-    """The labels [P] that the columns of `predict_proba` stand for."""
+    """Labels [P] of the columns of `predict_proba`."""
 
     def predict_proba(self, x: Array) -> Array:
-        """Return the probability [N, P] of each label, for x [N, F]."""
+        """Return the label probabilities [N, P] of x [N, F]."""
 
 
 @dataclass(frozen=True)
 class ClassicalInfo:
-    """A registered classifier: `make(seed)` returns a new, unfitted one."""
+    """Registry entry of a classifier; `make(seed)` returns a new, unfitted instance."""
 
     name: str
     family: str
@@ -61,10 +61,10 @@ class ClassicalInfo:
 
 
 class Refitted(nn.Module):
-    """A classifier without gradients as a module, fitted again on each training set.
+    """Module that wraps a classifier without gradients, fitted again on each training set.
 
-    Its forward pass returns the predicted class as one-hot logits [N, C], so that it is evaluated
-    like any model. It has no parameters or state: to restore it, fit it on the same data.
+    The forward pass returns the predicted class as one-hot logits [N, C]. The module has no
+    parameters or state; to restore it, fit it on the same data.
     """
 
     def __init__(
@@ -75,7 +75,15 @@ class Refitted(nn.Module):
         seed: int,
         error: type[ModelError] = ModelError,
     ) -> None:
-        """`error`: the type that is raised where the classifier fails."""
+        """Create an unfitted module.
+
+        Args:
+            name: Model name, for messages.
+            make: Returns a new, unfitted classifier.
+            classes: Number of classes C.
+            seed: Seed of the global random state while the classifier is used.
+            error: Exception type to raise if the classifier fails.
+        """
         super().__init__()
         self._error = error
         self.name = name
@@ -86,14 +94,14 @@ class Refitted(nn.Module):
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def fit(self, x: Tensor, y: Tensor) -> None:
-        """Fit a new classifier on x [N, ...] and y [N]. Raises ModelError if that fails."""
+        """Fit a new classifier to x [N, ...] and y [N]. Raises ModelError if it fails."""
         self._pending = None
         labels = y.cpu().numpy()
         if len(np.unique(labels)) == 1:
-            # scikit-learn refuses a single class: predict it always.
+            # scikit-learn does not support a single class, so always predict it.
             self._fitted = int(labels[0])
             return
-        with _calm(self._seed):
+        with _reproducible(self._seed):
             try:
                 classifier = self._make()
                 classifier.fit(_flat(x), labels)
@@ -102,19 +110,22 @@ class Refitted(nn.Module):
         self._fitted = classifier
 
     def fit_later(self, x: Tensor, y: Tensor) -> None:
-        """Defer fitting on x and y until the next prediction."""
+        """Defer fitting to x and y until the next prediction."""
         self._pending = (x, y)
 
     def predict(self, x: Tensor) -> Tensor:
-        """Return the classes [N] of x [N, ...]. Raises ModelError for an invalid class."""
+        """Return the predicted classes [N] of x [N, ...].
+
+        Raises ModelError if a predicted class is invalid.
+        """
         if self._pending is not None:
             self.fit(*self._pending)
         if self._fitted is None:
-            # Untrained, like a network before its first round.
+            # Predict class 0, because the model is untrained before its first round.
             return torch.zeros(len(x), dtype=torch.int64, device=x.device)
         if isinstance(self._fitted, int):
             return torch.full((len(x),), self._fitted, device=x.device)
-        with _calm(self._seed):
+        with _reproducible(self._seed):
             try:
                 predicted = np.asarray(self._fitted.predict(_flat(x)))
             except Exception as error:
@@ -122,31 +133,30 @@ class Refitted(nn.Module):
         return torch.from_numpy(self._checked(predicted, len(x))).to(x.device)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Return the probability [N, C] of each class, for x [N, ...].
+        """Return the class probabilities [N, C] of x [N, ...].
 
-        They are those of the classifier's `predict_proba`, as scikit-learn defines it. A classifier
-        that has none, such as an SVM, counts as certain of what it predicts.
-        Raises ModelError for an invalid class or probability.
+        They come from the classifier's `predict_proba`. A classifier without it, such as an SVM, is
+        assumed to be certain. Raises ModelError if a class or a probability is invalid.
         """
-        certain: Tensor = self(x)
+        one_hot: Tensor = self(x)
         fitted = self._fitted
         if isinstance(fitted, int) or not isinstance(fitted, Probabilistic):
-            return certain
-        with _calm(self._seed):
+            return one_hot
+        with _reproducible(self._seed):
             try:
-                found = np.asarray(fitted.predict_proba(_flat(x)), np.float32)
-                labels = self._checked(np.asarray(fitted.classes_), found.shape[1])
+                values = np.asarray(fitted.predict_proba(_flat(x)), np.float32)
+                labels = self._checked(np.asarray(fitted.classes_), values.shape[1])
             except ModelError:
                 raise
             except Exception as error:
                 raise self._failed("cannot predict", error) from error
-        # A float32 probability may be outside 0 to 1 by rounding.
-        if len(found) != len(x) or not (np.abs(found - 0.5) <= 0.5 + 1e-5).all():
-            wanted = f"[{len(x)}, {len(labels)}], from 0 to 1"
-            raise self._error(f"model '{self.name}': its probabilities must be {wanted}")
-        columns = torch.zeros(certain.shape)
-        columns[:, torch.from_numpy(labels)] = torch.from_numpy(found)
-        return columns.to(x.device)
+        # Rounding may move a float32 probability slightly outside [0, 1].
+        if len(values) != len(x) or not (np.abs(values - 0.5) <= 0.5 + 1e-5).all():
+            rule = f"[{len(x)}, {len(labels)}], from 0 to 1"
+            raise self._error(f"model '{self.name}': probabilities must be {rule}")
+        probabilities = torch.zeros(one_hot.shape)
+        probabilities[:, torch.from_numpy(labels)] = torch.from_numpy(values)
+        return probabilities.to(x.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return one-hot logits [N, C]."""
@@ -158,13 +168,13 @@ class Refitted(nn.Module):
     def _checked(self, predicted: Array, count: int) -> npt.NDArray[np.int64]:
         if predicted.shape != (count,) or predicted.dtype.kind not in "iu":
             raise self._error(
-                f"model '{self.name}' predicts {predicted.dtype} {list(predicted.shape)}, "
-                f"must be whole numbers [{count}]"
+                f"model '{self.name}': predictions must be integers [{count}], got "
+                f"{predicted.dtype} {list(predicted.shape)}"
             )
         if count and not 0 <= predicted.min() <= predicted.max() < self.classes:
             raise self._error(
-                f"model '{self.name}' predicts {predicted.min()} to {predicted.max()}, "
-                f"classes are 0 to {self.classes - 1}"
+                f"model '{self.name}': predictions must be from 0 to {self.classes - 1}, got "
+                f"{predicted.min()} to {predicted.max()}"
             )
         return predicted.astype(np.int64)
 
@@ -175,8 +185,8 @@ def _flat(x: Tensor) -> npt.NDArray[np.float32]:
 
 
 @contextlib.contextmanager
-def _calm(seed: int) -> Iterator[None]:
-    """Use one thread, seed global random state, and silence warnings about early stopping."""
+def _reproducible(seed: int) -> Iterator[None]:
+    """Use one thread, seed the global random state, and silence warnings."""
     from threadpoolctl import threadpool_limits
 
     with (
@@ -192,21 +202,21 @@ def _calm(seed: int) -> Iterator[None]:
 
 
 def numeric_columns(x: Array) -> Array:
-    """Return which columns of x [N, F] hold numbers, [M]: those with a value that is not 0 or 1.
+    """Return the indices [M] of the columns of x [N, F] with values other than 0 and 1.
 
-    The others are taken to be one-hot. Scaled, a rare category would be as far from the others as
-    the most extreme number, and an SVM's distances would depend on it.
+    The remaining columns are assumed to be one-hot. If they were standardized, a rare category
+    would be as far from the others as an extreme number and would dominate the distances of an SVM.
     """
     return np.flatnonzero(((x != 0) & (x != 1)).any(0))
 
 
 def _scikit_learn(name: str, seed: int) -> Any:
-    """Return a new classifier; of pipelines, the first steps leave one-hot columns unchanged."""
+    """Return a new classifier. Pipelines leave one-hot columns unchanged."""
     if name == "sk-tree":
         from sklearn.tree import DecisionTreeClassifier
 
         return DecisionTreeClassifier(random_state=seed)
-    if name == "sk-boosted-gam":  # the sum of trees that each split on one feature is additive
+    if name == "sk-boosted-gam":  # additive, because each tree splits on a single feature
         from sklearn.ensemble import HistGradientBoostingClassifier
 
         return HistGradientBoostingClassifier(
@@ -243,8 +253,8 @@ CLASSICAL = tuple(
     for name, line in (
         ("sk-tree", "decision tree"),
         ("sk-svm", "support vector machine, RBF kernel"),
-        ("sk-gam", "additive model: cubic splines and a logistic regression"),
-        ("sk-boosted-gam", "additive model: boosted trees of a single feature each"),
+        ("sk-gam", "additive model: cubic splines and logistic regression"),
+        ("sk-boosted-gam", "additive model: boosted trees with a single feature each"),
         ("sk-mlp", "1 hidden layer: 10"),
     )
 )

@@ -1,15 +1,16 @@
-"""Networks of other libraries: torchvision's with ImageNet's weights, timm's, transformers'.
+"""Networks from other libraries: pretrained torchvision networks, timm, and transformers.
 
-- `resnet18-pretrained`, `resnet18-frozen`: torchvision's networks. Images are prepared as the
-  weights require: gray ones get three channels, small ones are enlarged, and all are normalized.
-  The weights are read from torch's own cache on this machine; nothing is downloaded.
-- `encoder-2:NAME`, `encoder-2-frozen:NAME`: pretrained encoders of texts with some linear layers,
-  1 to 5, of which the last is the classifier. NAME is a folder in $FEDHET_ENCODERS with
-  `config.json` and `model.safetensors`, as the library `transformers` saves an encoder.
-- `timm:NAME`: the networks of the library timm, without pretrained weights.
+- `resnet18-pretrained`, `resnet18-frozen`: torchvision networks with ImageNet weights. Images are
+  preprocessed as the weights require: grayscale images get three channels, small images are
+  enlarged, and all images are normalized. The weights are loaded from the local cache of torch;
+  nothing is downloaded.
+- `encoder-2:NAME`, `encoder-2-frozen:NAME`: pretrained text encoders with 1 to 5 linear layers, the
+  last of which is the classifier. NAME is a directory in $FEDHET_ENCODERS with `config.json` and
+  `model.safetensors`, as saved by `transformers`.
+- `timm:NAME`: networks from timm, without pretrained weights.
 
-A frozen network does not belong to the model's weights: it is neither trained nor sent, and a
-process keeps one copy.
+The weights of a frozen network are not part of the model: they are neither trained nor sent, and
+each process keeps a single copy.
 """
 
 from __future__ import annotations
@@ -29,39 +30,39 @@ from fedhet.base.errors import ModelError, error_reason, nearest
 from fedhet.data.texts import configuration, encoder_directory, encoder_parts
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape
 from fedhet.models.base import HetModel, ModelInfo, join, output_shape
-from fedhet.models.sequences import mean_of, present, trimmed
+from fedhet.models.sequences import masked_mean, token_mask, trim_padding
 from fedhet.models.vision import TORCHVISION
 
 MIN_SIDE = 64
-"""The side to which smaller images are enlarged; the networks divide it by 32."""
+"""Side to which smaller images are enlarged, because the networks downsample by 32."""
 _NAME = re.compile(r"(.+)-(pretrained|frozen)")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Statistics of ImageNet's channels, from 0 to 1, that torchvision's weights require."""
+"""Channel statistics of ImageNet, for images in [0, 1]."""
 
 
 def is_pretrained(name: str) -> bool:
-    """Return whether `name` is a network of torchvision with its weights, trained on or frozen."""
-    found = _NAME.fullmatch(name)
-    return found is not None and found[1] in TORCHVISION
+    """Return whether `name` is a torchvision network with pretrained or frozen weights."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[1] in TORCHVISION
 
 
 def pretrained_info(name: str) -> ModelInfo:
-    """Return the entry of a name for which `is_pretrained` holds."""
+    """Return the registry entry of a pretrained network."""
     base, how = name.rsplit("-", 1)
 
     def extractor(shape: Shape) -> nn.Module:
         if shape[0] not in (1, 3):
             raise ModelError(
-                f"model '{base}': weights of ImageNet take 1 or 3 channels, not {shape[0]}"
+                f"model '{base}': ImageNet weights require 1 or 3 channels, got {shape[0]}"
             )
-        return _FrozenNetwork(base) if how == "frozen" else _Prepared(_network(base))
+        return _FrozenNetwork(base) if how == "frozen" else _Preprocessed(_network(base))
 
-    line = "weights of ImageNet" + (", frozen" if how == "frozen" else "")
+    line = "ImageNet weights" + (", frozen" if how == "frozen" else "")
     return ModelInfo(name, base.split("-")[0], line, "torchvision", 1, extractor)
 
 
-class _Prepared(nn.Module):
-    """Images [N, C, H, W] in [-1, 1] -> a network's features [N, D]."""
+class _Preprocessed(nn.Module):
+    """Network with ImageNet preprocessing: images [N, C, H, W] in [-1, 1] -> features [N, D]."""
 
     mean: Tensor
     std: Tensor
@@ -73,7 +74,7 @@ class _Prepared(nn.Module):
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features of images."""
+        """Return the features [N, D] of images."""
         x = ((x + 1) / 2).expand(-1, 3, -1, -1)
         if min(x.shape[2:]) < MIN_SIDE:
             scale = MIN_SIDE / min(x.shape[2:])
@@ -84,28 +85,28 @@ class _Prepared(nn.Module):
 
 
 class _FrozenNetwork(nn.Module):
-    """As `_Prepared`, in evaluation mode and without weights of its own."""
+    """Network like `_Preprocessed`, but in evaluation mode and without parameters."""
 
     def __init__(self, base: str) -> None:
         super().__init__()
         self.base = base
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features of images."""
+        """Return the features [N, D] of images."""
         with torch.no_grad():
-            features: Tensor = _kept_network(self.base, x.device)(x)
+            features: Tensor = _cached_network(self.base, x.device)(x)
         return features
 
 
 @lru_cache(maxsize=4)
-def _kept_network(base: str, device: torch.device) -> nn.Module:
+def _cached_network(base: str, device: torch.device) -> nn.Module:
     with torch.device("meta" if device.type == "meta" else "cpu"):
-        network = _Prepared(_network(base))
+        network = _Preprocessed(_network(base))
     return network.to(device).eval()
 
 
 def _network(base: str) -> nn.Module:
-    """Return the network without its last linear layer; on the meta device without weights."""
+    """Build a network without its last linear layer. On the meta device, no weights are loaded."""
     from torchvision.models import get_model
 
     net: Any = get_model(TORCHVISION[base], weights=None)
@@ -121,35 +122,34 @@ def _network(base: str) -> nn.Module:
 
 
 def check_weights(name: str) -> None:
-    """Raise ModelError if the weights of a pretrained network are not in torch's cache."""
-    _file_of_weights(name.rsplit("-", 1)[0])
+    """Raise ModelError if the weights of a pretrained network are not in the cache of torch."""
+    _weights_file(name.rsplit("-", 1)[0])
 
 
 @lru_cache(maxsize=4)
 def _weights(base: str) -> Mapping[str, Tensor]:
-    """Return the weights from torch's cache. Raises ModelError if they are not there."""
-    path = _file_of_weights(base)
+    """Load weights from the cache of torch. Raises ModelError if they are missing or invalid."""
+    path = _weights_file(base)
     try:
-        found: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle's, zipfile's and torch's own
+        weights: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zipfile, and torch raise many exception types
         raise ModelError(
             f"model '{base}': {path} cannot be read ({error_reason(error)})"
         ) from error
-    return found
+    return weights
 
 
-def _file_of_weights(base: str) -> Path:
-    """Return the file in torch's cache. Raises ModelError if it is not there."""
+def _weights_file(base: str) -> Path:
+    """Return the weights file in the cache of torch. Raises ModelError if it is missing."""
     from torchvision.models import get_model_weights
 
-    theirs = TORCHVISION[base]
-    url = get_model_weights(theirs).DEFAULT.url
+    tv_name = TORCHVISION[base]
+    url = get_model_weights(tv_name).DEFAULT.url
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(url).name
     if not path.is_file():
         raise ModelError(
-            f"model '{base}': the weights are not on this machine, as {path}; with an internet "
-            f"connection, python -c \"from torchvision import models as m; m.get_model('{theirs}', "
-            "weights='DEFAULT')\" puts them there"
+            f"model '{base}': weights file {path} not found. Download it with: python -c \"from "
+            f"torchvision import models as m; m.get_model('{tv_name}', weights='DEFAULT')\""
         )
     return path
 
@@ -158,70 +158,77 @@ TIMM = "timm:"
 
 
 def is_timm(name: str) -> bool:
-    """Return whether `name` is one of timm's models."""
+    """Return whether `name` has the form `timm:NAME`."""
     return name.startswith(TIMM)
 
 
 def check_timm(name: str) -> None:
-    """Raise ModelError unless timm is installed, and has the model."""
+    """Raise ModelError unless timm is installed and has the model."""
     try:
         import timm
     except ImportError:
         raise ModelError(
-            f"model '{name}': needs the package 'timm': pip install 'fedhet[timm]'"
+            f"model '{name}': package 'timm' not found. Install it with: pip install 'fedhet[timm]'"
         ) from None
-    own = name.removeprefix(TIMM)
-    if not timm.is_model(own):
-        close = nearest(own, timm.list_models())
-        raise ModelError(f"model '{name}': timm has no model '{own}'{close}")
+    timm_name = name.removeprefix(TIMM)
+    if not timm.is_model(timm_name):
+        close = nearest(timm_name, timm.list_models())
+        raise ModelError(f"model '{name}': '{timm_name}' not found in timm{close}")
 
 
 def assemble_timm(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
 ) -> HetModel:
-    """Return the network with a linear classifier. Raises ModelError if images do not fit it."""
+    """Build a timm network with a linear classifier.
+
+    Raises ModelError if the network does not support images of this shape.
+    """
     check_timm(name)
     if kind not in (None, IMAGE) or not IMAGE.fits(shape):
-        raise ModelError(f"model '{name}' takes {IMAGE.wanted}, not shape {list(shape)}")
+        raise ModelError(f"model '{name}': expected {IMAGE.wanted}, got shape {list(shape)}")
     from timm import create_model
 
-    own = name.removeprefix(TIMM)
+    timm_name = name.removeprefix(TIMM)
     options = {"pretrained": False, "num_classes": 0, "in_chans": shape[0]}
     try:
         try:
-            network: nn.Module = create_model(own, img_size=shape[1:], **options)
-        except TypeError:  # a convolutional network, which takes images of any size
-            network = create_model(own, **options)
+            network: nn.Module = create_model(timm_name, img_size=shape[1:], **options)
+        except TypeError:  # convolutional networks support any image size
+            network = create_model(timm_name, **options)
         features = output_shape(network, shape)
-    except Exception as error:  # each of timm's networks has its own
+    except Exception as error:  # timm networks raise many exception types
         raise ModelError(f"model '{name}' does not run on images {list(shape)}: {error}") from error
     if len(features) != 2:
-        raise ModelError(f"model '{name}' gives features {list(features)}, not [N, D]")
+        raise ModelError(f"model '{name}': expected features [N, D], got {list(features)}")
     return join(network, features[1], classes, feature_dim)
 
 
 HIDDEN_WIDTH = 128
-"""The width of linear layers before the last."""
+"""Width of the linear layers before the classifier."""
 
 
 def check_encoder(name: str) -> None:
-    """Raise a FedhetError unless the encoder's folder is there."""
+    """Raise a FedhetError unless the configuration of the encoder is readable."""
     configuration(encoder_parts(name)[2])
 
 
 def assemble_encoder(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
 ) -> HetModel:
-    """Return the encoder with its linear layers. Raises ModelError if texts do not fit it."""
-    layers, frozen, folder = encoder_parts(name)
+    """Build an encoder with linear layers.
+
+    Raises ModelError if the encoder does not support texts of this length or vocabulary.
+    """
+    layers, frozen, encoder_name = encoder_parts(name)
     if kind not in (None, TEXT) or not TEXT.fits(shape):
-        raise ModelError(f"model '{name}' takes {TEXT.wanted}, not shape {shape}")
-    encoder = _Encoder(folder, frozen)
-    if shape[2] > encoder.vocabulary or shape[1] > encoder.longest:
+        raise ModelError(f"model '{name}': expected {TEXT.wanted}, got shape {shape}")
+    encoder = _Encoder(encoder_name, frozen)
+    if shape[2] > encoder.vocabulary or shape[1] > encoder.max_tokens:
         raise ModelError(
-            f"model '{name}' takes texts of up to {encoder.longest} tokens below "
-            f"{encoder.vocabulary}, not of {shape[1]} below {shape[2]}: 'data.tokenizer' = "
-            f"{folder!r} gives it its own, and 'data.max-tokens' cuts them"
+            f"model '{name}': expected texts of up to {encoder.max_tokens} tokens below "
+            f"{encoder.vocabulary}, got up to {shape[1]} tokens below {shape[2]}. Set "
+            f"data.tokenizer = {encoder_name!r} for its tokenizer, and data.max-tokens to truncate "
+            "texts."
         )
     widths = [encoder.width] + [HIDDEN_WIDTH] * (layers - 1)
     hidden: list[nn.Module] = []
@@ -231,63 +238,64 @@ def assemble_encoder(
 
 
 class _Encoder(nn.Module):
-    """Tokens [N, L] -> the mean of the encoder's last states over the text, [N, D]."""
+    """Encoder with mean pooling: tokens [N, L] -> mean of the last hidden states [N, D]."""
 
     def __init__(self, name: str, frozen: bool) -> None:
         super().__init__()
         config = configuration(name)
         self.width = _size(config, name, "hidden_size", "dim", "d_model")
         self.vocabulary = _size(config, name, "vocab_size")
-        self.longest = _size(config, name, "max_position_embeddings")
+        self.max_tokens = _size(config, name, "max_position_embeddings")
         self.padding = int(config.get("pad_token_id") or 0)
-        if self.padding:  # positions then begin after the padding's number
-            self.longest -= self.padding + 1
+        if self.padding:  # positions then start after the padding token
+            self.max_tokens -= self.padding + 1
         self.name = name
         self.network = None if frozen else _encoder(name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features of a text, without those of its padding."""
-        x = trimmed(x)
-        there = present(x)
-        # As `fedhet.data.texts` swaps them.
+        """Return the features [N, D] of texts, ignoring padding."""
+        x = trim_padding(x)
+        mask = token_mask(x)
+        # `fedhet.data.texts` swapped the padding token of the encoder with PADDING.
         ids = torch.where(x == PADDING, self.padding, x.where(x != self.padding, PADDING))
         is_frozen = self.network is None
-        network = _kept_encoder(self.name, x.device) if self.network is None else self.network
+        network = _cached_encoder(self.name, x.device) if self.network is None else self.network
         with torch.no_grad() if is_frozen else contextlib.nullcontext():
-            states = network(input_ids=ids, attention_mask=there.long()).last_hidden_state
-            return mean_of(states, there)
+            states = network(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            return masked_mean(states, mask)
 
 
 def _size(config: dict[str, Any], name: str, *keys: str) -> int:
-    """Return the first of `keys` in an encoder's configuration. Raises ModelError if none is."""
+    """Return the first existing integer among `keys`. Raises ModelError if none exists."""
     for key in keys:
         if isinstance(config.get(key), int):
             return int(config[key])
-    raise ModelError(f"encoder {name!r}: its config.json has no {' or '.join(keys)}")
+    raise ModelError(f"encoder {name!r}: {' or '.join(keys)} not found in config.json")
 
 
 @lru_cache(maxsize=2)
-def _kept_encoder(name: str, device: torch.device) -> nn.Module:
+def _cached_encoder(name: str, device: torch.device) -> nn.Module:
     return _encoder(name).to(device).eval()
 
 
 def _encoder(name: str) -> nn.Module:
-    """Return the encoder with its pretrained weights, from safetensors; no code is loaded."""
+    """Load an encoder with pretrained weights, only from safetensors and without code."""
     try:
         from transformers import AutoModel
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
         raise ModelError(
-            f"encoder {name!r}: needs the package 'transformers': pip install 'fedhet[encoders]'"
+            f"encoder {name!r}: package 'transformers' not found. "
+            "Install it with: pip install 'fedhet[encoders]'"
         ) from None
-    folder = encoder_directory(name)
+    directory = encoder_directory(name)
     disable_progress_bar()
     try:
         network: nn.Module = AutoModel.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            directory, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-    except Exception as error:  # the library's own, for each fault of the folder
+    except Exception as error:  # transformers raises many exception types
         raise ModelError(
-            f"encoder {name!r}: {folder} cannot be loaded ({error_reason(error)})"
+            f"encoder {name!r}: {directory} cannot be loaded ({error_reason(error)})"
         ) from error
-    return network.float()  # its file may hold half precision, which is not trained here
+    return network.float()  # the file may be in half precision, in which models are not trained

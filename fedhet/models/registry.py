@@ -57,57 +57,58 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in vision.DRAWN})
-"""Names in a pool for which each client draws a model."""
+"""Pool names for which each client draws a model."""
 EXTERNAL = (
     (is_user_model, import_user_model, assemble_user_model),
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
-"""Models of users and of other libraries: whether a name is theirs, its check, what builds one."""
+"""Custom models and models from other libraries: (matches name, check name, build model)."""
 NO_SAMPLE_GRADIENTS = frozenset(
     {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
 )
-"""Recurrent and attentive networks, of which Opacus cannot tell the gradient of each sample."""
+"""Recurrent and attention networks, for which Opacus cannot compute per-sample gradients."""
 MAX_COMPUTED = 2**16
-"""Values of a sample up to which a model's width is found by computing."""
+"""Maximum number of values in a sample for which the feature width is computed on the CPU."""
 GROUPED = "-gn"
-"""What follows the name of a model whose batch norms are replaced by group norms."""
+"""Suffix of models with group norms instead of batch norms."""
 GROUPS = 8
-"""The most groups of a group norm; fewer where the channels cannot be divided by it."""
+"""Maximum number of groups of a group norm; must divide the number of channels."""
 _NARROW = re.compile(r"(.+)-x(0\.[0-9]{1,6})")
 _NETWORKS = {**MODELS, **{k: v for drawn in vision.DRAWN for k, v in drawn.models.items()}}
 
 
 def names() -> list[str]:
-    """Return every registered network's name, grouped by family."""
+    """Return the names of all registered networks, grouped by family."""
     return list(MODELS)
 
 
 def describe() -> list[ModelInfo | ClassicalInfo | DrawnInfo]:
-    """Return the entries that `fedhet models` lists, networks first."""
+    """Return the registry entries listed by `fedhet models`, networks first."""
     return [*MODELS.values(), *WITHOUT_GRADIENTS.values(), *DRAWN.values()]
 
 
 def narrow_name(name: str, width: float) -> str:
-    """Return the name of a model with a share `width` of its channels: cnn2-x0.5; `name` for 1."""
+    """Return the name of a model with a fraction `width` of its channels, such as cnn2-x0.5."""
     return name if width == 1 else f"{name}-x{width:.6f}".rstrip("0")
 
 
 def base_and_width(name: str) -> tuple[str, float]:
-    """Return the inverse of `narrow_name`: the name of the whole model, and the width in (0, 1]."""
-    found = _NARROW.fullmatch(name)
-    return (found[1], float(found[2])) if found and float(found[2]) else (name, 1.0)
+    """Split a name into base name and width in (0, 1] (inverse of `narrow_name`)."""
+    match = _NARROW.fullmatch(name)
+    return (match[1], float(match[2])) if match and float(match[2]) else (name, 1.0)
 
 
 def group_norm_name(name: str) -> str:
-    """Return the name of the model with group norms; `name` if it has no batch norms."""
-    base, width = base_and_width(name)  # no width is in the name of shufflenet-v2-x0.5 itself
-    found = (f"{name}{GROUPED}", narrow_name(f"{base}{GROUPED}", width))
-    return next((grouped for grouped in found if _lookup(grouped)), name)
+    """Return the name of the variant with group norms, or `name` if it has no batch norms."""
+    base, width = base_and_width(name)
+    # The suffix of shufflenet-v2-x0.5 is not a width, so try the full name first.
+    candidates = (f"{name}{GROUPED}", narrow_name(f"{base}{GROUPED}", width))
+    return next((grouped for grouped in candidates if _lookup(grouped)), name)
 
 
 def private_pool(pool: Sequence[str]) -> tuple[str, ...]:
-    """Return those of a pool that can be trained by DP-SGD, with group norms for batch norms."""
+    """Return the models in a pool that support DP-SGD, with group norms instead of batch norms."""
     return tuple(group_norm_name(name) for name in pool if name not in NO_SAMPLE_GRADIENTS)
 
 
@@ -118,10 +119,10 @@ def is_registered(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _lookup(name: str) -> ModelInfo | None:
-    """Return the entry of a registered network or of a variant of it, or None.
+    """Return the entry of a registered network or of one of its variants, or None.
 
-    Variants are a share of the channels (cnn2-x0.5, rounded up), group norms in place of batch
-    norms (cnn2-gn), both (cnn2-gn-x0.5), and pretrained weights.
+    Variants have a fraction of the channels (cnn2-x0.5), group norms instead of batch norms
+    (cnn2-gn), both (cnn2-gn-x0.5), or pretrained weights.
     """
     if name in _NETWORKS:
         return _NETWORKS[name]
@@ -129,22 +130,21 @@ def _lookup(name: str) -> ModelInfo | None:
         return pretrained_info(name)
     base, width = base_and_width(name)
     if width < 1:
-        whole = _lookup(base)
-        if whole is None or not whole.narrows:
+        info = _lookup(base)
+        if info is None or not info.narrows:
             return None
-        line = f"{whole.line}; {width:g} of the channels of each layer"
-        extractor = partial(whole.extractor, width=width)
-        return replace(whole, name=name, line=line, extractor=extractor, narrows=False)
+        line = f"{info.line}; {width:g} of the channels of each layer"
+        extractor = partial(info.extractor, width=width)
+        return replace(info, name=name, line=line, extractor=extractor, narrows=False)
     base = name.removesuffix(GROUPED)
-    if base == name or (whole := _NETWORKS.get(base)) is None or not _has_batch_norms(whole):
+    if base == name or (info := _NETWORKS.get(base)) is None or not _has_batch_norms(info):
         return None
-    line = f"{whole.line}; group norms in place of batch norms"
-    extractor = partial(_with_group_norms, whole.extractor)
-    return replace(whole, name=name, line=line, extractor=extractor)
+    line = f"{info.line}; group norms instead of batch norms"
+    extractor = partial(_with_group_norms, info.extractor)
+    return replace(info, name=name, line=line, extractor=extractor)
 
 
 def _has_batch_norms(info: ModelInfo) -> bool:
-    """Return whether any layer of a network normalizes by the statistics of a batch."""
     if info.takes is not None and not info.takes.is_numeric:
         return False
     with seeded(0, "norms", info.name), torch.device("meta"):
@@ -152,60 +152,63 @@ def _has_batch_norms(info: ModelInfo) -> bool:
     return any(isinstance(part, _BatchNorm) for part in network.modules())
 
 
-def _with_group_norms(extractor: Callable[..., nn.Module], shape: Shape, **own: Any) -> nn.Module:
-    """Return an extractor with group norms (Wu and He 2018) in place of its batch norms.
+def _with_group_norms(
+    extractor: Callable[..., nn.Module], shape: Shape, **options: Any
+) -> nn.Module:
+    """Build an extractor with group norms (Wu and He 2018) instead of batch norms.
 
-    No sample then depends on the others of its batch.
+    Samples in a batch are then independent.
     """
-    made = extractor(shape, **own)
-    for part in list(made.modules()):
+    network = extractor(shape, **options)
+    for part in list(network.modules()):
         if getattr(part, "inplace", False):
-            setattr(part, "inplace", False)  # noqa: B010  hooks need what the layer before has returned
+            setattr(part, "inplace", False)  # noqa: B010  hooks need unmodified outputs
         for name, child in part.named_children():
             if isinstance(child, _BatchNorm):
                 channels = child.num_features
                 norm = nn.GroupNorm(math.gcd(channels, GROUPS), channels)
                 setattr(part, name, nn.Sequential(norm, _Copy()))
-    return made
+    return network
 
 
 class _Copy(nn.Module):
-    """x, in memory of its own: torchvision's blocks add to what a norm returns in place."""
+    """Copy of the input, because torchvision blocks modify the output of a norm in place."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a copy of a tensor of any shape."""
+        """Copy a tensor of any shape."""
         return x.clone()
 
 
 def find(name: str) -> ModelInfo:
-    """Return the registered network, or raise ModelError with the nearest name."""
+    """Return the entry of a registered network. Raises ModelError if it is unknown."""
     if (info := _lookup(name)) is not None:
         return info
     if name in WITHOUT_GRADIENTS:
         raise ModelError(no_gradients(name))
     if name in DRAWN:
         example = next(iter(DRAWN[name].models))
-        raise ModelError(f"'{name}' is for a pool, of which each client draws one like '{example}'")
+        raise ModelError(
+            f"model '{name}' is supported only in a model pool; expected a single model such as "
+            f"'{example}'"
+        )
     hint = nearest(name, [*MODELS, *WITHOUT_GRADIENTS, *DRAWN])
-    raise ModelError(
-        f"unknown model '{name}'{f'{hint} ' if hint else '; '}`fedhet models` lists all"
-    )
+    raise ModelError(f"unknown model '{name}'{hint or '.'} See `fedhet models`.")
 
 
 def check_name(name: str) -> None:
-    """Raise ModelError if `name` is neither registered nor an importable function."""
-    for is_its, check_its, _ in EXTERNAL:
-        if is_its(name):
-            check_its(name)
+    """Raise ModelError if `name` is neither a known model nor an importable function."""
+    for matches, check_external, _ in EXTERNAL:
+        if matches(name):
+            check_external(name)
             return
     if name not in WITHOUT_GRADIENTS:
         find(name)
 
 
 def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) -> None:
-    """Raise ModelError unless the model of a pool can be built, or each that it stands for.
+    """Raise ModelError unless a model in a pool can be built for the given samples.
 
-    `any_model` allows those without gradients.
+    `any_model` also allows models without gradients.
     """
     if name in DRAWN:
         for info in DRAWN[name].models.values():
@@ -213,7 +216,7 @@ def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) 
         return
     if any_model and _is_classical(name, tuple(shape), classes):
         if name in WITHOUT_GRADIENTS and not KINDS[kind].is_numeric:
-            raise ModelError(f"model '{name}' takes numbers, not {KINDS[kind].plural}")
+            raise ModelError(f"model '{name}' does not support {KINDS[kind].plural}")
         return
     if is_pretrained(name):
         check_weights(name)
@@ -223,16 +226,16 @@ def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) 
 def build_any(
     name: str, shape: Shape, classes: int, *, seed: int, kind: str = ""
 ) -> HetModel | Refitted:
-    """Return the named model, of any kind; its random draws depend on seed and name only."""
-    shape, own_seed = tuple(shape), derive(seed, "model", name)
+    """Build a model with or without gradients; its weights depend only on seed and name."""
+    shape, model_seed = tuple(shape), derive(seed, "model", name)
     if not _is_classical(name, shape, classes):
         return build(name, shape, classes, seed=seed, kind=kind)
     if is_user_model(name):
         return Refitted(
-            name, lambda: call_user_model(name, shape, classes), classes, own_seed, UserModelError
+            name, lambda: call_user_model(name, shape, classes), classes, model_seed, UserModelError
         )
     info = WITHOUT_GRADIENTS[name]
-    return Refitted(name, lambda: info.make(own_seed % 2**32), classes, own_seed)
+    return Refitted(name, lambda: info.make(model_seed % 2**32), classes, model_seed)
 
 
 @lru_cache(maxsize=1024)
@@ -252,10 +255,18 @@ def build(
     feature_dim: int | None = None,
     kind: str = "",
 ) -> HetModel:
-    """Return the model for samples of `shape`, with weights that depend on seed and name only.
+    """Build a model; its weights depend only on seed and name.
 
-    `feature_dim` is the width D between extractor and classifier; None keeps the native width.
-    `kind` is the kind of the samples; "": the one that the model takes (numbers, if it says none).
+    Args:
+        name: Model name.
+        shape: Shape of a sample.
+        classes: Number of classes.
+        seed: Seed of the initial weights.
+        feature_dim: Feature width D between extractor and classifier; None = native width.
+        kind: Sample kind; "" = the kind that the model supports, or numbers.
+
+    Raises:
+        ModelError: If the model is unknown or does not support the samples.
     """
     with seeded(seed, "model", name):
         return _assemble(name, tuple(shape), classes, feature_dim, kind)
@@ -269,9 +280,9 @@ def shapes(
     kind: str = "",
     part: Part = "all",
 ) -> Shapes:
-    """Return the shape and numpy dtype name of each tensor in a part of the model's state dict.
+    """Return the shape and NumPy dtype name of each tensor in a part of a model's state dict.
 
-    For registered models no memory is allocated; a user's own model is built and dropped. Cached.
+    Registered models are not allocated; custom models are built and discarded. Results are cached.
     """
     return dict(_shapes(name, tuple(shape), classes, feature_dim, kind, part))
 
@@ -280,8 +291,8 @@ def shapes(
 def _shapes(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: str, part: Part
 ) -> Shapes:
-    computes = any(is_its(name) for is_its, _, _ in EXTERNAL)
-    with seeded(0, "shapes", name), torch.device("cpu" if computes else "meta"):
+    is_external = any(matches(name) for matches, _, _ in EXTERNAL)
+    with seeded(0, "shapes", name), torch.device("cpu" if is_external else "meta"):
         model = _assemble(name, shape, classes, feature_dim, kind)
         state, included = model.state_dict(), part_names(model, part)
         if is_user_model(name):
@@ -298,11 +309,11 @@ def _assemble(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: str
 ) -> HetModel:
     if classes < 1:
-        raise ModelError(f"model '{name}': classes is {classes}; it must be 1 or more")
+        raise ModelError(f"model '{name}': classes must be at least 1, got {classes}")
     if feature_dim is not None and feature_dim < 1:
-        raise ModelError(f"model '{name}': feature_dim is {feature_dim}; it must be 1 or more")
-    for is_its, _, assemble in EXTERNAL:
-        if is_its(name):
+        raise ModelError(f"model '{name}': feature_dim must be at least 1, got {feature_dim}")
+    for matches, _, assemble in EXTERNAL:
+        if matches(name):
             return assemble(name, shape, classes, feature_dim, KINDS.get(kind))
     info = find(name)
     info.check(shape, KINDS.get(kind))
@@ -311,11 +322,11 @@ def _assemble(
 
 @lru_cache(maxsize=1024)
 def _native_width(name: str, shape: Shape) -> int:
-    """Return D of a registered extractor, from a pass of two samples.
+    """Compute the feature width D of a registered extractor from a pass of two samples.
 
-    The meta device is for large shapes, since a client's claim must not allocate memory, and for
-    pretrained networks, which it spares their weights. For others it is slower, since PyTorch then
-    imports its compiler. Models of texts need a device that computes, to see their lengths.
+    Uses the meta device for large shapes, because the shape claimed by a client must not allocate
+    memory, and for pretrained networks, to avoid loading weights. For other models, the meta device
+    is slower, because it imports PyTorch's compiler. Text models need the CPU to read text lengths.
     """
     on_meta = prod(shape) > MAX_COMPUTED or is_pretrained(name)
     info = find(name)
@@ -325,14 +336,25 @@ def _native_width(name: str, shape: Shape) -> int:
 
 
 def assign(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:
-    """Return each client's model name.
+    """Assign a model of the pool to each client.
 
-    "cycle": client k gets pool[k % len(pool)], so that all architectures have equally many clients.
-    "shuffle": the same names, in an order drawn from `seed`. A name of DRAWN is then replaced by
-    the client's draw. Raises SettingsError for an empty pool, ModelError for an unknown name.
+    Args:
+        pool: Model names.
+        clients: Number of clients.
+        seed: Seed of the random draws.
+        rule: "cycle" = client k gets pool[k % len(pool)], so all models have equally many clients;
+            "shuffle" = the same names in random order. Names in DRAWN are replaced by a random
+            model for each client.
+
+    Returns:
+        Model name of each client.
+
+    Raises:
+        SettingsError: If the pool is empty.
+        ModelError: If a name is unknown.
     """
     if not pool:
-        raise SettingsError("the pool of models is empty; it needs one name or more")
+        raise SettingsError("models.pool must not be empty")
     for name in dict.fromkeys(pool):
         if name not in DRAWN:
             check_name(name)
@@ -347,14 +369,16 @@ def assign(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") ->
 
 
 class AllocationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ModelError, inside the block, before the tensors made take over `most` bytes."""
+    """Context manager that raises ModelError before new tensors exceed `max_bytes` in total."""
 
     _aten = torch.ops.aten
-    _makes = frozenset({_aten.empty, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn})
+    _factories = frozenset(
+        {_aten.empty, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn}
+    )
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._most, self._left = most, most
+        self._max_bytes, self._remaining = max_bytes, max_bytes
 
     def __torch_dispatch__(
         self,
@@ -363,9 +387,9 @@ class AllocationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Carry out an operation of PyTorch, unless it would make too much."""
-        if func.overloadpacket in self._makes and args and isinstance(args[0], list | tuple):
-            self._left -= 4 * prod(args[0])  # bytes of a float32
-            if self._left < 0:
-                raise ModelError(f"the model would take more than {self._most:,} bytes")
+        """Run an operation of PyTorch, unless it would exceed the limit."""
+        if func.overloadpacket in self._factories and args and isinstance(args[0], list | tuple):
+            self._remaining -= 4 * prod(args[0])  # size in float32
+            if self._remaining < 0:
+                raise ModelError(f"the model would need more than {self._max_bytes:,} bytes")
         return func(*args, **(kwargs or {}))

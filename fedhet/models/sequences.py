@@ -1,8 +1,8 @@
-"""Small networks for signals [N, C, T], texts, tokens [N, L] int64, and tables [N, F]: -> [N, D].
+"""Small networks for signals [N, C, T], texts [N, L] int64, and tables [N, F], with output [N, D].
 
-Tokens of 0 are padding. A batch is cut to its longest text, and a text's features do not depend on
-its padding: vectors of padding are zero and are left out of every mean, maximum and attention. A
-text without any token counts as one of a single zero vector.
+Token 0 is padding. Batches are trimmed to their longest text. The features of a text do not depend
+on padding: its embeddings are zero and are excluded from means, maxima, and attention. A text
+without tokens is treated as a single zero vector.
 """
 
 from __future__ import annotations
@@ -21,31 +21,28 @@ from fedhet.models.base import Dropout, ModelInfo, scale_channels
 
 SIGNAL_DROPOUT = 0.25
 PIECES = 4
-"""The stretches of time over each of which the CNNs' last layer is averaged."""
+"""Number of time intervals over which the CNNs average their last layer."""
 HIDDEN = 64
 
 
-class PiecesPool(nn.AdaptiveAvgPool1d):
-    """The mean of each of as many pieces of time: [N, C, T] -> [N, C, P].
+class DeterministicAvgPool1d(nn.AdaptiveAvgPool1d):
+    """Variant of `nn.AdaptiveAvgPool1d` with a deterministic gradient on CUDA."""
 
-    On CUDA PyTorch's own has a gradient that is not the same each time; means of slices have.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:  # the name is PyTorch's
-        """Return the means."""
+    def forward(self, input: Tensor) -> Tensor:  # the parameter name is PyTorch's
+        """Map [N, C, T] to [N, C, P]."""
         pieces = cast(int, self.output_size)
-        return means_of_pieces(input, pieces) if input.is_cuda else super().forward(input)
+        return adaptive_means(input, pieces) if input.is_cuda else super().forward(input)
 
 
-def means_of_pieces(x: Tensor, pieces: int) -> Tensor:
-    """Return the means of P pieces of x [..., T], from floor(p T / P) to ceil((p + 1) T / P)."""
+def adaptive_means(x: Tensor, pieces: int) -> Tensor:
+    """Average x [..., T] over P intervals, from floor(p T / P) to ceil((p + 1) T / P)."""
     length = x.shape[-1]
     bounds = [(p * length // pieces, -(-(p + 1) * length // pieces)) for p in range(pieces)]
     return torch.stack([x[..., start:end].mean(-1) for start, end in bounds], -1)
 
 
 def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """Return conv and batch norm: [N, I, T] -> [N, O, T / stride], rounded up."""
+    """Build a convolution and batch norm: [N, I, T] -> [N, O, ceil(T / stride)]."""
     return nn.Sequential(
         nn.Conv1d(inputs, outputs, kernel, stride, kernel // 2, bias=False), nn.BatchNorm1d(outputs)
     )
@@ -54,22 +51,23 @@ def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Seque
 def signal_cnn(
     shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float = 1.0
 ) -> nn.Module:
-    """Return convs of `widths` over 5 steps, each halving time, and a linear layer: -> [N, 64].
+    """Build a CNN with kernel size 5 and output [N, 64].
 
-    Dropout follows each. `width` is the share of all channels, rounded up.
+    Each layer halves the number of time steps and is followed by dropout. `width` scales all
+    numbers of channels, rounded up.
     """
     *widths, features = (scale_channels(channels, width) for channels in (*widths, HIDDEN))
     drop: list[nn.Module] = [Dropout(dropout)] if dropout else []
     layers: list[nn.Module] = []
     for inputs, outputs in zip((shape[0], *widths[:-1]), widths, strict=True):
         layers += [conv_bn(inputs, outputs, 5), nn.ReLU(), nn.MaxPool1d(2), *drop]
-    flat = [PiecesPool(PIECES), nn.Flatten()]
+    flat = [DeterministicAvgPool1d(PIECES), nn.Flatten()]
     head = [nn.Linear(PIECES * widths[-1], features), nn.ReLU(), *drop]
     return nn.Sequential(*layers, *flat, *head)
 
 
 class Block(nn.Module):
-    """Three convs, over 7, 5 and 3 steps, and a shortcut: [N, I, T] -> [N, O, T]."""
+    """Residual block of three convolutions, with kernel sizes 7, 5, and 3."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -86,15 +84,15 @@ class Block(nn.Module):
 
 
 def signal_resnet(shape: Shape, width: float = 1.0) -> nn.Module:
-    """Return a stem that halves time, three blocks, and the mean over time: -> [N, 64]."""
+    """Build a ResNet with three blocks and output [N, 64]; the stem halves the time steps."""
     stem, *widths = (scale_channels(channels, width) for channels in (16, 32, HIDDEN, HIDDEN))
     blocks = [Block(i, o) for i, o in zip((stem, *widths[:-1]), widths, strict=True)]
     first = conv_bn(shape[0], stem, 7, 2)
-    return nn.Sequential(first, nn.ReLU(), *blocks, PiecesPool(1), nn.Flatten())
+    return nn.Sequential(first, nn.ReLU(), *blocks, DeterministicAvgPool1d(1), nn.Flatten())
 
 
 class SignalGru(nn.Module):
-    """A conv that shortens time to a quarter, a GRU in both directions, the mean of its states."""
+    """Bidirectional GRU with mean pooling, after a convolution of stride 4."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -109,17 +107,17 @@ class SignalGru(nn.Module):
 
 
 WIDTH = 32
-"""The width of the vector of a token, or of a column."""
-SPREAD = 0.1
-"""The standard deviation of new vectors."""
+"""Embedding width of a token or column."""
+INIT_STD = 0.1
+"""Standard deviation of initial embeddings."""
 TEXT_DROPOUT = 0.25
 KERNELS = (3, 4, 5)
 
 
-def trimmed(x: Tensor) -> Tensor:
-    """Return tokens [N, L] without the columns at the end in which all texts have padding.
+def trim_padding(x: Tensor) -> Tensor:
+    """Remove trailing columns of tokens [N, L] in which all texts have padding.
 
-    An exported program keeps these columns, because its shapes must not depend on values.
+    During export, these columns are kept, because shapes must not depend on values.
     """
     if torch.compiler.is_exporting():
         return x
@@ -127,43 +125,43 @@ def trimmed(x: Tensor) -> Tensor:
     return x[:, : int(used[-1]) + 1 if len(used) else 1]
 
 
-def present(x: Tensor) -> Tensor:
-    """Return which tokens [N, L] belong to a text, bool; of an empty text, the first does."""
-    found = x != PADDING
-    found[:, 0] |= ~found.any(1)
-    return found
+def token_mask(x: Tensor) -> Tensor:
+    """Return a boolean mask [N, L] of tokens other than padding; at least the first in each row."""
+    mask = x != PADDING
+    mask[:, 0] |= ~mask.any(1)
+    return mask
 
 
 class Tokens(nn.Module):
-    """The vectors of tokens, as the first layer of every model of texts."""
+    """Token embedding, the first layer of all text models."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=SPREAD)
+        nn.init.normal_(self.embedding.weight, std=INIT_STD)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return vectors [N, L', E], zero for padding, and which belong to a text, bool [N, L']."""
-        x = trimmed(x)
+        """Return embeddings [N, L', E], zero for padding, and the token mask [N, L']."""
+        x = trim_padding(x)
         vectors = self.embedding(x)
-        return vectors * (x != PADDING).unsqueeze(2).to(vectors.dtype), present(x)
+        return vectors * (x != PADDING).unsqueeze(2).to(vectors.dtype), token_mask(x)
 
 
-def mean_of(vectors: Tensor, present: Tensor) -> Tensor:
-    """Return the mean [N, D] of the vectors [N, L, D] that are `present` [N, L]."""
-    count = present.sum(1, keepdim=True)
-    total: Tensor = vectors.masked_fill(~present.unsqueeze(2), 0).sum(1)
+def masked_mean(vectors: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean [N, D] of the vectors [N, L, D] selected by `mask` [N, L]."""
+    count = mask.sum(1, keepdim=True)
+    total: Tensor = vectors.masked_fill(~mask.unsqueeze(2), 0).sum(1)
     return total / count
 
 
-def max_of(vectors: Tensor, present: Tensor) -> Tensor:
-    """Return the greatest value of each feature, [N, D], over vectors [N, L, D] `present`."""
-    greatest: Tensor = vectors.masked_fill(~present.unsqueeze(2), float("-inf")).amax(1)
-    return greatest
+def masked_max(vectors: Tensor, mask: Tensor) -> Tensor:
+    """Return the maximum [N, D] of the vectors [N, L, D] selected by `mask` [N, L]."""
+    maximum: Tensor = vectors.masked_fill(~mask.unsqueeze(2), float("-inf")).amax(1)
+    return maximum
 
 
 class Bag(nn.Module):
-    """The mean of a text's vectors, and a hidden layer."""
+    """Bag of words: mean of the token embeddings, followed by a hidden layer."""
 
     def __init__(self, shape: Shape, width: float = 1.0) -> None:
         super().__init__()
@@ -173,11 +171,11 @@ class Bag(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, L] to [N, 32]."""
-        return F.relu(self.hidden(mean_of(*self.tokens(x))))
+        return F.relu(self.hidden(masked_mean(*self.tokens(x))))
 
 
 class TextCnn(nn.Module):
-    """Convolutions over 3, 4 and 5 tokens, and the maximum over the text (Kim 2014)."""
+    """CNN with kernel sizes 3, 4, and 5, and max pooling over the text (Kim 2014)."""
 
     def __init__(self, shape: Shape, dropout: float = 0.0, width: float = 1.0) -> None:
         super().__init__()
@@ -188,41 +186,41 @@ class TextCnn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, L] to [N, 96]."""
-        vectors, present = self.tokens(x)
-        across = vectors.transpose(1, 2)
-        found = []
+        vectors, mask = self.tokens(x)
+        channels = vectors.transpose(1, 2)
+        maxima = []
         for size, conv in zip(KERNELS, self.convs, strict=True):
-            after = F.pad(across, (0, size - 1))  # each place sees itself and those after it
-            found.append(max_of(F.relu(conv(after)).transpose(1, 2), present))
-        # Filter by filter, so that a narrower model's features are the first of a wider one's.
-        features: Tensor = self.dropout(torch.stack(found, 2).flatten(1))
+            padded = F.pad(channels, (0, size - 1))  # each position sees itself and later tokens
+            maxima.append(masked_max(F.relu(conv(padded)).transpose(1, 2), mask))
+        # Interleave the kernels, so that a narrower model has the first features of a wider model.
+        features: Tensor = self.dropout(torch.stack(maxima, 2).flatten(1))
         return features
 
 
 class Recurrent(nn.Module):
-    """An LSTM in both directions, or a GRU in one; the maximum of its states over the text."""
+    """Bidirectional LSTM or unidirectional GRU, with max pooling over the text."""
 
     def __init__(self, shape: Shape, cell: Literal["lstm", "gru"]) -> None:
         super().__init__()
         self.tokens = Tokens(shape[2], WIDTH)
-        both = cell == "lstm"
-        kind = nn.LSTM if both else nn.GRU
-        self.layer = kind(WIDTH, WIDTH, batch_first=True, bidirectional=both)
+        is_bidirectional = cell == "lstm"
+        kind = nn.LSTM if is_bidirectional else nn.GRU
+        self.layer = kind(WIDTH, WIDTH, batch_first=True, bidirectional=is_bidirectional)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [N, L] to [N, 64], or [N, 32]."""
-        vectors, present = self.tokens(x)
-        # Packed, the direction from the end begins at the text's end, not at its padding's.
-        places = torch.arange(1, present.shape[1] + 1, device=present.device)
-        lengths = (present * places).amax(1).cpu()  # the place after the last token of each text
+        """Map [N, L] to [N, 64] (LSTM) or [N, 32] (GRU)."""
+        vectors, mask = self.tokens(x)
+        # Pack the texts, so that the backward direction starts at the end of the text.
+        positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+        lengths = (mask * positions).amax(1).cpu()
         packed = pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)
         states, _ = self.layer(packed)
-        found, _ = pad_packed_sequence(states, batch_first=True, total_length=vectors.shape[1])
-        return max_of(found, present)
+        padded, _ = pad_packed_sequence(states, batch_first=True, total_length=vectors.shape[1])
+        return masked_max(padded, mask)
 
 
 def attention(width: int) -> nn.TransformerEncoder:
-    """Return two layers of attention, [N, L, width] -> the same, normalized before each part."""
+    """Build two pre-norm Transformer encoder layers, [N, L, width] -> [N, L, width]."""
     layer = nn.TransformerEncoderLayer(
         width, 4, 2 * width, dropout=0.1, batch_first=True, norm_first=True
     )
@@ -230,27 +228,27 @@ def attention(width: int) -> nn.TransformerEncoder:
 
 
 class TextTransformer(nn.Module):
-    """Vectors with learned places, two layers of attention (Vaswani et al. 2017), their mean."""
+    """Transformer with learned positions (Vaswani et al. 2017) and mean pooling."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = Tokens(shape[2], WIDTH)
         self.places = nn.Parameter(torch.empty(shape[1], WIDTH))
-        nn.init.normal_(self.places, std=SPREAD)
+        nn.init.normal_(self.places, std=INIT_STD)
         self.layers = attention(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, L] to [N, 32]."""
-        vectors, present = self.tokens(x)
+        vectors, mask = self.tokens(x)
         placed = vectors + self.places[: vectors.shape[1]]
-        return mean_of(self.layers(placed, src_key_padding_mask=~present), present)
+        return masked_mean(self.layers(placed, src_key_padding_mask=~mask), mask)
 
 
 class FtTransformer(nn.Module):
-    """A vector for each column, scaled by its number, and attention among them.
+    """Transformer over the columns of a table, with an embedding of each numeric column.
 
-    Gorishniy et al., Revisiting Deep Learning Models for Tabular Data, 2021: the features are the
-    last state of an additional vector that stands for the row.
+    Gorishniy et al., Revisiting Deep Learning Models for Tabular Data, 2021. The features are the
+    last hidden state of an additional row token.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -274,45 +272,50 @@ SIGNAL_CNN2 = partial(signal_cnn, widths=(16, 32))
 SIGNAL_CNN3 = partial(signal_cnn, widths=(32, 64, 64))
 CNN2_DROPOUT = partial(SIGNAL_CNN2, dropout=SIGNAL_DROPOUT)
 CNN_DROPOUT = partial(TextCnn, dropout=TEXT_DROPOUT)
-CNN_LINE = f"convs over 3, 4 and 5 words, {WIDTH} of each"
+CNN_LINE = f"kernels of 3, 4, and 5 words, {WIDTH} filters each"
 GRU, LSTM = (partial(Recurrent, cell=cell) for cell in ("gru", "lstm"))
 TABLES = (
     (
         "ft-transformer",
-        "a vector a column, 2 layers of 4 heads, width 32",
+        "column embeddings, 2 layers, 4 heads, width 32",
         "Gorishniy et al. 2021; small",
         FtTransformer,
     ),
 )
 SIGNALS = (
-    ("signal-cnn2", "2 conv layers, 16-32, and a linear of 64", "ours", SIGNAL_CNN2),
-    ("signal-cnn3", "3 conv layers, 32-64-64, and a linear of 64", "ours", SIGNAL_CNN3),
-    ("signal-cnn2-dropout", f"signal-cnn2 with dropout {SIGNAL_DROPOUT}", "ours", CNN2_DROPOUT),
-    ("signal-gru", "a conv and a GRU of 32 in both directions", "ours", SignalGru),
-    ("signal-resnet", "3 blocks of 3 convs, 32-64-64", "Wang et al. 2017; small", signal_resnet),
+    ("signal-cnn2", "2 conv layers, 16-32, and a linear layer of 64", "fedhet", SIGNAL_CNN2),
+    ("signal-cnn3", "3 conv layers, 32-64-64, and a linear layer of 64", "fedhet", SIGNAL_CNN3),
+    ("signal-cnn2-dropout", f"signal-cnn2 with dropout {SIGNAL_DROPOUT}", "fedhet", CNN2_DROPOUT),
+    ("signal-gru", "a conv layer and a bidirectional GRU of width 32", "fedhet", SignalGru),
+    (
+        "signal-resnet",
+        "3 blocks of 3 conv layers, 32-64-64",
+        "Wang et al. 2017; small",
+        signal_resnet,
+    ),
 )
 TEXTS = (
-    ("text-bag", f"mean of the words' vectors, and a linear of {WIDTH}", "ours", Bag),
+    ("text-bag", f"mean of word embeddings, and a linear layer of {WIDTH}", "fedhet", Bag),
     ("text-cnn", CNN_LINE, "Kim 2014", TextCnn),
     ("text-cnn-dropout", f"text-cnn with dropout {TEXT_DROPOUT}", "Kim 2014", CNN_DROPOUT),
-    ("text-gru", f"a GRU of {WIDTH}", "Cho et al. 2014", GRU),
+    ("text-gru", f"a GRU of width {WIDTH}", "Cho et al. 2014", GRU),
     (
         "text-lstm",
-        f"an LSTM of {WIDTH} in both directions",
+        f"a bidirectional LSTM of width {WIDTH}",
         "Hochreiter and Schmidhuber 1997",
         LSTM,
     ),
     (
         "text-transformer",
-        f"2 layers of 4 heads, width {WIDTH}",
+        f"2 layers, 4 heads, width {WIDTH}",
         "Vaswani et al. 2017",
         TextTransformer,
     ),
 )
-WHOLE = ("ft-transformer", "signal-gru", "text-gru", "text-lstm", "text-transformer")
-"""The models without other widths: the leading channels of an LSTM's gates are not a model."""
+FIXED_WIDTH = ("ft-transformer", "signal-gru", "text-gru", "text-lstm", "text-transformer")
+"""Models without other widths; the leading channels of LSTM gates, for example, are not a model."""
 MODELS = tuple(
-    ModelInfo(name, kind.name, line, source, side, build, name not in WHOLE, kind)
+    ModelInfo(name, kind.name, line, source, side, build, name not in FIXED_WIDTH, kind)
     for kind, side, models in ((TABLE, None, TABLES), (SIGNAL, 8, SIGNALS), (TEXT, None, TEXTS))
     for name, line, source, build in models
 )

@@ -1,8 +1,8 @@
-"""A user's own model, named by its import path: "package.module:function".
+"""Custom models, named by an import path "package.module:function".
 
-The function is called with (shape, classes) and returns a HetModel, or two modules: an extractor
-[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]; or, for a method that supports any model,
-an object with `fit` and `predict`.
+The function is called with (shape, classes). It returns a HetModel, or two modules: an extractor
+[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]. For methods that support any model, it may
+also return an object with `fit` and `predict`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fedhet.wire.knowledge import DTYPES, MAX_RANK
 
 
 def is_user_model(name: str) -> bool:
-    """Return whether `name` is an import path, not an encoder's name or that of timm's model."""
+    """Return whether `name` is an import path."""
     return ":" in name and not is_encoder(name) and not is_timm(name)
 
 
 def import_user_model(name: str) -> Callable[..., Any]:
-    """Import and return the function named by `name`."""
+    """Import the function `name`. Raises ModelError."""
     path, _, attribute = name.partition(":")
     if not path or not attribute or path.startswith("."):
-        raise ModelError(f"model '{name}' is not of the form 'package.module:function'")
+        raise ModelError(f"model '{name}' must have the form 'package.module:function'")
     try:
         module = importlib.import_module(path)
     except Exception as error:
@@ -44,10 +44,10 @@ def import_user_model(name: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if function is None:
         hint = nearest(attribute, vars(module))
-        raise ModelError(f"model '{name}': module '{path}' has no '{attribute}'{hint}")
+        raise ModelError(f"model '{name}': '{attribute}' not found in module '{path}'{hint}")
     if not callable(function):
         raise ModelError(
-            f"model '{name}': '{attribute}' is a {type(function).__name__}, not a function"
+            f"model '{name}': '{attribute}' must be a function, got {type(function).__name__}"
         )
     return function  # type: ignore[no-any-return]
 
@@ -55,22 +55,23 @@ def import_user_model(name: str) -> Callable[..., Any]:
 def assemble_user_model(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
 ) -> HetModel:
-    """Call the user's function, check its result, and adapt the feature width."""
-    made = call_user_model(name, shape, classes)
-    if is_classifier(made):
+    """Build a custom model, check it, and adapt its feature width. Raises ModelError."""
+    result = call_user_model(name, shape, classes)
+    if is_classifier(result):
         raise ModelError(no_gradients(name))
-    match made:
+    match result:
         case HetModel():
-            extractor, classifier = made.extractor, made.classifier
+            extractor, classifier = result.extractor, result.classifier
         case [nn.Module() as extractor, nn.Module() as classifier]:
             pass
         case _:
             raise ModelError(
-                f"model '{name}' returned a {type(made).__name__}, not a HetModel or two modules"
-                " (extractor, classifier)"
+                f"model '{name}': the function must return a HetModel or two modules (extractor, "
+                f"classifier), got {type(result).__name__}"
             )
-    whole = nn.ModuleDict({"extractor": extractor, "classifier": classifier})
-    check_tensors(name, whole, is_built=False)  # of the wrong type, they would not run
+    modules = nn.ModuleDict({"extractor": extractor, "classifier": classifier})
+    # Check types first, because a model with wrong types does not run.
+    check_tensors(name, modules, is_built=False)
     try:
         features = output_shape(extractor, shape, kind)
         logits = output_shape(classifier, features[1:])
@@ -79,27 +80,35 @@ def assemble_user_model(
             f"model '{name}' does not run on shape {shape}: {_reason(error)}"
         ) from error
     if len(features) != 2 or features[0] != 2:
-        raise ModelError(f"model '{name}': a batch of 2 gives features {features}, not (2, D)")
+        raise ModelError(
+            f"model '{name}': for a batch of 2, expected features of shape (2, D), got {features}"
+        )
     if logits != (2, classes):
-        raise ModelError(f"model '{name}': a batch of 2 gives logits {logits}, not (2, {classes})")
+        raise ModelError(
+            f"model '{name}': for a batch of 2, expected logits of shape (2, {classes}), got "
+            f"{logits}"
+        )
     width = features[1]
-    check_tensors(name, whole)
+    check_tensors(name, modules)
     if feature_dim not in (None, width):
         if not isinstance(classifier, nn.Linear):
             raise ModelError(
-                f"model '{name}' has {width} features, not {feature_dim}: an adapter needs an"
-                f" nn.Linear as classifier, not a {type(classifier).__name__}"
+                f"model '{name}': the classifier must be an nn.Linear to adapt {width} features to "
+                f"{feature_dim}, got {type(classifier).__name__}"
             )
         return join(extractor, width, classes, feature_dim)
-    if not isinstance(made, HetModel):
+    if not isinstance(result, HetModel):
         return HetModel(extractor, classifier, width)
-    if made.feature_dim != width:
-        raise ModelError(f"model '{name}' says feature_dim {made.feature_dim}, has {width}")
-    return made
+    if result.feature_dim != width:
+        raise ModelError(
+            f"model '{name}': feature_dim must be the feature width {width}, got "
+            f"{result.feature_dim}"
+        )
+    return result
 
 
 def call_user_model(name: str, shape: Shape, classes: int) -> Any:
-    """Call the user's function."""
+    """Import and call the function `name`. Raises ModelError."""
     function = import_user_model(name)
     try:
         return function(shape, classes)
@@ -109,18 +118,18 @@ def call_user_model(name: str, shape: Shape, classes: int) -> Any:
         ) from error
 
 
-def is_classifier(made: object) -> bool:
-    """Return whether a function's result is a classifier, which is fitted without gradients."""
-    return isinstance(made, Classifier) and not isinstance(made, nn.Module)
+def is_classifier(result: object) -> bool:
+    """Return whether the result of a user's function is a classifier without gradients."""
+    return isinstance(result, Classifier) and not isinstance(result, nn.Module)
 
 
 def no_gradients(name: str) -> str:
-    """Return the error message for a model that a gradient-based method cannot train."""
-    return f"model '{name}' has no gradients, which this method trains by"
+    """Return the message for a model without gradients in a gradient-based method."""
+    return f"model '{name}' has no gradients, which this method requires"
 
 
 def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:
-    """Raise ModelError, with the tensor's name, if the model's state cannot be sent and saved.
+    """Raise ModelError if the state of a model cannot be sent or saved.
 
     Before its first forward pass (`is_built` is false), a model may have lazy parameters.
     """
@@ -129,7 +138,7 @@ def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None
     for key, value in {**state, **parameters}.items():
         if not key.isprintable():
             raise ModelError(f"model '{name}': {key!r}: unsupported name, expected printable text")
-        # A server's class means, on which some methods train the classifier, are float32.
+        # Some methods train the classifier on class means of the server, which are float32.
         types = ("float32",) if key.startswith("classifier.") else ("float32", "float64")
         fault = _fault_of(value, types if key in parameters else (), is_built=is_built)
         if fault:
@@ -142,9 +151,9 @@ def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None
 
 
 def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) -> str:
-    """Return the reason why an entry of a state dict cannot be sent and saved, or "".
+    """Return the reason why an entry of a state dict cannot be sent or saved, or "".
 
-    `trained_types` are the types that a trained parameter may have; empty for a buffer.
+    `trained_types` are the supported types of a trained parameter; () for a buffer.
     """
     if not isinstance(value, Tensor):
         return (
@@ -163,7 +172,7 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
         remedy = "Keep parameters in float32; 'engine.precision' computes in half precision."
         return f"unsupported type of a trained parameter, expected float32, got {dtype}. {remedy}"
     if dtype not in DTYPES:
-        return f"unsupported type, expected a type that NumPy has, such as float32, got {dtype}"
+        return f"unsupported type, expected a NumPy type such as float32, got {dtype}"
     if value.ndim > MAX_RANK:
         return f"unsupported shape, expected at most {MAX_RANK} dimensions, got {value.ndim}"
     odd = value.detach()[~(value.detach().double().abs() <= MAX_MAGNITUDE)].view(-1)
@@ -179,16 +188,16 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
 def check_use(
     name: str, model: nn.Module, another: nn.Module, shape: Shape, kind: Kind | None
 ) -> None:
-    """Raise ModelError if a user's model cannot be copied, restored, and trained for one step.
+    """Raise ModelError if a custom model cannot be copied, restored, or trained for one step.
 
-    The step is made on blank samples. `another` is the result of a second call of the user's
-    function: every client has its own model of the same layout. Neither is used afterwards.
+    The step uses blank samples. `another` is the result of a second call of the user's function,
+    which must return a new model with the same layout. Neither model is used afterwards.
     """
     before = {key: value.clone() for key, value in model.state_dict().items()}
     samples = (kind or IMAGE).blank(2, tuple(shape))
     steps: dict[str, Callable[[], object]] = {
         "copy.deepcopy": lambda: copy.deepcopy(model),
-        "load_state_dict, with its own state dict,": lambda: model.load_state_dict(before),
+        "load_state_dict(state_dict())": lambda: model.load_state_dict(before),
         "register_forward_hook": lambda: [
             part.register_forward_hook(lambda *_: None) for part in model.modules()
         ],
@@ -224,6 +233,6 @@ def check_use(
 
 
 def _reason(error: Exception) -> str:
-    """Return the error's type and the first line of its message."""
+    """Return the type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

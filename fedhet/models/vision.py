@@ -1,13 +1,13 @@
-"""Networks for images, and perceptrons for samples of any shape.
+"""Networks for images, and multilayer perceptrons for samples of any shape.
 
-Small ones (CNNs, LeNet-5, ResNet-9), FedGEMS' bottleneck ResNets, MobileNet-V1, and torchvision's
-without pretrained weights: ResNets, VGG, ShuffleNet, MobileNets, EfficientNet. The extractor is the
-network without its last linear layer, dropout included. torchvision is imported only when a model
-is built: every message of a deployed run starts a process.
+Contains small networks (CNNs, LeNet-5, ResNet-9), FedGEMS' bottleneck ResNets, MobileNet-V1, and
+torchvision networks without pretrained weights. The extractor is the network without its last
+linear layer, including dropout. torchvision is imported lazily, because every message of a deployed
+run starts a process.
 
-Stems of torchvision reduce a 224-pixel image by 4 before the first stage and by 32 overall, which
-is too much for an 8-pixel image. Small images (smaller side below 64) are reduced by 8 overall: the
-first convolution and the next strided layer keep their size.
+Networks in torchvision downsample a 224-pixel image by 4 before the first stage and by 32 overall,
+which is too much for an 8-pixel image. Here, small images (smaller side below 64) are downsampled
+by 8 overall, because the first convolution and the next strided layer keep their size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL_SIDE = 64
 
 
 def conv_bn(inputs: int, outputs: int, *, pool: bool = False, dropout: float = 0.0) -> nn.Module:
-    """Return conv 3x3, BN, (dropout), ReLU, (max-pool 2x2): [N, I, H, W] -> [N, O, H', W']."""
+    """Build conv 3x3, BN, (dropout), ReLU, (max-pool 2x2): [N, I, H, W] -> [N, O, H', W']."""
     layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)]
     layers += [*([Dropout(dropout)] if dropout else []), nn.ReLU()]
     return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
@@ -43,10 +43,16 @@ def cnn(
     dropout: float = 0.0,
     width: float = 1.0,
 ) -> nn.Module:
-    """Return conv layers of `widths`, pooled by `pools`, and a linear layer: -> [N, features].
+    """Build a CNN with a hidden linear layer: [N, C, H, W] -> [N, features].
 
-    `shape` is [C, H, W]. Dropout follows the last two batch norms and the linear layer, as
-    UM-pFSSL's ResNet-9 has it (section VI-A). `width` is the share of all channels, rounded up.
+    Args:
+        shape: Image shape [C, H, W].
+        widths: Number of channels of each convolution.
+        pools: Whether max-pooling follows each convolution.
+        features: Width of the linear layer.
+        dropout: Dropout rate after the last two batch norms and the linear layer, as in the
+            ResNet-9 of UM-pFSSL (section VI-A).
+        width: Fraction of all channels, rounded up.
     """
     *widths, features = (scale_channels(channels, width) for channels in (*widths, features))
     inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
@@ -61,9 +67,9 @@ def cnn(
 
 
 def mlp(shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float = 1.0) -> nn.Module:
-    """Return flatten and hidden layers of `widths`, each with ReLU: [N, *shape] -> [N, last].
+    """Build a multilayer perceptron with ReLU: [N, *shape] -> [N, widths[-1]].
 
-    Dropout follows each hidden layer. `width` is the share of all units, rounded up.
+    Dropout follows each hidden layer. `width` is the fraction of all units, rounded up.
     """
     widths = [scale_channels(units, width) for units in widths]
     layers: list[nn.Module] = [nn.Flatten()]
@@ -74,7 +80,7 @@ def mlp(shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float 
 
 
 def lenet5(shape: Shape) -> nn.Module:
-    """Return LeNet-5 (LeCun et al. 1998) with ReLU and max-pools: [N, C, H, W] -> [N, 84]."""
+    """Build LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling: [N, C, H, W] -> [N, 84]."""
     height, width = ((side // 2 - 4) // 2 for side in shape[1:])
     return nn.Sequential(
         *(nn.Conv2d(shape[0], 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
@@ -84,10 +90,10 @@ def lenet5(shape: Shape) -> nn.Module:
 
 
 def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
-    """Return one of CoFED's CNNs, pooled after the first two convs: [N, C, H, W] -> [N, last].
+    """Build a CNN of CoFED, pooled after the first two convs: [N, C, H, W] -> [N, widths[-1]].
 
-    The paper gives the widths; batch norms, max-pools and the final global average pooling follow
-    the authors' published code.
+    The widths are from the paper; batch norm, max-pooling, and global average pooling follow the
+    authors' published code.
     """
     pairs = zip((shape[0], *widths[:-1]), widths, strict=True)
     layers = [conv_bn(i, o, pool=place < 2) for place, (i, o) in enumerate(pairs)]
@@ -95,7 +101,7 @@ def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """x + body(x), with the same shape."""
+    """Residual connection, x + body(x)."""
 
     def __init__(self, *body: nn.Module) -> None:
         super().__init__()
@@ -108,10 +114,10 @@ class Residual(nn.Module):
 
 
 def resnet9(shape: Shape, dropout: float = 0.5) -> nn.Module:
-    """Return DAVIDNet's ResNet-9 with dropout, for MC dropout: [N, C, H, W] -> [N, 256].
+    """Build DAVIDNet's ResNet-9 with dropout, for MC dropout: [N, C, H, W] -> [N, 256].
 
     UM-pFSSL, section VI-A: dropout 0.5 after the last two batch norms and every fully connected
-    layer but the output. The hidden one (512 -> 256) is ours: the paper gives no widths.
+    layer except the output. The width of the hidden layer (256) is not in the paper.
     """
     return nn.Sequential(
         *(conv_bn(shape[0], 64), conv_bn(64, 128, pool=True)),
@@ -124,7 +130,7 @@ def resnet9(shape: Shape, dropout: float = 0.5) -> nn.Module:
 
 
 def is_small(shape: Shape) -> bool:
-    """Return whether an image [C, H, W] needs the stem for small images."""
+    """Return whether the smaller side of images [C, H, W] is below SMALL_SIDE."""
     return min(shape[1:]) < SMALL_SIDE
 
 
@@ -138,7 +144,7 @@ def he_init(module: nn.Module) -> None:
 
 
 def first_conv(conv: nn.Conv2d, shape: Shape, *, small_stem: bool = True) -> nn.Conv2d:
-    """Return `conv` adapted to images `shape`: itself, or a new one with the same output channels.
+    """Adapt a first convolution to images of `shape`, and return it or a new convolution.
 
     With `small_stem`, small images get a 3x3 kernel and stride 1.
     """
@@ -158,10 +164,10 @@ Block = Literal["basic", "bottleneck"]
 def vision_resnet(
     shape: Shape, block: Block, layers: Sequence[int], width: float = 1.0
 ) -> nn.Module:
-    """Return torchvision's ResNet of `block`s without its head: [N, C, H, W] -> [N, 512 or 2048].
+    """Build a torchvision ResNet without its head: [N, C, H, W] -> [N, 512 or 2048].
 
-    For small images, the first conv is 3x3 with stride 1, and there is no max-pool. `width` is the
-    share of all channels, rounded up.
+    For small images, the first convolution is 3x3 with stride 1, without max-pooling. `width` is
+    the fraction of all channels, rounded up.
     """
     from torchvision.models import resnet
 
@@ -173,7 +179,7 @@ def vision_resnet(
         net.bn1 = nn.BatchNorm2d(net.inplanes)
         for number, blocks in enumerate(layers):
             planes, stride = scale_channels(64 * 2**number, width), 1 if number == 0 else 2
-            # torchvision's own method; its constructor has no choice of all widths.
+            # Use a private method, because the constructor cannot change all widths.
             stage = net._make_layer(block_type, planes, blocks, stride)
             setattr(net, f"layer{number + 1}", stage)
         he_init(net)
@@ -186,19 +192,19 @@ def vision_resnet(
 
 
 def gems_stage(inputs: int, planes: int, blocks: int, stride: int) -> nn.Module:
-    """Return bottleneck blocks: [N, inputs, H, W] -> [N, 4 * planes, H / stride, W / stride]."""
+    """Build bottleneck blocks: [N, inputs, H, W] -> [N, 4 * planes, H / stride, W / stride]."""
     from torchvision.models.resnet import Bottleneck
 
     outputs = 4 * planes
     shortcut = nn.Sequential(
         nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
     )
-    rest = [Bottleneck(outputs, planes) for _ in range(blocks - 1)]
-    return nn.Sequential(Bottleneck(inputs, planes, stride, shortcut), *rest)
+    first = Bottleneck(inputs, planes, stride, shortcut)
+    return nn.Sequential(first, *(Bottleneck(outputs, planes) for _ in range(blocks - 1)))
 
 
 def gems_resnet(shape: Shape, layers: Sequence[int]) -> nn.Module:
-    """Return FedGEMS' ResNet of three stages, of widths 64, 128, 256: [N, C, H, W] -> [N, 256]."""
+    """Build a ResNet of FedGEMS, with stage widths 64, 128, and 256: [N, C, H, W] -> [N, 256]."""
     net = nn.Sequential(
         *(nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         gems_stage(16, 16, layers[0], 1),
@@ -210,7 +216,7 @@ def gems_resnet(shape: Shape, layers: Sequence[int]) -> nn.Module:
     return net
 
 
-# Table 1 of the paper: the output channels and stride of each depthwise separable convolution.
+# Output channels and stride of each depthwise separable convolution (Howard et al. 2017, Table 1).
 MOBILENET_LAYERS = (
     (64, 1),
     (128, 2),
@@ -225,17 +231,17 @@ MOBILENET_LAYERS = (
 
 
 def mobilenet_v1(shape: Shape) -> nn.Module:
-    """Return MobileNet-V1 of width 1.0 without its head: [N, C, H, W] -> [N, 1024].
+    """Build MobileNet-V1 of width 1.0 without its head: [N, C, H, W] -> [N, 1024].
 
-    For small images, the first convolution and the first strided layer keep the image's size.
+    For small images, the first convolution and the first strided layer keep the image size.
     """
     small = is_small(shape)
     layers = [*_conv_bn_relu(shape[0], 32, stride=1 if small else 2)]
-    inputs, kept = 32, not small
+    inputs, use_stride = 32, not small
     for outputs, stride in MOBILENET_LAYERS:
-        layers += _conv_bn_relu(inputs, inputs, stride if kept else 1, groups=inputs)
+        layers += _conv_bn_relu(inputs, inputs, stride if use_stride else 1, groups=inputs)
         layers += _conv_bn_relu(inputs, outputs, kernel=1)
-        inputs, kept = outputs, kept or stride == 2
+        inputs, use_stride = outputs, use_stride or stride == 2
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     he_init(net)
     return net
@@ -244,13 +250,13 @@ def mobilenet_v1(shape: Shape) -> nn.Module:
 def _conv_bn_relu(
     inputs: int, outputs: int, stride: int = 1, *, kernel: int = 3, groups: int = 1
 ) -> list[nn.Module]:
-    """Return a convolution with its batch norm and ReLU."""
+    """Return a convolution, batch norm, and ReLU."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
     return [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
 def shufflenet(shape: Shape, name: str) -> nn.Module:
-    """Return a ShuffleNet-V2 without its head: [N, C, H, W] -> [N, 1024]."""
+    """Build a ShuffleNet-V2 without its head: [N, C, H, W] -> [N, 1024]."""
     from torchvision.models import get_model
 
     net: Any = get_model(name, weights=None, num_classes=1)
@@ -263,9 +269,9 @@ def shufflenet(shape: Shape, name: str) -> nn.Module:
 
 
 def inverted(shape: Shape, name: str) -> nn.Module:
-    """Return a MobileNet or EfficientNet without its last linear layer: [N, C, H, W] -> [N, D].
+    """Build a MobileNet or EfficientNet without its last linear layer: [N, C, H, W] -> [N, D].
 
-    For small images, the first conv and the first strided stage keep the size.
+    For small images, the first convolution and the first strided stage keep the image size.
     """
     from torchvision.models import get_model
 
@@ -280,46 +286,46 @@ def inverted(shape: Shape, name: str) -> nn.Module:
 
 
 def vgg(shape: Shape, layout: str) -> nn.Module:
-    """Return a VGG with batch norm, without its last linear layer: [N, C, H, W] -> [N, 4096].
+    """Build a VGG with batch norm, without its last linear layer: [N, C, H, W] -> [N, 4096].
 
-    For small images, without hidden linear layers ([N, 512]) or max-pools of a 1-pixel side.
+    For small images, it has no hidden linear layers (output [N, 512]), and no max-pooling after one
+    side has reached 1 pixel.
     """
     from torchvision.models import vgg as tv_vgg
 
     layers: Any = tv_vgg.make_layers(tv_vgg.cfgs[layout], batch_norm=True)
     layers[0] = first_conv(layers[0], shape, small_stem=False)
     if is_small(shape):
-        kept, side = nn.Sequential(), min(shape[1:])
+        features, side = nn.Sequential(), min(shape[1:])
         for layer in layers:
             if not isinstance(layer, nn.MaxPool2d):
-                kept.append(layer)
+                features.append(layer)
             elif side > 1:
-                kept.append(layer)
+                features.append(layer)
                 side //= 2
-        he_init(kept)
-        return nn.Sequential(kept, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        he_init(features)
+        return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net: Any = tv_vgg.VGG(layers, num_classes=1)
     net.classifier = net.classifier[:-1]
     module: nn.Module = net
     return module
 
 
-# CoFED, Table 1: filters of 3 x 3 in each layer.
+# CoFED, Table 1: number of 3x3 filters in each layer.
 COFED = (
     *((24, 40), (24, 32, 56), (20, 32), (24, 40, 56), (20, 32, 80)),
     *((24, 32, 80), (32, 32), (40, 56), (32, 48), (48, 56, 96)),
 )
 COFED_WIDTHS = (20, 24, 32, 40, 48, 56, 80, 96)
-"""The widths from which the authors' generator of architectures draws."""
+"""Widths used by the authors' architecture generator."""
 
 
 def random_cofed(seed: int, client: int) -> str:
-    """Return the name of the architecture that client number `client` draws.
+    """Draw the architecture of client `client`, and return its name.
 
-    CoFED, Section 5.1: "randomly generated 2-layer or 3-layer CNNs". The rule is that of the
-    authors' published generator, of which Table 1 prints ten draws: two or three layers, each
-    equally likely; a width for each from COFED_WIDTHS, with replacement; ascending. Two clients may
-    draw the same.
+    CoFED, Section 5.1: "randomly generated 2-layer or 3-layer CNNs". As in the authors' published
+    generator, two and three layers are equally likely, and widths are drawn from COFED_WIDTHS with
+    replacement, in ascending order. Two clients may draw the same architecture.
     """
     rng = numpy_rng(seed, "cofed-random", client)
     widths = sorted(rng.choice(COFED_WIDTHS, size=int(rng.integers(2, 4))).tolist())
@@ -336,17 +342,17 @@ def _mlp(name: str, *widths: int, dropout: float = 0.0) -> ModelInfo:
     line = f"{layers}: {'-'.join(map(str, widths))}"
     line += f", with dropout {dropout}" if dropout else ""
     build = partial(mlp, widths=widths, dropout=dropout)
-    return ModelInfo(name, "mlp", line, "ours", None, build, narrows=True)
+    return ModelInfo(name, "mlp", line, "fedhet", None, build, narrows=True)
 
 
 def _cnn(name: str, line: str, side: int, build: Callable[..., nn.Module]) -> ModelInfo:
-    return ModelInfo(name, "cnn", line, "ours", side, build, narrows=True)
+    return ModelInfo(name, "cnn", line, "fedhet", side, build, narrows=True)
 
 
 def _resnet(depth: int, block: Block, layers: Sequence[int]) -> ModelInfo:
     line = f"{block} blocks {'-'.join(map(str, layers))}"
     name, build = f"resnet{depth}", partial(vision_resnet, block=block, layers=layers)
-    source = "torchvision" if name in TORCHVISION else "Felo; layout ours"
+    source = "torchvision" if name in TORCHVISION else "Felo; layout by fedhet"
     return ModelInfo(name, "resnet", line, source, 8, build, narrows=True)
 
 
@@ -358,19 +364,19 @@ GENERATED_COFED = MappingProxyType(
         for name in [f"cofed-{'-'.join(map(str, widths))}"]
     }
 )
-"""Every architecture that `random_cofed` can draw, by its name, such as cofed-24-40."""
+"""All architectures that `random_cofed` can draw, by name, such as cofed-24-40."""
 DRAWN = (
     DrawnInfo(
         "cofed-random",
         "cnn",
-        "in a pool: each client draws a CNN of 2 or 3 conv layers, such as cofed-24-40",
+        "only in a pool: each client draws a CNN of 2 or 3 conv layers, such as cofed-24-40",
         "CoFED, Section 5.1",
         random_cofed,
         GENERATED_COFED,
     ),
 )
-# Blocks in each of the four stages. Felo names ResNet-10, 14, 18, 22 and 26 "from the PyTorch
-# source codes", which has only 18: the layouts of 10, 14, 22 and 26 are ours, n = 2 * blocks + 2.
+# Blocks in each of the four stages. Felo uses ResNet-10, 14, 18, 22, and 26 "from the PyTorch
+# source codes", but PyTorch has only ResNet-18. The other layouts follow n = 2 * blocks + 2.
 BASIC = {
     10: (1, 1, 1, 1),
     14: (1, 1, 2, 2),
@@ -381,7 +387,7 @@ BASIC = {
 }
 BOTTLENECK = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 # FedGEMS, Tables 10 to 12: blocks in each of the three stages, n = 3 * blocks + 2. Table 11 prints
-# (1, 1, 2) for the fourth "ResNet-17" (clients 8 and 16), which makes 14 layers: kept as printed.
+# (1, 1, 2) for the fourth "ResNet-17" (clients 8 and 16), although it has 14 layers.
 GEMS = {
     "11": ((1, 1, 1), "Table 10; Table 11, clients 1, 9"),
     "14-a": ((1, 1, 2), "Table 11, clients 2, 10"),
@@ -407,9 +413,10 @@ TORCHVISION: Mapping[str, str] = MappingProxyType(
         "efficientnet-b0": "efficientnet_b0",
     }
 )
-"""The networks of torchvision, and their names there; each also comes with pretrained weights."""
+"""Names of networks in torchvision; each is also available with pretrained weights."""
 SMALL_DROPOUT = 0.25
-"""ResNet-9's 0.5 leaves too little of 16 and 32 filters (measured: docs/results.md)."""
+"""Dropout rate of small networks; the 0.5 of ResNet-9 is too high for 16 and 32 filters
+(docs/results.md)."""
 CNN2 = partial(cnn, widths=(16, 32), pools=(True, True), features=64)
 CNN3 = partial(cnn, widths=(32, 64, 64), pools=(True, True, True), features=128)
 CNN4 = partial(cnn, widths=(32, 32, 64, 64), pools=(False, True, False, True), features=128)
@@ -419,9 +426,9 @@ MODELS = (
     _mlp("mlp2", 256, 128),
     _mlp("mlp3", 256, 128, 64),
     _mlp("mlp-dropout", 128, dropout=SMALL_DROPOUT),
-    _cnn("cnn2", "2 conv layers, 16-32, and a linear of 64", 4, CNN2),
-    _cnn("cnn3", "3 conv layers, 32-64-64, and a linear of 128", 8, CNN3),
-    _cnn("cnn4", "VGG-like: 32-32, 64-64, and a linear of 128", 4, CNN4),
+    _cnn("cnn2", "2 conv layers, 16-32, and a linear layer of 64", 4, CNN2),
+    _cnn("cnn3", "3 conv layers, 32-64-64, and a linear layer of 128", 8, CNN3),
+    _cnn("cnn4", "VGG-like: 32-32, 64-64, and a linear layer of 128", 4, CNN4),
     _cnn("cnn2-dropout", f"cnn2 with dropout {SMALL_DROPOUT}", 4, CNN2_DROPOUT),
     _cnn("cnn3-dropout", f"cnn3 with dropout {SMALL_DROPOUT}", 8, CNN3_DROPOUT),
     ModelInfo("lenet5", "cnn", "conv 6-16 of 5x5, linear 120-84", "LeCun et al. 1998", 12, lenet5),
