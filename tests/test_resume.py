@@ -255,7 +255,7 @@ def test_a_checkpoint_of_integers_is_one_line(tmp_path):
     last = checkpoints.newest(print, 9)
     whole = {name: np.asarray(value).astype(np.int64) for name, value in last.tensors.items()}
     checkpoints.write(last.round, whole, last.metadata)
-    with pytest.raises(StateError, match=r"not fit the method fedavg: .* is int64, not float32"):
+    with pytest.raises(StateError, match=r"not match the method fedavg: .* float32, got int64"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 
