@@ -335,7 +335,7 @@ def test_the_page_says_what_the_method_is_and_when_it_ran(tmp_path: Path) -> Non
     assert "private: the client's private model" in page.text
     labels = " ".join(value for name, value in page.attributes if name == "aria-label")
     last = lines_of(path)[-1]["accuracy"]["common"]["private"]["mean"]
-    assert f"accuracy over 5 rounds, at the end: common private {last:.3f}" in labels
+    assert f"accuracy over 5 rounds, in the last round: common private {last:.3f}" in labels
     assert page.tags.count("caption") == page.tags.count("table") - 1  # not of the settings
     heads = page.tags.count("th")
     assert page.attributes.count(("scope", "col")) == heads
@@ -432,7 +432,7 @@ def test_the_table_says_what_its_columns_are(tmp_path: Path) -> None:
     assert (
         "common: on the test set common to all clients; private: the client's private model" in text
     )
-    assert "global: the model that the server forms, one for each architecture; tail: mean" in text
+    assert "global: the server's global model, one for each architecture; tail: mean" in text
     assert "personal:" not in text
 
 

@@ -114,7 +114,7 @@ def test_status_shows_the_newest_run(tmp_path, monkeypatch, capsys):
     make(Path("seeds/seed-1"))
     assert "in seeds/seed-1" in call(monkeypatch, capsys, "status", "seeds")[1].out
     Path("empty").mkdir()
-    assert "no run in empty/" in call(monkeypatch, capsys, "status", "empty")[1].err
+    assert "empty: no run found" in call(monkeypatch, capsys, "status", "empty")[1].err
 
 
 def test_a_servers_status_needs_its_authority(monkeypatch, capsys):
