@@ -24,7 +24,7 @@ from fedhet.learning.devices import (
     compute_for,
     evaluation_batch,
     find_device,
-    settled,
+    resolve_precision,
 )
 from fedhet.learning.training import (
     CrossEntropy,
@@ -436,11 +436,11 @@ def test_auto_on_a_processor(monkeypatch, has, chosen):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     dtype = compute_for(ComputeSettings()).autocast_dtype
     assert dtype is (torch.bfloat16 if chosen == "bfloat16" else None)
-    found = settled(EngineSettings())
+    found = resolve_precision(EngineSettings())
     assert (found.precision, found.channels_last) == (chosen, "true")
-    kept = settled(EngineSettings(precision="bfloat16", channels_last="false"))
+    kept = resolve_precision(EngineSettings(precision="bfloat16", channels_last="false"))
     assert (kept.precision, kept.channels_last) == ("bfloat16", "false")
-    assert settled(found) == found
+    assert resolve_precision(found) == found
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])

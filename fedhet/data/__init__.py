@@ -1,1 +1,1 @@
-"""Data: the sources of datasets, the store of a run's data, and a site's own data folder."""
+"""Datasets: sources, partitions among clients, the data of a run, and the data of a site."""

@@ -2,8 +2,8 @@
 
 `read_rows` reads labeled texts row by row; `read_table` reads a table as text, column by column.
 Values are interpreted in `fedhet.data.values`; here, only Parquet types are converted to text.
-Python's csv module is used instead of pandas or pyarrow, because these silently truncate long rows,
-pad short rows, or accept broken quotes, and do not report the line of an error.
+Python's csv module is used because pandas and pyarrow silently truncate long rows, pad short rows,
+or accept broken quotes. They also do not report the line of an error.
 """
 
 from __future__ import annotations
@@ -244,6 +244,7 @@ def missing_column_error(
     """Return the error for a column that does not exist."""
     available = ", ".join(map(repr, islice(columns, 50)))[:200]
     close = nearest(name, columns)
+    hint = hint.removeprefix(".") if close else hint  # `close` ends with a question mark
     return DataError(
         f"{where}: column {one_line(name)!r} not found, expected one of {available}{close}{hint}"
     )

@@ -72,9 +72,9 @@ class Files:
     endings: tuple[str, ...]
     """File extensions, in lower case."""
     read: Callable[[Sequence[str], DataSpec, Shape | None], Tensor]
-    """(paths, settings, shape that the samples must have or None) -> samples [N, ...]."""
+    """(paths, settings, required shape or None) -> samples [N, ...]."""
     kind: str
-    """The kind of the samples."""
+    """Kind of the samples."""
     shape: Callable[[DataSpec], Shape] = lambda spec: ()
     """(settings) -> the shape of a sample; () = the shape of the array that was read."""
     bare: bool = False

@@ -33,8 +33,10 @@ from fedhet.kinds import Shape
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FORMAT = 2  # part of the cache key, to be increased when decoding changes
-_ROWS = 256  # number of images that one thread decodes at a time
+_FORMAT = 2
+"""Part of the cache key; increase it when decoding changes."""
+_ROWS = 256
+"""Number of images that one thread decodes at a time."""
 _THREADS = 8
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Pillow names of the supported formats, independent of the file extension. Other formats are

@@ -1,9 +1,9 @@
 """Partitions of a training set among clients, test splits, and hidden labels.
 
-The partition `superclasses` implements the heterogeneous tasks of CoFED (Sections 4.7 and 5.2):
-classes are merged into superclasses, and the label space of a client is a few superclasses. In the
-IID case, a client has samples of all their subclasses; in the non-IID case, of one or two, and it
-is tested on all of them.
+The partition `superclasses` implements the heterogeneous tasks of CoFED (Sections 4.7 and 5.2).
+Classes are merged into superclasses, and the label space of a client is a few superclasses. In the
+IID case, a client has samples of all their subclasses. In the non-IID case, it has samples of one
+or two subclasses, and is tested on all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fedhet.data.spec import (
 )
 from fedhet.settings.run import DataSettings
 
-_DRAWS = 20  # a partition that violates its constraints is redrawn with the next seed
+_DRAWS = 20
+"""Maximum number of draws of a partition until it satisfies the constraints."""
 _DIRICHLET_DRAWS = 11
 """Number of Dirichlet draws with one seed, as in flwr-datasets."""
 _MIN_TRAIN = 2
@@ -259,7 +260,8 @@ GROUPINGS = {"cifar100": dict(zip(CIFAR100_NAMES, CIFAR100, strict=True))}
 Superclasses = str | tuple[tuple[str, ...], ...]
 """Name of a known grouping, or the classes of each superclass."""
 _ASSIGNMENTS = 50
-_TASKS = 5  # number of draws of the label spaces, which are redrawn if there is too little data
+_TASKS = 5
+"""Maximum number of draws of the label spaces, which are redrawn if there is too little data."""
 
 
 @dataclass(frozen=True, eq=False)

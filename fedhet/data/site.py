@@ -168,12 +168,16 @@ def site_data(
 ) -> ClientData:
     """Read the data of a site.
 
-    The directory contains either train.npz and test.npz; images in train/<class>/ and
-    test/<class>/; texts in train.csv and test.csv or in .txt files by class; or, with schema.toml,
-    a table in train.csv (or .parquet) and test.csv. If there is no test part,
-    `spec.test_fraction` of the samples is held out. classes.txt lists the classes of the run in
-    order, one per line; it is needed only if the site lacks some of them. train/unlabeled/ holds
-    samples without a label.
+    The directory contains one of the following layouts:
+
+    - train.npz and test.npz;
+    - images or .txt files in train/<class>/ and test/<class>/;
+    - texts in train.csv and test.csv;
+    - with schema.toml, a table in train.csv (or .parquet) and test.csv.
+
+    If there is no test part, `spec.test_fraction` of the samples is held out. classes.txt lists the
+    classes of the run in order, one per line. It is required only if the site lacks some of them.
+    train/unlabeled/ contains samples without a label.
 
     Args:
         directory: Data directory of the site.

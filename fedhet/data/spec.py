@@ -96,8 +96,8 @@ class Dataset:
     shape: Shape = ()
     """Shape of one sample; () = the shape of a row of `train.x`."""
     groups: Index | None = None
-    """Index [N] of the person or site of each training sample, if the dataset has natural clients
-    or `data.by` is set; in the order of their names."""
+    """Index [N] of the person or site of each training sample, in the order of their names; None
+    if the dataset has no natural clients and `data.by` is not set."""
     scaled_images: bool = False
     """Whether `x` holds float32 images already scaled to [-1, 1]."""
     schema: TableSchema | None = None
@@ -283,7 +283,7 @@ class Location:
 
     path: str = ""
     hub: str = ""
-    rest: str = ""
+    suffix: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Data of a run: the dataset, its partition among clients, and the public set.
 
-`RunData` reads each part once. `load` reads the dataset, `fedhet.data.partition` partitions it, and
-the public set is data that belongs to no client and is available to the server and all clients. In
-a simulation, the main process writes the decoded data to a directory, and the workers map it into
-memory, so they share one copy and do not decode anything again.
+`RunData` reads each part once. `load` reads the dataset, and `fedhet.data.partition` partitions it.
+The public set belongs to no client and is available to the server and all clients. In a simulation,
+the main process writes the decoded data to a directory. The workers map it into memory, so they
+share one copy and do not decode it again.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def vocabulary_of(spec: DataSpec) -> int:
 
 
 def shape_of_texts(spec: DataSpec) -> Shape:
-    """Return the shape of a run's texts. Raises SettingsError or DataError."""
+    """Return the sample shape of texts in a run. Raises SettingsError or DataError."""
     return text_shape(spec.max_tokens, vocabulary_of(spec))
 
 

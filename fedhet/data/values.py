@@ -1,9 +1,8 @@
 """Recognition of the values in a column: missing values, numbers, dates, and words.
 
-All distinct values of a column are parsed together, because one value can resolve the others:
-"13/02/2024" shows that "01/02/2024" begins with the day, and "2,5" shows that "1,234" has a decimal
-comma. An ambiguous column is an error that names the setting to choose. docs/data.md documents the
-rules for users.
+All distinct values of a column are parsed together, because one value can resolve the others. For
+example, "13/02/2024" shows that "01/02/2024" begins with the day. An ambiguous column is an error,
+whose message names the setting that resolves it. docs/data.md documents the rules for users.
 """
 
 from __future__ import annotations

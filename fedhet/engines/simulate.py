@@ -43,7 +43,7 @@ from fedhet.engines.gpu_memory import (
     release_memory,
     with_gpu_share,
 )
-from fedhet.learning.devices import compute_for, find_device, settled
+from fedhet.learning.devices import compute_for, find_device, resolve_precision
 from fedhet.models import Refitted, assign, build_any, is_user_model
 from fedhet.models.libraries import check_weights, is_pretrained
 from fedhet.runs.directory import BASELINE
@@ -205,7 +205,7 @@ def resolve_auto(config: Config, directory: Path) -> Config:
     """
     config_file = directory / "config.toml"
     if not (config.run.resume and config_file.exists()):
-        return config.replacing(engine=settled(config.run.engine))
+        return config.replacing(engine=resolve_precision(config.run.engine))
     saved, changes = read_toml(config_file), {}
     for name in ("precision", "channels_last"):
         value = saved.get(f"engine.{name.replace('_', '-')}")

@@ -1,1 +1,1 @@
-"""Training: the batch loop, losses, and devices."""
+"""Training loop, losses, evaluation, and devices."""

@@ -24,9 +24,8 @@ Module = TypeVar("Module", bound=nn.Module)
 Loss = TypeVar("Loss", bound=Callable[..., Tensor])
 
 CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
-"""Maximum size of a layer's output for one batch, in bytes. On CPUs, twice the size takes more than
-twice the time with some models: tensors leave the cache, and glibc returns their pages to the
-system after every batch."""
+"""Maximum size of a layer's output for one batch, in bytes. On CPUs, larger batches are slower with
+some models, because tensors leave the cache and glibc returns their pages to the system."""
 MIN_BATCH, MAX_BATCH_CPU, MAX_BATCH_ACCELERATOR = 32, 1024, 8192
 """Limits of the evaluation batch size, in samples."""
 
@@ -238,8 +237,8 @@ def compute_for(settings: ComputeSettings) -> Compute:
     )
 
 
-def settled(settings: EngineSettings) -> EngineSettings:
-    """Return the settings with what `auto` means on this machine as precision and memory format.
+def resolve_precision(settings: EngineSettings) -> EngineSettings:
+    """Replace the values `auto` of precision and memory format by their values on this machine.
 
     Raises SettingsError.
     """

@@ -77,8 +77,6 @@ class Optimization:
     """Maximum L2 norm of the gradient of all parameters; 0 = unlimited."""
     compiles: ClassVar[bool] = True
     """Whether the loss may be compiled."""
-    alike: Callable[[Iterable[Tensor]], Optimization] | None = None
-    """(parameters) -> a new instance with the same settings for other parameters."""
 
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
@@ -155,8 +153,7 @@ def optimization_for(
     scaler = torch.amp.GradScaler(
         compute.device.type, enabled=compute.autocast_dtype is torch.float16
     )
-    alike = partial(optimization_for, settings=settings, compute=compute)
-    return Optimization(optimizer, scaler, settings.clip, alike)
+    return Optimization(optimizer, scaler, settings.clip)
 
 
 def batches(
@@ -164,7 +161,7 @@ def batches(
 ) -> list[Tensor]:
     """Shuffle the sample indices of one epoch and split them into batches.
 
-    No batch has a single sample, because batch normalization cannot train on it: the minimum batch
+    No batch has a single sample, because batch normalization cannot train on it. The minimum batch
     size is 2, and a single remaining sample is added to the last batch. Raises DataError if there
     are fewer than two samples.
     """

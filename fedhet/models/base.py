@@ -1,9 +1,8 @@
 """Common parts of all models: registry entries, the model interface, and evaluation.
 
 A torch model consists of an extractor and a classifier (head). Methods that exchange features
-(Felo, Velo) need the two parts separately and with the same feature width; an adapter maps the
-features of every architecture to that width. Weights are sent and stored as named arrays, for the
-entire model or a part of it.
+(Felo, Velo) use the two parts separately and require the same feature width for all clients, which
+an adapter provides. Weights are sent and stored as named arrays, for the entire model or a part.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def scale_channels(channels: int, width: float) -> int:
 
 
 class HetModel(nn.Sequential):
-    """An extractor [N, *shape] -> [N, D] followed by a classifier [N, D] -> [N, C]."""
+    """Model with an extractor [N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]."""
 
     extractor: nn.Module
     classifier: nn.Module

@@ -76,8 +76,8 @@ def paths_of(table: DataSettings) -> list[Path]:
 def absolute(dataset: str, table: DataSettings) -> str:
     """Make the path in a dataset's name absolute, for processes with another working directory."""
     name, colon, _ = dataset.partition(":")
-    path, rest = _path(dataset, table)
-    return f"{name}:{expanded(path).resolve()}{rest}" if colon and path else dataset
+    path, suffix = _path(dataset, table)
+    return f"{name}:{expanded(path).resolve()}{suffix}" if colon and path else dataset
 
 
 def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
@@ -86,4 +86,4 @@ def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
     if name not in SOURCES:
         return None, ""
     location = SOURCES[name].parse(place)
-    return SOURCES[name].files(location.path, table), location.rest
+    return SOURCES[name].files(location.path, table), location.suffix

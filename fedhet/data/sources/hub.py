@@ -1,8 +1,8 @@
 """Datasets from the Hugging Face Hub: `hf:NAME` or `hf:NAME@SUBSET`, loaded with flwr-datasets.
 
-NAME may also be a local directory that the library `datasets` can read, if it begins with `/`, `~`
-or `.`, because names on the Hub do not. The split `train` is the training set; `test`, or else
-`validation`, is the common test set. Only data files are read; code in a dataset is never executed.
+A NAME that begins with `/`, `~` or `.` is a local directory that the library `datasets` can read.
+The split `train` is the training set; `test`, or else `validation`, is the common test set. Only
+data files are read; code in a dataset is never executed.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def parse(place: str) -> Location:
     """Split a location into a local path or a name on the Hub, and `@SUBSET`."""
     name, sign, subset = place.partition("@")
     if name.startswith(("/", "~", ".")):
-        return Location(path=name, rest=sign + subset)
-    return Location(hub=name, rest=sign + subset)
+        return Location(path=name, suffix=sign + subset)
+    return Location(hub=name, suffix=sign + subset)
 
 
 def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
 
     place = parse(name)
     where = str(expanded(place.path).resolve()) if place.path else place.hub
-    subset = place.rest.removeprefix("@") or None
+    subset = place.suffix.removeprefix("@") or None
     if not (place.path or _NAME.fullmatch(place.hub)) or not _SUBSET.fullmatch(subset or "x"):
         raise DataError(f"data.dataset: expected hf:NAME or hf:NAME@SUBSET, got 'hf:{name}'")
     federated = FederatedDataset(
