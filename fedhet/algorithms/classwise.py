@@ -285,15 +285,15 @@ def class_feature_loss(
       compared.
     - "unit" scales each vector to a root mean square of 1, so only directions are compared.
     """
-    own, target = features.float(), teacher.targets(labels)
+    student, target = features.float(), teacher.targets(labels)
     if norm == "unit":  # the gradient passes through the division
-        own, target = (
+        student, target = (
             vectors * (vectors.square().mean(-1, keepdim=True) + MIN_MEAN_SQUARE).rsqrt()
-            for vectors in (own, target)
+            for vectors in (student, target)
         )
     elif norm == "rms":
-        own, target = own / teacher.scale, target / teacher.scale
-    return (own - target).square().mean(1) * teacher.known[labels]
+        student, target = student / teacher.scale, target / teacher.scale
+    return (student - target).square().mean(1) * teacher.known[labels]
 
 
 def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
@@ -319,9 +319,9 @@ def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor
     This is KL(teacher || model) for the teacher's logits of the sample's class, or 0 if the teacher
     does not know the class.
     """
-    own = logits.float().log_softmax(1)
+    log_p = logits.float().log_softmax(1)
     target = teacher.log_probabilities[labels]
-    divergence = kl_divergence(own, target).sum(1)
+    divergence = kl_divergence(log_p, target).sum(1)
     return divergence * teacher.known[labels]
 
 

@@ -119,7 +119,10 @@ def unpenalized_ranks(labels: int) -> int:
 
 
 def raps_scores(probabilities: Tensor, u: Tensor, penalty: float | Tensor, k_reg: int) -> Tensor:
-    """Return pi(y) u + rho(y) + penalty (o(y) - k_reg)^+ [N, C] for each class y (Eq. 6)."""
+    """Return the RAPS scores [N, C] of all classes (Eq. 6).
+
+    The score of class y is pi(y) u + rho(y) + penalty (o(y) - k_reg)^+.
+    """
     rho, rank = mass_above_and_rank(probabilities)
     excess = (rank - k_reg).clamp_min(0)
     return probabilities * u.unsqueeze(1) + rho + penalty * excess
@@ -187,11 +190,11 @@ def top_sets(logits: Tensor, size: int) -> Tensor:
 
 
 def dynamic_penalty(delta: float, penalty: float, form: str) -> float:
-    """Return g(delta, lambda).
+    """Return the penalty g(delta, lambda) for a change of the proxy's accuracy.
 
     Args:
         delta: Change of the proxy's accuracy on the calibration data, in [-1, 1].
-        penalty: lambda.
+        penalty: Penalty lambda of RAPS.
         form: Form of g: "g1" is Eq. 7; "g2", "g3" and "g4" are alternatives of Section 4.2.4.
     """
     if delta >= 0:

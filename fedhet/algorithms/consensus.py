@@ -198,7 +198,7 @@ def undecided(probabilities: Array, margin: float) -> Array:
     """Return a mask [N] of the instances on which a participant abstains.
 
     It abstains if the two highest probabilities of an instance differ by at most `margin`. The
-    paper has no abstentions; the authors' published script has, with a margin of 0.3.
+    paper has no abstentions; the authors' published script uses a margin of 0.3.
 
     Args:
         probabilities: Probabilities of the classes, of shape [N, C] with C >= 2.

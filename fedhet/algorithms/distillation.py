@@ -32,17 +32,17 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0
     into the teacher.
     """
     target = (teacher.detach().float() / temperature).log_softmax(1)
-    own = (student.float() / temperature).log_softmax(1)
-    divergence = kl_divergence(own, target).sum() / len(own)
+    log_p = (student.float() / temperature).log_softmax(1)
+    divergence = kl_divergence(log_p, target).sum() / len(log_p)
     return temperature**2 * divergence
 
 
-def kl_divergence(own: Tensor, target: Tensor) -> Tensor:
-    """Return the summands [N, C] of KL(target || own) for log probabilities [N, C].
+def kl_divergence(log_p: Tensor, target: Tensor) -> Tensor:
+    """Return the summands [N, C] of KL(target || p) for log probabilities [N, C].
 
     Used instead of `F.kl_div`, which `torch.func.vmap` does not batch over clients.
     """
-    return target.exp() * (target - own)
+    return target.exp() * (target - log_p)
 
 
 def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: ScoreKind) -> Tensor:
@@ -57,11 +57,11 @@ def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: S
         consensus: Scores of the consensus, of shape [N, C].
         scores: Kind of scores in the consensus, with which the model is compared.
     """
-    own, target = logits.float(), consensus.detach().float()
+    student, target = logits.float(), consensus.detach().float()
     if kind == "cross-entropy":
         soft = target if scores == "probabilities" else target.softmax(1)
-        return F.cross_entropy(own, soft, reduction="none")
-    gap = (own.softmax(1) if scores == "probabilities" else own) - target
+        return F.cross_entropy(student, soft, reduction="none")
+    gap = (student.softmax(1) if scores == "probabilities" else student) - target
     return (gap.abs() if kind == "mae" else gap.square()).mean(1)
 
 
@@ -263,10 +263,10 @@ def selective_loss(
         known: Whether a sample has teacher logits, bool, of shape [N].
         epsilon: Weight of the cross-entropy.
     """
-    own = logits.float().log_softmax(1)
+    log_p = logits.float().log_softmax(1)
     # Finite logits can still have a log softmax of -inf, which contributes 0 to the divergence.
     target = teacher.detach().float().log_softmax(1).clamp_min(torch.finfo(torch.float32).min)
-    classified = F.nll_loss(own, labels, reduction="none")
-    distilled = F.kl_div(own, target, reduction="none", log_target=True).sum(1)
+    classified = F.nll_loss(log_p, labels, reduction="none")
+    distilled = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)
     mixed = epsilon * classified + (1 - epsilon) * distilled
     return torch.where(known, mixed, classified).mean()

@@ -172,12 +172,12 @@ def pseudo_label_loss(logits: Tensor, pseudo: Tensor, divergence: Divergence) ->
         pseudo: Pseudo-labels, of shape [N, C].
         divergence: "forward" is KL(pseudo-label || model), "reverse" is KL(model || pseudo-label).
     """
-    own = logits.float().log_softmax(1)
+    log_p = logits.float().log_softmax(1)
     target = pseudo.detach()
     log_target = target.clamp(min=MIN_PSEUDO).log()
     if divergence == "forward":
-        return (target * (log_target - own)).sum(1)
-    return (own.exp() * (own - log_target)).sum(1)
+        return (target * (log_target - log_p)).sum(1)
+    return (log_p.exp() * (log_p - log_target)).sum(1)
 
 
 def semi_supervised_loss(

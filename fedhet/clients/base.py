@@ -234,9 +234,9 @@ class HetClient(NumPyClient):
             feature_dim: Width of the features before the head, or None for the model's default.
             name: Name of the model, or "" for the client's architecture.
         """
-        info, seed, chosen = self.info, self.run.seed, name or self.info.model
+        info, seed, model = self.info, self.run.seed, name or self.info.model
         return build(
-            chosen, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
+            model, info.shape, info.classes, kind=info.kind, seed=seed, feature_dim=feature_dim
         )
 
     def public_set(self, *, labeled: bool) -> Split:
@@ -312,12 +312,12 @@ class HetClient(NumPyClient):
             **options: Options of `fedhet.learning.training.train_epochs`. The default number of
                 epochs is `training.local-epochs`.
         """
-        own = labeled or Split(*self.training_set())
-        x, y, semi, training = own.x, own.y, None, self.training
+        data = labeled or Split(*self.training_set())
+        x, y, semi, training = data.x, data.y, None, self.training
         augment: bool | Augment = True
         if training.semi != "none":
             semi = FixMatch(
-                own,
+                data,
                 self.unlabeled,
                 KINDS[self.info.kind],
                 self.info.shape,

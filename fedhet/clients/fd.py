@@ -27,11 +27,11 @@ class FdObjective(FedHeObjective):
 
     def averaged_output(self, logits: Tensor) -> Tensor:
         """Return the probabilities F(w, b) [N, C], which are 0 outside the label space."""
-        own = self.own_classes.columns(logits.detach().float()).softmax(1)
-        if own.shape == logits.shape:
-            return own
-        probabilities = torch.zeros_like(logits, dtype=own.dtype)
-        probabilities[:, self.own_classes.space] = own
+        restricted = self.own_classes.columns(logits.detach().float()).softmax(1)
+        if restricted.shape == logits.shape:
+            return restricted
+        probabilities = torch.zeros_like(logits, dtype=restricted.dtype)
+        probabilities[:, self.own_classes.space] = restricted
         return probabilities
 
     def distillation(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:

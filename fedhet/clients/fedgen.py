@@ -51,15 +51,17 @@ class FedGenClient(FedAvgClient):
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the private model, and store the generator for its training."""
         self._teacher: Teacher | None = None  # the server sends no generator in the first round
-        weights, own = knowledge.group("generator"), self.settings
+        weights, settings = knowledge.group("generator"), self.settings
         if not weights:
             return super().local_model(round, knowledge)
-        generator = Generator(self.info.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
+        generator = Generator(
+            self.info.classes, settings.noise_dim, settings.hidden_dim, settings.feature_dim
+        )
         load_weights(generator, weights).eval().requires_grad_(requires_grad=False)
         move(generator, self.compute.device)
         prior = torch.tensor(knowledge.tensors["prior"])[self.space.cpu()]
         draws = self.generator(round, "generated")
-        self._teacher = Teacher(generator, prior, own.decay ** (round - 1), draws)
+        self._teacher = Teacher(generator, prior, settings.decay ** (round - 1), draws)
         return super().local_model(round, knowledge)
 
     def reply(self, local: LocalModel) -> dict[str, Array]:

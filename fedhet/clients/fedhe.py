@@ -46,11 +46,11 @@ class FedHeObjective(nn.Module):
         features, logits = self.model.features_and_logits(x)
         if self.gathering:
             self.sums.add(features, self.averaged_output(logits), y)
-        own, target = self.own_classes(logits, y)
-        loss = F.cross_entropy(own.float(), target)
+        logits, target = self.own_classes(logits, y)
+        loss = F.cross_entropy(logits.float(), target)
         if self.teacher is None:
             return loss
-        return loss + self.distillation(own, target, self.teacher)
+        return loss + self.distillation(logits, target, self.teacher)
 
     def averaged_output(self, logits: Tensor) -> Tensor:
         """Return the output [N, C] that is averaged per class, by default the logits."""

@@ -103,8 +103,8 @@ class PrototypeObjective(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch."""
         features, logits = self.model.features_and_logits(x)
-        own, target = self.own_classes(logits, y)
-        loss = F.cross_entropy(own.float(), target)
+        logits, target = self.own_classes(logits, y)
+        loss = F.cross_entropy(logits.float(), target)
         if self.teacher is None:
             return loss
         if self.distance == "euclidean":

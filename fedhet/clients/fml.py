@@ -54,7 +54,7 @@ class MutualObjective(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch."""
-        own, target = self.own_classes(self.private(x), y)
-        shared, _ = self.own_classes(self.meme(x), y)
-        mutual = mutual_loss(own, shared, target, self.settings.alpha)
-        return mutual + mutual_loss(shared, own, target, self.settings.beta)
+        private, target = self.own_classes(self.private(x), y)
+        meme, _ = self.own_classes(self.meme(x), y)
+        private_loss = mutual_loss(private, meme, target, self.settings.alpha)
+        return private_loss + mutual_loss(meme, private, target, self.settings.beta)

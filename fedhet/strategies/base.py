@@ -74,6 +74,7 @@ class HetStrategy(Strategy):
                     paper="no paper",
                     headline="personal",
                     replies=Contract((TensorField("vector", "float32", (8,), "vector"),)),
+                    metrics={"mean": "mean of the vectors"},
                 )
 
                 def aggregate(self, round, replies):
@@ -98,7 +99,7 @@ class HetStrategy(Strategy):
         engine, pace, spec = self.run.engine, self.run.pace, self.spec
         health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        # Messages to clients, and their replies.
+        # Encode the messages to clients; decode and store their replies.
         limit = int(engine.max_payload_mb * 1e6)
         self._codec = Codec(
             *(log.run_name, config.method, limit, self.state, self.run.metrics),
@@ -122,8 +123,8 @@ class HetStrategy(Strategy):
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Select the clients of a round.
 
-        The default selects the setting `fraction` of the clients, but at least one, with the
-        strategy in the `[pace]` settings.
+        By default, selects a fraction of the clients (setting `fraction`), at least one, with the
+        selection strategy in `[pace]`.
 
         Args:
             round: Round number, starting at 1.
@@ -387,7 +388,7 @@ class HetStrategy(Strategy):
             steps = steps_of(self.run, self.spec, self.sizes, self.state, self.members, instruct)
             accepted = list(apply_steps([*steps, self._accept], replies))
             if self.state.finalize([reply.client.name for reply in accepted]):
-                # The state after the last round whose instructions the clients could use.
+                # Restore the state after the last round whose instructions the clients could use.
                 good = self.state.rollback.good
                 tensors = self.log.checkpoints.read(good).tensors if good else {}
                 self.init()

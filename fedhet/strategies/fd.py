@@ -35,9 +35,9 @@ class FdStrategy(FedHeStrategy):
         """Return the class means over all other clients (line 15)."""
         if not self.latest:
             return Knowledge()
-        own = self.latest.get(client.name, {})
-        present = own.get("classes", np.zeros(0, np.int64))
-        vectors = own.get("probabilities", np.zeros((0, client.classes)))
+        latest = self.latest.get(client.name, {})
+        present = latest.get("classes", np.zeros(0, np.int64))
+        vectors = latest.get("probabilities", np.zeros((0, client.classes)))
         classes, means = means_of_others(self._totals, present, vectors)
         return Knowledge({"classes": classes, "probabilities": means})
 
