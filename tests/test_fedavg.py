@@ -248,7 +248,7 @@ def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
         server = Server(drawn, tmp_path / str(number))
         for values in server.strategy.averaged["scale"].values():
             values.fill(0.5)
-        server.strategy._instruct_all(server.strategy.averaged)
+        server.strategy._set_averages(server.strategy.averaged)
         replies.append(reply_of(server.answers(server.ask(1))[0][1]).tensors)
     assert same(*replies)
     server = Server(federation("fedavg", models="mlp", **chosen), tmp_path / "plain")

@@ -192,7 +192,7 @@ def test_cronus_is_hardly_moved_by_a_malicious_client(tmp_path, aggregation):
     honest = 0.97 * base + 0.03 * rng.dirichlet([1.0] * 10, (9, 40))
     malicious = np.eye(10)[rng.integers(0, 10, 40)]
     answers = np.concatenate([honest, malicious[None]]).astype(np.float32)
-    moved = np.linalg.norm(strategy.consensus(answers) - honest.mean(0), axis=1)
+    moved = np.linalg.norm(strategy.aggregate_scores(answers) - honest.mean(0), axis=1)
     assert moved.max() < 0.02
     assert np.linalg.norm(answers.mean(0) - honest.mean(0), axis=1).min() > 0.03
     if aggregation == "filter":
@@ -356,7 +356,7 @@ def test_the_consensus_forgets_a_client(tmp_path, method):
     server.strategy.forget("client-1")
     server.strategy.forget("unknown")
     kept = np.stack([replies[n][FIELD[method]] for n in ("client-0", "client-2")])
-    expected = server.strategy.consensus(kept)
+    expected = server.strategy.aggregate_scores(kept)
     np.testing.assert_array_equal(instruction_of(server.ask(2)[0]).tensors[FIELD[method]], expected)
     for name in ("client-0", "client-2"):
         server.strategy.forget(name)

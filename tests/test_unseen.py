@@ -133,7 +133,7 @@ def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
     client = open_client(config, node)
     model, twin = client.build_model(), client.build_model()
     before = [p.detach().clone() for p in model.parameters()]
-    client.eval_models = lambda _: {client.config.method.spec.offers: model}
+    client.eval_models = lambda _: {client.config.method.spec.offered_kind: model}
     found = client._evaluate_held_out(2, Knowledge())
     assert all(map(torch.equal, before, model.parameters()))
     own = client.samples.own
@@ -156,7 +156,7 @@ def test_with_and_without_it_the_trained_models_of_the_others_are_the_same(avera
 
 
 def test_a_method_offers_the_model_that_it_forms_for_all_or_nothing():
-    offers = {name for name, each in all_methods()[0].items() if each.spec.offers}
+    offers = {name for name, each in all_methods()[0].items() if each.spec.offered_kind}
     assert {"fedavg", "felo", "fml"} <= offers
     assert not {"fedmd", "fedproto", "local", "um-pfssl"} & offers
     for name in offers:  # it is a model, and so its weights are sent

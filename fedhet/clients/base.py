@@ -466,7 +466,7 @@ class HetClient(NumPyClient):
         Evaluates the model unchanged, and a temporary copy after one epoch on the client's samples.
         Returns no scores if the method has sent no such model.
         """
-        model = self.eval_models(instruction).get(self.config.method.spec.offers)
+        model = self.eval_models(instruction).get(self.config.method.spec.offered_kind)
         if model is None:
             return Evaluations()
         adapted, own = copy.deepcopy(model).train(), self.samples.own

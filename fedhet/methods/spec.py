@@ -212,7 +212,7 @@ class MethodSpec:
                 )
 
     @property
-    def offers(self) -> str:
+    def offered_kind(self) -> str:
         """Kind of model offered to clients that have never trained, or "" if there is none.
 
         It is the global model. A method without a global model only sends knowledge that a new

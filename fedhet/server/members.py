@@ -378,7 +378,7 @@ class HeldOutClients:
     def __init__(self, run: RunSettings, spec: MethodSpec) -> None:
         self.names = frozenset(client_name(k, run.clients) for k in held_out_clients(run))
         self.members: dict[str, Member] = {}
-        self._method, self._offers = run.method, spec.offers
+        self._method, self._offered_kind = run.method, spec.offered_kind
 
     def split_off(self, members: Mapping[str, Member]) -> dict[str, Member]:
         """Keep the held-out members here, and return the members that may train."""
@@ -396,7 +396,7 @@ class HeldOutClients:
 
         The result is empty if the method has no model for clients that have not trained.
         """
-        if not self._offers:
+        if not self._offered_kind:
             return {}
         made = {name: instruction(member.info) for name, member in self.members.items()}
         return {name: knowledge for name, knowledge in made.items() if knowledge is not None}
@@ -407,7 +407,7 @@ class HeldOutClients:
         names = ", ".join(sorted(self.names))
         consequence = (
             "they evaluate the global model after the last round"
-            if self._offers
+            if self._offered_kind
             else f"{self._method} has no model for them, as it forms no model shared by all clients"
         )
         if not names:

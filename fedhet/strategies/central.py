@@ -36,7 +36,7 @@ class CentralStrategy(HetStrategy):
         """Build the initial model."""
         self.model = self.build_model(model_in(self.run, self.settings))
         compute_for(self.run.engine).place(self.model)
-        self._keep(to_arrays(self.model))
+        self._set_weights(to_arrays(self.model))
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return axis C (classes) and the shapes of the trained model."""
@@ -58,7 +58,7 @@ class CentralStrategy(HetStrategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Take over the trainer's model."""
         weights = replies[0].knowledge.group("weights")
-        self._keep({name: value.copy() for name, value in weights.items()})
+        self._set_weights({name: value.copy() for name, value in weights.items()})
         return {}
 
     def state_dict(self) -> dict[str, Array]:
@@ -66,9 +66,9 @@ class CentralStrategy(HetStrategy):
         return dict(self._sent.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        self._keep(group(state, "weights"))
+        self._set_weights(group(state, "weights"))
 
-    def _keep(self, weights: Mapping[str, Array]) -> None:
+    def _set_weights(self, weights: Mapping[str, Array]) -> None:
         """Load the weights, and build the evaluation instruction."""
         self._sent = Knowledge(grouped("weights", weights))
         load_weights(self.model, weights)

@@ -99,13 +99,13 @@ class CofedStrategy(HetStrategy):
             if self.settings.credibility != "samples":
                 weight = self.weights.get(reply.client.name, 1.0)
             self.votes[reply.client.name] = Vote(tensors["predictions"], space, weight)
-        self._vote()
+        self._count_votes()
         return self._metrics()
 
     def forget(self, client: str) -> None:
         """Discard a client's vote, and count the votes again."""
         if self.votes.pop(client, None) is not None:
-            self._vote()
+            self._count_votes()
 
     def state_dict(self) -> dict[str, Array]:
         """Return the votes."""
@@ -121,9 +121,9 @@ class CofedStrategy(HetStrategy):
             name: Vote(vote["predictions"], vote["space"], float(vote["weight"]))
             for name, vote in groups(state, "votes").items()
         }
-        self._vote()
+        self._count_votes()
 
-    def _vote(self) -> None:
+    def _count_votes(self) -> None:
         votes = [self.votes[name] for name in sorted(self.votes)]
         self.pseudolabeled = aggregate(votes, self.task.classes, self.settings.threshold)
 

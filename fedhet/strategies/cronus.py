@@ -32,7 +32,7 @@ class CronusStrategy(FedMdStrategy):
         super().aggregate(round, replies)
         return {"filtered": self.filtered} if self.settings.aggregation == "filter" else {}
 
-    def consensus(self, scores: Array) -> Array:
+    def aggregate_scores(self, scores: Array) -> Array:
         """Return the robust mean [R, C] of the clients' soft labels [K, R, C].
 
         The mean of each public sample is estimated separately, in C dimensions. A robust estimate

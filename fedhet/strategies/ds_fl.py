@@ -42,8 +42,8 @@ class DsFlStrategy(FedMdStrategy):
         """
         metrics = super().aggregate(round, replies)
         device, settings = self.learner.compute.device, self.settings
-        targets = torch.tensor(self.agreed, device=device)
-        x = self.learner.compute.to_device(self.public.x[self.rows.astype("int64")])
+        targets = torch.tensor(self.consensus, device=device)
+        x = self.learner.compute.to_device(self.public.x[self.consensus_rows.astype("int64")])
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             logits = self.learner.model(x)
@@ -53,7 +53,7 @@ class DsFlStrategy(FedMdStrategy):
         self.learner.train(round, x, numbers, loss_of, epochs=settings.server_epochs)
         return metrics
 
-    def consensus(self, scores: Array) -> Array:
+    def aggregate_scores(self, scores: Array) -> Array:
         """Return the consensus [R, C] (ERA or SA) of the clients' probabilities [K, R, C]."""
         if self.settings.aggregation == "sa":
             return mean_scores(scores)

@@ -29,7 +29,7 @@ class FdStrategy(FedHeStrategy):
 
     spec = SPEC
     settings: FdSettings  # type: ignore[assignment]
-    vectors: ClassVar[str] = "probabilities"
+    averaged_field: ClassVar[str] = "probabilities"
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Return the class means over all other clients (line 15)."""
@@ -55,9 +55,9 @@ class FdStrategy(FedHeStrategy):
         """Return the latest reply."""
         return reply
 
-    def _instruct_all(self) -> None:
+    def _build_instruction(self) -> None:
         """Sum the clients' latest probabilities (line 12)."""
-        super()._instruct_all()
+        super()._build_instruction()
         latest = [self.latest[name] for name in sorted(self.latest)]
         parts = [(tensors["classes"], tensors["probabilities"]) for tensors in latest]
         self._totals = sum_by_class(parts, self.task.classes)

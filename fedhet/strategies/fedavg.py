@@ -28,7 +28,7 @@ class FedAvgStrategy(HetStrategy):
         """Start from a new model of the clients' architecture, or of the one named in a setting."""
         model = self.build_model(self.settings.averaged, self.settings.width)
         weights = part_arrays(model, self.settings.part)
-        self._instruct_all({"weights": weights, **self.extra_groups(model)})
+        self._set_averages({"weights": weights, **self.extra_groups(model)})
 
     def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:
         """Return the initial values of further groups of tensors to average, by group."""
@@ -47,7 +47,7 @@ class FedAvgStrategy(HetStrategy):
             name: self.server_update(before, average_of(replies, name) or before)
             for name, before in self.averaged.items()
         }
-        self._instruct_all(averaged)
+        self._set_averages(averaged)
         return mean_metrics([reply.knowledge.scalars for reply in replies])
 
     def server_update(
@@ -61,9 +61,9 @@ class FedAvgStrategy(HetStrategy):
         return dict(self.instruction.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        self._instruct_all({name: group(state, name) for name in self.averaged})
+        self._set_averages({name: group(state, name) for name in self.averaged})
 
-    def _instruct_all(self, averaged: dict[str, dict[str, Array]]) -> None:
+    def _set_averages(self, averaged: dict[str, dict[str, Array]]) -> None:
         """Store the averages, and build the instruction for all clients."""
         self.averaged = averaged
         """Averages by group; the group "weights" contains the model or a part of it."""

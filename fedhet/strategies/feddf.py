@@ -53,7 +53,7 @@ class FedDfStrategy(HetStrategy):
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(public, common, "the common test set")
         self.x = self.compute.to_device(public.x)
-        self._keep({})
+        self._set_models({})
         self._networks: dict[str, HetModel] = {}
         """Network of each architecture, which evaluates and trains the models."""
         self._start_averages()
@@ -90,14 +90,14 @@ class FedDfStrategy(HetStrategy):
         teacher = torch.tensor(self._ensemble.mean()["logits"], device=self.compute.device)
         self._start_averages()
         if not self.settings.epochs:
-            self._keep(self.models | averages)
+            self._set_models(self.models | averages)
             return {}
         losses = []
         for name, average in averages.items():
             with seeded(self.run.seed, SERVER, round, name, device=self.compute.device):
                 averages[name], loss = self._distill(round, name, average, teacher)
             losses.append(loss)
-        self._keep(self.models | averages)
+        self._set_models(self.models | averages)
         return {"distillation_loss": float(np.mean(losses))}
 
     def state_dict(self) -> dict[str, Array]:
@@ -108,9 +108,9 @@ class FedDfStrategy(HetStrategy):
         return state
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        self._keep(groups(state, "models"))
+        self._set_models(groups(state, "models"))
 
-    def _keep(self, models: dict[str, dict[str, Array]]) -> None:
+    def _set_models(self, models: dict[str, dict[str, Array]]) -> None:
         """Store the fused models, and build the instruction for each architecture."""
         self.models = models
         """Tensors of the fused models, by architecture."""

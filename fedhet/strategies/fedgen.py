@@ -117,9 +117,9 @@ class FedGenStrategy(FedAvgStrategy):
                 row[sent["classes"]] = sent["counts"]
         return counts if counts.any() else np.ones_like(counts)
 
-    def _instruct_all(self, averaged: dict[str, dict[str, Array]]) -> None:
+    def _set_averages(self, averaged: dict[str, dict[str, Array]]) -> None:
         """Build the evaluation instruction, and the training instruction with the generator."""
-        super()._instruct_all(averaged)
+        super()._set_averages(averaged)
         self._eval_instruction = self.instruction
         if self.prior.any():
             generator = grouped("generator", to_arrays(self.generator))

@@ -35,7 +35,7 @@ class FedGhStrategy(FedAvgStrategy):
         model = self.build_model(feature_dim=self.settings.width)
         self._head = nn.ModuleDict({"classifier": model.classifier})
         """Module of the head, whose weights are replaced by the current weights."""
-        self._instruct_all({"weights": to_arrays(self._head)})
+        self._set_averages({"weights": to_arrays(self._head)})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Train the head on all class means of the round.
@@ -62,5 +62,5 @@ class FedGhStrategy(FedAvgStrategy):
         weights = to_arrays(head)
         if not all((np.abs(value) <= MAX_MAGNITUDE).all() for value in weights.values()):
             raise DivergedError(f"training of the head diverged: its loss is {loss:.3g}")
-        self._instruct_all({"weights": weights})
+        self._set_averages({"weights": weights})
         return {**metrics, "head_loss": loss}

@@ -27,14 +27,14 @@ class FedHeStrategy(HetStrategy):
 
     spec = SPEC
     settings: FedHeSettings
-    vectors: ClassVar[str] = "logits"
+    averaged_field: ClassVar[str] = "logits"
     """Field that is averaged."""
 
     def init(self) -> None:
         """Start without averages; in the first round, clients train on their own data alone."""
         self.latest: dict[str, dict[str, Array]] = {}
         """Class means of each client, as returned by `merge`."""
-        self._instruct_all()
+        self._build_instruction()
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the clients' class means, and return the number of classes with an average."""
@@ -44,7 +44,7 @@ class FedHeStrategy(HetStrategy):
             if reply.age:
                 tensors["weight"] = np.array(reply.freshness)
             self.latest[name] = self.merge(self.latest.get(name), tensors)
-        self._instruct_all()
+        self._build_instruction()
         return {"classes_covered": float(len(self.instruction.tensors["classes"]))}
 
     def merge(
@@ -72,7 +72,7 @@ class FedHeStrategy(HetStrategy):
     def forget(self, client: str) -> None:
         """Discard a client's class means."""
         self.latest.pop(client, None)
-        self._instruct_all()
+        self._build_instruction()
 
     def state_dict(self) -> dict[str, Array]:
         """Return the clients' class means."""
@@ -83,17 +83,17 @@ class FedHeStrategy(HetStrategy):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         self.latest = groups(state, "latest")
-        self._instruct_all()
+        self._build_instruction()
 
     def weights(self, tensors: Mapping[str, Array]) -> Array:
         """Return the weights [P] of a client in the averages of its classes."""
         return np.ones(len(tensors["classes"])) * tensors.get("weight", 1.0)
 
-    def _instruct_all(self) -> None:
+    def _build_instruction(self) -> None:
         """Build the instruction for all clients, which is empty before the first reply."""
         latest = [self.latest[name] for name in sorted(self.latest)]
         self.instruction = Knowledge()
         if latest:
-            parts = [(m["classes"], m[self.vectors], self.weights(m)) for m in latest]
+            parts = [(m["classes"], m[self.averaged_field], self.weights(m)) for m in latest]
             classes, means = class_average(parts)
-            self.instruction = Knowledge({"classes": classes, self.vectors: means})
+            self.instruction = Knowledge({"classes": classes, self.averaged_field: means})

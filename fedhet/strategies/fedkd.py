@@ -55,7 +55,7 @@ class FedKdStrategy(FedAvgStrategy):
         energy = energy_kept(round, self.run.rounds, settings.energy_start, settings.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
         shapes = self.sizes(self.task).models["update"]
-        self._instruct_all({"weights": add_update(mentee, unpacked(sent, shapes))})
+        self._set_averages({"weights": add_update(mentee, unpacked(sent, shapes))})
         # The mentee of a late client is older than the base of this update.
         self._set_update(round, sent, [reply.client.name for reply in replies if not reply.age])
         metrics = mean_metrics([reply.knowledge.scalars for reply in replies])

@@ -38,29 +38,29 @@ class FedMdStrategy(HetStrategy):
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")
-        self.asked = self.rows = self._numbers([])
+        self.requested = self.consensus_rows = self._numbers([])
         """Public samples to predict in this round, and public samples of the consensus."""
         self.scores: dict[str, Array] = {}
         """Scores [R, C] of each client in the last round with replies."""
-        self.agreed: Array | None = None
+        self.consensus: Array | None = None
         """Consensus [R, C] of `scores`."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Draw the public samples of the round, and select the clients."""
         size = min(self.settings.sample or len(self.public), len(self.public))
         rng = numpy_rng(self.run.seed, "public-rows", round)
-        self.asked = self._numbers(np.sort(rng.permutation(len(self.public))[:size]))
-        self.instruction = Knowledge(self._consensus() | {"asked": self.asked})
+        self.requested = self._numbers(np.sort(rng.permutation(len(self.public))[:size]))
+        self.instruction = Knowledge(self._consensus_fields() | {"asked": self.requested})
         return super().select(round, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the sizes of axes C (classes) and Q (requested public samples)."""
-        return Sizes({"C": client.classes, "Q": len(self.asked)}, rows={"Q": self.asked})
+        return Sizes({"C": client.classes, "Q": len(self.requested)}, rows={"Q": self.requested})
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the consensus after the last round, on which clients train before evaluating."""
-        last = round == self.run.rounds and self.agreed is not None
-        return Knowledge(self._consensus() | {"asked": self._numbers([])}) if last else None
+        last = round == self.run.rounds and self.consensus is not None
+        return Knowledge(self._consensus_fields() | {"asked": self._numbers([])}) if last else None
 
     def evaluates_after(self, round: int) -> bool:
         """Return whether the round is the last one."""
@@ -68,38 +68,38 @@ class FedMdStrategy(HetStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Compute the consensus of the replies ("Aggregate")."""
-        self.rows, field = self.asked, self.settings.exchanged
+        self.consensus_rows, field = self.requested, self.settings.exchanged
         self.scores = {reply.client.name: reply.knowledge.tensors[field] for reply in replies}
-        self._agree()
+        self._update_consensus()
         return {}
 
-    def consensus(self, scores: Array) -> Array:
+    def aggregate_scores(self, scores: Array) -> Array:
         """Return the consensus [R, C] of the clients' scores [K, R, C], by default the mean."""
         return mean_scores(scores)
 
     def forget(self, client: str) -> None:
         """Discard a client's scores, and compute the consensus again."""
         if self.scores.pop(client, None) is not None:
-            self._agree()
+            self._update_consensus()
 
     def state_dict(self) -> dict[str, Array]:
         """Return the clients' last scores."""
-        return {**grouped("answers", self.scores), "rows": self.rows}
+        return {**grouped("answers", self.scores), "rows": self.consensus_rows}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Restore the scores, and compute the consensus again."""
-        self.scores, self.rows = group(state, "answers"), state["rows"]
-        self._agree()
+        self.scores, self.consensus_rows = group(state, "answers"), state["rows"]
+        self._update_consensus()
 
-    def _consensus(self) -> dict[str, Array]:
+    def _consensus_fields(self) -> dict[str, Array]:
         """Return the consensus and its public samples, if they exist."""
-        if self.agreed is None:
+        if self.consensus is None:
             return {}
-        return {self.settings.exchanged: self.agreed, "rows": self.rows}
+        return {self.settings.exchanged: self.consensus, "rows": self.consensus_rows}
 
-    def _agree(self) -> None:
+    def _update_consensus(self) -> None:
         scores = [self.scores[name] for name in sorted(self.scores)]
-        self.agreed = self.consensus(np.stack(scores)) if scores else None
+        self.consensus = self.aggregate_scores(np.stack(scores)) if scores else None
 
     def _numbers(self, rows: Array | list[int]) -> Array:
         return np.asarray(rows).astype(smallest_uint(len(self.public)))

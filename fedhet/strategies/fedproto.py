@@ -27,7 +27,7 @@ class FedProtoStrategy(FedHeStrategy):
 
     spec = SPEC
     settings: FedProtoSettings  # type: ignore[assignment]
-    vectors: ClassVar[str] = "features"
+    averaged_field: ClassVar[str] = "features"
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the prototypes, if they exist."""

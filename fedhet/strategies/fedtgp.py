@@ -44,7 +44,7 @@ class FedTgpStrategy(HetStrategy):
         """Start from new prototypes, which are sent only after training."""
         with seeded(self.run.seed, SERVER, "prototypes"):
             self.model = TrainablePrototypes(self.task.classes, self.settings.feature_dim)
-        self._keep(np.zeros(0, np.int64))
+        self._set_known(np.zeros(0, np.int64))
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the trained prototypes, if they exist."""
@@ -77,7 +77,7 @@ class FedTgpStrategy(HetStrategy):
         if not (is_bounded and all_finite(self.model)):
             self.model.load_state_dict(before)
             raise DivergedError(f"training of the prototypes diverged: their loss is {loss:.3g}")
-        self._keep(np.union1d(self.known, labels.numpy()))
+        self._set_known(np.union1d(self.known, labels.numpy()))
         distances = nearest_distances(torch.tensor(self.instruction.tensors["features"]))
         return {
             "classes_covered": float(len(self.known)),
@@ -92,10 +92,10 @@ class FedTgpStrategy(HetStrategy):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         load_weights(self.model, group(state, "prototypes"))
-        self._keep(state["known"])
+        self._set_known(state["known"])
 
     @torch.no_grad()
-    def _keep(self, known: Array) -> None:
+    def _set_known(self, known: Array) -> None:
         """Set the classes [P] that are sent, and build the instruction for all clients."""
         self.known = known
         self.instruction = Knowledge()

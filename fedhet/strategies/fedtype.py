@@ -28,7 +28,7 @@ class FedTypeStrategy(FedAvgStrategy):
         model = self.build_model(self.settings.proxy)
         variational = self.settings.aggregation == "pfedbayes"
         scale = {"scale": equal_scales(model, START_SCALE)} if variational else {}
-        self._instruct_all({"proxy": to_arrays(model), **scale})
+        self._set_averages({"proxy": to_arrays(model), **scale})
 
     def server_update(
         self, before: Mapping[str, Array], average: dict[str, Array]

@@ -42,7 +42,7 @@ class HeteroFlStrategy(HetStrategy):
         if not is_registered(narrow_name(name, WIDTHS["e"])):
             expected = "a model with several widths, such as mlp, cnn2 or text-cnn"
             raise invalid_setting("models.pool", self.run.models.pool, expected)
-        self._keep(part_arrays(self.build_model(self.model), self.settings.part))
+        self._set_weights(part_arrays(self.build_model(self.model), self.settings.part))
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Select clients whose model is a submodel of the global model."""
@@ -75,7 +75,7 @@ class HeteroFlStrategy(HetStrategy):
             by_samples = self.settings.weighting == "samples"
             weight = reply.weight if by_samples else reply.freshness
             models.append(SubModel(reply.knowledge.group("weights"), weight, labels))
-        self._keep(average_overlaps(self.weights, models))
+        self._set_weights(average_overlaps(self.weights, models))
         return {}
 
     def state_dict(self) -> dict[str, Array]:
@@ -83,9 +83,9 @@ class HeteroFlStrategy(HetStrategy):
         return grouped("weights", self.weights)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        self._keep(group(state, "weights"))
+        self._set_weights(group(state, "weights"))
 
-    def _keep(self, weights: dict[str, Array]) -> None:
+    def _set_weights(self, weights: dict[str, Array]) -> None:
         self.weights = weights
         """Parameters of the global model."""
         self._parts: dict[str, Knowledge] = {}

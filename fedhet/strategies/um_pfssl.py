@@ -60,7 +60,7 @@ class UmPfsslStrategy(HetStrategy):
         """Number of periodic updates that each client has completed."""
         self.plans: dict[str, Plan] = {}
         """Plan of each client for this round, created by `select`."""
-        self._number(self.members)
+        self._assign_numbers(self.members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return axes C (classes) and K (models in the pool), and the shapes of a model."""
@@ -70,13 +70,13 @@ class UmPfsslStrategy(HetStrategy):
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Plan the round: sampled clients train, others only search for or update helpers."""
         names = [member.name for member in members]
-        self._number(names)
+        self._assign_numbers(names)
         sampled = super().select(round, members).training if self.step(round) > 0 else ()
         plans = {name: self._plan(round, name, name in sampled) for name in names}
         self.plans |= plans  # a busy client keeps its plan
         for name, plan in plans.items():
             if not plan.refresh:
-                self.refreshes[name] = max(self._due(round), 0)
+                self.refreshes[name] = max(self._updates_due(round), 0)
         active = {name: plan for name, plan in plans.items() if not plan.is_idle}
         training = tuple(name for name, plan in active.items() if plan.train or plan.warm_up)
         return Selection(training, tuple(sorted(active.keys() - set(training))))
@@ -115,7 +115,7 @@ class UmPfsslStrategy(HetStrategy):
             except KnowledgeError as error:
                 self.log.notice(f"client {name}: the helper list is unchanged: {error}")
             self.sent.setdefault(name, {}).update(self._models_sent(name))
-            self.refreshes[name] = self._due(round)
+            self.refreshes[name] = self._updates_due(round)
         scalars = [reply.knowledge.scalars for reply in replies]
         sent = sum(len(self._models_sent(reply.client.name)) for reply in replies)
         replaced = sum(int(values["replaced"]) for values in scalars)
@@ -150,11 +150,11 @@ class UmPfsslStrategy(HetStrategy):
         """Return Algorithm 1's t for a round of the run; the warm-up has t = 0."""
         return round - (1 if self.settings.warm_up else 0)
 
-    def _number(self, names: Sequence[str] | Mapping[str, object]) -> None:
+    def _assign_numbers(self, names: Sequence[str] | Mapping[str, object]) -> None:
         for name in sorted(set(names) - self.numbers.keys()):
             self.numbers[name] = len(self.numbers)
 
-    def _due(self, round: int) -> int:
+    def _updates_due(self, round: int) -> int:
         """Return the number of periodic updates that are due by a round."""
         return self.step(round) // self.settings.refresh_rounds(self.run.fraction)
 
@@ -163,18 +163,22 @@ class UmPfsslStrategy(HetStrategy):
         settings, own, step = self.settings, self.numbers[name], self.step(round)
         warm_up = bool(settings.warm_up) and own not in self.versions
         helpers = self.lists.get(name, [])
-        new = self._outside(round, name, "candidates", sent=False)
+        new = self._models_outside_list(round, name, "candidates", sent=False)
         searching = step < settings.search_rounds and replaceable(helpers, own, settings.replace)
         candidates = new[: settings.replace] if searching else []
         free = settings.helpers - max(1, len(helpers)) if train else 0
         # Fill the list with models that were sent before if no new models are left (Algorithm 1,
         # line 16). This happens if models were lost, or compared before the list was full.
-        sent = self._outside(round, name, "fill", sent=True)
+        sent = self._models_outside_list(round, name, "fill", sent=True)
         fill = [*new[len(candidates) :], *sent][: max(free, 0)]
-        refresh = self._newer(name) if self._due(round) > self.refreshes.get(name, 0) else []
+        refresh = (
+            self._newer_helpers(name)
+            if self._updates_due(round) > self.refreshes.get(name, 0)
+            else []
+        )
         return Plan(train, warm_up, candidates, fill, refresh)
 
-    def _outside(self, round: int, name: str, use: str, *, sent: bool) -> list[Key]:
+    def _models_outside_list(self, round: int, name: str, use: str, *, sent: bool) -> list[Key]:
         """Return the models in the pool that are not in a client's list, in random order.
 
         Selects the models whose current version was sent to the client, or was not (Algorithm 3,
@@ -193,7 +197,7 @@ class UmPfsslStrategy(HetStrategy):
         order = numpy_rng(self.run.seed, use, round, name).permutation(len(keys))
         return [keys[index] for index in order]
 
-    def _newer(self, name: str) -> list[Key]:
+    def _newer_helpers(self, name: str) -> list[Key]:
         """Return the newer versions of helpers that are not among the lowest ranks (Algorithm 2).
 
         The ranks are from the end of the client's last round, when Section IV-B sorts the list.

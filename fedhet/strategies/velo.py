@@ -66,7 +66,7 @@ class VeloStrategy(FeloStrategy):
             draws = torch_generator(self.run.seed, SERVER, round, "synthetic")
             classes, count = torch.tensor(self.learned), self.settings.samples_per_class
             self.synthetic = synthesize(self.cvae, classes, count, draws).numpy()
-            metrics |= self._measure(round)
+            metrics |= self._measure_separation(round)
         return metrics
 
     def entries(self) -> dict[str, Array]:
@@ -126,7 +126,7 @@ class VeloStrategy(FeloStrategy):
         self.learned = np.union1d(self.learned, self.labels)
         return {"cvae_loss": loss}
 
-    def _measure(self, round: int) -> dict[str, float]:
+    def _measure_separation(self, round: int) -> dict[str, float]:
         """Measure the separation of the CVAE's classes; return {} without class means."""
         means = self.average()
         classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
