@@ -222,7 +222,7 @@ class Helper:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan for one client in a round: whether it trains, and the models that it is sent."""
+    """Plan for one client in a round, with the models to send."""
 
     train: bool
     warm_up: bool
