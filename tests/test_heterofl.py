@@ -244,7 +244,7 @@ def test_replies_of_another_width_or_without_classes_are_refused(tmp_path):
     server.strategy.aggregate_fit(1, replies, [])
     failed = server.strategy.state.record.failed
     assert failed.keys() == {"client-1", "client-2", "client-3"}
-    assert "must be float32" in failed["client-1"]
+    assert "expected float32" in failed["client-1"]
     assert "labels" in failed["client-2"]
     assert "labels" in failed["client-3"]
 
@@ -287,11 +287,11 @@ def test_a_run_learns_and_a_resumed_one_ends_as_it(tmp_path):
 
 
 def test_the_settings_say_what_is_allowed(tmp_path):
-    with pytest.raises(SettingsError, match=r"'heterofl\.levels'.*each one of a, b, c, d, e"):
+    with pytest.raises(SettingsError, match=r"'heterofl\.levels': expected list of values from a"):
         federation(**{"heterofl.levels": ["a", "f"]})
-    with pytest.raises(SettingsError, match=r"'models\.pool' = \['mlp', 'cnn2'\].*one model"):
+    with pytest.raises(SettingsError, match=r"'models\.pool': .*one model .*'mlp', 'cnn2'"):
         Server(federation(models=["mlp", "cnn2"]), tmp_path / "two")
-    with pytest.raises(SettingsError, match=r"'models\.pool' = \['cofed-24-40'\].*several widths"):
+    with pytest.raises(SettingsError, match=r"'models\.pool': .*several widths.*'cofed-24-40'"):
         Server(federation(models="cofed-24-40", clients=2), tmp_path / "none")
     with pytest.raises(SettingsError, match=r"training\.semi"):
         federation(**{"training.semi": "fixmatch"})

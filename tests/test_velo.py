@@ -222,7 +222,7 @@ def test_classes_that_have_left_with_their_clients_are_not_measured(tmp_path):
     assert strategy.aggregate(3, replies[:1])["separation"] > 0.95
     assert told(strategy, 4)["classes"].tolist() == [0, 1]
     strategy.forget("client-0")
-    assert strategy._measure(4) == {}
+    assert strategy._measure_separation(4) == {}
 
 
 def test_a_class_never_seen_gets_no_feature(tmp_path):

@@ -91,7 +91,7 @@ def replies(scores: ScoreKind) -> Contract:
 
 SPEC = MethodSpec(
     title="mean class scores on labeled public data",
-    paper="Li and Wang, FedMD: Heterogeneous Federated Learning via Model Distillation",
+    paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
     headline="common",
     settings=FedMdSettings,
     needs_public=True,

@@ -1,6 +1,6 @@
 """Strategy of FedMD, and base class for methods that exchange predictions on public data.
 
-Daliang Li and Junpu Wang, FedMD: Heterogeneous Federated Learning via Model Distillation, NeurIPS
+Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Distillation, NeurIPS
 2019 Workshop on Federated Learning, Algorithm 1.
 
 A round of Flower is one exchange: a client trains on the consensus of the previous round
