@@ -285,7 +285,7 @@ def test_a_run_spends_what_its_settings_say(tmp_path):
     assert rounds == sorted(rounds)
     assert "personal" not in summary["accuracy"]
     page = (tmp_path / "report.html").read_text()
-    assert "accuracy by epsilon, at the end 7.9" in page or "at the end 8" in page
+    assert "accuracy by epsilon, up to 7.9" in page or "epsilon, up to 8" in page
     assert ">epsilon<" in page
 
 
@@ -759,7 +759,7 @@ def test_a_private_run_says_that_runs_without_privacy_came_before_it(tmp_path, c
     status, out, _ = call("privacy", str(tmp_path))
     assert status == 0
     assert "no privacy" in out
-    assert "client-1: no privacy guarantee, because the ledger has runs without privacy" in out
+    assert "client-1: no privacy guarantee, because the ledger contains runs without privacy" in out
 
 
 def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
