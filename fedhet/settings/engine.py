@@ -167,9 +167,9 @@ class PaceSettings(Schema):
 
     mode: Literal["synchronous", "asynchronous"] = Field(
         "synchronous",
-        description="synchronous: each round waits for its sampled clients; asynchronous "
-        "(FedBuff): the server aggregates whenever 'min-replies' replies from any rounds have "
-        "arrived, and gives stale replies less weight",
+        description="aggregation mode. synchronous: each round waits for its sampled clients; "
+        "asynchronous (FedBuff): the server aggregates whenever 'min-replies' replies from any "
+        "rounds have arrived, and gives stale replies less weight",
     )
     over_selection: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,
@@ -198,7 +198,7 @@ class PaceSettings(Schema):
     )
     select: Literal["random", "power-of-choice", "oort"] = Field(
         "random",
-        description="client selection: random; power-of-choice: the clients with the highest loss "
+        description="client selection. random: uniform; power-of-choice: the clients with the highest loss "
         "among candidates drawn in proportion to their number of samples; oort: by loss and speed",
     )
     candidates: CountOrNone = Field(
