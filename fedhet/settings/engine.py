@@ -198,8 +198,9 @@ class PaceSettings(Schema):
     )
     select: Literal["random", "power-of-choice", "oort"] = Field(
         "random",
-        description="client selection. random: uniform; power-of-choice: the clients with the highest loss "
-        "among candidates drawn in proportion to their number of samples; oort: by loss and speed",
+        description="client selection. random: uniform; power-of-choice: the clients with the "
+        "highest loss among candidates drawn in proportion to their number of samples; oort: by "
+        "loss and speed",
     )
     candidates: CountOrNone = Field(
         0, description="power-of-choice: number of candidates; 0 = twice the number to select"
