@@ -72,7 +72,7 @@ def test_a_process_that_is_killed_does_not_end_the_others_command():
     found = dict(run_parallel([0, 1, 2], 1, ends_itself))
     assert found.keys() == {0, 1, 2}
     assert found[0] == ""
-    assert "a process has ended" in found[1]
+    assert "a worker process was killed" in found[1]
 
 
 def test_an_error_of_another_kind_is_one_runs_own(monkeypatch, capsys):
