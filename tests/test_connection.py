@@ -210,7 +210,7 @@ def test_a_site_that_has_never_connected_is_listed_so(capsys):
         ]
     )
     _, first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
-    assert first == "site-a never seen 1"
+    assert first == "site-a never connected 1"
     assert second == "site-b offline 2026-01-02 00:00:00 2"
 
 

@@ -161,10 +161,10 @@ def test_a_node_that_does_not_describe_itself_is_named_as_its_key_is(grid, joini
     grid.add(1, claims="a name with spaces", registered="site-b")
     grid.add(2, claims="another one")
     assert members.present(manager) == {}
-    rule = "must be letters, digits, '.', '_', '-'"
+    rule = "name: must consist of letters, digits, '.', '_' and '-'"
     assert notices == [
-        f"node site-b is excluded: name: is 'a name with spaces', {rule}",
-        f"node 2 is excluded: name: is 'another one', {rule}",
+        f"node site-b is excluded: {rule}, got 'a name with spaces'",
+        f"node 2 is excluded: {rule}, got 'another one'",
     ]
 
 
