@@ -21,7 +21,7 @@ from fedhet.data.cells import read_rows
 from fedhet.data.site import site_data
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
-from fedhet.data.texts import tokenized, words
+from fedhet.data.texts import tokenize, words
 
 ROWS = [
     ("The cat, sat!", "pets", "ann"),
@@ -60,7 +60,7 @@ def by_hand(text, vocabulary, length):
 
 def test_tokens_are_hashes_of_words_and_end_in_padding():
     texts = [row[0] for row in ROWS[:5]] + ["", "one " * 20]
-    found = tokenized(texts, spec("x", vocabulary=1000, max_tokens=8), "x")
+    found = tokenize(texts, spec("x", vocabulary=1000, max_tokens=8), "x")
     assert found.dtype == torch.int64
     assert found.tolist() == [by_hand(text, 1000, 8) for text in texts]
     assert (found[:, 0] > 0).all()  # no text is empty

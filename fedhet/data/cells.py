@@ -28,7 +28,7 @@ from typing import IO, Any
 from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, nearest, one_line
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
-from fedhet.data.values import label_of
+from fedhet.data.values import label_text
 
 LOG = logging.getLogger("fedhet")
 _FORMATS = (".csv", ".tsv", ".jsonl")
@@ -264,7 +264,7 @@ def _field(
     value = row.get(name)
     text = str(value) if isinstance(value, str) or type(value) is int else None
     if text is None and is_label:
-        text = label_of(value)
+        text = label_text(value)
     if text is not None:
         return text
     if name not in row:
@@ -561,15 +561,17 @@ def _texts(values: Any, distinct: dict[str, str]) -> list[str]:
         return [""] * len(values)
     if not pa.types.is_dictionary(values.type):
         values = values.dictionary_encode()
-    found, value_type = values.dictionary, values.dictionary.type
+    dictionary, value_type = values.dictionary, values.dictionary.type
     if pa.types.is_duration(value_type) or pa.types.is_time(value_type):
         integers = pa.int32() if pa.types.is_time32(value_type) else pa.int64()
         per_second = {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}[value_type.unit]
-        found = pc.divide(found.cast(integers).cast(pa.float64()), float(per_second))
+        dictionary = pc.divide(dictionary.cast(integers).cast(pa.float64()), float(per_second))
     elif pa.types.is_timestamp(value_type):
-        found = found.cast(pa.timestamp("us", value_type.tz), safe=False).cast(pa.timestamp("us"))
+        dictionary = dictionary.cast(pa.timestamp("us", value_type.tz), safe=False).cast(
+            pa.timestamp("us")
+        )
     texts = []
-    for value in found.to_pylist():
+    for value in dictionary.to_pylist():
         if value is None or (isinstance(value, float) and math.isnan(value)):
             text = ""
         elif isinstance(value, bytes):

@@ -383,7 +383,7 @@ class Scan:
         Raises DataError if there are no class directories, if a name is not in `classes` (unless
         `classes` is empty), or if a name is not printable.
         """
-        found: dict[str, list[Folder]] = {}
+        by_class: dict[str, list[Folder]] = {}
         above = [part]
         for depth in range(1, level + 1):
             below = [each for folder in above for each in folder.folders.items()]
@@ -393,8 +393,8 @@ class Scan:
             if depth < level:
                 above = [each for _, each in below]
         for name, each in below:
-            found.setdefault(name, []).append(each)
-        if not found:
+            by_class.setdefault(name, []).append(each)
+        if not by_class:
             tables = [
                 name
                 for place in dict.fromkeys((root, Path(part.path), Path(part.path).parent))
@@ -408,7 +408,7 @@ class Scan:
             raise DataError(
                 f"{part.path}: expected one directory of {noun} for each class, got {got}.{table}"
             )
-        for name, folders in sorted(found.items()):
+        for name, folders in sorted(by_class.items()):
             if not name.isprintable():  # Python escapes bytes that are not UTF-8
                 rule = "the name of a class directory must be printable UTF-8 text"
                 raise DataError(f"{folders[0].path}: {rule}")
@@ -416,8 +416,8 @@ class Scan:
                 if _is_used(folders):
                     close = nearest(name, classes)
                     raise DataError(f"{folders[0].path}: unknown class {name!r}{close}")
-                del found[name]
-        return found
+                del by_class[name]
+        return by_class
 
     def samples_of(self, folders: Sequence[Folder]) -> list[str]:
         """Return the sample paths of a class, and count the other files in its directories."""
@@ -527,12 +527,12 @@ def find_tree(
     for each in unlabeled_folders:
         scan.unused.merge(each.all_unused())
     level = level or (1 if classes else _class_level(folder, files))
-    found = scan.class_folders(folder, level, classes, root)
-    names = tuple(classes) or tuple(sorted(found))
-    training = {name: scan.samples_of(found[name]) for name in names if name in found}
+    by_class = scan.class_folders(folder, level, classes, root)
+    names = tuple(classes) or tuple(sorted(by_class))
+    training = {name: scan.samples_of(by_class[name]) for name in names if name in by_class}
     for name, paths in training.items():
-        if not paths and (all_classes or _is_used(found[name])):
-            empty = found[name][0]
+        if not paths and (all_classes or _is_used(by_class[name])):
+            empty = by_class[name][0]
             unused = empty.all_unused()
             got = f"only {unused}" if len(unused) else "no files"
             raise DataError(
@@ -545,8 +545,8 @@ def find_tree(
                 f"{test_folder.folders[name].path}: test {files.noun} must have a class. Move the "
                 f"directory into {train}, or remove it."
             )
-        by_class = scan.class_folders(test_folder, level, names, root)
-        tests = {name: scan.samples_of(each) for name, each in by_class.items()}
+        test_classes = scan.class_folders(test_folder, level, names, root)
+        tests = {name: scan.samples_of(each) for name, each in test_classes.items()}
     for part, samples in ((folder, training), (test_folder, tests)):
         if part is not None and not any((samples or {}).values()):
             raise DataError(f"{part.path}: no {files.noun} found in the class directories")

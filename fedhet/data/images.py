@@ -79,7 +79,7 @@ class Form:
         return (1 if self.mode == "L" else 3, self.size[1], self.size[0])
 
 
-def pixels_of(image: Image, form: Form, where: str) -> Pixels:
+def to_pixels(image: Image, form: Form, where: str) -> Pixels:
     """Convert an image to an array [C, H, W], as image viewers display it.
 
     Applies the EXIF orientation, puts transparent images on white, scales 16-bit values by their
@@ -88,7 +88,7 @@ def pixels_of(image: Image, form: Form, where: str) -> Pixels:
     """
     import PIL.Image
 
-    image = upright(image)
+    image = apply_orientation(image)
     if image.size != form.size and not form.resize:
         raise DataError(
             f"{where} expected {form.size[0]} x {form.size[1]} pixels, {form.rule}, got "
@@ -113,7 +113,7 @@ def pixels_of(image: Image, form: Form, where: str) -> Pixels:
     return pixels[None] if form.mode == "L" else pixels.transpose(2, 0, 1)
 
 
-def upright(image: Image) -> Image:
+def apply_orientation(image: Image) -> Image:
     """Decode an image and apply its EXIF orientation."""
     from PIL import ImageOps
 
@@ -190,8 +190,8 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
         channels, height, width = like
         form = Form(MODES[channels], (width, height), spec.image_size > 0)
     else:
-        with opened(files[0]) as first:
-            size = first.size if spec.image_size else upright(first).size
+        with open_checked(files[0]) as first:
+            size = first.size if spec.image_size else apply_orientation(first).size
         form = Form.of(size, all(map(_is_gray, files)), spec.image_size)
     form = replace(form, max_bytes=spec.max_bytes)
     check_max_bytes(len(files) * prod(form.shape), spec, Path(files[0]).parents[1])
@@ -199,7 +199,7 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
         try:
             header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *form.shape)}
             np.lib.format.write_array_header_1_0(file, header)
-            for pixels in decoded(files, form):
+            for pixels in decode_blocks(files, form):
                 file.write(pixels.tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -218,18 +218,18 @@ def open_image(source: str | IO[bytes]) -> Image:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[Image]:
+def open_checked(path: str) -> Iterator[Image]:
     """Open an image file, and convert any exception raised in the block to DataError."""
     with reading(path, "image"), open_image(path) as image:
         yield image
 
 
 def _is_gray(path: str) -> bool:
-    with opened(path) as image:
+    with open_checked(path) as image:
         return image.mode in GRAY_MODES
 
 
-def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:
+def decode_blocks(files: Sequence[str], form: Form) -> Iterator[Pixels]:
     """Decode image files in order, yielding blocks [up to _ROWS, C, H, W].
 
     Raises DataError for a file that is not an image or does not match the format.
@@ -237,14 +237,14 @@ def decoded(files: Sequence[str], form: Form) -> Iterator[Pixels]:
     blocks = [files[start : start + _ROWS] for start in range(0, len(files), _ROWS)]
 
     def pixels(path: str) -> Pixels:
-        with opened(path) as image:
+        with open_checked(path) as image:
             needed = 4 * _THREADS * image.width * image.height
             if needed > form.max_bytes:  # even if it is resized afterwards
                 raise DataError(
                     f"{path}: decoding {_THREADS} images of {image.width} x {image.height} pixels "
                     f"needs {needed} bytes of memory, data.max-bytes is {form.max_bytes}"
                 )
-            return pixels_of(image, form, f"{path}:")
+            return to_pixels(image, form, f"{path}:")
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         yield from pool.map(lambda block: np.stack([pixels(path) for path in block]), blocks)

@@ -29,7 +29,7 @@ from fedhet.data.spec import (
     reading,
 )
 from fedhet.data.tables import labeled_split, read_schema
-from fedhet.data.texts import TEXTS, read_texts, shape_of_texts
+from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
 from fedhet.settings.schema import build, invalid_setting, kebab
@@ -110,7 +110,7 @@ class Declaration:
             sample_shape: Shape = (sum(schema.widths),)
             kind = TABLE
         elif table.sample_kind == TEXT.name:
-            kind, sample_shape = TEXT, shape_of_texts(spec)
+            kind, sample_shape = TEXT, text_sample_shape(spec)
         else:
             sample_shape = tuple(shape) if isinstance(shape, list) else ()
             kind = kind_of_arrays(sample_shape, KINDS.get(table.sample_kind))

@@ -1,6 +1,6 @@
 """Tokenization, readers of labeled texts, and the configuration of pretrained encoders.
 
-Texts are tokenized by hashing each word, or with the tokenizer of a pretrained encoder. Hashing
+Texts are tokenize by hashing each word, or with the tokenizer of a pretrained encoder. Hashing
 needs no vocabulary shared between sites, because a word has the same token everywhere. Two words
 may collide; with a vocabulary of 8192, few words of a text do.
 
@@ -98,13 +98,13 @@ def words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold()) or [""]
 
 
-def token_of(word: str, vocabulary: int) -> int:
+def hash_token(word: str, vocabulary: int) -> int:
     """Return the token of a word: its 8-byte BLAKE2b hash, mapped to 1 .. `vocabulary` - 1."""
     digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return 1 + int.from_bytes(digest, "big") % (vocabulary - 1)
 
 
-def vocabulary_of(spec: DataSpec) -> int:
+def vocabulary_size(spec: DataSpec) -> int:
     """Return the vocabulary size V of a run's tokenizer. Raises SettingsError or DataError."""
     if spec.tokenizer == WORDS:
         return spec.vocabulary
@@ -112,12 +112,12 @@ def vocabulary_of(spec: DataSpec) -> int:
     return size
 
 
-def shape_of_texts(spec: DataSpec) -> Shape:
+def text_sample_shape(spec: DataSpec) -> Shape:
     """Return the sample shape of texts in a run. Raises SettingsError or DataError."""
-    return text_shape(spec.max_tokens, vocabulary_of(spec))
+    return text_shape(spec.max_tokens, vocabulary_size(spec))
 
 
-def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
+def tokenize(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     """Tokenize texts as int64 tokens [N, L], L = `data.max-tokens`, padded with PADDING.
 
     Longer texts are truncated. The padding token of an encoder's tokenizer is swapped with PADDING;
@@ -126,12 +126,12 @@ def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     """
     check_max_bytes(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
     if spec.tokenizer == WORDS:
-        hashed = lru_cache(maxsize=2**17)(lambda word: token_of(word, spec.vocabulary))
+        hashed = lru_cache(maxsize=2**17)(lambda word: hash_token(word, spec.vocabulary))
 
         def encode(text: str) -> list[int]:
             return [hashed(word) for word in words(text)]
     else:
-        tokenizer, padding = _tokenizer(spec.tokenizer), padding_of(spec.tokenizer)
+        tokenizer, padding = _tokenizer(spec.tokenizer), padding_token(spec.tokenizer)
         swapped = {padding: PADDING, PADDING: padding}
 
         def encode(text: str) -> list[int]:
@@ -145,7 +145,7 @@ def tokenized(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def padding_of(name: str) -> int:
+def padding_token(name: str) -> int:
     """Return the padding token of an encoder's configuration, or 0 if there is none."""
     return int(configuration(name).get("pad_token_id") or 0)
 
@@ -216,7 +216,7 @@ def read_texts(
         _tokenized_split(read_rows(test, spec), names, spec, test) if test else None,
         names,
         kind=TEXT.name,
-        shape=shape_of_texts(spec),
+        shape=text_sample_shape(spec),
         groups=encode_labels(rows.groups) if rows.groups is not None else None,
     )
 
@@ -229,7 +229,7 @@ def _tokenized_split(rows: TextRows, classes: Sequence[str], spec: DataSpec, pat
             close = nearest(label, classes)
             raise DataError(f"{path}: line {line}: unknown class {label!r}{close}")
     y = np.array([places[label] for label in rows.labels], np.int64)
-    return Split(tokenized(rows.texts, spec, path), torch.from_numpy(y))
+    return Split(tokenize(rows.texts, spec, path), torch.from_numpy(y))
 
 
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:
@@ -253,7 +253,7 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
             "first is %s",
             western[0].parents[1], len(western), len(texts), western[0],
         )  # fmt: skip
-    return tokenized(texts, spec, Path(files[0]).parents[1] if files else "")
+    return tokenize(texts, spec, Path(files[0]).parents[1] if files else "")
 
 
 def _decoded(content: bytes, path: Path) -> tuple[str, str]:
@@ -274,5 +274,5 @@ def _decoded(content: bytes, path: Path) -> tuple[str, str]:
         ) from error
 
 
-TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, shape_of_texts, bare=True)
+TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, text_sample_shape, bare=True)
 """Text files; files without an extension are read only if a tree has no .txt file."""

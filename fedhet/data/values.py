@@ -494,7 +494,7 @@ class Words:
         return self._numbers.get(_plain(word)) if place is None else place
 
 
-def label_of(value: object) -> str | None:
+def label_text(value: object) -> str | None:
     """Convert a label from JSON or a data frame to text, or return None if its type is invalid."""
     if isinstance(value, bool | np.bool_):
         return str(bool(value)).lower()

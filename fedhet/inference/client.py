@@ -21,11 +21,11 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import DATASETS, check_trusted, read_toml
 from fedhet.data.cells import read_table
 from fedhet.data.class_folders import Files, Scan
-from fedhet.data.images import IMAGES, MODES, Form, decoded
+from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.sources.files import read_arrays
 from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.tables import encode
-from fedhet.data.texts import TEXTS, tokenized
+from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
 from fedhet.learning.training import evaluate, logits_of
@@ -365,7 +365,7 @@ def read_inputs(
     rule = f"the input size of the model of {record.client}"
     form = Form(MODES[channels], (width, height), resize, rule, "Use --resize to resize images.")
     check_max_bytes(4 * len(files) * prod(form.shape), bounds, f"{files[0]} and the others")
-    return files, samples_for(record, np.concatenate(list(decoded(files, form))), files[0])
+    return files, samples_for(record, np.concatenate(list(decode_blocks(files, form))), files[0])
 
 
 def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
@@ -377,7 +377,7 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     if record.kind == TEXT.name:
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
             raise DataError(f"{where}: {record.client}'s model expects texts (a sequence of str)")
-        return tokenized(list(x), DataSpec.of(record.config().run), where)
+        return tokenize(list(x), DataSpec.of(record.config().run), where)
     shape = tuple(record.shape)
     kind = KINDS[record.kind]
     values, expected = kind.checked(np.asarray(x), where), kind.blank(1, shape).shape[1:]

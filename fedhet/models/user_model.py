@@ -216,9 +216,9 @@ def check_use(
 
     expected = layout(before)
     for changed, by in ((model, "a training step"), (another, "a second call of the function")):
-        found = layout(changed.state_dict())
-        for key in [*expected, *(found.keys() - expected.keys())]:
-            if (was := expected.get(key, "none")) != (now := found.get(key, "none")):
+        actual = layout(changed.state_dict())
+        for key in [*expected, *(actual.keys() - expected.keys())]:
+            if (was := expected.get(key, "none")) != (now := actual.get(key, "none")):
                 raise ModelError(
                     f"model '{name}': {key}: changed by {by}, expected the same type and shape, "
                     f"got {now} after {was}"

@@ -112,7 +112,7 @@ def read_arrays(
             return {name: arrays[name] for name in names}
 
 
-def checked_labels(
+def convert_labels(
     y: npt.NDArray[Any], where: Path | str, classes: int = MAX_CLASSES
 ) -> npt.NDArray[np.int64]:
     """Convert labels [N] to int64. Raises DataError if they are not class indices."""
@@ -126,7 +126,7 @@ def checked_labels(
     return labels
 
 
-def split_of(
+def make_split(
     x: npt.NDArray[Any],
     y: npt.NDArray[Any],
     where: Path | str,
@@ -134,7 +134,7 @@ def split_of(
     classes: int = MAX_CLASSES,
 ) -> Split:
     """Convert arrays to labeled samples of a kind. Raises DataError if they are invalid."""
-    labels, samples = checked_labels(y, where, classes), kind.checked(x, where)
+    labels, samples = convert_labels(y, where, classes), kind.checked(x, where)
     if len(samples) != len(labels):
         raise DataError(
             f"{where}: x and y must have the same length, got {len(samples)} and {len(labels)}"
@@ -148,7 +148,7 @@ def read_npz(path: Path, spec: DataSpec, kind: Kind = IMAGE, classes: int = MAX_
     Raises DataError if the file is invalid or exceeds `data.max-bytes`.
     """
     arrays = read_arrays(path, ("x", "y"), spec)
-    return split_of(arrays["x"], arrays["y"], path, kind, classes)
+    return make_split(arrays["x"], arrays["y"], path, kind, classes)
 
 
 def read_pair(
@@ -221,7 +221,7 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
             raise DataError(f"{path}: expected at least {min_samples} samples, got {len(split)}")
     train = Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
     parts = tuple((len(a), len(b)) for a, b in zip(splits[::2], splits[1::2], strict=True))
-    classes = number_names(split for _, split in pairs)
+    classes = numbered_classes(split for _, split in pairs)
     stated = "" if kind is IMAGE else kind.name
     return Dataset(spec.dataset, train, common, classes, parts, kind=stated)
 
@@ -271,11 +271,11 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
                 f"{owners.dtype} {list(owners.shape)}"
             )
         groups = encode_labels(owners)
-    classes = number_names((train, test))
+    classes = numbered_classes((train, test))
     return Dataset(spec.dataset, train, test, classes, kind=SIGNAL.name, groups=groups)
 
 
-def number_names(splits: Iterable[Split | None]) -> tuple[str, ...]:
+def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
     """Return "0", "1", ... up to the highest label as class names."""
     highest = max(int(split.y.max()) for split in splits if split is not None and len(split))
     return tuple(map(str, range(highest + 1)))
@@ -408,14 +408,14 @@ def read_user_dataset(path: str) -> Dataset:
             x, y = map(np.asarray, parts[part])
         except Exception as error:
             raise DataError(f"{where}: expected a pair (x, y) of arrays ({error})") from error
-        split = split_of(x, y, where)
+        split = make_split(x, y, where)
         if not len(split):
             raise DataError(f"{where}: no samples found")
         splits[part] = Split(split.x.clone(), split.y.clone())  # the user may change the arrays
     train, test = splits["train"], splits.get("test")
     if test is not None:
         check_same_form(train, test, "train", f"{name}: test")
-    numbers = number_names(splits.values())
+    numbers = numbered_classes(splits.values())
     classes = tuple(map(str, parts.get("classes") or numbers))
     if len(classes) < len(numbers) or len(set(classes)) < len(classes):
         raise DataError(

@@ -23,10 +23,10 @@ from torch import Tensor
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
 from fedhet.data.cells import missing_column_error
-from fedhet.data.images import GRAY_MODES, Form, open_image, pixels_of, upright
+from fedhet.data.images import GRAY_MODES, Form, apply_orientation, open_image, to_pixels
 from fedhet.data.spec import Dataset, DataSpec, Location, Source, Split, check_max_bytes, reading
-from fedhet.data.texts import shape_of_texts, tokenized
-from fedhet.data.values import class_words, label_of
+from fedhet.data.texts import text_sample_shape, tokenize
+from fedhet.data.values import class_words, label_text
 from fedhet.kinds import IMAGE, TEXT
 
 TESTS = ("test", "validation")
@@ -60,7 +60,7 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
         places: dict[Any, int] = {number: number for number in range(len(classes))}
     else:
         values = [*train[label], *(test[label] if test is not None else ())]
-        labels = [text for text in map(label_of, values) if text is not None]
+        labels = [text for text in map(label_text, values) if text is not None]
         if len(labels) < len(values):
             rule = "expected a number or a word for each sample"
             raise DataError(f"{where}: column {label!r}: {rule}")
@@ -79,7 +79,7 @@ def read_hub(name: str, spec: DataSpec) -> Dataset:
             f"images, got {list(test_shape)}"
         )
     is_text = spec.sample_kind == TEXT.name
-    kind, shape = (TEXT, shape_of_texts(spec)) if is_text else (IMAGE, ())
+    kind, shape = (TEXT, text_sample_shape(spec)) if is_text else (IMAGE, ())
     test_split = parts[1] if test is not None else None
     return Dataset(spec.dataset, parts[0], test_split, classes, kind=kind.name, shape=shape)
 
@@ -238,7 +238,7 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
             hint = ". Set data.text-column to the text columns."
             raise missing_column_error(f"hf:{name}", absent[0], rows.features, hint)
         parts = zip(*(rows[column] for column in spec.text_column), strict=True)
-        return tokenized([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
+        return tokenize([" ".join(map(str, part)) for part in parts], spec, f"hf:{name}")
     columns = [key for key, feature in rows.features.items() if type(feature).__name__ == "Image"]
     if len(columns) != 1:
         has_texts = {*spec.text_column} & {*rows.features}
@@ -267,11 +267,11 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
         return (_image(value, f"{where}: image {k}", roots) for k, value in enumerate(images))
 
     gray = all(image.mode in ("1", *GRAY_MODES) for image in opened())
-    form = Form.of(upright(next(opened())).size, gray, spec.image_size)
+    form = Form.of(apply_orientation(next(opened())).size, gray, spec.image_size)
     check_max_bytes(len(images) * prod(form.shape), spec, where)
     pixels = np.empty((len(images), *form.shape), np.uint8)
     for number, image in enumerate(opened()):
-        pixels[number] = pixels_of(image, form, f"{where}: image {number}:")
+        pixels[number] = to_pixels(image, form, f"{where}: image {number}:")
     return torch.from_numpy(pixels)
 
 

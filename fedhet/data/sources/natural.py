@@ -36,7 +36,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, error_reason
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.images import decode
-from fedhet.data.sources.files import check_no_subset, checked_labels
+from fedhet.data.sources.files import check_no_subset, convert_labels
 from fedhet.data.spec import (
     FIXED_SEED,
     Dataset,
@@ -160,7 +160,7 @@ def _next_letters(y: Sequence[Any], where: str) -> Index:
 
 FEMNIST = LeafForm(
     _leaf_images,
-    lambda y, where: checked_labels(np.asarray(y, dtype=None if y else np.int64), where),
+    lambda y, where: convert_labels(np.asarray(y, dtype=None if y else np.int64), where),
     tuple(SIGNS),
 )
 SHAKESPEARE = LeafForm(
@@ -212,7 +212,7 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
     )  # fmt: skip
     if table.isna().any().any():
         raise DataError(f"{path}: columns {', '.join(columns)} must not have missing values")
-    labels = checked_labels(table[form.label].to_numpy(), path)
+    labels = convert_labels(table[form.label].to_numpy(), path)
     if form.classes and labels.max() >= len(form.classes):
         raise DataError(
             f"{path}: {form.label} must be 0 to {len(form.classes) - 1}, got {labels.max()}"
@@ -230,7 +230,7 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
             raise DataError(f"{path}: image paths must be below {root}, got {name!r}")
     files = np.array([str(root / name) for name in names])
 
-    def split_of(rows: Any, like: Shape | None = None) -> Split:
+    def make_split(rows: Any, like: Shape | None = None) -> Split:
         return Split(decode(files[rows].tolist(), spec, like), torch.from_numpy(labels[rows]))
 
     classes = form.classes or tuple(map(str, range(int(labels.max()) + 1)))
@@ -243,10 +243,10 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
                     f"{path}: {form.owner} {owner}: expected at least 2 training images and 1 test "
                     f"image, got {num_train} and {num_test}"
                 )
-        split = split_of(np.concatenate(rows))
+        split = make_split(np.concatenate(rows))
         return Dataset(spec.dataset, split, None, classes, sizes, kind=IMAGE.name)
-    split = split_of(train)
-    common = split_of(test, tuple(split.x.shape[1:])) if len(test) else None
+    split = make_split(train)
+    common = make_split(test, tuple(split.x.shape[1:])) if len(test) else None
     groups = encode_labels(owners[train])
     return Dataset(spec.dataset, split, common, classes, kind=IMAGE.name, groups=groups)
 

@@ -26,7 +26,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.cells import bytes_of, open_bounded
-from fedhet.data.sources.files import checked_labels, number_names, read_arrays
+from fedhet.data.sources.files import convert_labels, numbered_classes, read_arrays
 from fedhet.data.spec import (
     FIXED_SEED,
     Dataset,
@@ -159,7 +159,7 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
         if y.ndim == 2 and y.shape[1] != 1:
             got = f"got {list(y.shape)}; multi-label datasets are unsupported"
             raise DataError(f"{path}: {part}_labels must be [N] or [N, 1], {got}")
-        labels = checked_labels(y.reshape(-1), f"{path}: {part}_labels")
+        labels = convert_labels(y.reshape(-1), f"{path}: {part}_labels")
         if len(labels) != len(x) or not len(x):
             raise DataError(
                 f"{path}: expected as many images as labels in {part}, and at least one, got "
@@ -174,7 +174,7 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
             )
     train, val, test = splits
     training = Split(torch.cat([train.x, val.x]), torch.cat([train.y, val.y]))
-    return Dataset(spec.dataset, training, test, number_names(splits), kind=IMAGE.name)
+    return Dataset(spec.dataset, training, test, numbered_classes(splits), kind=IMAGE.name)
 
 
 _OPENML_TEST_FRACTION = 1 / 3
