@@ -313,7 +313,7 @@ def test_example_data_can_be_learned_from_by_site(tmp_path, kind):
     data = load(whole)
     assert (len(data.train), len(data.test), len(data.classes)) == (1200, 300, len(TOPICS))
     assert sum(map(len, RunData(whole).partition())) == 1200
-    with pytest.raises(DataError, match="is not empty"):
+    with pytest.raises(DataError, match="expected a new or empty directory"):
         write_example(kind, tmp_path / "a")
     write_example(kind, tmp_path / "b")
     again = load(whole.replace(dataset=f"{kind}:{tmp_path / 'b'}"))
@@ -334,7 +334,7 @@ def test_the_default_models_are_those_of_the_kind(tmp_path):
     assert of(method="fedtype").method_settings.proxy == "text-cnn"
     assert of(method="fedgems").method_settings.server_model == "text-transformer"
     signals = resolve({"method": "fedgems", "data.sample-kind": "signal"})  # of sites' own folders
-    assert signals.own.server_model == "signal-resnet"
+    assert signals.method_settings.server_model == "signal-resnet"
     assert signals.run.models.pool == (
         "signal-cnn2",
         "signal-cnn3",
