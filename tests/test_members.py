@@ -241,7 +241,7 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
         (
             Admission(),
             {"model": "resnet10", "kind": "table", "shape": "64"},
-            "takes images [C, H, W]",
+            "expected images [C, H, W]",
         ),
         (Admission(), {"model": "no-such-model"}, "neither registered nor in the run's pool"),
     ],
