@@ -139,7 +139,7 @@ def test_public_data_is_there_where_it_is_needed_and_nobodys(tmp_path):
     twice = {"central.trains-on": "clients+public", "data.public-dataset": "digits"}
     config = federation(**twice)
     node = read_node({"partition-id": 0, "num-partitions": 3}, config.run, str(tmp_path))
-    with pytest.raises(DataError, match=r"public data: .* samples of client-0"):
+    with pytest.raises(DataError, match=r"public data must not .* samples of client-0"):
         config.method.client(config, node)
 
 

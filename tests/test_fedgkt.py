@@ -388,7 +388,7 @@ def test_the_server_model_is_of_feature_vectors():
 def test_a_server_model_of_images_is_refused_before_anything_is_written(tmp_path):
     config, refusal = (
         gkt(**{"fedgkt.server-model": "cnn2"}),
-        "'fedgkt.server-model': model .cnn2. takes images",
+        "'fedgkt.server-model': expected a model for feature vectors, got 'cnn2'",
     )
     with pytest.raises(SettingsError, match=refusal):
         run(config, tmp_path / "simulated")

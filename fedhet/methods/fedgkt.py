@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from fedhet.base.errors import ModelError
+from fedhet.base.errors import ModelError, SettingsError
 from fedhet.methods.spec import MethodSpec, Protection
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import (
@@ -50,7 +50,8 @@ def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
         gkt_sizes(settings, client)
     except ModelError as error:
         name, expected = "fedgkt.server-model", "a model for feature vectors"
-        raise invalid_setting(name, settings.server_model, expected, str(error)) from None
+        invalid = invalid_setting(name, settings.server_model, expected)
+        raise SettingsError(f"{invalid}: {error}") from None
 
 
 SPEC = MethodSpec(
