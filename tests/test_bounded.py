@@ -143,7 +143,7 @@ def test_records_of_too_many_parts(received, text, in_one_line):
 
 def test_a_record_of_a_client_that_is_too_long(received, in_one_line):
     (state_of(received) / "client.json").write_bytes(b" " * 2**25)
-    assert "is larger than" in in_one_line(received, "predict")
+    assert "too large" in in_one_line(received, "predict")
 
 
 HUGE = {
@@ -175,7 +175,7 @@ def test_a_state_of_which_nothing_is_on_the_disk(received, command, in_one_line)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + size)
-    assert "few are on the disk" in in_one_line(received, command)
+    assert "for a sparse file" in in_one_line(received, command)
 
 
 @pytest.mark.parametrize("odd", ["integers", "text for a number", "negative version"])

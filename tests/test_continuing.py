@@ -72,7 +72,7 @@ def test_a_changed_schedule_is_noted(tmp_path):
     run(config, tmp_path / "run")
     notices = Notices()
     run(longer(config, tmp_path / "run", rounds=2), tmp_path / "run", [notices])
-    assert "the learning rate schedule (cosine) changes from 1 rounds to 2" in (notices.texts)
+    assert "the learning rate schedule (cosine) changes from 1 rounds to 2 rounds" in notices.texts
 
 
 # --- early stopping ---------------------------------------------------------------------------
