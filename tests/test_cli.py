@@ -58,7 +58,7 @@ def test_seeds_that_are_complete_are_not_run_again(runs, call):
     assert (parent / "seed-0" / "metrics.jsonl").read_bytes() == before
     status, _, err = call("run", "local", *OPTIONS, "--seeds", "0,1", "--out", parent)
     assert status == 2
-    assert "contains a run with 'method' = 'felo', not 'local'" in err
+    assert "contains a run with 'method' = 'felo', got 'local'" in err
 
 
 def test_compare(runs, call, tmp_path):
@@ -94,7 +94,7 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["run", "felo", "--models", "cnn2,resnt10"], ["'models.pool'", "resnt10", "resnet10"]),
         (["run", "felo", "--dataset", "digit"], ["'data.dataset'", "'digit'", "'digits'"]),
         (["run", "felo", "--preset", "dmo"], ["'dmo'", "did you mean 'demo'?"]),
-        (["run", "felo", "-s", "device=cuda:7"], ["'engine.device'", "'cuda:7'", "cpu"]),
+        (["run", "felo", "-s", "device=cuda:7"], ["engine.device", "'cuda:7'", "cpu"]),
         (["run", "felo", "--seeds", "0,0"], ["--seeds", "0,0", "0,1,2"]),
         (["run", "felo", "--out", "a b"], ["out: ", "'a b'"]),
         (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds' is set twice"]),

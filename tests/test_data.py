@@ -579,13 +579,13 @@ def test_cache_notices_changed_files_and_damage(tmp_path: Path, cache_dir: Path)
 def test_cache_is_built_once_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_images(tmp_path / "tree", each=40)
     files = sorted(map(str, root.glob("*/*")))
-    built, decoded = [], images.decoded
+    built, decoded = [], images.decode_blocks
 
     def counted(*args: Any) -> Iterator[images.Pixels]:
         built.append(1)
         return decoded(*args)
 
-    monkeypatch.setattr(images, "decoded", counted)
+    monkeypatch.setattr(images, "decode_blocks", counted)
     with ThreadPoolExecutor(6) as pool:
         results = list(pool.map(lambda _: images.decode(files, DataSpec()), range(6)))
     assert len(built) == 1

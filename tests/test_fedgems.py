@@ -278,7 +278,7 @@ def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
     ],
 )
 def test_fedgem_has_no_components_to_take_away(name, value, default):
-    with pytest.raises(SettingsError, match=f"'fedgems.{name}' must be {default} with"):
+    with pytest.raises(SettingsError, match=f"'fedgems.{name}': expected {default} with"):
         fedgems(**{"fedgems.selective": False, f"fedgems.{name}": value})
 
 
@@ -390,7 +390,7 @@ def test_a_malicious_reply_that_makes_the_server_diverge_costs_its_round(tmp_pat
     assert server.strategy.state.record.accuracy["common"]["server"].mean > 0
     [said] = notices
     assert "the training of the server's model diverged in round 2 (the loss is" in said
-    assert "from client-0, client-1, client-2, client-3, client-4 in this round is dropped" in said
+    assert "client-0, client-1, client-2, client-3, client-4 in this round are discarded" in said
 
 
 def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):

@@ -139,7 +139,7 @@ def test_generated_rows_have_no_labels_to_learn_from():
 
 
 def test_two_sources_are_refused():
-    said = r"'data\.public-fraction' = 0.1 .*takes 0 with a 'data.public-dataset'"
+    said = r"'data\.public-fraction': expected 0 with 'data.public-dataset' = .*, got 0.1"
     with pytest.raises(SettingsError, match=said):
         resolve({"data.public-dataset": "digits", "data.public-fraction": 0.1})
     with pytest.raises(SettingsError, match=said):

@@ -9,8 +9,8 @@ from fedhet.runs import progress
 
 def test_calls_that_take_long_are_rare(monkeypatch):
     """The processor's time counts, and not that of a machine which others use."""
-    share, busy, calls = 0.25, 1.1 * progress.LONG, []
-    monkeypatch.setattr(progress, "SHARE", share)
+    share, busy, calls = 0.25, 1.1 * progress.SLOW_CALL, []
+    monkeypatch.setattr(progress, "MAX_LOAD", share)
 
     def work():
         until = time.thread_time() + busy

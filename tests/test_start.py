@@ -378,7 +378,7 @@ def test_the_first_check_sorts_the_values():
     values = {"method": "felo", "rounds": 3, "felo.alpha": 0.5, "training.lr": 0.1}
     found = validate(values)
     assert (found.method.name, found.run.rounds, found.run.training.lr) == ("felo", 3, 0.1)
-    assert found.own.flat()["alpha"] == 0.5
+    assert found.method_settings.flat()["alpha"] == 0.5
 
 
 @pytest.mark.parametrize(
