@@ -171,7 +171,7 @@ def test_a_baseline_is_trained_beside_a_run_and_goes_on_with_it(tmp_path):
     assert alone.baseline is None
     more = fedhet.run(resume=tmp_path / "run", rounds=3, against="local", progress=False)
     assert len(more.history) == len(more.baseline.history) == 3
-    with pytest.raises(SettingsError, match="must differ from the run's own method"):
+    with pytest.raises(SettingsError, match="expected a method other than the run's"):
         quick("fedavg", out=tmp_path / "other", against="fedavg")
     assert not (tmp_path / "other").exists()
 
@@ -295,7 +295,7 @@ def test_a_method_as_a_pair_of_classes_and_as_a_module(tmp_path, given):
         ({"method": 3}, "method: expected a name, .* got int"),
         ({"method": None}, "METHOD is missing"),
         ({"method": "fello"}, "did you mean 'felo'"),
-        ({"settings": {"rounds": 3}}, "'rounds' is set twice"),
+        ({"settings": {"rounds": 3}}, "'rounds': duplicate"),
         ({"settings": {"training": {"lr": -1.0}}}, "'training.lr': expected number > 0"),
         ({"settings": {"locl-epochs": 1}}, "did you mean 'training.local-epochs'"),
     ],

@@ -52,7 +52,7 @@ def test_each_seed_has_its_baseline_and_is_compared_with_it(tmp_path, call):
 
 def test_a_baseline_that_cannot_be_run_is_refused_before_anything_is(tmp_path, call):
     for against, says in (
-        ("felo", "--against: expected a different method than the run's, got 'felo'"),
+        ("felo", "--against: expected a method other than the run's, got 'felo'"),
         ("locl", "did you mean 'local'?"),
         ("fedavg", "expected one model for all clients"),
     ):

@@ -162,7 +162,8 @@ def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert message == f"{path}: needs {takes} bytes of memory, data.max-bytes is {takes - 1}"
+    limit = f"expected at most data.max-bytes = {takes - 1} bytes in memory"
+    assert message == f"{path}: {limit}, got {takes}"
     assert peak < 1_000_000
     assert len(site(tmp_path, SITE.replace(max_bytes=takes)).train) == 75_000
 
@@ -170,7 +171,7 @@ def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
 def test_values_that_become_float32_are_counted_as_such(tmp_path):
     np.savez(tmp_path / "train.npz", x=np.zeros((1000, 50), np.int8), y=np.arange(1000) % 2)
     takes = 1000 * 50 * 4 + 1000 * 8
-    assert "bytes of memory" in fault(lambda: site(tmp_path, SITE.replace(max_bytes=takes - 1)))
+    assert "bytes in memory" in fault(lambda: site(tmp_path, SITE.replace(max_bytes=takes - 1)))
     assert len(site(tmp_path, SITE.replace(max_bytes=takes)).train) == 750
 
 
@@ -184,7 +185,8 @@ def test_the_files_of_all_clients_are_counted_together(tmp_path):
     assert len(load(spec).train) == 32
     message = fault(lambda: load(spec.replace(max_bytes=4 * each - 1)))
     assert message == (
-        f"{tmp_path}: needs {4 * each} bytes of memory, data.max-bytes is {4 * each - 1}"
+        f"{tmp_path}: expected at most data.max-bytes = {4 * each - 1} bytes in memory, "
+        f"got {4 * each}"
     )
 
 
@@ -224,7 +226,7 @@ def test_a_small_archive_of_a_large_table_is_refused(tmp_path):
     path.write_bytes(gzip.compress(b"\n" * 5_000_000))
     (tmp_path / "adult.data").unlink()
     message = fault(lambda: load(DataSpec(dataset=dataset, max_bytes=1_000_000)))
-    assert re.match(rf"{path}: needs 1\d{{6}} bytes of memory", message)
+    assert re.match(rf"{path}: expected .* bytes in memory, got 1\d{{6}}$", message)
 
 
 @pytest.mark.parametrize("at", [12, 40, 100])
@@ -340,10 +342,11 @@ def test_images_larger_than_allowed_are_not_decoded(tmp_path, monkeypatch):
     takes = 6 * 3 * 40 * 40
     spec = folder(root, image_size=40)
     message = fault(lambda: load(spec.replace(max_bytes=takes - 1)))
-    assert message == f"{root}: needs {takes} bytes of memory, data.max-bytes is {takes - 1}"
+    limit = f"expected at most data.max-bytes = {takes - 1} bytes in memory"
+    assert message == f"{root}: {limit}, got {takes}"
     assert not list((tmp_path / "cache").glob("*.npy"))
     assert load(spec.replace(max_bytes=takes)).train.x.nbytes == takes
-    assert "bytes of memory" in fault(lambda: load(folder(root, image_size=65_535)))
+    assert "bytes in memory" in fault(lambda: load(folder(root, image_size=65_535)))
 
 
 def test_an_image_of_many_pixels_is_not_decoded(tmp_path):

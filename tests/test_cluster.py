@@ -458,7 +458,7 @@ def test_no_dead_worker_is_used_again_though_its_machine_is_gone(ray):
         workers.run("client-0", used.append, 5.0)
         assert used[0].machine is B
     assert not workers.is_lost
-    assert sum("no worker starts on 10.0.0.1" in line for line in said) == 1
+    assert sum("no worker can start on 10.0.0.1" in line for line in said) == 1
 
 
 def test_if_all_machines_are_gone_the_run_ends(ray):
@@ -585,7 +585,7 @@ def test_a_run_that_is_there_is_neither_touched_nor_asked_about(tmp_path):
 def test_an_address_without_a_cluster_costs_one_line(tmp_path):
     config = small("felo", backend="ray", ray_address="127.0.0.1:1")
     with (
-        pytest.raises(FedhetError, match=r"no Ray cluster replies at 127.0.0.1:1 .*refused"),
+        pytest.raises(FedhetError, match=r"no Ray cluster found at 127.0.0.1:1 .*refused"),
         joined_workers(config, tmp_path / "run", print),
     ):
         raise AssertionError("not reached")

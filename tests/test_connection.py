@@ -133,7 +133,7 @@ def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
     authority = tmp_path / "keys" / "ca.crt"
     with listening(tmp_path / "keys") as address:
         Connection(tmp_path, address, authority).check_reachable()
-    with pytest.raises(FedhetError, match=f"no server replies at {address}"):
+    with pytest.raises(FedhetError, match=f"no server found at {address}"):
         submit(resolve({"method": "local"}), Connection(tmp_path, address, authority), print)
     assert sent == []
 
@@ -181,7 +181,7 @@ def test_a_wrong_ca_or_key_is_one_line_before_flower_is_called(monkeypatch, tmp_
     assert "certificate refused" in words["other authority"]
     assert "cannot read the certificate" in words["no certificate"]
     assert "cannot be read as a public key" in words["private key"]
-    assert "no TLS" in words["no TLS"]
+    assert "TLS error" in words["no TLS"]
     assert "expected HOST:PORT" in words["no port"]
 
 

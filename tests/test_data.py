@@ -199,11 +199,11 @@ def test_impossible_partitions_say_what_to_change() -> None:
     assert "Raise data.alpha, or lower data.min-samples or clients" in message
     message = fault(DIGITS.replace(clients=200))
     assert message == (
-        "clients = 200 with data.min-samples = 10 need 2000 samples, digits has 1438 samples. "
-        "Lower one of the two settings."
+        "clients = 200 with data.min-samples = 10: expected 2000 samples in digits, got 1438 "
+        "samples. Lower one of the two settings."
     )
     message = fault(DIGITS.replace(partition="shards", shards=500))
-    assert "need 4000 shards, digits has 1438 samples" in message
+    assert "expected 4000 shards in digits, got 1438 samples" in message
     message = fault(DIGITS.replace(partition="classes", classes_per_client=11))
     assert message == (
         "data.classes-per-client must be at most 10, the number of classes of digits, got 11"

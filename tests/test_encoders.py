@@ -84,7 +84,7 @@ def trained(made):
 
 
 def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
-    with pytest.raises(ModelError, match="expected texts of up to 14 tokens below 7, got"):
+    with pytest.raises(ModelError, match="expected texts of up to 14 tokens with ids below 7, got"):
         models.build("encoder-1:tiny", (0, 8, 99), 2, seed=0)
     with pytest.raises(ModelError, match="expected texts"):
         models.build("encoder-1:tiny", (3, 8, 8), 2, seed=0)

@@ -175,16 +175,16 @@ def test_the_baseline_runs_on_its_settings(elsewhere, inline):
         ),
         (
             "",
-            "expected exactly one subclass of .*HetStrategy in broken1.mine, found none",
+            "expected exactly one subclass of .*HetStrategy in broken1.mine, got none",
         ),
         (
             "from fedhet.strategies.local import LocalStrategy",
-            "expected exactly one subclass of .*HetClient in broken2.mine, found none",
+            "expected exactly one subclass of .*HetClient in broken2.mine, got none",
         ),
         (
             "from fedhet.strategies.local import LocalStrategy\n"
             "from fedhet.strategies.felo import FeloStrategy",
-            "HetStrategy in broken3.mine, found FeloStrategy, LocalStrategy",
+            "HetStrategy in broken3.mine, got FeloStrategy, LocalStrategy",
         ),
         (
             "from fedhet.clients.local import LocalClient\n"

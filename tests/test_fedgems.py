@@ -653,7 +653,7 @@ def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
 
 def test_generated_rows_are_refused(tmp_path):
     table = {"dataset": "breast-cancer", "public_dataset": "generated", "public_samples": 40}
-    with pytest.raises(SettingsError, match="has no labels, which this method requires"):
+    with pytest.raises(SettingsError, match="must have labels for this method"):
         Server(fedgems(**table), tmp_path / "run")
 
 

@@ -194,8 +194,8 @@ def test_features_may_differ_more_than_weights(tmp_path):
     }  # fmt: skip
     (notice,) = notices
     assert notice == (
-        "client c's reply in round 3 is scaled down, as it is larger than 'defense.clip-factor' "
-        "allows: features by 2, statistics of weights by 5, weights by 5"
+        "client c's reply in round 3 is scaled down, because it exceeds the bound of "
+        "'defense.clip-factor': features by 2, statistics of weights by 5, weights by 5"
     )
 
 

@@ -103,7 +103,7 @@ def test_a_client_that_claims_too_many_samples_is_named_once(notices):
             "a": 100, "b": 120, "c": 1200,
         }  # fmt: skip
     assert notices == [
-        "client c claims 1000000000 samples but counts for 1200: 'engine.samples-cap' allows "
+        "client c reported 1000000000 samples, weighted as 1200: 'engine.samples-cap' is "
         "10 times the median client's samples"
     ]
     del manager.nodes["a"]  # it counts with the median of those who are there

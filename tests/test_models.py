@@ -525,7 +525,8 @@ def test_a_wrong_own_model_is_explained(
 
 
 def test_an_own_model_that_does_not_run_gives_torchs_reason_in_one_line(own: str) -> None:
-    with pytest.raises(ModelError, match=r"does not run on shape \(5,\): RuntimeError: ") as caught:
+    message = r"failed for samples of shape \(5,\): RuntimeError: "
+    with pytest.raises(ModelError, match=message) as caught:
         models.build(f"{own}:unfit", (5,), 3, seed=0)
     assert "\n" not in str(caught.value)
 
@@ -662,8 +663,8 @@ def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             "extractor.seen: changed by a training step, expected the same type and shape,",
         ),
         ("scripted", "register_forward_hook failed: RuntimeError: register_forward_hook is not"),
-        ("everywhere", "extractor.weight: shared by two models, expected new modules at each call"),
-        ("all_frozen", "nothing to train, expected a parameter with requires_grad=True, got 2"),
+        ("everywhere", "extractor.weight: shared by two models, expected new modules in each call"),
+        ("all_frozen", "expected a parameter with requires_grad=True, got only 2 with"),
         ("unsteady", "extractor.weight: changed by a second call of the function, expected the"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_comparisons_figures_too(tmp_path):
         for method in ("felo", "local"):
             make(tmp_path / "runs" / f"{method}-{seed}", method=method, seed=seed)
     out = tmp_path / "out"
-    assert "for a paper: " in call("compare", tmp_path / "runs", "--out", out, "--paper")
+    assert "paper figures: " in call("compare", tmp_path / "runs", "--out", out, "--paper")
     files = {file.stem: file for file in (out / "paper").iterdir()}
     assert set(files) == {"finals", "curves", "costs"}
     assert {round(inches(file)[0], 2) for file in files.values()} == {3.25}

@@ -349,7 +349,7 @@ def test_a_run_that_is_spent_gives_nothing_more_and_is_not_to_blame(tmp_path):
     arrays, _, said = client.fit(message, {})
     assert arrays == []
     assert said["spent"] is True
-    assert "exhausted: the run's 'privacy.epsilon' allows epsilon = 8" in said["error"]
+    assert "exhausted: the limit of the run's 'privacy.epsilon' is epsilon = 8" in said["error"]
     assert len(entries(tmp_path)) == before
     server = Server(private("felo", clients=2, rounds=1), tmp_path / "other")
     server.play(1)
@@ -395,7 +395,7 @@ def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
     told = weights_for(client) if method == "fedavg" else Knowledge()
     _, _, said = client.fit(encode(Envelope("run", method, 1, "server"), told), {})
     assert said["spent"] is True
-    assert "this site allows epsilon = 8" in said["error"]
+    assert "this site's limit is epsilon = 8" in said["error"]
 
 
 def test_what_is_left_of_a_sites_budget_is_enough_for_class_sums_too(tmp_path):
@@ -658,7 +658,7 @@ def test_a_run_that_was_begun_by_an_earlier_version_releases_nothing_more(tmp_pa
     arrays, _, said = client.fit(encode(Envelope("run", "felo", 2, "server"), Knowledge()), {})
     assert arrays == []
     assert said["spent"] is True
-    assert "Nothing more was released" in said["error"]
+    assert "No further data was released" in said["error"]
     assert path.read_text() == before
 
 

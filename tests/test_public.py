@@ -105,10 +105,10 @@ def test_the_wrong_shape_or_classes_are_named(tmp_path):
     name = folder(tmp_path, np.zeros((6, 3), np.float32), np.arange(6) % 3)
     spec = DIGITS.replace(public_fraction=0, public_dataset=name)
     with pytest.raises(
-        DataError, match=r"must have shape \[1, 8, 8\] like the clients' data, got shape \[3\]"
+        DataError, match=r"must have shape \[1, 8, 8\] as in the clients' data, got shape \[3\]"
     ):
         RunData(spec).public_set(*IMAGES, None)
-    with pytest.raises(DataError, match="expected 10 classes like the clients' data, got 3"):
+    with pytest.raises(DataError, match="expected 10 classes as in the clients' data, got 3"):
         RunData(spec).public_set("table", (3,), 10)
     assert len(RunData(spec).public_set("table", (3,), None)) == 12
 
@@ -127,14 +127,14 @@ def test_the_runs_own_dataset_cannot_be_public_too():
 
 
 def test_none_is_named_where_none_is():
-    with pytest.raises(SettingsError, match="no public data: set"):
+    with pytest.raises(SettingsError, match=r"public data not found\. Set"):
         RunData(DIGITS.replace(public_fraction=0)).public_set(*IMAGES, 10)
 
 
 def test_generated_rows_have_no_labels_to_learn_from():
     spec = DataSpec(dataset="breast-cancer", public_dataset="generated", public_samples=20)
     assert len(RunData(spec).public_set("table", (30,), None)) == 20
-    with pytest.raises(SettingsError, match=r"data\.public-dataset = 'generated' has no labels"):
+    with pytest.raises(SettingsError, match=r"data\.public-dataset must have labels .*generated"):
         RunData(spec).public_set("table", (30,), 2)
 
 

@@ -563,9 +563,9 @@ def test_a_pair_is_read(pair, expected):
 
 
 def test_of_one_setting_there_is_one_pair():
-    with pytest.raises(SettingsError, match="'rounds' is set twice"):
+    with pytest.raises(SettingsError, match="'rounds': duplicate, got a second value"):
         parse_pairs(["rounds=1", "seed=2", "rounds=3"])
-    with pytest.raises(SettingsError, match=r"'training\.lr' is set twice; .*'0.2'"):
+    with pytest.raises(SettingsError, match=r"'training\.lr': duplicate, got a second value '0.2'"):
         parse_pairs(["training.lr=0.1", "lr=0.2"])
 
 

@@ -170,10 +170,10 @@ def test_a_bad_file_is_one_line(tmp_path, name, content, fault):
 def test_what_is_too_large_is_refused_before_it_is_unpacked(tmp_path):
     path = tmp_path / "a.csv.gz"
     path.write_bytes(gzip.compress(b"text,label\n" + b" " * 5_000_000))
-    with pytest.raises(DataError, match=r"data\.max-bytes is 100000"):
+    with pytest.raises(DataError, match=r"data\.max-bytes = 100000"):
         load(spec(path, max_bytes=100_000))
     small = write(tmp_path / "b.csv")
-    with pytest.raises(DataError, match="needs 655360 bytes of memory"):
+    with pytest.raises(DataError, match="bytes in memory, got 655360"):
         load(spec(small, max_bytes=100_000, max_tokens=4096))  # 20 texts of 8 bytes a token
 
 
@@ -301,7 +301,7 @@ def test_the_vocabulary_is_part_of_what_clients_agree_on(tmp_path):
     public = spec("x", public_dataset=f"text:{place}", vocabulary=500)
     with pytest.raises(
         DataError,
-        match="texts of up to 128 tokens below 8192 like the clients' data, got texts of up to 128",
+        match="texts of up to 128 tokens below 8192 as in the clients' data, got texts of up to",
     ):
         RunData(public).public_set("text", (0, 128, 8192), None)
 

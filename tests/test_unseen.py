@@ -170,7 +170,7 @@ def test_a_method_that_offers_nothing_says_so(tmp_path):
 
     said: list[str] = []
     run(small("local"), tmp_path / "run", [Hears()])
-    assert any("local has no model for them" in text for text in said)
+    assert any("local trains no model for all clients" in text for text in said)
     found = load_run(tmp_path / "run")
     assert "local offers no model to held-out clients" in remarks(found)
     assert "offers no model to" in render_run(found)

@@ -26,7 +26,7 @@ Part = Literal["all", "trained", "all-but-norms", "extractor", "head"]
 
 - "all": the full model;
 - "trained": the parameters, without the running statistics of batch norms;
-- "all-but-norms": all tensors except those of batch norms;
+- "all-but-norms": all tensors except the tensors of batch norms;
 - "extractor": the layers before the head;
 - "head": the head.
 """

@@ -72,7 +72,7 @@ class KnowledgeError(FedhetError):
 
     @property
     def reason(self) -> str:
-        """The message without the sender: the field and its fault, or the client's own error."""
+        """The message without the sender: field and problem, or the client's reported error."""
         return self.fault if self.field == REPLY else f"{self.field}: {self.fault}"
 
 

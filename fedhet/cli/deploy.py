@@ -45,9 +45,7 @@ Server = Annotated[
 Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="Certificate of the CA.")]
 AuthorityOfServer = Annotated[
     Path | None,
-    typer.Option(
-        "--ca", metavar="FILE", show_default=NONE, help="Certificate of the CA, for a server."
-    ),
+    typer.Option("--ca", metavar="FILE", show_default=NONE, help="Certificate of the server's CA."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 RUNS = Path("runs")
@@ -173,7 +171,7 @@ def certs_command(
         typer.Option(
             metavar="HOST",
             show_default="localhost",
-            help="Name or address under which nodes reach the server. Repeatable.",
+            help="Host name or IP address that nodes use to reach the server. Repeatable.",
         ),
     ] = None,
     node: Annotated[
@@ -192,7 +190,7 @@ def certs_command(
         typer.Option(
             metavar="NAME",
             show_default=NONE,
-            help="Create only the key pair of this node, at a site.",
+            help="Create only the key pair of this node. Run this at the site.",
         ),
     ] = None,
 ) -> None:
@@ -205,11 +203,12 @@ def certs_command(
 
     if key is not None and (renew or host or node or nodes):
         raise SettingsError(
-            "--key creates only a key pair and cannot be combined with other options"
+            "--key cannot be combined with other options, because it creates only a key pair"
         )
     if renew and (node or nodes):
         raise SettingsError(
-            "--renew replaces only the certificate and cannot be combined with --node(s)"
+            "--renew cannot be combined with --node or --nodes, because it replaces only the "
+            "server's certificate"
         )
     if key is not None:
         for path in certs.make_node_key(directory / key):
@@ -352,7 +351,7 @@ def _site_fields(site: Any) -> dict[str, Any]:
 def authority_for(address: str, ca: Path | None) -> Path:
     """Return the path of the CA certificate. Raises SettingsError if it is None."""
     if ca is None:
-        raise SettingsError(f"server {address}: expected the certificate of its CA with --ca")
+        raise SettingsError(f"--ca: not set, expected the CA certificate of server {address}")
     return ca
 
 
@@ -399,7 +398,7 @@ def doctor_command(
     from fedhet.deployment import doctor
 
     if keys is not None and not keys.is_dir():
-        raise typer.BadParameter(f"{keys} is not a directory", param_hint="DIR")
+        raise typer.BadParameter(f"{keys}: expected a directory", param_hint="DIR")
     findings = [*doctor.check_machine(Path.cwd())]
     findings += doctor.check_keys(keys) if keys is not None else ()
     findings += doctor.check_server(server, authority_for(server, ca)) if server is not None else ()

@@ -116,7 +116,9 @@ def example_command(
     kind: Annotated[
         Literal["text", "signal", "table"], typer.Argument(help="Kind of the samples.")
     ],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Output directory; must be new or empty.")
+    ],
 ) -> None:
     """Write a small synthetic dataset of texts, signals or table rows."""
     write_example(kind, directory)

@@ -187,7 +187,7 @@ Preset = Annotated[
         metavar="NAME[,NAME]",
         show_default=NONE,
         autocompletion=complete_preset,
-        help="Presets; later ones override earlier ones. See `fedhet presets`.",
+        help="Presets; later presets override earlier ones. See `fedhet presets`.",
     ),
 ]
 ConfigFile = Annotated[
@@ -221,7 +221,7 @@ Pairs = Annotated[
 TRUST = typer.Option(
     metavar="MODULE[,MODULE]",
     show_default=NONE,
-    help="Modules that the settings in DIR may import, in addition to FEDHET_TRUST.",
+    help="Modules that settings in DIR may import, in addition to those in FEDHET_TRUST.",
 )
 
 

@@ -41,7 +41,7 @@ def compare_command(
         float | None,
         typer.Option(
             metavar="NUMBER",
-            show_default="an accuracy that all reach",
+            show_default="an accuracy that all runs reach",
             help="Target accuracy for the bytes-to-target column, e.g. 0.7.",
         ),
     ] = None,
@@ -122,7 +122,7 @@ def compare_command(
     )
     show_comparison(comparison, out)
     for path in report.write_for_paper(comparison, out, latex=latex, csv=csv):
-        say(f"for a paper: {path}")
+        say(f"paper output: {path}")
     if paper:
         _print_location(report.write_figures_for_paper(comparison, out))
 
@@ -143,7 +143,7 @@ def report_command(
 
 def _print_location(figures: Sequence[Path]) -> None:
     if figures:
-        say(f"for a paper: {figures[0].parent}")
+        say(f"paper figures: {figures[0].parent}")
 
 
 def show_comparison(comparison: report.Comparison, out: Path) -> None:
@@ -285,7 +285,7 @@ def privacy_command(
         typer.Option(
             metavar="COPY",
             show_default=NONE,
-            help="Other copy of LEDGER, such as a backup, whose entries are added first.",
+            help="Another copy of LEDGER, such as a backup, whose entries are added first.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

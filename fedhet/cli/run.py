@@ -110,7 +110,7 @@ def run_command(
     if against is not None:
         if against == values["method"]:
             raise SettingsError(
-                f"--against: expected a different method than the run's, got '{against}'"
+                f"--against: expected a method other than the run's, got '{against}'"
             )
         validate(settings_for_method(values, against))
     _announce(given, f", {len(seed_list)} seeds" if seed_list else "")

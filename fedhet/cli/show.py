@@ -69,7 +69,7 @@ def methods_command(
     for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):
         table = listing(*FIELD_COLUMNS, rows=field_rows(contract))
         table.title, table.title_justify = f"{sender} sends", "left"
-        console.print(table if contract.fields else f"{sender} sends nothing")
+        console.print(table if contract.fields else f"{sender} sends no data")
 
 
 def models_command() -> None:
@@ -80,8 +80,8 @@ def models_command() -> None:
     console.print(listing("model", "family", "description", "source", rows=rows))
     console.print(
         "Custom models: `package.module:function`; see docs/models.md. Pretrained text encoders: "
-        "`encoder-2:NAME`; see docs/data.md. Models NAME-gn have group norms instead of batch "
-        "norms, as differential privacy requires."
+        "`encoder-2:NAME`; see docs/data.md. Models NAME-gn use group normalization "
+        "instead of batch normalization, as required by differential privacy."
     )
 
 

@@ -50,7 +50,7 @@ class Budget:
 
     @classmethod
     def read(cls, text: str) -> Budget:
-        """Parse a budget such as `epsilon=8 delta=1e-5`. Raises SettingsError."""
+        """Parse a budget such as `epsilon=8 delta=1e-5`. Raises SettingsError if it is invalid."""
         try:
             pairs = (each.split("=") for each in text.split())
             values = {name: float(value) for name, value in pairs}
@@ -66,7 +66,7 @@ class Budget:
 
 
 class NodeSettings(Schema):
-    """Settings in `--node-config`. The first two are defined by Flower."""
+    """Settings in `--node-config`. The first two settings are defined by Flower."""
 
     partition_id: int = Field(-1, ge=-1, description="index of the node's data partition")
     num_partitions: CountOrNone = Field(0, description="number of nodes; set by Flower")
@@ -91,7 +91,9 @@ class NodeSettings(Schema):
     )
     allow_downloads: bool = Field(False, description="whether a run may download data")
     min_samples_per_class: Count = Field(
-        1, description="minimum samples of a class for its means to be sent; a run may require more"
+        1,
+        description="minimum number of samples of a class whose mean is sent; a run may require "
+        "more",
     )
     max_seconds: Count = Field(21_600, description="maximum duration of a round, in seconds")
     max_epochs: Count = Field(1000, description="maximum number of epochs per round")
@@ -101,15 +103,18 @@ class NodeSettings(Schema):
     privacy: str = Field(
         "",
         description="privacy budget over all runs, e.g. epsilon=8 delta=1e-5; runs without privacy "
-        "are rejected; empty = no limit in addition to the run's",
+        "are rejected; empty = only the run's limit",
     )
 
     def budget(self) -> Budget | None:
-        """Return the site's privacy budget, or None if it has none. Raises SettingsError."""
+        """Return the site's privacy budget, or None if the site has no budget.
+
+        Raises SettingsError if the setting is invalid.
+        """
         return Budget.read(self.privacy) if self.privacy else None
 
     def training(self, run: RunSettings) -> TrainingSettings:
-        """Return the training settings of the run, overridden by those of the node."""
+        """Return the training settings of the run, overridden by the node's settings."""
         overrides = {name: value for name in OWN_TRAINING if (value := getattr(self, name))}
         return training_of(run, self.partition_id).model_copy(update=overrides)
 

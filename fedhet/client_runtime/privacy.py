@@ -205,10 +205,10 @@ class DifferentialPrivacy(NoPrivacy):
             site_noise = calibrate_noise(site_settings, self.plan, self._node.budget.epsilon, past)
         except SettingsError:
             raise PrivacyError(
-                "privacy budget exhausted: this site allows epsilon = "
+                "privacy budget exhausted: this site's limit is epsilon = "
                 f"{self._node.budget.epsilon:g} at delta = {site_settings.delta:g}, and earlier "
-                f"runs consumed {consumed:.3g}. The rest does not cover the rounds of this run. "
-                "Nothing was released."
+                f"runs consumed {consumed:.3g}. The remaining budget does not cover the rounds of "
+                "this run. No data was released."
             ) from None
         return site_noise if site_noise.gradients > noise.gradients else noise
 
@@ -373,13 +373,14 @@ class DifferentialPrivacy(NoPrivacy):
                 raise PrivacyError(
                     f"cannot guarantee {name}: the ledger contains entries of infinite epsilon, "
                     "for example from versions whose noise can be removed. `fedhet privacy LEDGER` "
-                    "counts these entries. Nothing more was released."
+                    "counts these entries. No further data was released."
                 )
             if epsilon and total > epsilon * (1 + 1e-9):
                 raise PrivacyError(
-                    f"privacy budget exhausted: {name} allows epsilon = {epsilon:g} at delta = "
-                    f"{delta:g}, and round {self._charged} would raise the consumed epsilon from "
-                    f"{epsilon_of(consumed, delta):.3g} to {total:.3g}. Nothing more was released."
+                    f"privacy budget exhausted: the limit of {name} is epsilon = {epsilon:g} at "
+                    f"delta = {delta:g}, and round {self._charged} would raise the consumed "
+                    f"epsilon from {epsilon_of(consumed, delta):.3g} to {total:.3g}. "
+                    "No further data was released."
                 )
 
 

@@ -238,7 +238,7 @@ class ClientRecord(BaseModel):
     def node(
         self, config: Config, state_dir: Path, device: str = "cpu", data: RunData | None = None
     ) -> Node:
-        """Return the client's node with the given state directory, like `read_node`."""
+        """Create the client's node with the given state directory, as `read_node` does."""
         training = config.run.training
         return Node(
             self.client,

@@ -415,9 +415,9 @@ class HetClient(NumPyClient):
     ) -> tuple[float, int, dict[str, Scalar]]:
         """Evaluate the current models; the instruction may be empty.
 
-        If the method sets `learns_last`, a client that has trained before first trains on the
-        instruction. A held-out client evaluates the model that it is offered. With `[privacy]` it
-        does not, because its local epoch would not be protected.
+        If the method sets `learns_last`, a client that has already trained trains on the
+        instruction before it evaluates. A held-out client evaluates the offered model, but not with
+        `[privacy]`, because its local epoch would not be protected.
         """
         try:
             with self.state.offloading(), self.privacy.redacting_errors():

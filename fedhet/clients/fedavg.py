@@ -19,7 +19,7 @@ class FedAvgClient(HetClient):
     settings: FedAvgSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the model after training, and the model with the averages if they were sent."""
+        """Return the private model and, if the server sent averages, a model that contains them."""
         models = {"private": self.private}
         if weights := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.width), weights)

@@ -4,4 +4,4 @@ from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedBnClient(FedAvgClient):
-    """Trains the full model, and sends all tensors except those of batch norms."""
+    """Trains the full model, and sends all tensors except the tensors of batch norms."""

@@ -270,7 +270,7 @@ def _check_training_and_pool(config: Config) -> None:
     for model in pool:
         if model in models.WITHOUT_GRADIENTS and not spec.any_model:
             able = ", ".join(m for m, each in all_methods()[0].items() if each.spec.any_model)
-            problem = f"{model} has no gradients (supported by {able})"
+            problem = f"models without gradients, such as {model}, are supported only by {able}"
             raise invalid_setting("models.pool", pool, f"neural networks with {name}", problem)
 
 

@@ -135,7 +135,7 @@ def expand_names(given: Iterable[tuple[str, object]], method: str | None) -> dic
     for key, value in given:
         name = full_name(key, known)
         if name in values:
-            raise SettingsError(f"setting '{name}' is set twice; the second value is {value!r}")
+            raise SettingsError(f"setting '{name}': duplicate, got a second value {value!r}")
         values[name] = value
     return values
 

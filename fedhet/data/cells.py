@@ -466,7 +466,7 @@ def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
                     column.append("")
         check_max_bytes(size, spec, path)
     if not lines:
-        raise DataError(f"{path}: holds no rows")
+        raise DataError(f"{path}: no rows found")
     if "" in columns:
         columns["Unnamed: 0"] = columns.pop("")
     usable = {name: column for name, column in columns.items() if name not in unusable}

@@ -241,8 +241,9 @@ def decode_blocks(files: Sequence[str], form: Form) -> Iterator[Pixels]:
             needed = 4 * _THREADS * image.width * image.height
             if needed > form.max_bytes:  # even if it is resized afterwards
                 raise DataError(
-                    f"{path}: decoding {_THREADS} images of {image.width} x {image.height} pixels "
-                    f"needs {needed} bytes of memory, data.max-bytes is {form.max_bytes}"
+                    f"{path}: expected at most data.max-bytes = {form.max_bytes} bytes in memory, "
+                    f"got {needed} to decode {_THREADS} images of {image.width} x {image.height} "
+                    "pixels"
                 )
             return to_pixels(image, form, f"{path}:")
 

@@ -38,9 +38,9 @@ _MIN_TRAIN = 2
 def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     """Partition the training set, except with `superclasses` (see `assign`).
 
-    All rows are assigned, except the remainder of equally sized `shards`, and with `classes` any
-    class that no client drew. The latter occurs only if clients x classes-per-client is barely as
-    large as the number of classes.
+    All rows are assigned, with two exceptions: the remainder of equally sized `shards` and, with
+    `classes`, the rows of classes that no client drew. The second exception occurs only if
+    clients x classes-per-client hardly exceeds the number of classes.
 
     Returns:
         Row numbers of each client, sorted and disjoint.
@@ -107,8 +107,8 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     for setting, (count, what) in needed.items():
         if (total := spec.clients * count) > rows:
             raise DataError(
-                f"clients = {spec.clients} with {setting} = {count} need {total} {what}, "
-                f"{spec.dataset} has {rows} samples. Lower one of the two settings."
+                f"clients = {spec.clients} with {setting} = {count}: expected {total} {what} in "
+                f"{spec.dataset}, got {rows} samples. Lower one of the two settings."
             )
     if spec.partition == "classes":
         if spec.classes_per_client > num_classes:
@@ -273,14 +273,14 @@ class Assignment:
 
 
 def classes_by_superclass(superclasses: Superclasses) -> dict[str, tuple[str, ...]]:
-    """Return the classes of each superclass by its name, or by "a+b" for custom superclasses."""
+    """Return the classes by superclass; a custom superclass of classes a and b is named "a+b"."""
     if isinstance(superclasses, str):
         return GROUPINGS[superclasses]
     return {"+".join(group): group for group in superclasses}
 
 
 def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
-    """Replace the classes of a dataset by superclasses; `subclasses` keeps the original labels.
+    """Replace the classes of a dataset with superclasses; `subclasses` keeps the original labels.
 
     Raises SettingsError unless every class is in exactly one superclass.
     """
@@ -389,10 +389,10 @@ def _draw_class(
 def _draw_subclasses(
     remaining: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, only_enough: bool
 ) -> Index:
-    """Draw the subclasses of one client: all (IID), or `data.subclasses` many.
+    """Draw the subclasses of one client: all (IID), or the number in `data.subclasses`.
 
-    With `only_enough`, draws only subclasses with enough remaining rows, if necessary in another
-    number.
+    With `only_enough`, draws only subclasses with enough remaining rows; their number may differ
+    from the setting.
     """
     present = np.array(sorted(remaining))
     if spec.subclasses == "all":

@@ -226,14 +226,15 @@ def check_max_bytes(size: int, spec: DataSettings, where: object) -> None:
     """Raise DataError if data read from `where` exceeds `data.max-bytes` in memory."""
     if size > spec.max_bytes:
         raise DataError(
-            f"{where}: needs {size} bytes of memory, data.max-bytes is {spec.max_bytes}"
+            f"{where}: expected at most data.max-bytes = {spec.max_bytes} bytes in memory, got "
+            f"{size}"
         )
 
 
 def no_test_error(owner: str, spec: DataSpec) -> DataError:
     """Return the error for a client without any test samples."""
     return DataError(
-        f"{owner}: no test samples: data.test-fraction must be above 0 if there is no common test "
+        f"{owner}: no test samples found, data.test-fraction must be above 0 without a common test "
         f"set, got {spec.test_fraction:g}"
     )
 

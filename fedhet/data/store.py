@@ -175,17 +175,17 @@ class RunData:
         """
         if classes is not None and self.spec.public_dataset == GENERATED:
             raise SettingsError(
-                f"data.public-dataset = {GENERATED!r} has no labels, which this method requires. "
+                f"data.public-dataset must have labels for this method, got {GENERATED!r}. "
                 "Use another dataset, or data.public-fraction."
             )
         public = self.once("public", self._read_public)
         where = f"data.public-dataset {public.name!r}"
         if (public.kind, public.shape) != (kind, shape):
             got, rule = KINDS[public.kind].describe(public.shape), KINDS[kind].describe(shape)
-            raise DataError(f"{where}: samples must have {rule} like the clients' data, got {got}")
+            raise DataError(f"{where}: samples must have {rule} as in the clients' data, got {got}")
         if classes not in (None, len(public.classes)):
             got = f"got {len(public.classes)}"
-            raise DataError(f"{where}: expected {classes} classes like the clients' data, {got}")
+            raise DataError(f"{where}: expected {classes} classes as in the clients' data, {got}")
         return public.train
 
     def validate(self) -> None:
@@ -250,7 +250,7 @@ class RunData:
             dataset = self.dataset
             if dataset.public is None:
                 raise SettingsError(
-                    "no public data: set data.public-dataset or data.public-fraction"
+                    "public data not found. Set data.public-dataset or data.public-fraction."
                 )
             return replace(dataset, train=dataset.public, test=None, public=None)
         source, rng = self._source, numpy_rng(spec.seed, "public-samples")

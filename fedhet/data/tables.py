@@ -207,7 +207,7 @@ def _infer_column(
     """Infer the encoding of a column. Raises DataError if it is ambiguous or unsuitable."""
     values, where = Distinct.of(cells.column(name)), f"{cells.path}: column {name!r}"
     if all(is_missing(text, spec.missing) for text in values.texts):
-        raise DataError(f"{where} is empty; exclude it with data.columns")
+        raise DataError(f"{where}: no values found. Exclude it with data.columns.")
     try:
         reading = recognize(
             values,

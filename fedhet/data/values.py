@@ -165,7 +165,7 @@ def _plain(text: str) -> float:
 
 
 def _parts(text: str) -> tuple[str, str]:
-    """Split a value into number and unit; ("", "") if it contains no number."""
+    """Split a value into number and unit, or return ("", "") if it contains no number."""
     text = text.translate(_SIGNS)
     sign = ""
     if match := _WRAPPED.fullmatch(text):  # spreadsheets write ="12" and '12, accountants (12)
@@ -202,7 +202,7 @@ def _clock(text: str) -> float:
 
 
 def parse_numbers(texts: Sequence[str], written: str, unit: str) -> Numbers:
-    """Parse numbers [D] in a notation and with a unit; NaN for other texts."""
+    """Parse numbers [D] in a notation and with a unit; other texts become NaN."""
     if written == CLOCK:
         return np.array([_clock(text) for text in texts], np.float64)
     numbers = np.empty(len(texts))
@@ -367,7 +367,7 @@ def _date(text: str, order: str) -> float:
 
 
 def parse_dates(texts: Sequence[str], written: str) -> Numbers:
-    """Parse dates [D] in a notation as days since 1970; NaN for other texts."""
+    """Parse dates [D] in a notation as days since 1970; other texts become NaN."""
     order = DATES.get(written, "")
     return np.array([_date(text, order) for text in texts], np.float64)
 
@@ -537,7 +537,7 @@ def class_words(
         if len(numbers) > (1 - MAX_ODD) * len(classes):
             raise DataError(
                 f"{path}: column {column!r}: expected classes, got {len(numbers)} different "
-                f"numbers from {min(numbers):g} to {max(numbers):g}; regression is not supported. "
+                f"numbers from {min(numbers):g} to {max(numbers):g}; regression is unsupported. "
                 "Replace the numbers with classes, or name the column in data.categories if each "
                 "number is a class."
             )

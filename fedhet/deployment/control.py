@@ -151,13 +151,13 @@ class Connection:
             ) from None
         except ssl.SSLError as error:
             raise FedhetError(
-                f"server {self.address}: no TLS ({error.reason}), expected the port of Flower's "
-                "control API with TLS"
+                f"server {self.address}: TLS error ({error.reason}), expected the port of "
+                "Flower's control API with TLS"
             ) from None
         except OSError:
             raise FedhetError(
-                f"no server replies at {self.address}. Check that it is running and that the port "
-                "is forwarded."
+                f"no server found at {self.address}. Check that the server is running and that the "
+                "port is forwarded."
             ) from None
 
     def is_listening(self) -> bool:
@@ -199,8 +199,8 @@ class Connection:
     def environment(self) -> dict[str, str]:
         """Return the environment variables for Flower's programs."""
         programs = str(Path(sys.executable).parent)
-        # Use no proxy, which cannot reach this machine's loopback. `check_reachable` has reached
-        # the server directly. gRPC and Python read different names of the variable.
+        # Bypass proxies, because a proxy cannot reach this machine's loopback. `check_reachable`
+        # has reached the server directly. gRPC and Python read different names of the variable.
         direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]
         without_proxy = ",".join(filter(None, [*direct, self.endpoint[0]]))
         return {
@@ -282,7 +282,7 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
     status = str(json.loads(listed)["runs"][0]["status"])
     if status != COMPLETED:
         raise FedhetError(
-            f"run {run_id} ended with status {status!r}. See the lines above and the server's log."
+            f"run {run_id} ended with status {status!r}. See the output above and the server's log."
         )
 
 

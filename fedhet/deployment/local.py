@@ -90,7 +90,7 @@ class LocalDeployment:
         (self.root / "log").mkdir(exist_ok=True)
 
     def start_server(self) -> None:
-        """Start the SuperLink, and wait until it listens. Its database is kept after a stop."""
+        """Start the SuperLink, and wait until it listens. Its database outlives the process."""
         self._start(
             "server",
             "flower-superlink",
@@ -112,7 +112,7 @@ class LocalDeployment:
                 time.sleep(0.1)
 
     def register(self, index: int) -> None:
-        """Register a node at the server, with its public key and its client's name."""
+        """Register a node with the server, with its public key and its client's name."""
         key = self.certs / certs.NODES / f"{site_name(index)}.pub"
         self.connection.register(key, client_name(index, self.nodes))
 
@@ -186,7 +186,7 @@ def deploy_local(
         say: Shows a message to the user.
 
     Raises:
-        FedhetError: The run failed.
+        FedhetError: If the run fails.
     """
     say(f"reading {config.run.data.dataset} and splitting it between the clients")
     data = RunData.of(config.run)

@@ -59,7 +59,7 @@ class ReachableClients(SimpleClientManager):
         """Return all clients. Raises FedhetError if no worker is left."""
         if self._pool.is_lost:
             raise FedhetError(
-                "no worker is left on Ray: its machines are gone, or workers do not start on them. "
+                "no worker is left on Ray: its machines are lost, or workers cannot start on them. "
                 "Use --resume to continue the run when the machines are available."
             )
         return super().all()

@@ -257,7 +257,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
             socket.create_connection(split_host_port(address), CONNECT_SECONDS).close()
         except OSError as error:
             raise FedhetError(
-                f"no Ray cluster replies at {address} ({error_reason(error)}). Start a cluster "
+                f"no Ray cluster found at {address} ({error_reason(error)}). Start a cluster "
                 "with `ray start --head`, which prints its address."
             ) from error
     try:

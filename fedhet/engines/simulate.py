@@ -192,7 +192,7 @@ def baseline_of(config: Config, directory: Path, method: str) -> Config:
     experiment.
     """
     if method == config.method.name:
-        raise SettingsError(f"against: must differ from the run's own method, got {method!r}")
+        raise SettingsError(f"against: expected a method other than the run's, got {method!r}")
     out = str((directory / BASELINE).resolve())
     return resolve({**settings_for_method(config.flat(), method), "out": out, "resume": True})
 

@@ -319,8 +319,8 @@ class WorkerPool:
             except Exception as error:
                 LOG.warning("%s", error)
                 self.notice(
-                    f"no worker starts on {worker.machine.address} ({type(error).__name__}): the "
-                    "run continues without it"
+                    f"no worker can start on {worker.machine.address} ({type(error).__name__}): "
+                    "the run continues without this machine"
                 )
 
 

@@ -62,7 +62,7 @@ def read_finished(folder: Path) -> list[TableResult]:
 
 @dataclass(frozen=True)
 class TestedClaim:
-    """A claim of a paper's table in one size, and the comparisons that test it."""
+    """A paper's claim, tested on one size of a table, and the comparisons that test it."""
 
     result: TableResult
     says: str
@@ -128,7 +128,7 @@ def claims_in(tables: Iterable[TableResult]) -> list[TestedClaim]:
 
 
 def claims_of(table: str) -> list[str]:
-    """Return the claims of a table's paper about it, without duplicates."""
+    """Return the paper's claims about a table, without duplicates."""
     return [*dict.fromkeys(claim.says for claim in read_table(table).claims)]
 
 
@@ -174,7 +174,7 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
 def paper_part(results: Sequence[TableResult]) -> str:
     """Return a section for each table of a paper: numbers, verdicts on claims, and the command.
 
-    The section shows the largest size that was made, and counts the verdicts of the others.
+    The section shows the largest size that was made, and counts the verdicts of the other sizes.
     """
     by_table: dict[str, list[TableResult]] = {}
     for result in results:

@@ -38,7 +38,7 @@ TablesOut = Annotated[
         metavar="DIR",
         show_default=str(TABLES),
         help="Directory of the runs and tables. For claims and --show: directory of finished "
-        "tables; defaults to those that come with fedhet if there are none.",
+        "tables; defaults to the tables included in fedhet if it contains none.",
     ),
 ]
 Jobs = Annotated[
@@ -76,7 +76,7 @@ TableMethods = Annotated[
         "--methods",
         metavar="NAME[,NAME]",
         show_default="all",
-        help="Methods of the table field, including custom ones.",
+        help="Methods of the table field, including custom methods.",
     ),
 ]
 TableRows = Annotated[
@@ -89,7 +89,7 @@ TableRows = Annotated[
     ),
 ]
 Latex = Annotated[
-    bool, typer.Option("--latex", help="Write LaTeX tables in addition, with booktabs rules.")
+    bool, typer.Option("--latex", help="Also write the tables as LaTeX, with booktabs rules.")
 ]
 TableJson = Annotated[
     bool,
@@ -128,7 +128,7 @@ def table_command(
         raise SettingsError(f"'--rows': must be used with a paper's table, got {name!r}")
     if name is None:
         rows_listed = json.loads(LIST.read_text(encoding="utf-8"))
-        console.print(listing("table", "what it is", "source", "runs a seed", rows=rows_listed))
+        console.print(listing("table", "description", "source", "runs per seed", rows=rows_listed))
         return
     if show and name in ("claims", "field"):
         raise SettingsError(f"'--show': must be used with a paper's table, got {name!r}")

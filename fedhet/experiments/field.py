@@ -92,7 +92,7 @@ class Ranking:
     """Critical difference if each seed of a cell counted as an independent data set."""
 
     def behind(self, method: str) -> bool:
-        """Return whether a method is significantly worse than the best one."""
+        """Return whether a method is significantly worse than the best method."""
         return bool(self.ranks[method] - self.ranks.iloc[0] > self.critical)
 
 
@@ -208,7 +208,7 @@ def kind_of(run: Run, protocol: str) -> str:
 
 
 def _measured(run: Run, ceiling: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a run's accuracies, costs, and costs up to a fraction of the ceiling's accuracy."""
+    """Return a run's accuracies and costs, and the costs of reaching 90 % of the `ceiling`."""
     federated = not find_method(run.method).spec.simulation_only
     sent, until = run.totals["bytes_up"] + run.totals["bytes_down"], dict[str, Value]()
     elapsed = run.costs["clock"] if run.has_clock else run.costs["seconds"].cumsum()
@@ -311,7 +311,7 @@ def matrix(results: FieldResults, measure: str) -> Cells:
 
 
 def every(results: FieldResults) -> Cells:
-    """Return one row per method and cell: all measurements, or the reason why there are none."""
+    """Return one row per method and cell, with all measurements or the reason for their absence."""
     cells = results.plan.every
     columns: dict[str, Sequence[Cell]] = {
         "method": [Cell(each.method) for each in cells],

@@ -90,7 +90,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
             raise SettingsError(f"'--rows': expected rows of {word} ({rows_known}), got {start!r}")
     for found in plans:
         for notice in found.replaced:
-            say(f"{found.name}: {notice}, by --set")
+            say(f"{found.name}: {notice}, as set with --set")
     runs = each_once(run for found in plans for run in found.runs_of(rows))
     for run in runs:
         resolve(run.values)  # all are checked before the first one starts
@@ -105,11 +105,11 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
         show_result(results.result, results.plan.table)
         say(f"table: {paper.write_results(results, out)}")
         if wanted.latex:
-            say(f"for a paper: {paper.write_latex(results, out)}")
+            say(f"LaTeX table: {paper.write_latex(results, out)}")
     if len(made) > 1:
         console.print(printed(paper.overview(made)))
         paper.write_overview(made, out / f"{word}-{wanted.size}.md")
-        say(f"all of them: {out / f'{word}-{wanted.size}.md'}")
+        say(f"overview: {out / f'{word}-{wanted.size}.md'}")
     raise_faults(faults)
 
 
@@ -143,7 +143,7 @@ def make_field(methods: Sequence[str], wanted: Wanted) -> None:
         console.print(printed(field.ranks(results)))
         say(f"table: {field.write_field(results, wanted.out)}")
         if wanted.latex:
-            say(f"for a paper: {field.write_latex(results, wanted.out)}")
+            say(f"LaTeX table: {field.write_latex(results, wanted.out)}")
     raise_faults(faults)
 
 

@@ -1,7 +1,7 @@
 """Declarations of tables in TOML files, and the runs that their cells need.
 
 The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, printed numbers, and
-claims. A cell is one run per seed. Its settings are those of the size, overridden by the column,
+claims. A cell is one run per seed. The settings of the size are overridden by the column,
 the row, and the entry in `places` for both, in this order; each applies its presets first. Cells
 with equal settings share their runs, so rows or columns can show different models of one run. The
 table of all methods, `field.toml`, combines model architectures with splits of the data.
@@ -79,7 +79,7 @@ class _Part(BaseModel):
 
 
 class Change(_Part):
-    """Settings that override earlier ones: first those of presets, then individual settings."""
+    """Settings that override earlier settings: first of presets, then individual settings."""
 
     preset: str = ""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -106,13 +106,13 @@ class Line(_Part):
     metric: Metric = ""
 
     def changes(self, size: Size) -> list[Change]:
-        """Return the settings in a size; later ones override earlier ones."""
+        """Return the settings in a size; later settings override earlier settings."""
         own: Change | None = getattr(self, size)
         return [self.every, *([own] if own else [])]
 
 
 class Row(Line):
-    """A row: a method, or a variant of one."""
+    """A row: a method or a variant of a method."""
 
     method: str
     printed: dict[str, Printed] = Field(default_factory=dict)
@@ -171,7 +171,7 @@ class PaperTable(_Part):
         return [column for column in self.columns if size in column.sizes]
 
     def changes(self, row: Row, column: Line, size: Size) -> list[Change]:
-        """Return the settings of a cell in a size; later ones override earlier ones."""
+        """Return the settings of a cell in a size; later settings override earlier settings."""
         found = [self.sizes[size], *column.changes(size), *row.changes(size)]
         for place in self.places:
             if place.name == row.name and column.name in place.columns:
@@ -209,7 +209,7 @@ class Architectures(Line):
     """Pools for methods that cannot train this one; `name` is the method."""
 
     def of(self, method: str, size: Size) -> list[Change]:
-        """Return the settings of a method in a size; later ones override earlier ones."""
+        """Return the settings of a method in a size; later settings override earlier settings."""
         own = (line for line in self.instead if line.name == method)
         return [*self.changes(size), *(change for line in own for change in line.changes(size))]
 
@@ -338,7 +338,7 @@ class Plan:
         lines: list[Line] = [*self.table.rows_in(self.size), *self.table.columns_in(self.size)]
         lines += self.table.places
         return [
-            f"'{line.name}' has {name} = {as_text(self.over[name])} instead of its own {own}"
+            f"'{line.name}' has {name} = {as_text(self.over[name])} instead of {own}"
             for line in lines
             for change in line.changes(self.size)
             for name in sorted(change.settings.keys() & self.over.keys())
@@ -429,7 +429,7 @@ def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[
 
 @dataclass(frozen=True)
 class FieldCell:
-    """A cell of the table of all methods: its runs by seed, or the reason why it has none."""
+    """A cell of the table of all methods: its runs by seed, or the reason why it has no runs."""
 
     method: str
     cell: Place

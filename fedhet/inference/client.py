@@ -110,7 +110,7 @@ class TrainedClient:
         """
         if kind not in self.kinds:
             raise StateError(
-                f"{self.record.client}: expected a kind of model from "
+                f"{self.record.client}: kind of model must be one of "
                 f"{', '.join(self.kinds) or 'none'}, got '{kind}'{nearest(kind, self.kinds)}. "
                 "Shared models are stored by the server."
             )

@@ -110,8 +110,8 @@ def export(trained: TrainedClient, form: str, path: Path, kind: str = "private")
     model = trained.model(kind)
     if isinstance(model, Refitted):
         raise ModelError(
-            f"{trained.record.client}: cannot export model '{model.name}', which is not stored but "
-            "fitted again on the client's data. Use `fedhet predict`, or "
+            f"{trained.record.client}: cannot export model '{model.name}', because it is not "
+            "stored, but refitted on the client's data. Use `fedhet predict`, or "
             "`fedhet.load(DIR).model(CLIENT)`."
         )
     text = card(trained, kind, form, is_scaling=form != "safetensors")

@@ -47,7 +47,7 @@ class CrossEntropy(nn.Module):
 class LabelSpace(nn.Module):
     """Module that restricts logits and labels to the label space of a client.
 
-    A loss of the result has no gradient with respect to other classes.
+    A loss computed from its outputs has no gradient with respect to the logits of other classes.
     """
 
     space: Tensor

@@ -16,8 +16,8 @@ class CentralSettings(MethodSettings):
 
     trains_on: Literal["clients", "clients+public", "public"] = Field(
         "clients",
-        description="training data: all clients' samples, these and labeled public data, or "
-        "public data alone",
+        description="training data: all clients' samples, all clients' samples and labeled public "
+        "data, or public data alone",
     )
     model: ModelName = Field("", description="model; empty = the model of the first client")
 

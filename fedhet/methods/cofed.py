@@ -33,20 +33,22 @@ class CofedSettings(MethodSettings):
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.3,
-        description="fraction of votes that a class must exceed as a pseudolabel (alpha, Eq. 18)",
+        description="fraction of votes that a class must exceed to become a pseudolabel (alpha, "
+        "Eq. 18)",
     )
     credibility: Literal["equal", "samples"] | Weights = Field(
         "equal",
-        description="weights in the vote: equal, by training samples, or a table {site-a = 2}",
+        description="voting weights: equal, by number of training samples, or a table {site-a = 2}",
     )
     iterations: Count = Field(
         1,
-        description="iterations of prediction, vote and update training; rounds = iterations + 1",
+        description="iterations of prediction, voting, and update training; rounds = "
+        "iterations + 1",
     )
     margin: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="participants abstain if their two highest probabilities differ by at most "
-        "this; 0 = never",
+        description="maximum difference between a participant's two highest probabilities at which "
+        "it abstains; 0 = never abstain",
     )
     update_epochs: CountOrNone = Field(
         0, description="epochs of update training for networks; 0 = training.local-epochs"

@@ -29,16 +29,16 @@ class FedGemsSettings(MethodSettings):
     )
     self_training: bool = Field(
         True,
-        description="train on correctly predicted samples with their labels alone (Table 5)",
+        description="whether to train on correctly predicted samples with labels alone (Table 5)",
     )
     self_distillation: bool = Field(
         True,
-        description="train on previously correct samples with their earlier logits (Table 5)",
+        description="whether to train on previously correct samples with earlier logits (Table 5)",
     )
     ensemble: Literal["weighted", "mean", "none"] = Field(
         "weighted",
-        description="client logits that the server learns: weighted (Eq. 4), mean, or none (Table "
-        "5)",
+        description="client logits on which the server trains: weighted (Eq. 4), mean, or none "
+        "(Table 5)",
     )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"

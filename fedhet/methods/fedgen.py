@@ -28,7 +28,7 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     )
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         0.98,
-        description="factor on alpha and beta in each round; 1 = constant weights",
+        description="decay factor of alpha and beta per round; 1 = constant weights",
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",

@@ -22,7 +22,7 @@ class FedGktSettings(MethodSettings):
 
     feature_dim: Count = Field(64, description="width D of the features that are sent")
     server_model: ModelName = Field(
-        "mlp3", description="model of the server, which takes feature vectors, e.g. an mlp"
+        "mlp3", description="model of the server, with feature vectors as input, e.g. an mlp"
     )
     server_epochs: Count = Field(
         10, description="server training epochs on the features of all clients, per round"

@@ -32,7 +32,8 @@ class FedKdSettings(fedavg.FedAvgSettings):
     )
     intensity_learned: bool = Field(
         True,
-        description="propagate gradients through these task losses; false = use them as constants",
+        description="whether gradients propagate through the task losses of 'intensity'; false = "
+        "the losses are constants",
     )
     hidden_weight: NonNegative = Field(
         1.0, description="weight of the distance between the features of both models; 0 = none"

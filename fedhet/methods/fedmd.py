@@ -52,8 +52,8 @@ class SoftLabelSettings(ConsensusSettings):
 
     public_epochs: CountOrNone = Field(
         0,
-        description="client epochs on labeled public data before round 1; 0 = none, no labels "
-        "needed",
+        description="client epochs on labeled public data before round 1; 0 = none, which requires "
+        "no labels",
     )
 
 
@@ -62,8 +62,8 @@ class FedMdSettings(DigestSettings):
 
     public_epochs: CountOrNone = Field(
         10,
-        description="client epochs on labeled public data before round 1; 0 = none, no labels "
-        "needed",
+        description="client epochs on labeled public data before round 1; 0 = none, which requires "
+        "no labels",
     )
     loss: DigestLoss = Field(
         "mae",

@@ -46,7 +46,7 @@ class FedTypeSettings(MethodSettings):
         "each model",
     )
     set_loss: Literal["mean", "sum"] = Field(
-        "mean", description="reduction of Eq. 3 over the labels of a set; the paper prints the sum"
+        "mean", description="reduction of Eq. 3 over the labels of a set; sum = as in the paper"
     )
     labels: Literal["own", "all"] = Field(
         "own", description="labels that a set may contain: the labels in the client's data, or all"
@@ -57,7 +57,7 @@ class FedTypeSettings(MethodSettings):
     )
     quantile: Literal["plain", "corrected"] = Field(
         "plain",
-        description="quantile for tau: 1 - theta, or with the finite-sample correction, as printed",
+        description="quantile for tau: 1 - theta, or the paper's, with a finite-sample correction",
     )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",
@@ -71,8 +71,8 @@ class FedTypeSettings(MethodSettings):
     )
     shrinks: Literal["proxy", "both"] = Field(
         "proxy",
-        description="conformal sets that g shrinks: only the proxy's sets, or, as in the paper, "
-        "the sets of both models",
+        description="conformal sets that the function g shrinks: only the proxy's sets, or, as "
+        "in the paper, the sets of both models",
     )
     lambda_: NonNegative = Field(0.5, description="penalty of RAPS on ranks beyond k-reg")
     k_reg: Literal["auto"] | Rank = Field(

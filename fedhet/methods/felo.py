@@ -35,7 +35,7 @@ class FeloSettings(MethodSettings):
         "(unit)",
     )
     share_weights: bool = Field(
-        True, description="also send the weights, which are averaged per architecture"
+        True, description="whether to also send the weights, which are averaged per architecture"
     )
 
 

@@ -30,11 +30,12 @@ class HeteroFlSettings(FedAvgSettings):
         "clients", description="weights of the clients in averages: equal, or by numbers of samples"
     )
     scaler: bool = Field(
-        True, description="divide the features of narrow models by their width during training"
+        True,
+        description="whether to divide the features of narrow models by their width in training",
     )
     masked: bool = Field(
         True,
-        description="set logits of classes that a client lacks to 0 in the loss",
+        description="whether to set the logits of a client's missing classes to 0 in the loss",
     )
 
     @property

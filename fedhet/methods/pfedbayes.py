@@ -22,7 +22,7 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
     )
     noise: NonNegative = Field(
         0.001,
-        description="factor on the noise of sampled weights; 1 = as in the paper",
+        description="scale factor of the noise of sampled weights; 1 = as in the paper",
     )
     steps: Count = Field(5, description="steps on the personal distribution, per batch")
 

@@ -163,6 +163,6 @@ def _find_class(name: str, path: str, base: str) -> Any:
         names = ", ".join(sorted(cls.__name__ for cls in leaves)) or "none"
         raise SettingsError(
             f"setting 'method' = '{name}': expected exactly one subclass of {BASES[base]}.{base} "
-            f"in {path}, found {names}"
+            f"in {path}, got {names}"
         )
     return leaves[0]

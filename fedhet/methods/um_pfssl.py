@@ -37,11 +37,11 @@ class UmPfsslSettings(MethodSettings):
     )
     divergence: Divergence = Field(
         "forward",
-        description="direction of Eq. 5: KL(pseudo-label, model), or KL(model, pseudo-label) as "
-        "printed",
+        description="direction of Eq. 5: KL(pseudo-label, model), or KL(model, pseudo-label) as in "
+        "the paper",
     )
     pseudo_labels: bool = Field(
-        True, description="train on pseudo-labels; false = train on labels alone"
+        True, description="whether to train on pseudo-labels; false = train on labels alone"
     )
 
     def refresh_rounds(self, fraction: float) -> int:

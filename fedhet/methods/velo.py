@@ -21,8 +21,8 @@ class VeloSettings(felo.FeloSettings):
     )
     min_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
-        description="minimum fraction of synthetic features nearest to their class mean; below, "
-        "means are sent",
+        description="minimum fraction of synthetic features nearest to their class mean; below it, "
+        "class means are sent instead",
     )
     memory: Count = Field(
         20,

@@ -197,7 +197,9 @@ def assemble_timm(
             network = create_model(timm_name, **options)
         features = output_shape(network, shape)
     except Exception as error:  # timm networks raise many exception types
-        raise ModelError(f"model '{name}' does not run on images {list(shape)}: {error}") from error
+        raise ModelError(
+            f"model '{name}' failed for images of shape {list(shape)}: {error}"
+        ) from error
     if len(features) != 2:
         raise ModelError(f"model '{name}': expected features [N, D], got {list(features)}")
     return join(network, features[1], classes, feature_dim)
@@ -225,10 +227,10 @@ def assemble_encoder(
     encoder = _Encoder(encoder_name, frozen)
     if shape[2] > encoder.vocabulary or shape[1] > encoder.max_tokens:
         raise ModelError(
-            f"model '{name}': expected texts of up to {encoder.max_tokens} tokens below "
-            f"{encoder.vocabulary}, got up to {shape[1]} tokens below {shape[2]}. Set "
-            f"data.tokenizer = {encoder_name!r} for its tokenizer, and data.max-tokens to truncate "
-            "texts."
+            f"model '{name}': expected texts of up to {encoder.max_tokens} tokens with "
+            f"ids below {encoder.vocabulary}, got up to {shape[1]} tokens with ids below "
+            f"{shape[2]}. Set data.tokenizer = {encoder_name!r} to use the model's tokenizer, and "
+            "data.max-tokens to truncate texts."
         )
     widths = [encoder.width] + [HIDDEN_WIDTH] * (layers - 1)
     hidden: list[nn.Module] = []

@@ -77,7 +77,7 @@ def assemble_user_model(
         logits = output_shape(classifier, features[1:])
     except Exception as error:
         raise ModelError(
-            f"model '{name}' does not run on shape {shape}: {_reason(error)}"
+            f"model '{name}' failed for samples of shape {shape}: {_reason(error)}"
         ) from error
     if len(features) != 2 or features[0] != 2:
         raise ModelError(
@@ -125,7 +125,7 @@ def is_classifier(result: object) -> bool:
 
 def no_gradients(name: str) -> str:
     """Return the message for a model without gradients in a gradient-based method."""
-    return f"model '{name}' has no gradients, which this method requires"
+    return f"model '{name}': gradients unsupported, but required by this method"
 
 
 def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:
@@ -145,8 +145,8 @@ def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None
             raise ModelError(f"model '{name}': {key}: {fault}")
     if not any(each.requires_grad for each in parameters.values()):
         raise ModelError(
-            f"model '{name}': nothing to train, expected a parameter with requires_grad=True, "
-            f"got {len(parameters)} parameters without"
+            f"model '{name}': expected a parameter with requires_grad=True, got only "
+            f"{len(parameters)} with requires_grad=False"
         )
 
 
@@ -227,8 +227,8 @@ def check_use(
     for key, value in another.named_parameters():
         if value.numel() and value.data_ptr() in first:
             raise ModelError(
-                f"model '{name}': {key}: shared by two models, expected new modules at each call "
-                "of the function, got the same ones. Make them inside the function."
+                f"model '{name}': {key}: shared by two models, expected new modules in each call "
+                "of the function, got the same modules. Create them inside the function."
             )
 
 

@@ -90,11 +90,17 @@ class Ledger:
             append(entries)
 
     def entries(self) -> list[Entry]:
-        """Return all entries, or an empty list if the file does not exist. Raises StateError."""
+        """Return all entries, or an empty list if the file does not exist.
+
+        Raises StateError if the file is damaged or too large.
+        """
         return read_ledger(self.path) if self.path.exists() else []
 
     def record_unprotected(self, run: str, round: int, method: str, client: str, data: str) -> None:
-        """Record a round of a run without privacy, unless already recorded. Raises StateError."""
+        """Record a round of a run without privacy, unless it is already recorded.
+
+        Raises StateError if the file cannot be used.
+        """
         fields: dict[str, str | int] = {"run": run, "round": round, "data": data}
         fields |= {"method": method, "client": client}
         recorded = (e.model_dump(include={*fields}) for e in self.entries() if not e.is_private)
@@ -105,7 +111,8 @@ class Ledger:
         """Append entries of another copy of this ledger that are missing here.
 
         Entries may have been added to either copy. An entry that occurs several times in one copy
-        occurs equally often in the result. Returns the number of entries added. Raises StateError.
+        occurs equally often in the result. Returns the number of entries added.
+        Raises StateError if the file cannot be used.
         """
         with self._locked() as (entries, append):
             missing = [*(Counter(others) - Counter(entries)).elements()]

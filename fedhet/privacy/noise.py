@@ -69,7 +69,8 @@ class SecretNoise:
         device = flat.device if flat.device.type in ("cpu", "cuda") else torch.device("cpu")
         for part in torch.split(flat, HOST_PART if device.type == "cpu" else DEVICE_PART):
             drawn = self._gaussians(len(part), device).mul_(width).round_()
-            # All steps but the last copy are exact: integers below 2**53 and powers of two.
+            # All steps except the last copy are exact, because values are integers below 2**53 and
+            # scales are powers of two.
             part.copy_(part.to(device, torch.float64).div_(grid).round_().add_(drawn).mul_(grid))
         sizes = [value.numel() for value in values]
         parts = torch.split(flat, sizes)

@@ -45,7 +45,7 @@ class PrivateOptimization(Optimization):
             yield self._secret.sample(samples, rate).to(device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Perform a noised step on the mean loss of a Poisson sample, None if the sample is empty.
+        """Perform a noised step on the mean loss of a Poisson sample, or None for an empty sample.
 
         `penalty` depends only on the weights; its gradient is added after the noise.
         """
@@ -148,7 +148,7 @@ _TESTED: dict[tuple[object, ...], str] = {}
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Replaces dropout and stochastic depth by the identity, in layers and functions."""
+    """Function mode that replaces dropout and stochastic depth with the identity function."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

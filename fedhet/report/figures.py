@@ -113,7 +113,7 @@ def _curve(
 
 
 def _traffic(run: Run) -> Drawing:
-    """Draw the cumulative payload bytes up and down over rounds."""
+    """Draw the cumulative uploaded and downloaded payload bytes over rounds."""
     totals = {way: run.costs[f"bytes_{way}"].cumsum() for way in ("up", "down")}
     ends = {way: human_bytes(float(total.iloc[-1])) for way, total in totals.items()}
 
@@ -245,7 +245,7 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
-    """Draw metrics of `Run.extra_metrics` over rounds, a panel for each metric."""
+    """Draw metrics of `Run.extra_metrics` over rounds, with a panel for each metric."""
 
     def draw(ax: Axes, title: str) -> None:
         view = dict(views)[title]
@@ -259,7 +259,7 @@ def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
 
 
 def _method(run: Run) -> Drawing | None:
-    """Draw the metrics of the method over rounds, a panel for each."""
+    """Draw the metrics of the method over rounds, with a panel for each metric."""
 
     def draw(ax: Axes, name: str) -> None:
         style.line(ax, run.method_metrics[name])
@@ -290,7 +290,7 @@ def _grid(
 
 
 def _labels(run: Run) -> Drawing | None:
-    """Draw the number of samples of each class at each client."""
+    """Draw the number of samples of each class on each client."""
     if not run.partition or not run.partition.counts or not run.partition.classes:
         return None
     classes = run.partition.classes

@@ -221,7 +221,7 @@ def baseline_line(run: Run) -> str:
 
 
 def relative_line(run: Run) -> str:
-    """Return a line on the clients' gains over local training, or "" if not measured."""
+    """Return a line on the clients' gains over local training, or "" if they were not measured."""
     if run.relative is None:
         return ""
     protocol, ratio = run.relative
@@ -258,9 +258,9 @@ def tabular(
 ) -> str:
     """Return a table as LaTeX.
 
-    `better` maps the headers of columns in which the best and second-best values are highlighted to
-    1 if higher values are better, or -1 if lower values are better. The rows `marked` have a dagger
-    in the first of these columns.
+    `better` contains the headers of the columns to highlight, with 1 if higher values are better or
+    -1 if lower values are better. The best value of such a column is bold, and the second-best
+    value is underlined. Rows with an index in `marked` have a dagger in the first such column.
     """
     better = better or {}
     columns = []

@@ -236,8 +236,8 @@ def is_complete(config: Config, directory: Path) -> bool:
         if current.get(name) != saved.get(name) and name not in where_it_ran() | ENDS:
             raise StateError(
                 f"{directory} contains a run with '{name}' = {saved.get(name)!r}, got "
-                f"{current.get(name)!r}. Resume the run with its own settings, or choose another "
-                "directory for a new run."
+                f"{current.get(name)!r}. Resume the run with its original settings, or choose "
+                "another directory for a new run."
             )
     rounds, planned = config.run.rounds, saved.get("rounds")
     if isinstance(planned, int) and rounds < planned:

@@ -123,7 +123,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shown_path(path: Path | None) -> str:
-    """Format a path, relative to the working directory if it is below it."""
+    """Format a path; a path below the working directory becomes relative."""
     inside = path is not None and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd()) if path and inside else path)
 

@@ -147,8 +147,8 @@ def run_directory(config: Config) -> Path:
         str(directory).encode()
     except UnicodeEncodeError:  # TensorBoard and safetensors would fail
         raise SettingsError(
-            f"out: the run's directory must have a path in UTF-8, got {str(directory)!r}. Give "
-            "another with --out, or set LC_ALL=C.UTF-8."
+            f"out: the run's directory must have a path in UTF-8, got {str(directory)!r}. Choose "
+            "another directory with --out, or set LC_ALL=C.UTF-8."
         ) from None
     return directory
 

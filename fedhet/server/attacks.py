@@ -98,7 +98,7 @@ def nearby_distributions(values: Array) -> Array:
     """Turn values of shape [..., C] into probabilities: clip them at 0, and normalize each row.
 
     A row without a positive value becomes uniform. Not in the paper; the server would refuse
-    values that are no probabilities.
+    values that are not probabilities.
     """
     positive = values.clip(min=0)
     total = positive.sum(-1, keepdims=True)
@@ -122,7 +122,7 @@ class Attack:
         state: RoundState,
         sizes: Callable[[ClientInfo], Sizes],
     ) -> None:
-        """Create the step.
+        """Create the step that poisons replies with PAF, LIE or OFOM.
 
         Args:
             settings: Settings of the attack.
@@ -136,7 +136,7 @@ class Attack:
         self._state, self._sizes = state, sizes
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield all replies, with those of attacked clients poisoned."""
+        """Yield all replies, after poisoning the replies of attacked clients."""
         honest = {reply.client.name: reply for reply in replies}
         round, training = self._state.record.round, self._state.selection.training
         targets = self.targets(round, training) & honest.keys()
@@ -289,7 +289,7 @@ class ByzantineClients:
     def __init__(
         self, run: RunSettings, contract: Contract, state: RoundState, members: Collection[str]
     ) -> None:
-        """Create the step.
+        """Create the step that simulates Byzantine clients.
 
         Args:
             run: Settings of the run.
@@ -301,7 +301,7 @@ class ByzantineClients:
         self.names = malicious_clients(run.seed, members, run.attack.attackers or 1)
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield all replies, with those of malicious clients changed."""
+        """Yield all replies, after changing the replies of malicious clients."""
         poisoned = 0
         for reply in replies:
             if reply.client.name in self.names:

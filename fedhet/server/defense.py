@@ -146,7 +146,7 @@ def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float)
     for field in floating(contract):
         for group in groups(contract, field, replies):
             if len(group.clients) >= MIN_CLIENTS:
-                # The mean over the field's tensors, by size, of their relative squared distances.
+                # Average the tensors' relative squared distances, weighted by tensor size.
                 size = len(group.clients)
                 sums, sizes = np.zeros((size, size)), np.zeros((size, size))
                 for name in group.names:

@@ -1,4 +1,4 @@
-"""Encoded instructions: the server sends each client weights, or differences to earlier weights.
+"""Encoded instructions: the server sends each client weights, or differences from earlier weights.
 
 Under an encoding, the server decodes its messages as the clients do. Each version of the weights
 follows from the version that clients have and from the method's new weights, rounded to half
@@ -47,7 +47,7 @@ NO_VERSION = Version(0, 0, {}, {})
 
 @dataclass(frozen=True)
 class Instruction:
-    """A message to several clients, which may receive different payloads but decode the same."""
+    """A message to several clients, with payloads that may differ but decode to equal content."""
 
     envelope: Envelope
     knowledge: Knowledge
@@ -59,7 +59,7 @@ class Instruction:
     """Payloads built so far, by the digest of their base weights."""
 
     def payload_for(self, held: int = 0) -> Parameters:
-        """Return the payload for a client that has the version with digest `held` (0: none)."""
+        """Return the payload for a client that has the version with digest `held` (0 = none)."""
         version, knowledge = self.version, self.knowledge
         base = held if held in (version.digest, version.previous) else 0
         if base in self.payloads:
@@ -95,11 +95,11 @@ class InstructionEncoder:
 
         Args:
             envelope: Sender, run, method and round of the message.
-            use: "train" or "evaluate"; messages of a round with another use have other random
-                draws.
+            use: "train" or "evaluate"; messages of a round with different uses have different
+                random draws.
             knowledge: Content of the message.
-            clients: Names of the recipients. Differences refer to the newest version that one of
-                them has. Without recipients, the message has no differences.
+            clients: Names of the recipients. Differences are computed from the newest version
+                that a recipient has. Without recipients, the message has no differences.
         """
         if self._coder is None:
             return Instruction(envelope, knowledge)

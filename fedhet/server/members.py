@@ -208,8 +208,8 @@ class Members:
     ) -> dict[str, Member]:
         """Wait for the first members of a run, and return them by name.
 
-        Nodes that exceed the time limit are asked again until the round timeout if they are needed,
-        since a slow machine may need long to load its data.
+        If nodes that exceed the time limit are needed, they are called again until the round
+        timeout, because a slow machine may take long to load its data.
 
         Args:
             manager: Flower's registry of connected nodes.
@@ -217,7 +217,7 @@ class Members:
             engine: Settings of the engine.
 
         Raises:
-            FedhetError: Fewer clients than 'engine.min-clients' have joined.
+            FedhetError: If fewer clients than 'engine.min-clients' have joined.
         """
         required = engine.min_clients or wanted
         if manager.num_available() < wanted:
@@ -240,8 +240,8 @@ class Members:
             members = self.present(manager)
         if len(members) < required:
             raise FedhetError(
-                f"{len(members)} clients can take part, but at least {required} are required. The "
-                "notices above show why; set 'engine.min-clients' to start with fewer clients."
+                f"expected at least {required} clients that can take part, got {len(members)}. "
+                "See the notices above, or set 'engine.min-clients' to start with fewer clients."
             )
         return members
 
@@ -251,7 +251,7 @@ class Members:
         The first clients decide the task of the run: the most common classes, sample shape and
         order of class names, and the most common model if all must have the same. A new node is
         excluded, with a notice, if its task differs, its name is taken, or its model is unknown to
-        the server. A node that does not reply is asked again after 1, 2, 4, ... rounds.
+        the server. A node that does not reply is called again after 1, 2, 4, ... rounds.
         """
         # A copy, since Flower's thread changes the original as nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
@@ -274,8 +274,8 @@ class Members:
             if limit < info.samples and self._capped.get(name) != limit:
                 self._capped[name] = limit
                 self._notice(
-                    f"client {name} claims {info.samples} samples but counts for {limit}: 'engine."
-                    f"samples-cap' allows {self._samples_cap:g} times the median client's samples"
+                    f"client {name} reported {info.samples} samples, weighted as {limit}: 'engine."
+                    f"samples-cap' is {self._samples_cap:g} times the median client's samples"
                 )
             present[name] = replace(member, info=replace(info, samples=limit))
         return present
@@ -332,7 +332,7 @@ class Members:
             if reply.status.code != Code.OK:
                 return f"{display_name(proxy)} is excluded: {one_line(reply.status.message)[:300]}"
             info = read_properties(reply.properties, display_name(proxy))
-            # A name belongs to the key that was registered with it; a node keeps its former name.
+            # A registered key can use only its registered name, and a node cannot change its name.
             claim, registered = f"it claims the name {info.name!r}", registered_name(proxy)
             former = self._names.get(proxy.cid, info.name)
             if registered and registered != info.name:
@@ -408,7 +408,7 @@ class HeldOutClients:
         consequence = (
             "they evaluate the global model after the last round"
             if self._offered_kind
-            else f"{self._method} has no model for them, as it forms no model shared by all clients"
+            else f"they are not evaluated, because {self._method} trains no model for all clients"
         )
         if not names:
             return ""

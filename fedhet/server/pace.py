@@ -1,10 +1,10 @@
-"""The pace of a run: calls clients and collects their replies until each round closes.
+"""Pace of a run: calls to clients, and collection of their replies until each round closes.
 
-A round closes by the machine's clock or, in a simulation, by a simulated clock. A client that has
+A round closes on the machine's clock or, in a simulation, on a simulated clock. A client that has
 not replied by then is late: it is not called while it is at work, and its reply is used in the
 round in which it arrives. Flower's own server would wait for all clients.
 
-By the simulated clock, a client's time for a round is its work divided by its speed, plus the bytes
+On the simulated clock, a client's time for a round is its work divided by its speed, plus the bytes
 that it receives and sends divided by its bandwidth. This time depends only on the seed, the client
 and the round, so that a run gives the same results if it is resumed or uses more workers.
 """
@@ -117,7 +117,7 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
         Client and device of each row; the client is "" if the file names none.
 
     Raises:
-        SettingsError: The file cannot be read, or a row is invalid.
+        SettingsError: If the file cannot be read, or if a row is invalid.
     """
     setting, rows = f"pace.clock = {str(path)!r}", list[tuple[str, Device]]()
     try:
@@ -182,9 +182,9 @@ class Collector:
 
         Args:
             run: Settings of the run.
-            codec: Remembers the instructions to which late replies respond.
-            late: Stores late replies.
-            spool: Stores the replies of the current round on disk; None keeps them in memory.
+            codec: Codec that remembers the instructions to which late replies respond.
+            late: Store of late replies.
+            spool: Store of the current round's replies on disk; None keeps them in memory.
         """
         self._pace, self._codec, self._late, self._spool = run.pace, codec, late, spool
         self._min_replies = honest_majority(run)[2]
@@ -260,7 +260,7 @@ class Collector:
     ) -> RoundResults:
         """Call clients to evaluate, and return the replies that arrived before the round closed.
 
-        By a simulated clock, evaluation takes no time, and the round waits for all replies.
+        On a simulated clock, evaluation takes no time, and the round waits for all replies.
         """
         calls = _calls(instructions, round, timeout)
         called, rule = {call.name for call in calls}, Closing(len(calls))
@@ -295,8 +295,8 @@ class Collector:
     def load_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `to_dict`. Raises ValueError, KeyError or TypeError.
 
-        Only clients whose late replies are on disk are still at work. The others were training
-        when the server ended, and are called again.
+        Only clients whose late replies are on disk are still at work. Other clients were
+        training when the server ended, and are called again.
         """
         self._simulated = float(saved["clock"])
         self._durations = [float(seconds) for seconds in saved["durations"]]
@@ -362,7 +362,7 @@ class Collector:
     def _collect(self, name: str, round: int, ends: float, results: RoundResults) -> None:
         """Add a client's reply to the round's results if it arrived before the round closed.
 
-        By a simulated clock, a reply that is due later is moved to disk.
+        On a simulated clock, a reply that is due later is moved to disk.
         """
         work = self._at_work[name]
         call, outcome = work.call, work.outcome

@@ -320,8 +320,8 @@ class SpooledPayload(Parameters):
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise StateError(
-                f"cannot read the reply of {self._path.name}: {error_reason(error)}; what a method "
-                "keeps of a reply's weights after the round it must copy"
+                f"cannot read the reply of {self._path.name}: {error_reason(error)}. A method must "
+                "copy the weights of a reply that it uses after the round."
             ) from error
 
 

@@ -118,7 +118,7 @@ def oort(
 
 
 def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) -> dict[str, float]:
-    """Return the utility of each client (Eq. 2): statistical utility, with a penalty if slow.
+    """Return the utility of each client (Eq. 2): statistical utility, with a penalty for slowness.
 
     The statistical utility |B| sqrt(1/|B| sum of loss^2) is computed from the mean loss, which is
     all that clients report. It is clipped, and grows with the rounds since the client's last reply
@@ -144,7 +144,7 @@ def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) ->
 
 
 def statistical_utility(last: LastReply) -> float:
-    """Return the statistical utility of a client from its mean loss; 0 if the loss is unknown."""
+    """Return the statistical utility of a client from its mean loss, or 0 if it is unknown."""
     return last.samples * abs(last.loss) if math.isfinite(last.loss) else 0.0
 
 

@@ -251,8 +251,8 @@ def clip(
         if excess:
             factors = ", ".join(f"{part} by {by:.3g}" for part, by in sorted(excess.items()))
             state.notice(
-                f"client {name}'s reply in round {state.record.round} is scaled down, as it is "
-                f"larger than 'defense.clip-factor' allows: {factors}"
+                f"client {name}'s reply in round {state.record.round} is scaled down, because it "
+                f"exceeds the bound of 'defense.clip-factor': {factors}"
             )
             yield reply.with_knowledge(scaled_down(reply.knowledge, excess))
         else:

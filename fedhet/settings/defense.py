@@ -11,7 +11,7 @@ from fedhet.settings.schema import CountOrNone, NonNegative, Positive, Schema, i
 Average = Literal["mean", "median", "trimmed-mean", "geometric-median", "krum", "filter"]
 """Rule that averages the replies of a round; see `algorithms.robust`."""
 CHOOSING: tuple[Average, ...] = ("krum", "filter")
-"""Rules that exclude outlying replies and average the remaining ones."""
+"""Rules that exclude outlying replies and average the rest."""
 ROBUST: tuple[Average, ...] = ("median", "trimmed-mean", "geometric-median", *CHOOSING)
 """All rules except the mean."""
 
@@ -23,8 +23,9 @@ class AttackSettings(Schema):
         Field(
             "none",
             description="poisoning attack. paf, lie, ofom: poison logits and weights; malicious "
-            "clients are redrawn each round. All others poison every value, with the same clients "
-            "in all rounds: multiply by -1 (sign-flip), by attack.scale (scale), alternately by "
+            "clients are redrawn each round. The other attacks poison every value, with the same "
+            "malicious clients in all rounds: multiply by -1 (sign-flip), by attack.scale (scale), "
+            "alternately by "
             "attack.scale and -attack.scale (alternating), or add a vector whose norm grows to "
             "attack.scale times that of the reply by the last round (drift)",
         )

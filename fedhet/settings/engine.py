@@ -29,7 +29,7 @@ class ComputeSettings(Schema):
     """Device and precision of computations."""
 
     device: Annotated[str, A_DEVICE] = machine_field(
-        "auto", "device: auto, cpu, cuda, cuda:N or mps"
+        "auto", "compute device: auto, cpu, cuda, cuda:N, or mps"
     )
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -48,13 +48,14 @@ class ComputeSettings(Schema):
     )
     deterministic: bool = machine_field(
         True,
-        "use only deterministic GPU algorithms, so that repeated and resumed runs are "
-        "bit-identical as on a CPU; false = allow faster ones",
+        "whether to use only deterministic GPU algorithms, so that repeated and resumed runs are "
+        "bit-identical, as on a CPU; false = also allow faster, nondeterministic algorithms",
     )
     compile: bool = machine_field(
         False,
-        "compile local training steps with torch.compile (CUDA graphs on a GPU). Useful for small "
-        "networks on a GPU, where kernel launches dominate; compilation takes up to a minute per "
+        "whether to compile local training steps with torch.compile (CUDA graphs on a GPU). Useful "
+        "for small networks on a GPU, where kernel launches dominate; compilation takes up to a "
+        "minute per "
         "architecture. Results differ only by rounding",
     )
     sample_mb: CountOrNone = machine_field(
@@ -70,13 +71,15 @@ class EngineSettings(ComputeSettings):
     backend: Literal["auto", "ray", "inline"] = machine_field(
         "auto",
         "execution backend of simulations. ray: worker processes on this machine or on a cluster "
-        "(ray-address); inline: this process; auto: ray only if it saves more time than its start "
-        "takes (docs/performance.md)",
+        "(ray-address); inline: this process; auto: ray only if it saves more than its start-up "
+        "time (docs/performance.md)",
     )
     track: Literal["none", "wandb", "mlflow", "prometheus"] = machine_field(
         "none", "experiment tracker that also receives the run's metrics (docs/guide.md)"
     )
-    strict: bool = machine_field(True, "stop a simulation if a user's client code raises an error")
+    strict: bool = machine_field(
+        True, "whether to stop a simulation if user code of a client raises an error"
+    )
     cpus_per_client: Positive = machine_field(1.0, "Ray: CPUs per worker")
     gpus_per_client: Annotated[float, Field(ge=0, le=1)] = machine_field(
         0.0,
@@ -182,7 +185,9 @@ class PaceSettings(Schema):
         "clients, a value >= 2 is a number of clients",
     )
     grace: NonNegative = Field(
-        0.0, description="time to wait for more replies after 'min-replies' arrived, in seconds"
+        0.0,
+        description="time to wait for more replies after 'min-replies' replies have arrived, in "
+        "seconds",
     )
     timeout: Annotated[str, AfterValidator(_check_timeout)] = Field(
         "",
@@ -208,8 +213,8 @@ class PaceSettings(Schema):
     clock: str = Field(
         NO_CLOCK,
         description="clock of a simulation. none: real time; log-normal: simulated time with "
-        "random client speeds and bandwidths; FILE: a CSV file of measured devices (docs/rounds.md)"
-        "",
+        "random client speeds and bandwidths; FILE: a CSV file of measured devices "
+        "(docs/rounds.md)",
     )
     spread: Annotated[float, Field(ge=0, le=5)] = Field(
         1.0, description="clock = log-normal: standard deviation of the log speeds and bandwidths"

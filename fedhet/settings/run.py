@@ -71,15 +71,15 @@ class DataSettings(Schema):
     data_dir: Annotated[str, A_DIRECTORY] = machine_field(
         "data", "directory of torchvision datasets"
     )
-    download: bool = machine_field(False, "download missing datasets")
+    download: bool = machine_field(False, "whether to download missing datasets")
     partition: Literal["dirichlet", "iid", "shards", "classes", "superclasses"] = Field(
         "dirichlet", description="scheme that partitions the training set among the clients"
     )
     by: str = Field(
         "",
         description="text:FILE, table:FILE, signal:DIR: column (array in train.npz) with the owner "
-        "of each sample. Each client is one owner, in descending order of samples; empty = use "
-        "'partition'",
+        "of each sample. Each client is one owner; the owners with the most samples are used, "
+        "sorted by name; empty = use 'partition'",
     )
     alpha: Positive = Field(
         0.5, description="concentration of the Dirichlet distribution; smaller = more skewed"
@@ -116,12 +116,13 @@ class DataSettings(Schema):
     class_level: Annotated[int, Field(ge=0, le=4)] = Field(
         0,
         description="imagefolder:PATH, text:PATH: depth of the directories that name the class, "
-        "below PATH or its train and test directories; 0 = 1, or an error if the tree is ambiguous",
+        "below PATH or its train and test directories; 0 = 1 if the tree is unambiguous, otherwise "
+        "an error",
     )
     text_column: Names = Field(
         ("text",),
-        description="text columns, which are joined; names, or numbers from 1 if the file has no "
-        "header",
+        description="names of the text columns, or their numbers (from 1) if the file has no "
+        "header; the texts of several columns are joined",
     )
     label_column: str = Field(
         "label", description="label column: its name, or its number if the file has no header"
@@ -279,7 +280,7 @@ class TrainingSettings(Schema):
         "deletion and swapping of tokens",
     )
     keep_optimizer: bool = Field(
-        False, description="keep the optimizer state of private models across rounds"
+        False, description="whether to keep the optimizer state of private models across rounds"
     )
     semi: Literal["none", "fixmatch"] = Field(
         "none",
@@ -341,7 +342,7 @@ class RunSettings(Schema):
     )
     keep_best: bool = machine_field(
         False,
-        "also keep the client models of the round with the best headline accuracy",
+        "whether to also keep the client models of the round with the best headline accuracy",
     )
     metrics: Metrics = machine_field(
         (ACCURACY,),
@@ -351,7 +352,7 @@ class RunSettings(Schema):
         "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
     )
     resume: bool = machine_field(
-        False, "resume the run in 'out' after its last complete round, if any"
+        False, "whether to resume the run in 'out' after its last complete round, if any"
     )
     data: DataSettings = DataSettings()
     models: ModelSettings = ModelSettings()

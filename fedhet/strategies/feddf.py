@@ -177,7 +177,7 @@ class _Closest:
         self.weights: dict[str, Array] = {}
 
     def compare(self, epochs: int) -> None:
-        """Copy the student's weights if they are closer than all previous weights."""
+        """Copy the student's weights if they are the closest to the teacher so far."""
         logits = logits_of(self._student, self._x, self._compute)
         distance = distillation_loss(self._teacher, logits).item()
         if distance < self._distance:

@@ -38,14 +38,14 @@ class FedKdStrategy(FedAvgStrategy):
         self._set_update(0, {}, ())
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return the update of the last round, or the mentee."""
+        """Return the last mean update if the client has its base, or else the mentee."""
         if round != self.changed_in + 1 or client.name not in self.holders:
             return self.instruction
         self.holders.discard(client.name)  # a client that does not reply may lack the mentee
         return self._update
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the update of the round, or the mentee."""
+        """Return the mean update of the round if the client has its base, or else the mentee."""
         holds = round == self.changed_in and client.name in self.holders
         return self._update if holds else self.instruction
 

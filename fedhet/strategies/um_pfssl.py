@@ -181,8 +181,8 @@ class UmPfsslStrategy(HetStrategy):
     def _models_outside_list(self, round: int, name: str, use: str, *, sent: bool) -> list[Key]:
         """Return the models in the pool that are not in a client's list, in random order.
 
-        Selects the models whose current version was sent to the client, or was not (Algorithm 3,
-        line 7).
+        The models are further selected by whether their current version was sent to the client
+        before (Algorithm 3, line 7).
 
         Args:
             round: Round number.
@@ -198,9 +198,9 @@ class UmPfsslStrategy(HetStrategy):
         return [keys[index] for index in order]
 
     def _newer_helpers(self, name: str) -> list[Key]:
-        """Return the newer versions of helpers that are not among the lowest ranks (Algorithm 2).
+        """Return newer versions of a client's helpers, except the lowest ranks (Algorithm 2).
 
-        The ranks are from the end of the client's last round, when Section IV-B sorts the list.
+        The ranks are from the client's last round, at whose end the list is sorted (Section IV-B).
         """
         helpers = self.lists.get(name, [])
         return [

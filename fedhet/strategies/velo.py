@@ -99,7 +99,7 @@ class VeloStrategy(FeloStrategy):
         """Add the replies' features to the dataset (line 4), and discard the oldest."""
         features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
         labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
-        # Features of a round are equally old, so a random order decides which ones are discarded.
+        # Features of a round are equally old, so a random order decides which features to discard.
         order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
         features = np.concatenate([self.features, features[order]])
         labels = np.concatenate([self.labels, labels[order]])

@@ -12,7 +12,7 @@ data decode to more than 32 times their size.
 
 Top-k uses a bit mask rather than indices, so an index can be neither out of range nor repeated.
 
-Weights are encoded as differences to base weights that both sides have, because differences are
+Weights are encoded as differences from base weights that both sides have, because differences are
 small. Without a base, weights are sent in half precision: int8 weights would reduce accuracy. Other
 large tensors (class means, logits, features) are encoded directly.
 
@@ -274,7 +274,7 @@ class Coder:
         return cls(rules, contract, seed) if rules else None
 
     def weights_of(self, tensors: Arrays) -> dict[str, Array]:
-        """Return the tensors that can be base weights: those of single models."""
+        """Return the tensors that can be base weights: the weights of single models."""
         return {name: value for name, value in tensors.items() if self._is_one_model(name)}
 
     def reply(
@@ -307,10 +307,10 @@ class Coder:
         return {name: each for name, each in coded.items() if each}
 
     def differences(self, key: RngKey, weights: Arrays, base: Arrays) -> dict[str, Coded]:
-        """Encode weights as differences to the base weights that a client has.
+        """Encode weights as differences from the base weights that a client has.
 
-        The sums are rounded to half precision, so that clients which receive the full weights in
-        half precision get the same values.
+        The decoded weights are rounded to half precision. Clients that receive the full weights in
+        half precision thus get the same values.
         """
         assert self.rules.received is not None
         differences: dict[str, Coded] = {}
@@ -355,7 +355,7 @@ class Coder:
 def encode_tensor(
     encoding: Encoding | None, values: Array, rng: np.random.Generator, base: Array | None = None
 ) -> Coded | None:
-    """Encode values, or their difference to `base` if given.
+    """Encode values, or their difference from `base` if given.
 
     Returns None if `encoding` is None or cannot represent the values; they are then sent unchanged.
     """

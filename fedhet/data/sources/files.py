@@ -102,8 +102,9 @@ def read_arrays(
                         raise DataError(f"{path}: pickled objects are unsupported, {rule}")
                     size = math.prod(shape) * dtype.itemsize
                     if file.tell() + size != archive.getinfo(member).file_size:
-                        claim = f"the header claims {dtype} {list(shape)}"
-                        raise DataError(f"{path}: {member}: {claim}, which differs from its size")
+                        claim = f"invalid header: {dtype} {list(shape)}"
+                        fault = f"{claim} does not match the size of the data"
+                        raise DataError(f"{path}: {member}: {fault}")
                 are_bytes = name == "x" and dtype == np.uint8 and not scaled
                 item_bytes = 1 if are_bytes else _BYTES_PER_VALUE.get(name, 8)
                 total += max(size, item_bytes * math.prod(shape))
