@@ -92,7 +92,7 @@ def test_kinds_besides_the_private_model(tmp_path):
     scores = summary["accuracy"]["common"]["proxy"]["per_client"]
     assert client.accuracy("proxy")["common"] == scores["client-1"]
     with pytest.raises(
-        StateError, match="a kind of model from private, proxy, got 'proxi'; did you"
+        StateError, match="kind of model must be one of private, proxy, got 'proxi'; did you"
     ):
         client.model("proxi")
 
@@ -307,12 +307,12 @@ def with_member(path, header, content=b"", size=None):
     [
         (
             "{'descr': '|u1', 'fortran_order': False, 'shape': (9000, 1, 8, 8)}",
-            "which differs from its size",
+            "does not match the size of the data",
         ),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (2**44, 8, 8)}", "not a readable"),
         (
             "{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 8, 8)}",
-            "which differs from its size",
+            "does not match the size of the data",
         ),
         ("{'descr': '<f4', 'shape'", "not a readable"),
         ("[" * 100, "not a readable"),

@@ -273,8 +273,8 @@ def test_settings_of_a_place_are_of_its_cells_alone(tmp_path):
     text = TABLE.replace("paper = { settings", "tiny = { settings")
     found = plan("x", table(text), "tiny", [0], tmp_path, {"training.lr": 0.2})
     assert found.replaced == [
-        "'together' has training.lr = 0.2 instead of its own 0.01",
-        "'together' has training.lr = 0.2 instead of its own 0.5",
+        "'together' has training.lr = 0.2 instead of 0.01",
+        "'together' has training.lr = 0.2 instead of 0.5",
     ]
     cells = plan("x", table(text), "tiny", [0], tmp_path).cells
     rates = {(c.row.name, c.column.name): c.runs[0].values.get("training.lr") for c in cells}
@@ -600,8 +600,8 @@ def test_models_are_kept_where_that_is_asked(mine):
 def test_what_a_given_setting_changes_of_a_row_or_column_is_said(mine):
     given = ["--set", "rounds=5", "--set", "lr=0.01", "--set", "clients=3", "--dry-run"]
     said = call("mine", "--seeds", "0", "--out", mine, *given).output
-    assert "mine: 'all, longer' has rounds = 5 instead of its own 3, by --set" in said
-    assert said.count("by --set") == 1  # the row's rate is the same, clients are the size's
+    assert "mine: 'all, longer' has rounds = 5 instead of 3, as set with --set" in said
+    assert said.count("with --set") == 1  # the row's rate is the same, clients are the size's
 
 
 def test_side_by_side_gives_the_same_numbers(mine):

@@ -173,8 +173,10 @@ def show_tables(word: str, directory: Path | None, default: Path) -> None:
         say(" ".join(filter(None, (result.made, result.hardware, result.command))))
         show_result(result, table)
         for claim in claims.claims_in([result]):
-            seeds = claim.seeds_to_decide
-            more = f" ({seeds} seeds would decide it)" if seeds else ""
+            seeds, more = claim.seeds_to_decide, ""
+            if seeds:
+                number = seeds if seeds <= claims.MAX_SEEDS else f"more than {claims.MAX_SEEDS}"
+                more = f" ({number} seeds would decide it)"
             say(f"{claims.WORDS[claim.verdict]}{more}: {claim.says}")
         for note in (*table.notes, *filter(None, [result.remark])):
             say(f"- {note}")
