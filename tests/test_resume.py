@@ -193,7 +193,7 @@ def test_records_that_are_gone_are_named(whole, tmp_path):
     config = cut_short(whole, tmp_path / "cut")
     metrics = tmp_path / "cut" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    with pytest.raises(StateError, match="but the last checkpoint is of round 3"):
+    with pytest.raises(StateError, match="but the last checkpoint is from round 3"):
         run(resumed(config, tmp_path / "cut"), tmp_path / "cut")
 
 

@@ -383,7 +383,7 @@ def doctor_command(
         typer.Option(
             metavar="HOST:PORT",
             show_default=NONE,
-            help="Also check the server with this control API.",
+            help="Address of a server's control API; checks this server in addition.",
         ),
     ] = None,
     ca: AuthorityOfServer = None,

@@ -36,7 +36,7 @@ class PFedBayesClient(FedAvgClient):
         return self.network if self.state.participations else super().start(weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the local training of both distributions; the localized one is the server's."""
+        """Return the model for local training of the personal and the localized distribution."""
         mean, scale = (self._on_device(knowledge.group(name)) for name in ("weights", "scale"))
         return LocalizedModel(
             self.network,

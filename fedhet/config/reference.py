@@ -151,7 +151,7 @@ def _messages(spec: MethodSpec) -> str:
     for sender, contract in (("server", spec.instructions), ("clients", spec.replies)):
         names = ", ".join(f"`{field.name}`" for field in contract.fields)
         sent.append(f"{sender} {names or 'nothing'}")
-    return "; ".join(sent)
+    return "; ".join(sent) if spec.instructions.fields or spec.replies.fields else "none"
 
 
 def _metrics(spec: MethodSpec) -> str:

@@ -108,7 +108,7 @@ def _trained(
     *,
     with_report: bool = True,
 ) -> Iterator[None]:
-    """Execute a run before the block, and stop Ray while the block runs.
+    """Execute a run on entry, and shut Ray down in the background while the block runs.
 
     With `with_report`, the libraries of the report are imported while Ray workers train.
     """

@@ -119,7 +119,7 @@ def verdict_of(outcomes: Collection[str]) -> str:
 
 
 def claims_in(tables: Iterable[TableResult]) -> list[TestedClaim]:
-    """Return each claim of finished tables; a claim without rows in a size is not measured."""
+    """Return the claims of all finished tables, including claims without measurements."""
     return [
         TestedClaim(table, says, tuple(c for c in table.comparisons if c.claim == says))
         for table in tables

@@ -104,7 +104,7 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         return " ".join([words, *as_options(self.settings)])
 
     def about(self, table: PaperTable) -> str:
-        """Return a line on the size, the finished runs, and the seeds."""
+        """Return one line with the size, the number of finished runs, and the seeds."""
         runs = f"{self.finished} of {self.runs} runs are finished"
         seeds = ", ".join(map(str, self.seeds))
         return f"Size {self.size}: {table.sizes[self.size].says} {runs}, seeds {seeds}."

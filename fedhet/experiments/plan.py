@@ -215,7 +215,7 @@ class Architectures(Line):
 
 
 class FieldTable(_Part):
-    """The table of all methods: rows are methods; cells pair architectures with a split."""
+    """The table of all methods, with one cell per method, architectures, and split."""
 
     title: str
     notes: list[str] = Field(default_factory=list)

@@ -27,7 +27,9 @@ class HeteroFlSettings(FedAvgSettings):
         description="levels, assigned in turn: a to e have 1, 1/2, 1/4, 1/8, 1/16 of the channels",
     )
     weighting: Literal["clients", "samples"] = Field(
-        "clients", description="weights of the clients in averages: equal, or by numbers of samples"
+        "clients",
+        description="weights of the clients in averages: equal, or proportional to numbers "
+        "of samples",
     )
     scaler: bool = Field(
         True,

@@ -425,7 +425,7 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     pool = {str(model): clients["value"] for model, clients in scores.groupby("model")}
     for column, (model, values) in enumerate(pool.items()):
         color, mark = style.mark(column)
-        # Spread the markers horizontally, the more the more values there are in a bin.
+        # Spread the markers of a bin horizontally, and more widely if the bin has more values.
         span = values.max() - values.min() or 1.0
         bins = values.groupby((values - values.min()) // (span / 24))
         number, size = bins.cumcount(), bins.transform("size")

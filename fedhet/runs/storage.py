@@ -148,7 +148,7 @@ class Checkpoints:
         records = f"{self._run / 'metrics.jsonl'} contains {recorded} complete rounds"
         if not rounds and any(number > 1 for number in all_rounds):
             raise StateError(
-                f"cannot resume the run: {records}, but the last checkpoint is of round "
+                f"cannot resume the run: {records}, but the last checkpoint is from round "
                 f"{all_rounds[-1]}"
             )
         if not all_rounds and recorded > 1:

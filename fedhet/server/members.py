@@ -316,7 +316,7 @@ class Members:
                 self._notice(reply)
 
     def _exclude(self, member: Member, fault: str) -> bool:
-        """Exclude a client with a notice if there is a fault, and return whether there is one."""
+        """Exclude a client with a notice if `fault` is not empty, and return whether it is."""
         if fault:
             self._refused.add(member.proxy.cid)
             self._notice(f"client {member.info.name} is excluded: {fault}")

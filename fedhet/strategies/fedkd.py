@@ -56,7 +56,7 @@ class FedKdStrategy(FedAvgStrategy):
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
         shapes = self.sizes(self.task).models["update"]
         self._set_averages({"weights": add_update(mentee, unpacked(sent, shapes))})
-        # The mentee of a late client is older than the base of this update.
+        # Exclude late clients: their mentee is older than the mentee to which the update applies.
         self._set_update(round, sent, [reply.client.name for reply in replies if not reply.age])
         metrics = mean_metrics([reply.knowledge.scalars for reply in replies])
         counts = [sum(value.size for value in part.values()) for part in (sent, mentee)]
