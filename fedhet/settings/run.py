@@ -173,9 +173,9 @@ class DataSettings(Schema):
     )
     public_dataset: Annotated[str, A_DATASET] = Field(
         "",
-        description="public data, owned by no client: a dataset in the format of 'dataset', generated "
-        "(for tables and texts), or unused (training samples not selected by 'max-samples'); empty = "
-        "use 'public-fraction'",
+        description="public data, owned by no client: a dataset in the format of 'dataset', "
+        "generated (for tables and texts), or unused (training samples not selected by "
+        "'max-samples'); empty = use 'public-fraction'",
     )
     public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
