@@ -361,7 +361,7 @@ def test_an_image_of_many_pixels_is_not_decoded(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()
-    assert "9.png: decoding 8 images of 2000 x 1500 pixels needs 96000000 bytes" in message
+    assert "got 96000000 to decode 8 images of 2000 x 1500 pixels" in message
     assert len(load(spec.replace(max_bytes=100_000_000)).train) == 7
 
 

@@ -83,7 +83,7 @@ def test_a_file_that_is_absent_broken_or_too_large(tmp_path):
     with pytest.raises(DataError, match=r"not a readable \.npz file"):
         load(spec(f"medmnist:{tmp_path}/odd.npz"))
     medmnist(tmp_path / "x.npz")
-    with pytest.raises(DataError, match=r"data\.max-bytes is 1000"):
+    with pytest.raises(DataError, match=r"data\.max-bytes = 1000 bytes"):
         load(spec(f"medmnist:{tmp_path}/x.npz", max_bytes=1000))
 
 
@@ -177,7 +177,7 @@ def test_another_column_may_hold_the_classes(hub):
 def test_what_is_too_large_is_refused(hub):
     folder, write = hub
     write("train", 6)
-    with pytest.raises(DataError, match=r"data\.max-bytes is 100"):
+    with pytest.raises(DataError, match=r"data\.max-bytes = 100 bytes"):
         load(spec(f"hf:{folder}", max_bytes=100))
 
 

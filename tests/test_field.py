@@ -290,7 +290,7 @@ def call(*words):
 
 def test_a_table_is_made_once_and_has_a_page_that_filters(tmp_path):
     said = call("--seeds", "0,1", "--out", tmp_path, "--latex", *SMALL)
-    assert said.count("table: ") == 2, "after each seed"
+    assert said.count("\ntable: ") == 2, "after each seed"
     rows = list(csv.DictReader((tmp_path / "field-tiny.csv").open()))
     assert len(rows) == 3 * 9 * 2
     assert {row["personal model"] for row in rows} == {"private", "global"}

@@ -340,14 +340,14 @@ def test_what_is_read_is_bounded_whatever_the_run_says(trained, tmp_path):
     record.settings["data.max-bytes"] = 10**15
     path = tmp_path / "x.npz"
     np.savez_compressed(path, x=np.zeros((100_000, 8, 8), np.uint8))
-    with pytest.raises(DataError, match=r"x.npz: needs 25600000 bytes .* is 25599999"):
+    with pytest.raises(DataError, match=r"x.npz: .* = 25599999 bytes in memory, got 25600000"):
         read_inputs([path], record, max_bytes=4 * 100_000 * 64 - 1)
     assert len(read_inputs([path], record, max_bytes=4 * 100_000 * 64)[1]) == 100_000
     images = tmp_path / "images"
     images.mkdir()
     for k in range(3):
         PIL.Image.new("L", (8, 8)).save(images / f"{k}.png")
-    with pytest.raises(DataError, match="needs 768 bytes"):
+    with pytest.raises(DataError, match="bytes in memory, got 768"):
         read_inputs([images], record, max_bytes=767)
     assert len(read_inputs([images], record, max_bytes=768)[1]) == 3
 
