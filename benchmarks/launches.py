@@ -118,7 +118,7 @@ def counted(checkout: Path, runs: dict[str, dict[str, object]]) -> dict[str, dic
 
 
 def per_step(found: dict[str, Any]) -> dict[str, float]:
-    """Return how often each thing happened, by optimizer step."""
+    """Return the number of launches and copies per optimizer step."""
     kinds = [kind for kind, _, _, times in found["counts"] for _ in range(times)]
     return {
         "launches": sum(kind != "up" for kind in kinds) / found["steps"],

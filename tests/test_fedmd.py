@@ -212,8 +212,9 @@ def under(tmp_path, method, seed, **attack):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_cronus_with_one_malicious_client_of_ten_stays_within_a_point(tmp_path, seed):
-    """FedMD, whose mean of logits nothing bounds, loses nearly all that it has learned."""
+    """Without clipping, FedMD's mean of logits is unbounded, and loses most of its accuracy."""
     paf = {"attack": "paf", "attackers": 1, "attack.direction": "run", "attack.scale": 100.0}
+    paf["clip_factor"] = 0.0
     accuracy = {m: [under(tmp_path, m, seed, **a) for a in ({}, paf)] for m in ("cronus", "fedmd")}
     assert abs(accuracy["cronus"][0] - accuracy["cronus"][1]) < 0.01
     assert accuracy["fedmd"][0] - accuracy["fedmd"][1] > 0.2

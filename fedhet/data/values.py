@@ -392,9 +392,9 @@ def _dates(
             form[5] or len(form[3]) in (2, 4) or (len(form[1]) == 4 and form[1].isdigit())
         ):
             other.append(place)
-    orders = {order: written for written, order in DATES.items()}
-    found = {order: parse_dates(texts, written) for order, written in orders.items() if other}
-    fits = {order: _fits(days) for order, days in found.items()}
+    orders = {order: name for name, order in DATES.items()}
+    parsed = {order: parse_dates(texts, name) for order, name in orders.items() if other}
+    fits = {order: _fits(days) for order, days in parsed.items()}
     if len(other) > 1 and len(other) == len(texts) and not any(fits.values()):
         raise UnclearError(
             f"invalid date {texts[other[0]]!r}: expected a year of four digits and an existing "
@@ -403,13 +403,13 @@ def _dates(
         )
     if not other or set(fits.values()) == {_fits(iso)}:  # the other values are mistakes
         return iso, "", "all values are ISO 8601 dates"
-    both = ~np.isnan(found["dmy"] + found["mdy"])
-    differ = np.flatnonzero(both & (found["dmy"] != found["mdy"])).tolist()
-    best = _better(found)
-    if order in found or not (best or differ):
-        best, why = order if order in found else "dmy", "all values are dates"
+    both = ~np.isnan(parsed["dmy"] + parsed["mdy"])
+    differ = np.flatnonzero(both & (parsed["dmy"] != parsed["mdy"])).tolist()
+    best = _better(parsed)
+    if order in parsed or not (best or differ):
+        best, why = order if order in parsed else "dmy", "all values are dates"
     elif best:
-        first = texts[np.flatnonzero(~np.isnan(found[best]) & ~both).tolist()[0]]
+        first = texts[np.flatnonzero(~np.isnan(parsed[best]) & ~both).tolist()[0]]
         why = f"dates in the order {orders[best]}, as {first!r} shows"
     elif all("." in texts[place] for place in differ):
         best, why = "dmy", "dates with points, which begin with the day"
@@ -421,7 +421,7 @@ def _dates(
             "Set data.date-order to dmy or mdy.",
             differ[0],
         )
-    return found[best], orders[best], why
+    return parsed[best], orders[best], why
 
 
 # --- words --------------------------------------------------------------------------------------

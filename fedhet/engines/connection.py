@@ -213,8 +213,8 @@ def _start() -> None:
 def _private_directory() -> Iterator[str]:
     """Provide a directory for a cluster started in the block, on loopback and with a token.
 
-    Ray's processes inherit the token from the environment, so that it is on no command line. This
-    process keeps the token until it leaves the cluster.
+    Ray's processes inherit the token from the environment, so it does not appear on a command line.
+    This process keeps the token until it leaves the cluster.
     """
     from ray._private import ray_constants
 

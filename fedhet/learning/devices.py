@@ -46,7 +46,7 @@ class _DeferredCompiler(ModuleType):
             torch._dynamo = sys.modules["torch._dynamo"]
 
     def __getattr__(self, name: str) -> Any:
-        """Replace the placeholders by the compiler, and return its attribute."""
+        """Import the compiler, and return its attribute."""
         is_package = self.__name__ == "torch._dynamo"
         if name.startswith("__") and not (is_package and name in ("__path__", "__all__")):
             raise AttributeError(name)  # `inspect` requests `__file__` of every module
