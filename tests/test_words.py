@@ -147,7 +147,7 @@ def test_every_option_shows_its_default(name):
         ("run", "rounds", "INT", "10"),
         ("run", "dataset", "NAME[:PATH]", "digits"),
         ("compare", "protocol", "personal|common", "the method's headline"),
-        ("export", "form", "safetensors|pt2|onnx", None),
+        ("export", "form", "safetensors|pt2|onnx|peft|merged", None),
     ],
 )
 def test_an_option_names_its_choices_and_its_default(command, option, choices, default):

@@ -21,14 +21,19 @@ Margin = Literal["largest", "nearest"]
 PrototypeDistance = Literal["euclidean", "mse"]
 """Distance between features and prototypes: of the class means of a batch, or of each sample.
 See `classwise.class_mean_distance` and `classwise.class_feature_loss`."""
-Part = Literal["all", "trained", "all-but-norms", "extractor", "head"]
+Aggregation = Literal["average", "sparsity", "svd", "rank-partition", "freeze-a"]
+"""Aggregation rules for LoRA adapters of differing ranks; see `adapters`."""
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""Suffixes of the factors A [r, Q] and B [P, r] of an adapter in a state dict."""
+Part = Literal["all", "trained", "all-but-norms", "extractor", "head", "lora-a"]
 """Part of a model that is sent.
 
 - "all": the full model;
 - "trained": the parameters, without the running statistics of batch norms;
 - "all-but-norms": all tensors except the tensors of batch norms;
 - "extractor": the layers before the head;
-- "head": the head.
+- "head": the head;
+- "lora-a": the factors A of adapters, or the extractor of a model without adapters.
 """
 MIN_SCALE = 1e-6
 """Minimum standard deviation of a variational weight, since the KL divergence divides by it."""

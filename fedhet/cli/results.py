@@ -245,11 +245,12 @@ def export_command(
         str,
         typer.Option(
             "--format",
-            metavar="safetensors|pt2|onnx",
-            help="safetensors: weights only; pt2: program of torch.export; onnx: ONNX model.",
+            metavar="safetensors|pt2|onnx|peft|merged",
+            help="safetensors: weights only; pt2: program of torch.export; onnx: ONNX model; peft: "
+            "directory of LoRA adapters; merged: directory of the base model with its adapters.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="Output file or directory.")],
     kind: Kind = "private",
     best: Best = False,
     trust: Trust = "",

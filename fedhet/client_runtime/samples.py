@@ -26,7 +26,7 @@ from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap
 from fedhet.data.tables import TableSchema
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
-from fedhet.models import LabelSpaceModel
+from fedhet.models import LabelSpaceModel, base_digest
 from fedhet.settings.run import PLACE
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, class_names_digest
 
@@ -121,6 +121,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             order,
             node.training.describe(),
             bool(node.folder),
+            base_digest(node.model),
         ),
         labeled,
         unlabeled,

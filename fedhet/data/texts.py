@@ -37,7 +37,7 @@ from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
 LOG = logging.getLogger("fedhet")
 VARIABLE = "FEDHET_ENCODERS"
-_ENCODER = re.compile(r"encoder-([1-5])(-frozen)?:(.+)")
+_ENCODER = re.compile(r"encoder-([1-5])(?:-(frozen|lora.*?))?:(.+)")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,100}", re.ASCII)
 
 
@@ -51,7 +51,7 @@ def encoder_parts(model: str) -> tuple[int, bool, str]:
     match = _ENCODER.fullmatch(model)
     if match is None:
         raise ModelError(f"model '{model}' must have the form 'encoder-2:NAME'")
-    return int(match[1]), bool(match[2]), match[3]
+    return int(match[1]), match[2] == "frozen", match[3]
 
 
 def encoder_directory(name: str) -> str:

@@ -21,16 +21,22 @@ from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
-from fedhet.data.texts import WORDS
+from fedhet.data.texts import WORDS, configuration
 from fedhet.data.values import MISSING, MISSING_NUMBER
 from fedhet.inference.client import TrainedClient
 from fedhet.kinds import IMAGE, PADDING, TEXT
 from fedhet.learning.devices import scaled
 from fedhet.models import HetModel, Refitted
+from fedhet.models.adapted import Adapted, merged_base, peft_config
 from fedhet.runs.storage import unshared
 
-FORMATS = ("safetensors", "pt2", "onnx")
-"""Export formats: weights only, a program of torch.export, and ONNX."""
+FORMATS = ("safetensors", "pt2", "onnx", "peft", "merged")
+"""Export formats: weights only, a program of torch.export, ONNX, and for models with adapters the
+adapters of the library peft, or the base model with merged adapters."""
+DIRECTORIES = ("peft", "merged")
+"""Export formats that consist of several files in a directory."""
+HEAD = "head.safetensors"
+"""File with the layers after the base model, in an exported directory."""
 NEEDED = ("onnx", "onnxscript")
 """Packages that PyTorch requires to write ONNX."""
 _NUMBER, _CODE, _MISSING = range(3)
@@ -94,8 +100,8 @@ class ExportedModel(nn.Module):
 def export(trained: TrainedClient, form: str, path: Path, kind: str = "private") -> Path:
     """Export a client's model to `path` and its model card to `path`.json.
 
-    The exported file also contains the card. Programs in the formats pt2 and onnx support any
-    batch size.
+    The formats peft and merged write a directory. All other files also contain the card. Programs
+    in the formats pt2 and onnx support any batch size.
 
     Returns:
         Path of the model card.
@@ -114,7 +120,10 @@ def export(trained: TrainedClient, form: str, path: Path, kind: str = "private")
             "stored, but refitted on the client's data. Use `fedhet predict`, or "
             "`fedhet.load(DIR).model(CLIENT)`."
         )
-    text = card(trained, kind, form, is_scaling=form != "safetensors")
+    text = card(trained, kind, form, is_scaling=form in ("pt2", "onnx"))
+    if form in DIRECTORIES:
+        _write_directory(trained, kind, form, path)
+        return write_text(path.with_name(path.name + ".json"), text)
     with Folder(path.parent).replacing(path.name) as temporary:
         if form == "safetensors":
             weights = unshared(trained.network(kind).state_dict())
@@ -122,6 +131,36 @@ def export(trained: TrainedClient, form: str, path: Path, kind: str = "private")
         else:
             _write_program(trained, model, form, temporary, text)
     return write_text(path.with_name(path.name + ".json"), text)
+
+
+def _write_directory(trained: TrainedClient, kind: str, form: str, path: Path) -> None:
+    """Write adapters or a merged base model, and the layers after it.
+
+    `PeftModel.from_pretrained` loads adapters, and `AutoModel.from_pretrained` a merged model.
+    Raises ModelError if the model has no adapters.
+    """
+    network = trained.network(kind)
+    encoder = next((each for each in network.modules() if isinstance(each, Adapted)), None)
+    if encoder is None:
+        raise ModelError(
+            f"{trained.record.client}: format {form} requires a model with adapters, such as "
+            f"encoder-1-lora8:NAME, got '{trained.record.model}'"
+        )
+    own = encoder.state_dict()
+    prefix = next(name for name, each in network.named_modules() if each is encoder) + "."
+    head = {k: v for k, v in network.state_dict().items() if not k.startswith(prefix)}
+    if form == "peft":
+        config, file = peft_config(encoder), "adapter_config.json"
+        weights = {f"base_model.model.{name}": value for name, value in own.items()}
+        weights_file = "adapter_model.safetensors"
+    else:
+        config, file = configuration(encoder.name.base), "config.json"
+        weights, weights_file = merged_base(encoder).state_dict(), "model.safetensors"
+    directory = Folder(path)
+    for name, tensors in ((weights_file, weights), (HEAD, head)):
+        with directory.replacing(name) as temporary:
+            save_file(unshared(tensors), temporary, metadata={"format": "pt"})
+    write_text(path / file, json.dumps(config, indent=1) + "\n")
 
 
 def _write_program(

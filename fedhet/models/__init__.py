@@ -1,5 +1,6 @@
 """Models by name: an extractor and a classifier for any input shape and number of classes."""
 
+from fedhet.models.adapted import base_digest, base_of, is_adapted, rank_of, without_rank
 from fedhet.models.base import (
     Evaluations,
     HetModel,
@@ -46,6 +47,8 @@ __all__ = [
     "Refitted",
     "assign",
     "base_and_width",
+    "base_digest",
+    "base_of",
     "build",
     "build_any",
     "check",
@@ -55,6 +58,7 @@ __all__ = [
     "evaluate_models",
     "find",
     "group_norm_name",
+    "is_adapted",
     "is_registered",
     "is_user_model",
     "load_weights",
@@ -63,7 +67,9 @@ __all__ = [
     "part_arrays",
     "part_names",
     "private_pool",
+    "rank_of",
     "shapes",
     "to_arrays",
     "to_host_arrays",
+    "without_rank",
 ]

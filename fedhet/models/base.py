@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedhet.algorithms import Part
+from fedhet.algorithms import LORA_A, Part
 from fedhet.base.arrays import Array, Arrays
 from fedhet.base.errors import ModelError
 from fedhet.base.metrics import ACCURACY, Predictions, measure
@@ -180,6 +180,8 @@ def part_names(model: HetModel, part: Part) -> frozenset[str]:
     if part == "all-but-norms":
         norms = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
         return names - {f"{path}.{key}" for path, m in norms.items() for key in m.state_dict()}
+    if part == "lora-a" and any(name.endswith(LORA_A) for name in names):
+        return frozenset(name for name in names if name.endswith(LORA_A))
     start = "classifier." if part == "head" else "extractor."
     return frozenset(name for name in names if name.startswith(start))
 

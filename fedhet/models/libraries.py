@@ -15,7 +15,6 @@ each process keeps a single copy.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -222,52 +221,67 @@ def assemble_encoder(
     Raises ModelError if the encoder does not support texts of this length or vocabulary.
     """
     layers, frozen, encoder_name = encoder_parts(name)
-    if kind not in (None, TEXT) or not TEXT.fits(shape):
-        raise ModelError(f"model '{name}': expected {TEXT.wanted}, got shape {shape}")
-    encoder = _Encoder(encoder_name, frozen)
-    if shape[2] > encoder.vocabulary or shape[1] > encoder.max_tokens:
-        raise ModelError(
-            f"model '{name}': expected texts of up to {encoder.max_tokens} tokens with "
-            f"ids below {encoder.vocabulary}, got up to {shape[1]} tokens with ids below "
-            f"{shape[2]}. Set data.tokenizer = {encoder_name!r} to use the model's tokenizer, and "
-            "data.max-tokens to truncate texts."
-        )
-    widths = [encoder.width] + [HIDDEN_WIDTH] * (layers - 1)
+    encoder = TextEncoder(encoder_name, frozen)
+    encoder.check(name, shape, kind)
+    return with_layers(encoder, encoder.width, layers, classes, feature_dim)
+
+
+def with_layers(
+    encoder: nn.Module, width: int, layers: int, classes: int, feature_dim: int | None
+) -> HetModel:
+    """Append linear layers to an encoder of features [N, `width`]; the last is the classifier."""
+    widths = [width] + [HIDDEN_WIDTH] * (layers - 1)
     hidden: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         hidden += [nn.Linear(inputs, outputs), nn.ReLU()]
     return join(nn.Sequential(encoder, *hidden), widths[-1], classes, feature_dim)
 
 
-class _Encoder(nn.Module):
+class TextEncoder(nn.Module):
     """Encoder with mean pooling: tokens [N, L] -> mean of the last hidden states [N, D]."""
 
     def __init__(self, name: str, frozen: bool) -> None:
         super().__init__()
         config = configuration(name)
-        self.width = _size(config, name, "hidden_size", "dim", "d_model")
-        self.vocabulary = _size(config, name, "vocab_size")
-        self.max_tokens = _size(config, name, "max_position_embeddings")
+        self.width = config_size(config, name, "hidden_size", "dim", "d_model")
+        self.vocabulary = config_size(config, name, "vocab_size")
+        self.max_tokens = config_size(config, name, "max_position_embeddings")
         self.padding = int(config.get("pad_token_id") or 0)
         if self.padding:  # positions then start after the padding token
             self.max_tokens -= self.padding + 1
         self.name = name
         self.network = None if frozen else _encoder(name)
 
+    def check(self, model: str, shape: Shape, kind: Kind | None) -> None:
+        """Raise ModelError unless samples of `shape` are texts of supported length and tokens."""
+        if kind not in (None, TEXT) or not TEXT.fits(shape):
+            raise ModelError(f"model '{model}': expected {TEXT.wanted}, got shape {shape}")
+        if shape[2] > self.vocabulary or shape[1] > self.max_tokens:
+            raise ModelError(
+                f"model '{model}': expected texts of up to {self.max_tokens} tokens with ids below "
+                f"{self.vocabulary}, got up to {shape[1]} tokens with ids below {shape[2]}. Set "
+                f"data.tokenizer = {self.name!r} to use the model's tokenizer, and "
+                "data.max-tokens to truncate texts."
+            )
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the features [N, D] of texts, ignoring padding."""
+        if self.network is not None:
+            return self.features(self.network, x)
+        with torch.no_grad():
+            return self.features(_cached_encoder(self.name, x.device), x)
+
+    def features(self, network: nn.Module, x: Tensor) -> Tensor:
+        """Return the features [N, D] that `network` computes from tokens [N, L]."""
         x = trim_padding(x)
         mask = token_mask(x)
         # `fedhet.data.texts` swapped the padding token of the encoder with PADDING.
         ids = torch.where(x == PADDING, self.padding, x.where(x != self.padding, PADDING))
-        is_frozen = self.network is None
-        network = _cached_encoder(self.name, x.device) if self.network is None else self.network
-        with torch.no_grad() if is_frozen else contextlib.nullcontext():
-            states = network(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-            return masked_mean(states, mask)
+        states = network(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        return masked_mean(states, mask)
 
 
-def _size(config: dict[str, Any], name: str, *keys: str) -> int:
+def config_size(config: dict[str, Any], name: str, *keys: str) -> int:
     """Return the first existing integer among `keys`. Raises ModelError if none exists."""
     for key in keys:
         if isinstance(config.get(key), int):

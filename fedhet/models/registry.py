@@ -23,6 +23,7 @@ from fedhet.base.seeding import derive, numpy_rng, seeded
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, KINDS, Shape
 from fedhet.models import sequences, vision
+from fedhet.models.adapted import assemble_adapted, check_adapted, is_adapted, without_rank
 from fedhet.models.base import (
     DrawnInfo,
     HetModel,
@@ -60,6 +61,7 @@ DRAWN = MappingProxyType({info.name: info for info in vision.DRAWN})
 """Pool names for which each client draws a model."""
 EXTERNAL = (
     (is_user_model, import_user_model, assemble_user_model),
+    (is_adapted, check_adapted, assemble_adapted),
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
@@ -268,7 +270,8 @@ def build(
     Raises:
         ModelError: If the model is unknown or does not support the samples.
     """
-    with seeded(seed, "model", name):
+    # Models that differ only in the rank of their adapters start from the same function.
+    with seeded(seed, "model", without_rank(name)):
         return _assemble(name, tuple(shape), classes, feature_dim, kind)
 
 
@@ -388,8 +391,15 @@ class AllocationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation of PyTorch, unless it would exceed the limit."""
-        if func.overloadpacket in self._factories and args and isinstance(args[0], list | tuple):
+        is_new = func.overloadpacket in self._factories and args
+        if is_new and isinstance(args[0], list | tuple) and not _on_meta(kwargs):
             self._remaining -= 4 * prod(args[0])  # size in float32
             if self._remaining < 0:
                 raise ModelError(f"the model would need more than {self._max_bytes:,} bytes")
         return func(*args, **(kwargs or {}))
+
+
+def _on_meta(kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether a new tensor needs no memory, like the skeleton of a base model."""
+    device = (kwargs or {}).get("device")
+    return device is not None and torch.device(device).type == "meta"

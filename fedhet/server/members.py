@@ -24,7 +24,7 @@ from fedhet.base.errors import FedhetError, KnowledgeError, ModelError, error_te
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
 from fedhet.methods.spec import MethodSpec
-from fedhet.models import is_registered, shapes
+from fedhet.models import base_of, is_registered, shapes
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
 from fedhet.server.calls import UserCodeFaults
 from fedhet.server.nodes import display_name, registered_name, retrying
@@ -183,6 +183,8 @@ class Members:
         """Order of the class names (`ClientInfo.order`); empty until a client reports one."""
         self._model = ""
         """The model that all members must have; empty if it is unknown or may differ."""
+        self._bases: dict[str, str] = {}
+        """Digest of each frozen base model (`ClientInfo.base`), by its name."""
 
     @classmethod
     def of(
@@ -299,6 +301,9 @@ class Members:
             self._order = most_common_name([info.order for info in of_task])
             if self._rules.one_model:
                 self._model = most_common_name([info.model for info in of_task])
+            for base in {base_of(info.model) for info in of_task}:
+                digests = [info.base for info in of_task if base_of(info.model) == base]
+                self._bases[base] = most_common_name(digests)
         taken = {member.info.name for member in self._members.values()}
         for member in valid:
             name, node = member.info.name, member.proxy.cid
@@ -311,6 +316,7 @@ class Members:
                 if name in self._disconnected:
                     self._notice(f"client {name} is connected again")
                 self._order = self._order or member.info.order
+                self._bases.setdefault(base_of(member.info.model), member.info.base)
         for reply in replies:
             if isinstance(reply, str):
                 self._notice(reply)
@@ -365,6 +371,9 @@ class Members:
             return "the names or the order of its classes differ from other clients (classes.txt)"
         if self._model and info.model != self._model:
             return f"its model must be {self._model!r} as on all clients, got {info.model!r}"
+        base = base_of(info.model)
+        if info.base != (self._bases.get(base) or info.base):
+            return f"its base model {base!r} differs from that of other clients"
         return ""
 
 

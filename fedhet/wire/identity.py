@@ -21,7 +21,7 @@ MAX_VALUES = 2**28
 MIN_SAMPLES, MAX_SAMPLES = 2, 10**9
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHAPE = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){0,3}")
-_ORDER = re.compile(r"([0-9a-f]{16})?")
+_DIGEST = re.compile(r"([0-9a-f]{16})?")
 _MODEL = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
 
@@ -45,6 +45,8 @@ class ClientInfo:
     """Optimizer, learning rate, epochs and batch size, as text for the run's records."""
     own_data: bool = False
     """Whether the client reads its own data instead of a partition of the run's data set."""
+    base: str = ""
+    """Digest of the frozen base model on this machine, or "" for a model without adapters."""
 
     def properties(self) -> dict[str, int | str | bool]:
         """Return the description as a flat dictionary (inverse of `read_properties`)."""
@@ -87,14 +89,15 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     shape = _shape(name, KINDS[kind], properties.get("shape"))
     samples = _integer(name, "samples", properties.get("samples"), MIN_SAMPLES, MAX_SAMPLES)
     classes = _integer(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
-    rule = "empty or 16 hexadecimal digits"
-    order = _text(name, "order", properties.get("order", ""), _ORDER, rule)
+    rule_of_digest = "empty or 16 hexadecimal digits"
+    order = _text(name, "order", properties.get("order", ""), _DIGEST, rule_of_digest)
     rule = "at most 200 letters, digits and ' ,.+-'"
     training = _text(name, "training", properties.get("training", ""), _WORDS, rule)
     own_data = properties.get("own_data", False)
     if not isinstance(own_data, bool):
         raise KnowledgeError(name, "own_data", f"must be true or false, got {safe_repr(own_data)}")
-    return ClientInfo(name, model, samples, classes, kind, shape, order, training, own_data)
+    base = _text(name, "base", properties.get("base", ""), _DIGEST, rule_of_digest)
+    return ClientInfo(name, model, samples, classes, kind, shape, order, training, own_data, base)
 
 
 def _text(sender: str, field: str, value: object, pattern: re.Pattern[str], rule: str) -> str:

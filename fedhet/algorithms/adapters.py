@@ -1,0 +1,174 @@
+"""Aggregation of LoRA adapters whose ranks differ.
+
+A client k with n_k samples has factors B_k [P, r_k] and A_k [r_k, Q] of each adapted layer, and
+p_k = n_k / sum of n. R is the largest rank. The scale s of the products is the same for all
+clients, so it cancels. All sums are in float64.
+
+- `padded_average`: FedIT (Zhang et al. 2024), with zero padding if ranks differ.
+- `product_norm`: the weights of HetLoRA (Cho et al. 2024), which replace p_k.
+- `product_average`: FlexLoRA (Bai et al. 2024), an SVD of the averaged products.
+- `level_average`: raFLoRA (2026, from a third-party implementation), the average of each rank level
+  over the clients that have it.
+
+A rank level that no reply has keeps its previous value (ours). FFA-LoRA (Sun et al. 2024) freezes
+A; the padded average of B is then exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedhet.algorithms import LORA_A, LORA_B
+from fedhet.algorithms.local_models import LocalModel, Weights
+from fedhet.algorithms.weights import average_weights
+from fedhet.base.arrays import Array
+
+Factors = tuple[Array, Array]
+"""B [P, r] and A [r, Q] of an adapter."""
+Value = TypeVar("Value")
+
+
+def factors_of(state: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:
+    """Return the factors (B, A) in a state dict by the path of their layer."""
+    paths = [name.removesuffix(LORA_B) for name in state if name.endswith(LORA_B)]
+    return {path: (state[path + LORA_B], state[path + LORA_A]) for path in paths}
+
+
+def padded_average(
+    parts: Sequence[tuple[Array, float]], before: Array, axis: int, rank: int
+) -> Array:
+    """Average one factor over clients, with zeros for the rank levels that a client lacks.
+
+    Args:
+        parts: The factors of the clients, with their weights.
+        before: The previous average, of the largest rank.
+        axis: Axis of the rank: 0 for A, 1 for B.
+        rank: Largest rank of this round's replies; later levels keep their previous value.
+    """
+    models = [({"": padded(value, before.shape)}, weight) for value, weight in parts]
+    average = average_weights(models)[""]
+    later = (slice(None),) * axis + (slice(rank, None),)
+    average[later] = before[later]
+    return average
+
+
+def product_norm(factors: Sequence[Factors]) -> float:
+    """Return the Frobenius norm of a client's products BA, over all of its layers."""
+    squares = 0.0
+    for b, a in factors:
+        wide_b, wide_a = b.astype(np.float64), a.astype(np.float64)
+        squares += float(((wide_b.T @ wide_b) * (wide_a @ wide_a.T)).sum())
+    return math.sqrt(max(squares, 0.0))
+
+
+def product_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
+    """Return the factors of largest rank that approximate the average of products B_k A_k best.
+
+    B has the columns of U Sigma, A the rows of the transposed V, in order of the singular values.
+    """
+    total = sum(weight for _, weight in parts)
+    return truncated([(b * (weight / total), a) for (b, a), weight in parts], before)
+
+
+def level_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
+    """Return the factors of largest rank that approximate the sum of averaged rank levels best.
+
+    The ranks of the clients divide an adapter into levels. The average of a level is taken over the
+    clients whose rank includes it, so that small ranks do not shrink it.
+    """
+    largest = before[1].shape[0]
+    ends = sorted({a.shape[0] for (_, a), _ in parts} | {largest})
+    terms: list[Factors] = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        level = slice(start, end)
+        having = [(b, a, weight) for (b, a), weight in parts if a.shape[0] >= end]
+        total = sum(weight for *_, weight in having)
+        terms += [(b[:, level] * (weight / total), a[level]) for b, a, weight in having]
+        if not having:
+            terms.append((before[0][:, level], before[1][level]))
+    return truncated(terms, before)
+
+
+def truncated(terms: Sequence[Factors], before: Factors) -> Factors:
+    """Return U Sigma [P, R] and V' [R, Q] of the sum of products, as float32.
+
+    Computes the SVD of the small matrix between the QR factors of the stacked terms, never of the
+    product [P, Q]. If the sum has fewer directions than R, the missing rows of A are those of
+    `before`, with zeros in B, so that a client can train them.
+    """
+    left = torch.from_numpy(np.concatenate([b for b, _ in terms], axis=1).astype(np.float64))
+    right = torch.from_numpy(np.concatenate([a for _, a in terms], axis=0).astype(np.float64))
+    q_left, r_left = torch.linalg.qr(left)
+    q_right, r_right = torch.linalg.qr(right.T)
+    u, sigma, v = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
+    b, a = (q_left @ (u * sigma)).numpy(), (v @ q_right.T).numpy()
+    # An SVD is unique up to signs: the largest entry of each row of A is positive.
+    signs = np.sign(a[np.arange(len(a)), np.abs(a).argmax(1)])
+    b, a = b * np.where(signs == 0, 1, signs), a * np.where(signs == 0, 1, signs)[:, None]
+    rank = min(before[1].shape[0], len(a))
+    new_b, new_a = np.zeros_like(before[0]), before[1].copy()
+    new_b[:, :rank], new_a[:rank] = b[:, :rank], a[:rank]
+    return new_b, new_a
+
+
+def singular_values(b: Array, a: Array) -> Array:
+    """Return the singular values [r] of the product BA, in descending order."""
+    _, left = torch.linalg.qr(torch.from_numpy(b.astype(np.float64)))
+    _, right = torch.linalg.qr(torch.from_numpy(a.astype(np.float64)).T)
+    values: Array = torch.linalg.svdvals(left @ right.T).numpy()
+    return values
+
+
+def top_energy(factors: Sequence[Factors], rank: int) -> float:
+    """Return the fraction of the energy of products that the first `rank` directions have.
+
+    The mean over the layers whose product is not zero; 1 if all are zero. It approaches 1 if the
+    ranks collapse.
+    """
+    squares = [np.square(singular_values(b, a)) for b, a in factors]
+    shares = [float(each[:rank].sum() / each.sum()) for each in squares if each.sum() > 0]
+    return float(np.mean(shares)) if shares else 1.0
+
+
+def padded(value: Array, shape: tuple[int, ...]) -> Array:
+    """Return a factor with zeros for the ranks that it lacks, or itself if it lacks none."""
+    if value.shape == shape:
+        return value
+    whole = np.zeros(shape, value.dtype)
+    whole[tuple(map(slice, value.shape))] = value
+    return whole
+
+
+class PrunedModel(LocalModel):
+    """Model whose adapters lose their last rank levels if training shrinks them (HetLoRA).
+
+    The regularizer is the sum over layers of ||B[:, k:]|| ||A[k:]||, with k = floor(gamma r).
+    """
+
+    def __init__(
+        self, model: nn.Module, anchor: Weights, rank: int, gamma: float, weight: float
+    ) -> None:
+        super().__init__(model, anchor)
+        self._factors = list(factors_of(dict(model.named_parameters())).values())
+        self._rank, self._kept, self._weight = rank, max(1, int(gamma * rank)), weight
+        self._before = self._tail().item()
+
+    @property
+    def rank(self) -> int:
+        """The rank after training: k if the last levels have shrunk, otherwise r."""
+        return self._kept if self._tail().item() < self._before else self._rank
+
+    def regularizer(self) -> Tensor:
+        """Return the term that shrinks the last rank levels."""
+        return self._weight * self._tail()
+
+    def _tail(self) -> Tensor:
+        kept = slice(self._kept, None)
+        norms = [b[:, kept].norm() * a[kept].norm() for b, a in self._factors]
+        return torch.stack(norms).sum()

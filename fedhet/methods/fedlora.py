@@ -1,0 +1,121 @@
+"""Declaration of FedLoRA: settings and messages."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedhet.algorithms import LORA_A, LORA_B, Aggregation
+from fedhet.base.arrays import Arrays, Shapes
+from fedhet.base.errors import KnowledgeError
+from fedhet.methods.fedavg import FedAvgSettings, part_sizes
+from fedhet.methods.spec import DP_SGD, MethodSpec
+from fedhet.settings.defense import CHOOSING
+from fedhet.settings.schema import NonNegative
+from fedhet.wire.contract import MAX_MAGNITUDE, Contract, Sizes, WeightsField
+from fedhet.wire.identity import ClientInfo
+
+
+class FedLoraSettings(FedAvgSettings):
+    """Settings of FedLoRA."""
+
+    aggregation: Literal["auto", Aggregation] = Field(
+        "auto",
+        description="aggregation of adapters: mean of factors padded with zeros (average), the "
+        "same with norms of the updates as weights (sparsity), SVD of the averaged products (svd), "
+        "SVD of products averaged by rank level (rank-partition), or mean of B with a constant A "
+        "(freeze-a); auto = rank-partition, or freeze-a with [privacy]",
+    )
+    prune: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="fraction of the rank that remains if training shrinks the last rank levels; "
+        "0 = ranks are constant",
+    )
+    prune_weight: NonNegative = Field(
+        0.001, description="weight of the loss term that shrinks the last rank levels, with prune"
+    )
+
+    def rule(self, *, is_private: bool) -> Aggregation:
+        """Return the rule of a run with or without differential privacy."""
+        if self.aggregation == "auto":
+            return "freeze-a" if is_private else "rank-partition"
+        return self.aggregation
+
+
+@dataclass(frozen=True)
+class AdapterField(WeightsField):
+    """Declaration of adapters and a head, whose rank may be smaller than that of the model."""
+
+    nested: bool = True
+
+    def describe(self) -> str:
+        """Return a short description of the type."""
+        return "weights; all adapters of the model's rank or of one smaller rank"
+
+    def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
+        """Return the shapes and dtypes of the tensors at the rank of the first received adapter.
+
+        Raises KnowledgeError if a product of factors might exceed MAX_MAGNITUDE.
+        """
+        rank, largest = received_rank(received), rank_in(shapes)
+        if not 0 < rank < largest:
+            rank = largest
+        expected = with_rank(shapes, rank)
+        for name in (name for name in received if name.endswith(LORA_A)):
+            factors = (received[name], received.get(name.removesuffix(LORA_A) + LORA_B))
+            bound = float(rank)
+            for factor in factors:
+                bound *= float(np.abs(factor).max(initial=0.0)) if factor is not None else 1.0
+            if bound > MAX_MAGNITUDE:
+                fault = f"magnitude bound of the product must be at most {MAX_MAGNITUDE:g}"
+                raise KnowledgeError(sender, f"{self.name}/{name}", f"{fault}, got {bound:.3g}")
+        return expected
+
+
+def received_rank(weights: Arrays) -> int:
+    """Return the rank of the first factor B in a message, or 0 if it has none."""
+    factors = (weights[name] for name in weights if name.endswith(LORA_B))
+    return next((each.shape[1] for each in factors if each.ndim == 2), 0)
+
+
+def rank_in(shapes: Shapes) -> int:
+    """Return the rank of the adapters of a model, or 0 if it has none."""
+    return next((shape[1] for name, (shape, _) in shapes.items() if name.endswith(LORA_B)), 0)
+
+
+def with_rank(shapes: Shapes, rank: int) -> Shapes:
+    """Return the shapes of a model's tensors, with `rank` as the rank of its adapters."""
+    found = dict(shapes)
+    for name, (shape, dtype) in shapes.items():
+        if name.endswith(LORA_A):
+            found[name] = (rank, shape[1]), dtype
+        elif name.endswith(LORA_B):
+            found[name] = (shape[0], rank), dtype
+    return found
+
+
+def sent_sizes(settings: FedLoraSettings, client: ClientInfo, rule: Aggregation) -> Sizes:
+    """Return the axis sizes, and the shapes of the tensors that are sent with a rule."""
+    sizes = part_sizes(settings, client)
+    if rule != "freeze-a":
+        return sizes
+    sent = {n: each for n, each in sizes.models["weights"].items() if not n.endswith(LORA_A)}
+    return replace(sizes, models={"weights": sent})
+
+
+SPEC = MethodSpec(
+    title="LoRA adapters of differing ranks",
+    paper="Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks",
+    headline="common",
+    late="kept",
+    settings=FedLoraSettings,
+    sizes=part_sizes,
+    kinds=("private", "global"),
+    models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
+    defenses=CHOOSING,
+    metrics={"top_energy": "energy of the adapters in the directions of the smallest rank"},
+    instructions=Contract((AdapterField("weights", "averaged adapters, at the client's rank"),)),
+    replies=Contract((AdapterField("weights", "adapters and head after training"),)),
+    privacy=DP_SGD,
+)

@@ -1,0 +1,22 @@
+"""Declaration of FedSA-LoRA: settings and messages."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from fedhet.algorithms import Part
+from fedhet.methods import fedavg
+
+
+class FedSaSettings(fedavg.FedAvgSettings):
+    """Settings of FedSA-LoRA, which adds none to FedAvg."""
+
+    part: ClassVar[Part] = "lora-a"
+
+
+SPEC = replace(
+    fedavg.SPEC,
+    title="LoRA adapters whose factor A is shared",
+    paper="Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning",
+    headline="personal",
+    settings=FedSaSettings,
+)

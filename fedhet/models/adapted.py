@@ -1,0 +1,418 @@
+"""Foundation models with LoRA adapters: `encoder-1-lora8:NAME`, for texts and for images.
+
+Hu et al., LoRA: Low-Rank Adaptation of Large Language Models. NAME is a directory in
+$FEDHET_ENCODERS with `config.json` and `model.safetensors`, as the library `transformers` saves it.
+The number after `lora` is the rank r. The adapter of a layer W [P, Q] adds s B A, with B [P, r] and
+A [r, Q]. The scale s is 2, or the number after `-scale`, as in `encoder-1-lora8-scale4:NAME`.
+
+The base model is frozen: it is neither sent nor saved, and a process keeps one copy per device and
+precision. Adapters are nested by rank: a new model of rank 8 has the first 8 rows of A of rank 16.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedhet.algorithms.adapters import factors_of
+from fedhet.base.errors import ModelError, error_reason
+from fedhet.base.seeding import torch_generator
+from fedhet.data.texts import configuration, encoder_directory
+from fedhet.kinds import IMAGE, Kind, Shape
+from fedhet.models.base import HetModel
+from fedhet.models.libraries import TextEncoder, config_size, with_layers
+
+SCALE = 2.0
+"""Default of s. It is the same for all ranks, so that a part of an adapter adds a part of its
+product: with s = alpha / r and one alpha, s would differ between clients of one average."""
+TARGETS = frozenset({"query", "value", "q_proj", "v_proj", "q_lin", "v_lin"})
+"""Last names of the layers that get an adapter: the projections to queries and values."""
+UNUSED = ("pooler.",)
+"""Start of the names of weights that features do not depend on, and that files may lack."""
+_ADAPTED = re.compile(r"encoder-[1-5]-lora.*:")
+_NAME = re.compile(r"encoder-([1-5])-lora([1-9][0-9]{0,2})(?:-scale([0-9]+(?:\.[0-9]+)?))?:(.+)")
+_IGNORED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Entries of config.json that do not change what a model computes."""
+
+
+@dataclass(frozen=True)
+class AdapterName:
+    """Parts of the name of a model with adapters."""
+
+    layers: int
+    """Number of linear layers after the encoder, of which the last is the classifier."""
+    rank: int
+    scale: float
+    base: str
+    """Name of the base model, a directory in $FEDHET_ENCODERS."""
+
+    @classmethod
+    def of(cls, name: str) -> AdapterName | None:
+        """Parse the name of a model. Returns None if the model has no adapters."""
+        found = _NAME.fullmatch(name)
+        if found is None or not float(found[3] or SCALE):
+            return None
+        return cls(int(found[1]), int(found[2]), float(found[3] or SCALE), found[4])
+
+
+def is_adapted(name: str) -> bool:
+    """Return whether `name` is the name of a model with adapters."""
+    return _ADAPTED.match(name) is not None
+
+
+def rank_of(name: str) -> int:
+    """Return the rank of a model's adapters, or 0 if the model has none."""
+    found = AdapterName.of(name)
+    return found.rank if found else 0
+
+
+def base_of(name: str) -> str:
+    """Return the name of a model's frozen base model, or "" if the model has no adapters."""
+    found = AdapterName.of(name)
+    return found.base if found else ""
+
+
+def without_rank(name: str) -> str:
+    """Return the name of a model without its rank: equal for models that differ only in rank."""
+    found = AdapterName.of(name)
+    return f"encoder-{found.layers}-lora-scale{found.scale:g}:{found.base}" if found else name
+
+
+def check_adapted(name: str) -> None:
+    """Raise a FedhetError unless the base model's directory holds weights as safetensors."""
+    base = _parsed(name).base
+    configuration(base)
+    _weight_files(base)
+
+
+def assemble_adapted(
+    name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
+) -> HetModel:
+    """Return the base model with adapters and linear layers. Raises ModelError if it is unsuitable.
+
+    The weights of the base model are read when the model first computes.
+    """
+    parts = _parsed(name)
+    config = configuration(parts.base)
+    reader: TextEncoder | ImageReader
+    if "image_size" in config:
+        reader = ImageReader(parts.base, config)
+    else:
+        reader = TextEncoder(parts.base, frozen=True)
+    reader.check(name, shape, kind)
+    encoder = Adapted(parts, reader.width, reader.features)
+    return with_layers(encoder, reader.width, parts.layers, classes, feature_dim)
+
+
+class ImageReader:
+    """Images [N, C, H, W] in [-1, 1] -> the features [N, D] of an image model."""
+
+    def __init__(self, base: str, config: Mapping[str, Any]) -> None:
+        size = config["image_size"]
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.channels = int(config.get("num_channels") or 3)
+        self.width = config_size(dict(config), base, "hidden_size", "embed_dim")
+        path = Path(encoder_directory(base)) / "preprocessor_config.json"
+        given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        self.mean, self.std = given.get("image_mean"), given.get("image_std")
+        """Statistics of the channels, from 0 to 1; None: the model takes values in [-1, 1]."""
+
+    def check(self, model: str, shape: Shape, kind: Kind | None) -> None:
+        """Raise ModelError unless samples of `shape` are images that the model can read."""
+        if kind not in (None, IMAGE) or not IMAGE.fits(shape):
+            raise ModelError(f"model '{model}': expected {IMAGE.wanted}, got shape {shape}")
+        if shape[0] not in (1, self.channels):
+            channels = " or ".join(map(str, sorted({1, self.channels})))
+            raise ModelError(f"model '{model}': expected {channels} channels, got {shape[0]}")
+
+    def features(self, network: nn.Module, x: Tensor) -> Tensor:
+        """Return the last state of the class token, or the mean of all states without one."""
+        x = x.expand(-1, self.channels, -1, -1)
+        if tuple(x.shape[2:]) != self.size:
+            x = F.interpolate(x, size=self.size, mode="bilinear")
+        if self.mean and self.std:
+            mean, std = (x.new_tensor(each).view(-1, 1, 1) for each in (self.mean, self.std))
+            x = ((x + 1) / 2 - mean) / std
+        states: Tensor = network(pixel_values=x).last_hidden_state
+        has_token = any(name.endswith("cls_token") for name, _ in network.named_parameters())
+        return states[:, 0] if has_token else states.flatten(2).mean(1)
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with an adapter: x -> W x + b + s B A x."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int, scale: float, draws: torch.Generator):
+        super().__init__()
+        self.base_layer, self.scale = base_layer, scale
+        columns, rows = base_layer.in_features, base_layer.out_features
+        with torch.device("meta"):  # draws nothing from PyTorch's generator
+            self.lora_A = nn.Linear(columns, rank, bias=False)
+            self.lora_B = nn.Linear(rank, rows, bias=False)
+        bound = columns**-0.5
+        drawn = [torch.empty(columns).uniform_(-bound, bound, generator=draws) for _ in range(rank)]
+        self.lora_A.weight = nn.Parameter(torch.stack(drawn))
+        self.lora_B.weight = nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs [..., P] for inputs [..., Q]."""
+        change: Tensor = self.lora_B(self.lora_A(x))
+        outputs: Tensor = self.base_layer(x)
+        return outputs + change * self.scale
+
+
+class Adapted(nn.Module):
+    """A frozen base model with trained adapters, of which only the adapters are registered.
+
+    Example:
+        The adapter of the layer `encoder.layer.0.attention.self.query` has the state-dict names
+        `encoder.layer.0.attention.self.query.lora_A.weight` and `….lora_B.weight`, as in peft.
+    """
+
+    def __init__(
+        self, name: AdapterName, width: int, features: Callable[[nn.Module, Tensor], Tensor]
+    ) -> None:
+        """Add adapters to a base model, whose `features` [N, D] have a width D of `width`."""
+        super().__init__()
+        self.name, self._width, self._features = name, width, features
+        self.folder = encoder_directory(name.base)
+        network = _share_frozen(_skeleton(self.folder), ())
+        layers = {path: each for path, each in network.named_modules() if _is_target(path, each)}
+        if not layers:
+            names = ", ".join(sorted(TARGETS))
+            raise ModelError(
+                f"base model {name.base!r}: found no linear layer named {names}, which adapters "
+                "need. Use another base model."
+            )
+        seed = int(torch.randint(2**62, ()))  # one draw for all ranks: the head is the same
+        for path, layer in layers.items():
+            draws = torch_generator(seed, "adapter", path)
+            adapted = LoraLinear(layer, name.rank, name.scale, draws)
+            network.set_submodule(path, adapted)
+            _add_nested(self, f"{path}.lora_A", adapted.lora_A)
+            _add_nested(self, f"{path}.lora_B", adapted.lora_B)
+        self._hidden = (network,)  # in a tuple, because a module would be registered
+        self._bound: tuple[torch.device, torch.dtype] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the features [N, D]. Under autocast, the base model has the type of autocast."""
+        if not len(x):  # transformers' attention takes no empty batch
+            return x.new_zeros((0, self._width), dtype=torch.float32)
+        dtype = next(self.parameters()).dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        return self._features(self.network(x.device, dtype), x)
+
+    def network(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Return the base model with its adapters. Its frozen weights are on `device`."""
+        (network,) = self._hidden
+        if self._bound != (device, dtype):
+            tensors = _base(self.folder, device, dtype)
+            for path, module in network.named_modules():
+                prefix = f"{path}.".replace(".base_layer.", ".") if path else ""
+                for own in (module._parameters, module._buffers):
+                    for key in list(own):
+                        if (found := tensors.get(prefix + key)) is not None:
+                            own[key] = found
+            self._bound = device, dtype
+        return network
+
+    def extra_repr(self) -> str:
+        """Name the base model, which is no submodule."""
+        return f"base={self.name.base}, rank={self.name.rank}, scale={self.name.scale:g}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adapted:
+        """Copy the adapters, and share the frozen weights."""
+        (network,) = self._hidden
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        own = {id(each) for each in self.parameters()}
+        hidden = _share_frozen(network, own, memo)
+        rest = {k: copy.deepcopy(v, memo) for k, v in vars(self).items() if k != "_hidden"}
+        vars(copied).update(rest, _hidden=(hidden,))
+        return copied
+
+
+def merged_base(model: Adapted) -> nn.Module:
+    """Return a copy of the base model in which each adapted layer has the weight W + s B A."""
+    network = _loaded(model.folder)
+    with torch.no_grad():
+        for path, (b, a) in factors_of(model.state_dict()).items():
+            layer = network.get_submodule(path)
+            assert isinstance(layer, nn.Linear)
+            layer.weight += model.name.scale * (b.double() @ a.double()).to(layer.weight)
+    return network
+
+
+def peft_config(model: Adapted) -> dict[str, Any]:
+    """Return the adapter_config.json with which the library peft loads the adapters."""
+    rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": model.name.base,
+        "r": rank,
+        "lora_alpha": model.name.scale * rank,
+        "lora_dropout": 0.0,
+        "target_modules": paths,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def base_digest(name: str) -> str:
+    """Return a digest of the base model of a model with adapters, or "" for other models.
+
+    Clients whose base models differ have different models under one name.
+    """
+    parts = AdapterName.of(name)
+    if parts is None:
+        return ""
+    files = _weight_files(parts.base)
+    stamps = tuple((str(each), each.stat().st_mtime_ns, each.stat().st_size) for each in files)
+    config = {k: v for k, v in configuration(parts.base).items() if k not in _IGNORED}
+    return _digest(stamps, json.dumps(config, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _digest(stamps: tuple[tuple[str, int, int], ...], config: str) -> str:
+    found = hashlib.blake2b(config.encode(), digest_size=8)
+    for path, _, _ in stamps:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+def _parsed(name: str) -> AdapterName:
+    parts = AdapterName.of(name)
+    if parts is None:
+        example = "encoder-1-lora8:NAME or encoder-1-lora8-scale4:NAME, of rank 1 to 999"
+        raise ModelError(f"model '{name}': expected a name such as {example}")
+    return parts
+
+
+def _weight_files(base: str) -> list[Path]:
+    """Return the weight files of a base model. Raises ModelError if none are safetensors."""
+    folder = Path(encoder_directory(base))
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ModelError(f"base model {base!r}: {folder}/model.safetensors not found")
+    return files
+
+
+def _is_target(path: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and path.rpartition(".")[2] in TARGETS
+
+
+def _add_nested(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Register `module` under `path`, with empty modules as the parents that are missing."""
+    *parents, last = path.split(".")
+    for each in parents:
+        if each not in root._modules:
+            root.add_module(each, nn.Module())
+        root = root.get_submodule(each)
+    root.add_module(last, module)
+
+
+def _share_frozen(
+    network: nn.Module, own: Iterable[int], memo: dict[int, Any] | None = None
+) -> nn.Module:
+    """Copy a module, but share its parameters and buffers, except those with an id in `own`."""
+    memo = {} if memo is None else memo
+    for each in chain(network.parameters(), network.buffers()):
+        if id(each) not in own:
+            memo[id(each)] = each
+    copied: nn.Module = copy.deepcopy(network, memo)
+    return copied
+
+
+@lru_cache(maxsize=8)
+def _skeleton(folder: str) -> nn.Module:
+    """Return a base model without weights, in evaluation mode.
+
+    Raises ModelError if adapters would have no effect: `nn.MultiheadAttention` reads the weights of
+    its projections without calling the layers, in evaluation mode even within its encoder layer.
+    """
+    transformers, name = _transformers(folder), Path(folder).name
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        with torch.device("meta"):
+            network: nn.Module = transformers.AutoModel.from_config(config, trust_remote_code=False)
+    except Exception as error:  # the library's own, for each fault of the directory
+        raise ModelError(f"base model {name!r}: cannot be built ({error_reason(error)})") from error
+    for path, module in network.named_modules():
+        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            raise ModelError(
+                f"base model {name!r}: adapters have no effect on layer '{path}', a PyTorch "
+                f"{type(module).__name__}. Use a base model with separate projections, such as "
+                "BERT or ViT."
+            )
+    return network.requires_grad_(False).eval()
+
+
+@lru_cache(maxsize=4)
+def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a base model on a device.
+
+    In half precision, vectors stay in float32: layer normalization takes no vectors of half
+    precision on a CPU, and they need little memory.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        network = _loaded(folder)
+        for each in chain(network.parameters(), network.buffers()):
+            if each.is_floating_point():
+                wide = each.ndim < 2 and dtype.itemsize < 4
+                each.data = each.data.to(torch.float32 if wide else dtype)
+        network.to(device)
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+def _loaded(folder: str) -> nn.Module:
+    """Read a base model from safetensors, in float32. Raises ModelError if weights are missing."""
+    transformers, name = _transformers(folder), Path(folder).name
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            network, report = transformers.AutoModel.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # the library's own, for each fault of the directory
+        raise ModelError(
+            f"base model {name!r}: cannot be loaded ({error_reason(error)})"
+        ) from error
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(UNUSED))
+    if missing:
+        raise ModelError(
+            f"base model {name!r}: {len(missing)} weights not found in {folder}, such as "
+            f"{missing[0]}"
+        )
+    frozen: nn.Module = network.float().requires_grad_(False).eval()
+    return frozen
+
+
+def _transformers(folder: str) -> Any:
+    try:
+        import transformers
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError:
+        raise ModelError(
+            f"base model {Path(folder).name!r}: needs the package 'transformers'. Run: "
+            "pip install 'fedhet[lora]'"
+        ) from None
+    disable_progress_bar()
+    return transformers

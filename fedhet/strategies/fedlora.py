@@ -1,0 +1,170 @@
+"""FedLoRA, server side: averages of LoRA adapters whose ranks differ, on one foundation model.
+
+Aggregation rules, by setting `fedlora.aggregation`:
+
+- average: Jianyi Zhang et al., Towards Building the FederatedGPT: Federated Instruction Tuning
+  (FedIT), ICASSP 2024. With equal ranks, it is FedAvg.
+- sparsity: Yae Jee Cho et al., Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation
+  Models (HetLoRA), EMNLP 2024, also the source of the pruning of ranks.
+- svd: Jiamu Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks
+  and Client Resources (FlexLoRA), NeurIPS 2024.
+- rank-partition: raFLoRA, 2026, from a third-party implementation.
+- freeze-a: Youbang Sun et al., Improving LoRA in Privacy-preserving Federated Learning (FFA-LoRA),
+  ICLR 2024.
+
+Unlike the papers, the head is trained and averaged by samples, and a rank level that no reply has
+keeps its previous value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fedhet.algorithms import LORA_A, LORA_B
+from fedhet.algorithms.adapters import (
+    Factors,
+    factors_of,
+    level_average,
+    padded_average,
+    product_average,
+    product_norm,
+    top_energy,
+)
+from fedhet.algorithms.weights import average_weights, cut_submodel
+from fedhet.base.arrays import Array, group, grouped
+from fedhet.base.errors import KnowledgeError
+from fedhet.methods.fedlora import (
+    SPEC,
+    FedLoraSettings,
+    rank_in,
+    received_rank,
+    sent_sizes,
+    with_rank,
+)
+from fedhet.models import is_adapted, part_arrays, rank_of, without_rank
+from fedhet.settings.schema import invalid_setting
+from fedhet.strategies.base import HetStrategy, Reply
+from fedhet.wire.contract import Sizes
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+
+RANKS = "ranks"
+"""Group of the clients' ranks in a checkpoint."""
+
+
+class FedLoraStrategy(HetStrategy):
+    """Keeps adapters of the largest rank, and sends each client the part of its own rank."""
+
+    spec = SPEC
+    settings: FedLoraSettings
+
+    def init(self) -> None:
+        """Start from a new model of the largest rank.
+
+        Raises SettingsError unless the models of the pool differ only in rank.
+        """
+        pool = self.run.models.pool
+        self.rule = self.settings.rule(is_private=self.run.privacy.is_on)
+        self.model = max(pool, key=rank_of)
+        """The name of the model of the largest rank."""
+        if len({without_rank(name) for name in pool}) > 1:
+            expected = "models that differ only in rank, such as encoder-1-lora4:NAME and "
+            raise invalid_setting("models.pool", pool, f"{expected}encoder-1-lora8:NAME")
+        if self.settings.prune and self.rule == "freeze-a":
+            raise invalid_setting("fedlora.prune", self.settings.prune, "0 with freeze-a")
+        if not is_adapted(self.model):
+            self.log.notice(
+                f"model {self.model} has no adapters, so fedlora averages the whole model like "
+                "fedavg; models with adapters have names such as encoder-1-lora8:NAME"
+            )
+        self.ranks: dict[str, int] = {}
+        """The ranks of clients that have pruned their adapters, by name."""
+        self._keep(part_arrays(self.build_model(self.model), "all"))
+
+    def sizes(self, client: ClientInfo) -> Sizes:
+        """Return the shapes of a client's tensors, at its rank after pruning."""
+        sizes = sent_sizes(self.settings, client, self.rule)
+        rank = self.ranks.get(client.name, rank_in(sizes.models["weights"]))
+        return replace(sizes, models={"weights": with_rank(sizes.models["weights"], rank)})
+
+    def instruct(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the first rank levels of the adapters, as many as the client has, and the head."""
+        shapes = self.sizes(client).models["weights"]
+        key = client.model, rank_in(shapes)
+        if key not in self._parts:
+            self._parts[key] = Knowledge(grouped("weights", cut_submodel(self.weights, shapes)))
+        return self._parts[key]
+
+    def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge:
+        """Send the same tensors as for training."""
+        return self.instruct(round, client)
+
+    def accept(self, round: int, reply: Reply) -> Reply:
+        """Accept the reply. Raises KnowledgeError if its rank is smaller, but pruning is off."""
+        rank = received_rank(reply.knowledge.group("weights"))
+        expected = rank_in(self.sizes(reply.client).models["weights"])
+        if rank < expected:
+            if not self.settings.prune:
+                fault = f"expected adapters of rank {expected}, got {rank}"
+                raise KnowledgeError(reply.client.name, "weights", fault)
+            self.ranks[reply.client.name] = rank
+        return reply
+
+    def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
+        """Average the heads by samples, and the adapters by the rule."""
+        sent = [(reply.knowledge.group("weights"), reply.weight) for reply in replies]
+        is_head = [name for name in self.weights if not name.endswith((LORA_A, LORA_B))]
+        heads = [({name: each[name] for name in is_head}, weight) for each, weight in sent]
+        averaged = average_weights(heads)
+        layers = factors_of(self.weights)
+        clients = [{path: self._factors(each, path) for path in layers} for each, _ in sent]
+        weights = [weight for _, weight in sent]
+        if self.rule == "sparsity":
+            norms = [product_norm(list(each.values())) for each in clients]
+            weights = norms if any(norms) else weights
+        for path, before in layers.items():
+            parts = [(each[path], w) for each, w in zip(clients, weights, strict=True)]
+            averaged[path + LORA_B], averaged[path + LORA_A] = self._average(parts, before)
+        self._keep({name: averaged[name] for name in self.weights})
+        smallest = min(rank_of(name) for name in self.run.models.pool)
+        return {"top_energy": top_energy(list(factors_of(self.weights).values()), smallest)}
+
+    def forget(self, client: str) -> None:
+        """Forget the rank of a client."""
+        self.ranks.pop(client, None)
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return the weights of the largest rank, and the ranks of clients that have pruned."""
+        ranks = {name: np.array(rank) for name, rank in self.ranks.items()}
+        return grouped("weights", self.weights) | grouped(RANKS, ranks)
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Restore the state."""
+        self.ranks = {name: int(rank) for name, rank in group(state, RANKS).items()}
+        self._keep(group(state, "weights"))
+
+    def _factors(self, sent: Mapping[str, Array], path: str) -> Factors:
+        """Return a client's factors of a layer; with freeze-a, its A is a part of the server's."""
+        b = sent[path + LORA_B]
+        a = self.weights[path + LORA_A][: b.shape[1]]
+        return b, (a if self.rule == "freeze-a" else sent[path + LORA_A])
+
+    def _average(self, parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
+        if self.rule == "svd":
+            return product_average(parts, before)
+        if self.rule == "rank-partition":
+            return level_average(parts, before)
+        rank = max(a.shape[0] for (_, a), _ in parts)
+        b = padded_average([(b, weight) for (b, _), weight in parts], before[0], 1, rank)
+        if self.rule == "freeze-a":
+            return b, before[1]
+        return b, padded_average([(a, weight) for (_, a), weight in parts], before[1], 0, rank)
+
+    def _keep(self, weights: dict[str, Array]) -> None:
+        self.weights = weights
+        """The adapters of the largest rank, and the head."""
+        self._parts: dict[tuple[str, int], Knowledge] = {}
+        """Instructions by model and rank."""

@@ -1,0 +1,26 @@
+"""FedSA-LoRA, server side: FedAvg of the factors A of adapters.
+
+Pengxin Guo, Shuang Zeng, Yanran Wang, Huijie Fan, Feifei Wang and Liangqiong Qu, Selective
+Aggregation for Low-Rank Adaptation in Federated Learning, ICLR 2025. The factors B and the heads
+stay on the clients, as in the authors' configuration.
+"""
+
+from fedhet.methods.fedsa import SPEC, FedSaSettings
+from fedhet.models import is_adapted
+from fedhet.strategies.fedavg import FedAvgStrategy
+
+
+class FedSaStrategy(FedAvgStrategy):
+    """Averages the factors A by samples."""
+
+    spec = SPEC
+    settings: FedSaSettings
+
+    def init(self) -> None:
+        """Start from a new model, with a notice if it has no adapters."""
+        if not is_adapted(self.task.model):
+            self.log.notice(
+                f"model {self.task.model} has no adapters, so fedsa averages its extractor like "
+                "fedper; models with adapters have names such as encoder-1-lora8:NAME"
+            )
+        super().init()
