@@ -442,3 +442,23 @@ def test_only_a_model_with_adapters_has_adapters_to_export(tmp_path):
     client = open_client(tmp_path / "run", "client-0")
     with pytest.raises(ModelError, match="requires a model with adapters, such as"):
         export(client, "peft", tmp_path / "out")
+
+
+def test_an_exported_program_needs_no_library(finished, tmp_path):
+    client = open_client(finished, "client-2")
+    export(client, "pt2", tmp_path / "out.pt2")
+    program = torch.export.load(tmp_path / "out.pt2").module()
+    x = torch.rand(5, 1, 8, 8) * 2 - 1
+    with torch.no_grad():
+        assert torch.allclose(program(x), client.model()(x).softmax(1), atol=1e-5)
+
+
+def test_texts_have_adapters_too(tmp_path):
+    rows = [f"{'good fine nice' if n % 2 else 'bad poor dull'} {n},{n % 2}" for n in range(90)]
+    (tmp_path / "all.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    config = federation(
+        models=["encoder-1-lora2:bert", "encoder-1-lora4:bert"], dataset=f"text:{tmp_path}/all.csv",
+        clients=2, rounds=2, max_samples=0, **{"data.vocabulary": 64, "data.max-tokens": 12},
+        **{"data.min-samples": 4, "training.lr": 0.02, "training.local-epochs": 5},
+    )  # fmt: skip
+    assert run(config, tmp_path / "run")["accuracy"]["personal"]["private"]["mean"] > 0.7

@@ -207,7 +207,8 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features [N, D]. Under autocast, the base model has the type of autocast."""
-        if not len(x):  # transformers' attention takes no empty batch
+        # transformers' attention takes no empty batch; an exported program must not depend on it.
+        if not torch.compiler.is_exporting() and not len(x):
             return x.new_zeros((0, self._width), dtype=torch.float32)
         dtype = next(self.parameters()).dtype
         if torch.is_autocast_enabled(x.device.type):
