@@ -235,6 +235,14 @@ class MyClient(HetClient):
         ("declared(kinds=('private'))", "MethodSpec: 'kinds' must be tuple, got 'private'"),
         ("declared(headline='own')", "'headline' must be one of personal, common, got 'own'"),
         ("declared(replies=(FIELD,))", "MethodSpec: 'replies' must be Contract, got"),
+        (
+            "from pydantic import Field\n"
+            "from fedhet.settings.schema import MethodSettings\n"
+            "class Pull(MethodSettings):\n"
+            "    pull: float = Field(1.9, lt=1, description='pull')\n"
+            "declared(settings=Pull)",
+            "'settings': invalid default: setting 'pull': expected number < 1, got 1.9",
+        ),
         ("declared(settings=dict)", "'settings' must be a subclass of MethodSettings, got"),
         ("declared(sizes={})", "MethodSpec: 'sizes' must be a function, got {}"),
         ("declared(", "SyntaxError"),
@@ -253,13 +261,78 @@ def test_a_fault_of_a_declaration_is_one_line_with_its_place(
     with pytest.raises(SettingsError) as caught:
         find_method(f"{package}.faulty")
     text, line = str(caught.value), DECLARED.count("\n") + 1
+    line += fault.count("\n")
     assert said in text
     assert "\n" not in text
     place = f"cannot import '{package}.faulty' ({file.with_name('faulty.py')}, line "
     assert text.startswith(f"setting 'method' = '{package}.faulty': {place}")
     number = int(re.search(r", line (\d+)\)", text)[1])
     # In a call that a function of the module makes, that function's line is the last one.
-    assert number in (line, 7 if fault.startswith("declared") else line)
+    assert number in (line, 7 if "declared(" in fault else line)
+
+
+FAILING = """
+from fedhet.clients.fedavg import FedAvgClient as Base
+from fedhet.strategies.fedavg import FedAvgStrategy as Average
+
+class Mine(Average):
+    def aggregate(self, round, replies):
+        measured = super().aggregate(round, replies)
+        if round == 2:
+            return RESULT
+        return measured
+
+class MyClient(Base):
+    pass
+"""
+
+
+@pytest.fixture
+def run_failing(tmp_path, monkeypatch, request, call):
+    """Run a method of one's own whose aggregate returns an expression in round 2."""
+
+    def run(result):
+        package = f"failing_{request.node.name.rpartition('_')[2]}"
+        file = tmp_path / package / "mine.py"
+        file.parent.mkdir()
+        file.write_text(FAILING.replace("RESULT", result))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        words = [*QUICK[:-2], "--models=mlp", "--backend=inline", f"--out={tmp_path / 'run'}"]
+        status, said, fault = call("run", f"{package}.mine", *words)
+        return status, " ".join((said + fault).split()), file
+
+    return run
+
+
+def test_an_error_of_ones_own_strategy_is_one_line_with_its_place(run_failing, tmp_path):
+    status, said, file = run_failing("replies[7].nothing")
+    assert status == 2, said
+    line = FAILING.splitlines().index("            return RESULT") + 1
+    method = f"{file.parent.name}.mine"
+    told = (
+        f"method '{method}' failed on the server: IndexError: list index out of range ({file}, "
+        f"line {line}). The run's flower.log holds the full traceback."
+    )
+    assert f"fedhet: {told}" in said
+    assert "return replies[7].nothing" in said
+    assert "fedhet/server/app.py" not in said  # not one's own
+    assert "fedhet/server/app.py" in (tmp_path / "run" / "flower.log").read_text()
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["fault"] == told
+
+
+def test_what_aggregate_returns_is_a_mapping(run_failing):
+    status, said, _ = run_failing("None")
+    assert status == 2
+    assert "on the server: TypeError: aggregate must return a mapping, got None." in said
+
+
+def test_metrics_that_are_not_declared_or_no_numbers_are_named(run_failing, tmp_path):
+    status, said, _ = run_failing("{'gap': 0.25, 'lost': float('nan')}")
+    assert status == 0, said
+    assert "the metric 'gap' of the method is not declared in MethodSpec.metrics" in said
+    assert "the metric 'lost' of the method is nan in round 2 and is not recorded" in said
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["method"] == {"gap": 0.25}
 
 
 def test_a_method_cannot_take_the_name_of_a_table(tmp_path, monkeypatch):

@@ -12,10 +12,11 @@ from typing import Any, Literal, get_args
 
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
+from fedhet.base.errors import SettingsError
 from fedhet.kinds import Kind
 from fedhet.settings.defense import Average
 from fedhet.settings.run import TrainingSettings
-from fedhet.settings.schema import MethodSettings
+from fedhet.settings.schema import MethodSettings, build
 from fedhet.wire.contract import Contract, Sizes, require
 from fedhet.wire.identity import ClientInfo
 
@@ -202,6 +203,11 @@ class MethodSpec:
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"
             )
+        if not any(field.is_required() for field in self.settings.fields().values()):
+            try:
+                build(self.settings, {})
+            except SettingsError as error:
+                raise ValueError(f"MethodSpec: 'settings': invalid default: {error}") from None
         for name in ("sizes", "check_model"):
             if not callable(value := getattr(self, name)):
                 raise TypeError(f"MethodSpec: '{name}' must be a function, got {value!r}")

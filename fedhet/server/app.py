@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,15 +15,23 @@ from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from flwr.serverapp import Grid
 from rich.console import Console
 
-from fedhet.base.errors import FedhetError, SettingsError, describe_error
+from fedhet.base.errors import (
+    FedhetError,
+    SettingsError,
+    StateError,
+    describe_error,
+    error_location,
+)
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data.store import RunData
+from fedhet.methods.registry import shipped_names
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher, trackers_of
 from fedhet.runs.progress import status_file
 from fedhet.runs.records import Summary
 from fedhet.runs.units import console_for, log_error
+from fedhet.server.calls import UserCodeFault
 from fedhet.wire.identity import is_name
 
 FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
@@ -59,7 +68,8 @@ class FederationServer(Server):
         """Run the remaining rounds, and write the summary.
 
         Raises FedhetError if the run has no result, because in the last rounds no client replied or
-        could be evaluated. The reason is recorded in the run's directory.
+        could be evaluated, or if a custom method failed. The reason is recorded in the run's
+        directory.
         """
         result: tuple[History, float] = (History(), 0.0)
         self._method.collector.open(self.max_workers or 1)
@@ -69,12 +79,35 @@ class FederationServer(Server):
             if fault := self._log.missing_result():
                 raise FedhetError(fault)
         except Exception as error:
-            self._log.fail(error)
+            reported = self._reported(error)
+            self._log.fail(reported)
+            if reported is not error:
+                raise reported from error
             raise
         finally:
             self._method.collector.close()
         self._log.finish()
         return result
+
+    def _reported(self, error: Exception) -> Exception:
+        """Return the error to report: one line, instead of a traceback, if a custom method failed.
+
+        Writes the traceback to the log.
+        """
+        method = self._log.config.method
+        if isinstance(error, FedhetError) or method.name in shipped_names():
+            return error
+        fault = UserCodeFault.of(error)
+        logging.getLogger("flwr").error("%s", fault.traceback)
+        in_file = (self._log.directory / "flower.log").exists()
+        where = "The run's flower.log" if in_file else "The server's log"
+        place = error_location(error, method.modules[0])
+        reported = StateError(
+            f"method '{method.name}' failed on the server: {describe_error(error)}{place}. "
+            f"{where} holds the full traceback."
+        )
+        reported.add_note(fault.user_frames)
+        return reported
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
         """Train round `server_round` of the remaining rounds."""

@@ -122,6 +122,7 @@ class RoundState:
         self._outcomes: dict[str, Outcome] = {}
         """Failures of the round, by client."""
         self._peak_memory_mb = 0.0
+        self._noticed_metrics: set[str] = set()
 
     def start(self, number: int) -> None:
         """Start a round."""
@@ -230,10 +231,25 @@ class RoundState:
         """Record the magnitudes of the round's replies, by client."""
         self._magnitudes = magnitudes
 
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Record metrics of the method or of an attack, except infinities and NaN."""
-        values = ((name, float(value)) for name, value in metrics.items())
-        self.record.method |= {name: value for name, value in values if math.isfinite(value)}
+    def add_metrics(
+        self, metrics: Mapping[str, float], declared: Collection[str] | None = None
+    ) -> None:
+        """Record metrics of the method or of an attack, except infinities and NaN.
+
+        A notice names each metric that is not finite or, if `declared` is given, not in it. Each
+        metric is named once per process.
+        """
+        values = {name: float(value) for name, value in metrics.items()}
+        for name, value in values.items():
+            notice = ""
+            if not math.isfinite(value):
+                notice = f"is {value} in round {self.record.round} and is not recorded"
+            elif declared is not None and name not in declared:
+                notice = "is not declared in MethodSpec.metrics. Declare it there, with a title."
+            if notice and name not in self._noticed_metrics:
+                self._noticed_metrics.add(name)
+                self.notice(f"the metric {one_line(name)!r} of the method {notice}")
+        self.record.method |= {k: value for k, value in values.items() if math.isfinite(value)}
 
     def drop_client(self, name: str, reason: str, outcome: Outcome | None) -> None:
         """Drop a client from the round; if `outcome` is None, the client is not at fault."""

@@ -87,6 +87,8 @@ def _fields(schema: type[Schema]) -> dict[str, FieldInfo]:
 class MethodSettings(Schema):
     """Base class of a method's settings, which its strategy and its client both read."""
 
+    model_config = ConfigDict(validate_default=True)  # custom methods may be wrong
+
     def fixed_rounds(self) -> int | None:
         """Return the number of rounds that the settings imply, or None if `rounds` sets it."""
         return None
@@ -293,7 +295,8 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
         if not name:
             raise SettingsError(fault) from None
         fault = fault or f"expected {allowed_values(fields[name])}"
-        shown = repr(plain(values.get(name)))[:200]
+        default = None if first["type"] == "missing" else first["input"]
+        shown = repr(plain(values.get(name, default)))[:200]
         raise SettingsError(f"setting '{prefix}{name}': {fault}, got {shown}") from None
 
 

@@ -397,7 +397,10 @@ class HetStrategy(Strategy):
                 self.state.record_rollback()
             elif accepted:
                 with track_divergence(self.state, self.run):
-                    self.state.add_metrics(self.aggregate(server_round, accepted))
+                    metrics = self.aggregate(server_round, accepted)
+                    if not isinstance(metrics, Mapping):
+                        raise TypeError(f"aggregate must return a mapping, got {metrics!r:.100}")
+                    self.state.add_metrics(metrics, declared=self.spec.metrics)
                     self.state.add_metrics(mean_metrics([r.measured.metrics for r in accepted]))
         return NOTHING, dict(self.state.record.method)
 
