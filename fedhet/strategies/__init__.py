@@ -1,1 +1,1 @@
-"""Strategies of the methods, one per file."""
+"""Server-side strategies, one file per method."""

@@ -1,8 +1,8 @@
-"""Base class of the methods' strategies: a Flower strategy that calls a method's hooks.
+"""Base class for strategies: a Flower strategy that calls the hooks of a method.
 
-A round calls `select` and `instruct`, and then processes each reply: it decodes the reply, checks
-it against the contract, simulates an attack if one is configured, checks the magnitude, applies
-robust aggregation, and calls `accept`. Finally it calls `aggregate` and evaluates the models.
+A round calls `select` and `instruct`. For each reply, it then decodes the message, checks it
+against the contract, simulates an attack if one is configured, checks the magnitude, applies robust
+aggregation, and calls `accept`. Finally, it calls `aggregate` and evaluates the models.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PACE = "pace"
 
 
 class HetStrategy(Strategy):
-    """Base class of strategies, the server side of methods.
+    """Base class for strategies, the server side of a method.
 
     A subclass sets `spec` and implements the hooks. Only `aggregate` is required; the defaults of
     the other hooks suit a method that sends `self.instruction` to every client.
@@ -83,7 +83,7 @@ class HetStrategy(Strategy):
     """
 
     spec: ClassVar[MethodSpec]
-    """Declaration of the method."""
+    """The method's declaration; every subclass must set it."""
     instruction = Knowledge()
     """Instruction for all clients, if the method sends the same instruction to each of them."""
 
@@ -99,7 +99,7 @@ class HetStrategy(Strategy):
         engine, pace, spec = self.run.engine, self.run.pace, self.spec
         health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        # Encode the messages to clients; decode and store their replies.
+        # The codec encodes instructions, and decodes and stores replies.
         limit = int(engine.max_payload_mb * 1e6)
         self._codec = Codec(
             *(log.run_name, config.method, limit, self.state, self.run.metrics),
@@ -115,20 +115,20 @@ class HetStrategy(Strategy):
         self.collector = Collector(self.run, self._codec, self._late, self._used_spool)
         self._sampler = ClientSampler(self.run)
 
-    # Hooks: implemented by methods.
+    # Hooks that a method implements.
 
     def init(self) -> None:
         """Initialize the method's state. `self.members` is already set."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Select the clients of a round.
+        """Select the clients for a round.
 
-        By default, selects a fraction of the clients (setting `fraction`), at least one, with the
-        selection strategy in `[pace]`.
+        The default selects the fraction of clients given by the setting `fraction`, but at least
+        one client. It applies the selection strategy in `[pace]`.
 
         Args:
             round: Round number, starting at 1.
-            members: Available clients, without clients that are busy or backing off.
+            members: Available clients, excluding clients that are busy or backing off.
 
         Returns:
             The clients that train, and the clients that are called without training.
@@ -215,7 +215,7 @@ class HetStrategy(Strategy):
         return None
 
     def eval_models(self) -> Mapping[str, nn.Module]:
-        """Return the server's models that are evaluated on the common test set, by kind."""
+        """Return the server models to evaluate on the common test set, by kind."""
         return {}
 
     def state_dict(self) -> dict[str, Array]:
@@ -240,7 +240,7 @@ class HetStrategy(Strategy):
         """
         return type(self).eval_instruction is not HetStrategy.eval_instruction
 
-    # Helpers for methods.
+    # Helpers that methods may call.
 
     @property
     def task(self) -> ClientInfo:
@@ -284,9 +284,9 @@ class HetStrategy(Strategy):
     # Flower's interface, in the order of a round.
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
-        """Wait for the clients, read their descriptions, and initialize the method."""
+        """Wait for clients, read their descriptions, and initialize the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
-        self._spool.clear()  # an earlier process may have left replies
+        self._spool.clear()  # An earlier process may have left replies.
         if not self.log.resumed:
             self._late.restore({})
         all_members = self._members.wait_for_first(
@@ -294,7 +294,8 @@ class HetStrategy(Strategy):
         )
         self.members = self._held_out.split_off(all_members)
         infos = [member.info for member in all_members.values()]
-        class_names: Sequence[str] = ()  # for metrics per class, if the server can read the names
+        # The names label the metrics per class, if the server can read them.
+        class_names: Sequence[str] = ()
         if "recall" in self.run.metrics and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
                 class_names = self.data.dataset.classes
@@ -376,10 +377,10 @@ class HetStrategy(Strategy):
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
-        """Decode and check the replies, and aggregate the replies that the method accepts."""
+        """Decode and check the replies, and aggregate those that the method accepts."""
         self.state.clock.stop_waiting()
         self._code_faults.report(failures)
-        torch.set_num_threads(self.run.engine.threads)  # another thread may have changed it
+        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed it.
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.reply_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
@@ -420,9 +421,9 @@ class HetStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        """Return evaluation instructions for the clients whose models have changed."""
+        """Return an evaluation instruction for each client whose models have changed."""
         instructions: dict[str, Knowledge] = {}
-        if self._is_evaluated(server_round):  # only clients that have not failed in this round
+        if self._is_evaluated(server_round):  # Exclude clients that failed in this round.
             for name in self.state.reachable(self.members.keys() - self.collector.clients_at_work):
                 knowledge = self.eval_instruction(server_round, self.members[name].info)
                 if knowledge is not None or self.state.scores.is_outdated(name):
@@ -464,10 +465,13 @@ class HetStrategy(Strategy):
         self._finish_round()
         return None, {}
 
-    # Helpers of the methods above.
+    # Private helpers.
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        """Restore the state after the last complete round. Raises StateError if it does not fit."""
+        """Restore the checkpoint of the last complete round.
+
+        Raises StateError if it does not match the method.
+        """
         try:
             self.state.load_json(str(checkpoint.metadata["state"]))
             pace = json.loads(str(checkpoint.metadata[PACE]))

@@ -1,13 +1,13 @@
 """Centralized training: one model on the data of all clients, as an upper bound.
 
-The three values of `trains-on` are the rows "Centralized", "Centralized-All" and "Stand-Alone" (of
-the server) in FedGEMS' Table 2 (Cheng et al., FedGEMS: Federated Learning of Larger Server Models
-via Selective Knowledge Fusion).
+The three values of `trains-on` correspond to the rows "Centralized", "Centralized-All" and the
+server's "Stand-Alone" in Table 2 of FedGEMS (Cheng et al., FedGEMS: Federated Learning of Larger
+Server Models via Selective Knowledge Fusion).
 
-This is not a federated method. It runs only in simulation, where any process can generate the data
-of each client. One client, the trainer, reads the training samples of all clients and trains as
-with `local`, so that all training settings have their usual meaning. The other clients only
-evaluate the model.
+This is not a federated method. It runs only in simulation, where any process can generate every
+client's data. One client, the trainer, reads the training samples of all clients and trains as with
+`local`, so that all training settings have their usual meaning. The other clients only evaluate the
+model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class CentralStrategy(HetStrategy):
-    """Trains on one client, and evaluates the model on all clients."""
+    """Strategy that trains a model on one client and evaluates it on all clients."""
 
     spec = SPEC
     settings: CentralSettings
@@ -39,7 +39,7 @@ class CentralStrategy(HetStrategy):
         self._set_weights(to_arrays(self.model))
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return axis C (classes) and the shapes of the trained model."""
+        """Return the size of axis C (classes) and the shapes of the trained model's tensors."""
         return sizes_in(self.run, self.settings, client)
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
@@ -48,21 +48,21 @@ class CentralStrategy(HetStrategy):
         return Selection((), tuple(names))
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the model."""
+        """Return the trained model's weights."""
         return self._sent
 
     def eval_models(self) -> Mapping[str, nn.Module]:
-        """Return the model as the kind "server"."""
+        """Return the trained model, under the kind "server"."""
         return {"server": self.model}
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Take over the trainer's model."""
+        """Replace the model by the trainer's model."""
         weights = replies[0].knowledge.group("weights")
         self._set_weights({name: value.copy() for name, value in weights.items()})
         return {}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the model."""
+        """Return the trained model's weights."""
         return dict(self._sent.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:

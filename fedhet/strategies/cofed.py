@@ -1,4 +1,4 @@
-"""Strategy of CoFED: pseudolabels by vote (Algorithm 1).
+"""CoFED strategy: pseudolabels from a vote of the clients (Algorithm 1).
 
 Xingjian Cao, Zonghang Li, Gang Sun, Hongfang Yu and Mohsen Guizani, Cross-Silo Heterogeneous Model
 Federated Multitask Learning.
@@ -22,17 +22,17 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class CofedStrategy(HetStrategy):
-    """Counts the clients' votes on the public set, and sends pseudolabels to each client."""
+    """Strategy that derives pseudolabels for the public set from the clients' votes."""
 
     spec = SPEC
     settings: CofedSettings
 
     def init(self) -> None:
-        """Check the credibility weights, and start without votes."""
+        """Check the credibility weights, and initialize an empty set of votes."""
         credibility = self.settings.credibility
         self.weights = credibility if isinstance(credibility, dict) else {}
         """Credibility weights from the settings, by client (Section 4.6)."""
-        for name in sorted(self.weights.keys() - self.members.keys()):  # may join later
+        for name in sorted(self.weights.keys() - self.members.keys()):  # The client may join later.
             if len(self.members) >= self.run.clients:
                 close = closest(name, self.members)
                 hint = f" (did you mean '{close}'?)" if close else ""
@@ -51,7 +51,7 @@ class CofedStrategy(HetStrategy):
         return super().select(1, members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return axes C (classes), N (public instances) and L (values of a prediction).
+        """Return the sizes of axes C (classes), N (public instances) and L (prediction values).
 
         L includes the value C for abstentions if participants may abstain.
         """
@@ -73,9 +73,10 @@ class CofedStrategy(HetStrategy):
         return Knowledge({"labels": labels}, predict)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply.
+        """Check the vote, and return the reply.
 
-        Raises KnowledgeError if the vote is missing or contains classes outside its label space.
+        Raises KnowledgeError if the vote is missing or contains classes outside the client's label
+        space.
         """
         if round > self.settings.iterations:
             return reply
@@ -128,7 +129,7 @@ class CofedStrategy(HetStrategy):
         self.pseudolabeled = aggregate(votes, self.task.classes, self.settings.threshold)
 
     def _metrics(self) -> dict[str, float]:
-        """Return the numbers of pseudolabels: in total (Fig. 7), per class, and per client.
+        """Return the number of pseudolabels in total (Fig. 7), per class, and per client.
 
         Includes the fraction of abstentions if participants may abstain.
         """

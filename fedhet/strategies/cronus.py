@@ -1,4 +1,4 @@
-"""Strategy of Cronus: FedMD's round with a robust mean of the clients' soft labels.
+"""Cronus strategy: FedMD with a robust mean of the clients' soft labels.
 
 Hongyan Chang, Virat Shejwalkar, Reza Shokri and Amir Houmansadr, Cronus: Robust and Heterogeneous
 Collaborative Learning with Black-Box Knowledge Transfer, arXiv:1912.11279.
@@ -22,7 +22,7 @@ from fedhet.strategies.fedmd import FedMdStrategy
 
 
 class CronusStrategy(FedMdStrategy):
-    """Aggregates soft labels with a mean that is robust to a malicious minority."""
+    """Strategy that aggregates soft labels with a mean robust to a malicious minority."""
 
     spec = SPEC
     settings: CronusSettings

@@ -1,4 +1,4 @@
-"""Strategy of DS-FL: FedMD's round with probabilities, entropy reduction, and a server model.
+"""DS-FL strategy: FedMD with probabilities, entropy reduction, and a server model.
 
 Sohei Itahara, Takayuki Nishio, Yusuke Koda, Masahiro Morikura and Koji Yamamoto,
 Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
@@ -22,13 +22,13 @@ from fedhet.strategies.fedmd import FedMdStrategy
 
 
 class DsFlStrategy(FedMdStrategy):
-    """Sharpens the mean of the clients' probabilities, and trains the server model on it."""
+    """Strategy that sharpens the clients' mean probabilities and trains a server model on them."""
 
     spec = SPEC
     settings: DsFlSettings
 
     def init(self) -> None:
-        """Start without a consensus, and build the server model."""
+        """Initialize an empty consensus, and build the server model."""
         super().init()
         self.learner = Learner(self.build_model(self.settings.server_model), self.run)
 
@@ -54,13 +54,13 @@ class DsFlStrategy(FedMdStrategy):
         return metrics
 
     def aggregate_scores(self, scores: Array) -> Array:
-        """Return the consensus [R, C] (ERA or SA) of the clients' probabilities [K, R, C]."""
+        """Return the consensus [R, C] (ERA or SA) from the clients' probabilities [K, R, C]."""
         if self.settings.aggregation == "sa":
             return mean_scores(scores)
         return entropy_reduced(scores, self.settings.temperature)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the last probabilities and the server model."""
+        """Return the clients' latest probabilities and the server model."""
         return super().state_dict() | self.learner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:

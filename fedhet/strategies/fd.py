@@ -1,4 +1,4 @@
-"""Strategy of FD: Algorithm 1, "Global ensembling phase".
+"""FD strategy: Algorithm 1, "Global ensembling phase".
 
 Eunjeong Jeong, Seungeun Oh, Hyesung Kim, Jihong Park, Mehdi Bennis and Seong-Lyun Kim,
 Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
@@ -22,9 +22,9 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FdStrategy(FedHeStrategy):
-    """Averages class-wise probabilities for each client over all other clients.
+    """Strategy that sends each client the class-wise mean probabilities of all other clients.
 
-    The latest reply of each client counts. In the paper, all clients reply in every round.
+    Each client contributes its latest reply. In the paper, all clients reply in every round.
     """
 
     spec = SPEC
@@ -42,7 +42,7 @@ class FdStrategy(FedHeStrategy):
         return Knowledge({"classes": classes, "probabilities": means})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Store the clients' class means; return the numbers of known and of sent classes."""
+        """Store the clients' class means; return the number of known and of sent classes."""
         metrics = super().aggregate(round, replies)
         totals = self._totals
         present = [reply.knowledge.tensors["classes"] for reply in replies]

@@ -1,4 +1,4 @@
-"""Strategy of FedAvg (Algorithm 1), and base class for methods that average weights.
+"""FedAvg strategy (Algorithm 1), and base class for methods that average weights.
 
 Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson and Blaise Agüera y Arcas,
 Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
@@ -19,29 +19,29 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedAvgStrategy(HetStrategy):
-    """Averages the clients' tensors, weighted by numbers of samples."""
+    """Strategy that averages the clients' tensors, weighted by their numbers of samples."""
 
     spec = SPEC
     settings: FedAvgSettings
 
     def init(self) -> None:
-        """Start from a new model of the clients' architecture, or of the one named in a setting."""
+        """Build the initial model, by default with the clients' architecture."""
         model = self.build_model(self.settings.averaged, self.settings.width)
         weights = part_arrays(model, self.settings.part)
         self._set_averages({"weights": weights, **self.extra_groups(model)})
 
     def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:
-        """Return the initial values of further groups of tensors to average, by group."""
+        """Return the initial values of additional groups of tensors to average, by group."""
         return {}
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the averages."""
+        """Return the averaged tensors."""
         return self.instruction
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average each group of tensors, w <- sum_k n_k / n w_k.
+        """Average each group of tensors: w <- sum_k n_k / n w_k.
 
-        The returned metrics are the means of the clients' scalars.
+        Returns the mean of each scalar in the replies as a metric.
         """
         averaged = {
             name: self.server_update(before, average_of(replies, name) or before)
@@ -53,11 +53,11 @@ class FedAvgStrategy(HetStrategy):
     def server_update(
         self, before: Mapping[str, Array], average: dict[str, Array]
     ) -> dict[str, Array]:
-        """Return the server's tensors after a round, given its tensors before and the average."""
+        """Return the server's new tensors, computed from its previous tensors and the average."""
         return average
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the averages."""
+        """Return the averaged tensors."""
         return dict(self.instruction.tensors)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -74,6 +74,6 @@ class FedAvgStrategy(HetStrategy):
 
 
 def average_of(replies: Sequence[Reply], group: str) -> dict[str, Array]:
-    """Average a group of tensors over the replies that contain it, by numbers of samples."""
+    """Average a group of tensors, weighted by samples, over the replies that contain it."""
     models = [(sent, r.weight) for r in replies if (sent := r.knowledge.group(group))]
     return average_weights(models) if models else {}

@@ -1,4 +1,4 @@
-"""Strategy of FedBN: FedAvg of all tensors except the tensors of batch norms.
+"""FedBN strategy: FedAvg without the batch-norm tensors.
 
 Xiaoxiao Li, Meirui Jiang, Xiaofei Zhang, Michael Kamp and Qi Dou, FedBN: Federated Learning on
 Non-IID Features via Local Batch Normalization, ICLR 2021.
@@ -9,6 +9,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedBnStrategy(FedAvgStrategy):
-    """Averages all tensors except the tensors of batch norms."""
+    """Strategy that averages all tensors except those of batch-norm layers."""
 
     spec = SPEC

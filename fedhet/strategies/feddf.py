@@ -1,12 +1,12 @@
-"""Strategy of FedDF: averages per architecture, distilled from the ensemble of all clients.
+"""FedDF strategy: one average per architecture, trained by distillation from all clients' models.
 
 Tao Lin, Lingjing Kong, Sebastian U. Stich and Martin Jaggi, Ensemble Distillation for Robust Model
 Fusion in Federated Learning, NeurIPS 2020, Algorithm 1, and its variant for several architectures
 in the appendix.
 
-As in the authors' published code, each round uses a new Adam optimizer with cosine annealing over
-its steps. Their code selects the student that is best on labeled validation data. Here, the student
-closest to the ensemble on the public data is selected, which requires no labels.
+As in the authors' code, each round uses a new Adam optimizer with cosine annealing over the steps
+of the round. Their code selects the student that is best on labeled validation data. Here, the
+student closest to the ensemble on the public data is selected, which requires no labels.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedDfStrategy(HetStrategy):
-    """Fuses the replies of a round into one model per architecture.
+    """Strategy that fuses the replies of a round into one model per architecture.
 
-    Each model starts from the average of its architecture, and is distilled from the mean logits of
-    all clients. An architecture without replies keeps its model.
+    Each model starts from the average weights of its architecture, and learns the mean logits of
+    all clients by distillation. An architecture without replies keeps its model.
     """
 
     spec = SPEC
     settings: FedDfSettings
 
     def init(self) -> None:
-        """Start without models; clients build their own in the first round."""
+        """Initialize without models; in the first round, clients build their own models."""
         self.compute = compute_for(self.run.engine)
         public = self.public_set(labeled=False)
         if self.run.data.public_dataset and (common := self.common_test()):
@@ -55,7 +55,7 @@ class FedDfStrategy(HetStrategy):
         self.x = self.compute.to_device(public.x)
         self._set_models({})
         self._networks: dict[str, HetModel] = {}
-        """Network of each architecture, which evaluates and trains the models."""
+        """Network of each architecture, into which the models' weights are loaded."""
         self._start_averages()
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
@@ -67,22 +67,22 @@ class FedDfStrategy(HetStrategy):
         return self._instruction_of.get(client.model)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Add a client's weights and logits to the averages of the round, and discard them.
+        """Add a client's weights and logits to the round's averages, and drop them from the reply.
 
-        Raises KnowledgeError if its logits on the public data are too large or not finite.
+        Raises KnowledgeError if the logits on the public data are too large or not finite.
         """
         client, weights = reply.client, reply.knowledge.group("weights")
         network = self._network(client.model, weights)
         logits = logits_of(network, self.x, self.compute).cpu().numpy()
-        if not (np.abs(logits) <= MAX_MAGNITUDE).all():  # False for NaN
-            fault = "its logits on the public data are too large, or not finite"
+        if not (np.abs(logits) <= MAX_MAGNITUDE).all():  # This comparison is False for NaN.
+            fault = "its logits on the public data are too large or not finite"
             raise KnowledgeError(client.name, "weights", fault)
         self._averages[client.model].add(weights, reply.weight)
         self._ensemble.add({"logits": logits}, 1)
         return reply.with_knowledge(Knowledge())
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Distill the mean logits of all clients into the average of each architecture.
+        """Train the average model of each architecture on the mean logits of all clients.
 
         Raises DivergedError if training diverged.
         """
@@ -133,10 +133,11 @@ class FedDfStrategy(HetStrategy):
     def _distill(
         self, round: int, name: str, average: Arrays, teacher: Tensor
     ) -> tuple[dict[str, Array], float]:
-        """Train the average of an architecture on the teacher's logits [N, C].
+        """Train an architecture's average model on the teacher's logits [N, C].
 
-        Returns the weights closest to the teacher, among the average and the student after each
-        epoch, and the loss of the last epoch. Raises DivergedError if training diverged.
+        The candidates are the average model and the student after each epoch. Returns the weights
+        of the candidate closest to the teacher, and the loss of the last epoch. Raises
+        DivergedError if training diverged.
         """
         settings, student = self.settings, self._network(name, average).train()
         adam = {"optimizer": "adam", "lr": settings.lr, "weight_decay": 0.0}
@@ -165,19 +166,19 @@ class FedDfStrategy(HetStrategy):
 
 
 class _Closest:
-    """The weights of a student that were closest to the teacher on the public data.
+    """Record of the student weights that were closest to the teacher on the public data.
 
     The distance is KL(teacher || student), with the student in evaluation mode.
     """
 
     def __init__(self, student: HetModel, x: Tensor, teacher: Tensor, compute: Compute) -> None:
-        """Use the teacher's logits [N, C] of the public samples x [N, ...]."""
+        """Compare with the teacher's logits [N, C] for the public samples x [N, ...]."""
         self._student, self._x, self._teacher, self._compute = student, x, teacher, compute
         self._distance = math.inf
         self.weights: dict[str, Array] = {}
 
     def compare(self, epochs: int) -> None:
-        """Copy the student's weights if they are the closest to the teacher so far."""
+        """Copy the student's weights if they are closer to the teacher than all earlier weights."""
         logits = logits_of(self._student, self._x, self._compute)
         distance = distillation_loss(self._teacher, logits).item()
         if distance < self._distance:

@@ -1,4 +1,4 @@
-"""Strategy of FedGEMS: Algorithm 1, ServerExecute.
+"""FedGEMS strategy: Algorithm 1, ServerExecute.
 
 Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated Learning of Larger
 Server Models via Selective Knowledge Fusion.
@@ -32,13 +32,13 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsStrategy(HetStrategy):
-    """Trains a server model on public data; requests logits where its predictions are wrong."""
+    """Strategy that trains a server model on public data and requests logits where it is wrong."""
 
     spec = SPEC
     settings: FedGemsSettings
 
     def init(self) -> None:
-        """Build the server model, and start with an empty pool of global logits."""
+        """Build the server model and an empty pool of global logits."""
         public = self.public_set(labeled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(public, common, "the common test set")
@@ -46,17 +46,17 @@ class FedGemsStrategy(HetStrategy):
         compute = self.learner.compute
         self.x, self.y = compute.to_device(public.x), public.y.to(compute.device)
         self.pool = Targets.none(len(self.y), self.task.classes, compute.device)
-        """L_Global: the logits of each sample when it was last predicted correctly."""
+        """L_Global: logits of each sample from its last correct prediction."""
         self.logits = self.learner.predict(self.x)
-        """L_s [N, C]: logits of the self-evaluation before each round."""
+        """L_s [N, C]: logits from the self-evaluation before the current round."""
         self.changed = np.zeros(len(self.y), np.int64)
-        """Round after which the logits of each sample last changed; 0 before the first training."""
+        """Last round that changed the logits of each sample, or 0 before the first training."""
         self.held: dict[str, int] = {}
-        """Round of the logits that each client has."""
+        """Round of the logits most recently confirmed by each client, by client name."""
         self._prepare()
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return axes C (classes) and Q (requested samples)."""
+        """Return the sizes of axes C (classes) and Q (requested samples)."""
         rows = self.wanted.nonzero()[0]
         return Sizes({"C": client.classes, "Q": len(rows)}, rows={"Q": rows})
 
@@ -65,13 +65,13 @@ class FedGemsStrategy(HetStrategy):
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
         """Return L_s (line 17), or only its changes, and the requested samples (line 11)."""
-        held = self.held.pop(client.name, 0)  # a client that does not reply may lack the logits
+        held = self.held.pop(client.name, 0)  # A client that did not reply may lack the logits.
         if held in self._instructions_by_version:
             return self._instructions_by_version[held]
         sent: dict[str, Array] = {}
         if self.settings.selective:
             sent["wanted"] = np.packbits(self.wanted)
-        if self.changed.any():  # send no logits before the first training
+        if self.changed.any():  # Send no logits before the first training.
             sent["logits"] = self.logits
             new = self.changed > held
             bits = np.packbits(new)
@@ -100,7 +100,9 @@ class FedGemsStrategy(HetStrategy):
         counts, self.logits = self._train(round, fused)
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
         self._prepare()
-        return {  # as in Fig. 3 and Table 6, plus the samples that no client predicts correctly
+        # These are the numbers in Fig. 3 and Table 6, plus the samples that no client predicts
+        # correctly.
+        return {
             **dict(zip(("s1", "s2", "s3"), counts, strict=True)),
             "asked": asked,
             "nobody_right": asked - float(fused.known.sum()),
@@ -128,7 +130,7 @@ class FedGemsStrategy(HetStrategy):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Split the samples by the self-evaluation, and request the samples in S3."""
+        """Split the samples according to the self-evaluation, and request the samples in S3."""
         self.right = torch.tensor(self.logits, device=self.x.device).argmax(1) == self.y
         """Mask [N] of the samples that the server predicts correctly."""
         self.parts = self._split(self.right, self.pool.known)
@@ -136,7 +138,7 @@ class FedGemsStrategy(HetStrategy):
         self.wanted = self.parts[2].cpu().numpy() & (self.settings.teachers != "none")
         """Mask [N] of the requested samples."""
         self._instructions_by_version: dict[int, Knowledge] = {}
-        """Instructions by the round of the logits that a client has."""
+        """Instructions, by the round of the logits that the receiving client has."""
 
     def _split(self, right: Tensor, pooled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return S1, S2 and S3 according to the settings; with FedGEM, all samples are in S3."""
@@ -170,9 +172,10 @@ class FedGemsStrategy(HetStrategy):
         return counts.tolist(), logits
 
     def _loss_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return the loss for the split of the self-evaluation.
+        """Return the loss for the split from the self-evaluation.
 
-        Adds its correct logits to `pool`, and sets `counts` to the sizes of S1, S2 and S3.
+        Adds the correctly predicted logits to `pool`, and sets `counts` to the sizes of S1, S2 and
+        S3.
         """
         counts.copy_(torch.stack([part.sum() for part in self.parts]))
         targets = select_targets(self.parts, self.pool, fused)
@@ -188,9 +191,9 @@ class FedGemsStrategy(HetStrategy):
         return loss_of
 
     def _loss_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return the loss for a split of each batch by the predictions in training (lines 5 to 12).
+        """Return the loss that splits each batch by its training predictions (lines 5 to 12).
 
-        Adds the correct logits to `pool`, and the sizes of S1, S2 and S3 to `counts`.
+        Adds the correctly predicted logits to `pool`, and the sizes of S1, S2 and S3 to `counts`.
         """
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:

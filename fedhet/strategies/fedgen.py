@@ -1,4 +1,4 @@
-"""Strategy of FedGen: FedAvg of the heads, on which a generator of features is trained.
+"""FedGen strategy: FedAvg of the heads, and a feature generator trained with them.
 
 Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge Distillation for Heterogeneous
 Federated Learning, ICML 2021, Algorithm 1.
@@ -32,20 +32,20 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGenStrategy(FedAvgStrategy):
-    """Averages the heads, and trains the generator on their ensemble."""
+    """Strategy that averages the heads and trains a feature generator on their ensemble."""
 
     spec = SPEC
     settings: FedGenSettings
 
     def init(self) -> None:
-        """Start from a new head and an untrained generator, which is not sent."""
+        """Build a new head and an untrained generator, which is not sent."""
         settings, classes = self.settings, self.task.classes
         with seeded(self.run.seed, SERVER, "generator"):
             self.generator = Generator(
                 classes, settings.noise_dim, settings.hidden_dim, settings.feature_dim
             )
         self.prior = np.zeros(classes, np.float32)
-        """Class probabilities p(y) [C] of the last round; 0 before the first round."""
+        """Class probabilities p(y) [C] in the last round; zeros before the first round."""
         super().init()
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
@@ -53,7 +53,7 @@ class FedGenStrategy(FedAvgStrategy):
         return self._eval_instruction
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply with class counts that are capped at the client's number of samples."""
+        """Return the reply, with class counts capped at the client's number of samples."""
         sent = reply.knowledge.tensors
         if "counts" not in sent:
             return reply
@@ -109,7 +109,7 @@ class FedGenStrategy(FedAvgStrategy):
         return {"generator_loss": loss, "agreement": agreement(self.generator, head, prior, draws)}
 
     def _counts(self, replies: Sequence[Reply]) -> Array:
-        """Return the clients' samples per class [K, C], or ones if no client sends them."""
+        """Return the clients' class counts [K, C], or ones if no client sends them."""
         counts = np.zeros((len(replies), self.task.classes))
         for row, reply in zip(counts, replies, strict=True):
             sent = reply.knowledge.tensors
@@ -118,7 +118,7 @@ class FedGenStrategy(FedAvgStrategy):
         return counts if counts.any() else np.ones_like(counts)
 
     def _set_averages(self, averaged: dict[str, dict[str, Array]]) -> None:
-        """Build the evaluation instruction, and the training instruction with the generator."""
+        """Build the instructions for evaluation (head) and training (head and generator)."""
         super()._set_averages(averaged)
         self._eval_instruction = self.instruction
         if self.prior.any():

@@ -1,4 +1,4 @@
-"""Strategy of FedGH: a global head that is trained on the clients' class means.
+"""FedGH strategy: a global head trained on the clients' class means.
 
 Liping Yi, Gang Wang, Xiaoguang Liu, Zhuan Shi and Han Yu, FedGH: Heterogeneous Federated Learning
 with Generalized Global Header, ACM Multimedia 2023, arXiv:2303.13137.
@@ -25,20 +25,20 @@ from fedhet.wire.identity import SERVER
 
 
 class FedGhStrategy(FedAvgStrategy):
-    """Trains a global head on the clients' class means, and sends it to all clients."""
+    """Strategy that trains a global head on the clients' class means and sends it to them."""
 
     spec = SPEC
     settings: FedGhSettings
 
     def init(self) -> None:
-        """Start from a new head."""
+        """Build a new head."""
         model = self.build_model(feature_dim=self.settings.width)
         self._head = nn.ModuleDict({"classifier": model.classifier})
-        """Module of the head, whose weights are replaced by the current weights."""
+        """Head module, into which the current weights are loaded for training."""
         self._set_averages({"weights": to_arrays(self._head)})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train the head on all class means of the round.
+        """Train the head on all class means received in the round.
 
         Raises DivergedError if training diverged; the head is then unchanged.
         """

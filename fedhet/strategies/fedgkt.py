@@ -1,4 +1,4 @@
-"""Strategy of FedGKT: a large model that is trained on the features of edge models.
+"""FedGKT strategy: a large server model trained on features from edge models.
 
 Chaoyang He, Murali Annavaram and Salman Avestimehr, Group Knowledge Transfer: Federated Learning of
 Large CNNs at the Edge, NeurIPS 2020, Algorithm 1, ServerExecute. The paper's features are feature
@@ -25,14 +25,15 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 MIN_SAMPLES = 2
-"""Minimum number of samples in a reply, required for training."""
+"""Minimum number of samples in a reply that the server can train on."""
 
 
 class FedGktStrategy(HetStrategy):
-    """Trains the server model on the clients' features, and sends each client its samples' logits.
+    """Strategy that trains the server model on the clients' features and returns its logits.
 
-    The evaluated model is an edge extractor followed by the server model. For this, the server
-    sends its model, and each client evaluates it with its own extractor as the kind "server".
+    Each client receives the server's logits for its own training samples. The evaluated model, of
+    the kind "server", is a client's extractor followed by the server model, which is sent for this
+    purpose.
     """
 
     spec = SPEC
@@ -44,12 +45,12 @@ class FedGktStrategy(HetStrategy):
         model = build(name, (width,), self.task.classes, seed=self.run.seed)
         self.learner = Learner(model, self.run)
         self.logits: dict[str, Array] = {}
-        """Server logits of each client's samples, as of the client's last round."""
+        """Server logits for each client's samples, from the client's last round."""
         self._eval_instruction: Knowledge | None = None
-        """Evaluation instruction with the server model; None after an aggregation."""
+        """Cached evaluation instruction with the server model; an aggregation resets it to None."""
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return the server logits of the client's samples, if they exist."""
+        """Return the server's logits for the client's samples, if they exist."""
         logits = self.logits.get(client.name)
         return Knowledge({} if logits is None else {"logits": logits})
 
@@ -61,11 +62,11 @@ class FedGktStrategy(HetStrategy):
         return self._eval_instruction
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply.
+        """Check the number of samples, and return the reply.
 
-        Raises KnowledgeError if it has too few samples, or more than the client's number of
-        samples, which `engine.samples-cap` limits. Otherwise a client could dominate the training
-        of the server model.
+        Raises KnowledgeError if the reply has too few samples, or more than the client's number of
+        samples, which `engine.samples-cap` limits. Without this check, a client could dominate the
+        training of the server model.
         """
         samples = len(reply.knowledge.tensors["labels"])
         if MIN_SAMPLES <= samples <= reply.samples:
@@ -74,7 +75,7 @@ class FedGktStrategy(HetStrategy):
         raise KnowledgeError(reply.client.name, "labels", fault)
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train on the features, logits and labels of the round.
+        """Train the server model on the features, logits and labels received in the round.
 
         Raises DivergedError if training diverged.
         """
@@ -101,11 +102,11 @@ class FedGktStrategy(HetStrategy):
         return {"server_accuracy": float((logits.argmax(1) == labels.cpu().numpy()).mean())}
 
     def forget(self, client: str) -> None:
-        """Discard the logits of a client's samples."""
+        """Discard the logits for a client's samples."""
         self.logits.pop(client, None)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the server model, and its logits of each client's samples."""
+        """Return the server model and its logits for each client's samples."""
         return self.learner.state_dict() | grouped("logits", self.logits)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:

@@ -1,4 +1,4 @@
-"""Strategy of FedHe: averages of the clients' class-wise logits.
+"""FedHe strategy: class-wise averages of the clients' logits.
 
 Yun Hin Chan and Edith C. H. Ngai, FedHe: Heterogeneous Models and Communication-Efficient Federated
 Learning, MSN 2021, arXiv:2110.09910.
@@ -19,7 +19,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedHeStrategy(HetStrategy):
-    """Averages the logits of each class over the clients that have the class.
+    """Strategy that averages the logits of each class over the clients that have the class.
 
     The average includes clients that replied in previous rounds, because the paper's clients train
     asynchronously.
@@ -28,16 +28,16 @@ class FedHeStrategy(HetStrategy):
     spec = SPEC
     settings: FedHeSettings
     averaged_field: ClassVar[str] = "logits"
-    """Field that is averaged."""
+    """Name of the reply's field to average."""
 
     def init(self) -> None:
-        """Start without averages; in the first round, clients train on their own data alone."""
+        """Initialize without averages, so clients first train on their own data alone."""
         self.latest: dict[str, dict[str, Array]] = {}
         """Class means of each client, as returned by `merge`."""
         self._build_instruction()
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Store the clients' class means, and return the number of classes with an average."""
+        """Store the clients' class means, and return the number of averaged classes."""
         for reply in replies:
             name = reply.client.name
             tensors = dict(reply.knowledge.tensors)
@@ -50,7 +50,7 @@ class FedHeStrategy(HetStrategy):
     def merge(
         self, before: Mapping[str, Array] | None, reply: dict[str, Array]
     ) -> dict[str, Array]:
-        """Return a client's class means: its latest reply, or the mean of all its replies.
+        """Return a client's class means, from its latest reply or averaged over its replies.
 
         A late reply has a reduced `weight`.
 
@@ -86,7 +86,7 @@ class FedHeStrategy(HetStrategy):
         self._build_instruction()
 
     def weights(self, tensors: Mapping[str, Array]) -> Array:
-        """Return the weights [P] of a client in the averages of its classes."""
+        """Return the weights [P] of a client's class means in the averages."""
         return np.ones(len(tensors["classes"])) * tensors.get("weight", 1.0)
 
     def _build_instruction(self) -> None:

@@ -1,4 +1,4 @@
-"""Strategy of FedKD: FedAvg of the mentees' updates; the mean update is sent with low rank.
+"""FedKD strategy: FedAvg of the mentees' updates, with a low-rank mean update.
 
 Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie, Communication-efficient federated
 learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1.
@@ -23,17 +23,17 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedKdStrategy(FedAvgStrategy):
-    """Adds the mean update to the mentee, and sends the mean update to the clients.
+    """Strategy that averages the mentees' updates and sends the mean update to the clients.
 
-    A client that did not reply in the last round lacks the base of this update, so it is sent the
-    full mentee. In the paper, all clients take part in all rounds.
+    The update applies to the previous mentee. A client that did not reply in the last round lacks
+    this base, and is sent the full mentee. In the paper, all clients take part in all rounds.
     """
 
     spec = SPEC
     settings: FedKdSettings
 
     def init(self) -> None:
-        """Start from a new mentee."""
+        """Build a new mentee."""
         super().init()
         self._set_update(0, {}, ())
 
@@ -41,7 +41,7 @@ class FedKdStrategy(FedAvgStrategy):
         """Return the last mean update if the client has its base, or else the mentee."""
         if round != self.changed_in + 1 or client.name not in self.holders:
             return self.instruction
-        self.holders.discard(client.name)  # a client that does not reply may lack the mentee
+        self.holders.discard(client.name)  # A client that did not reply may lack the mentee.
         return self._update
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
@@ -50,24 +50,24 @@ class FedKdStrategy(FedAvgStrategy):
         return self._update if holds else self.instruction
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Apply the mean update, reduced to the rank that keeps its energy (lines 13 to 22)."""
+        """Apply the mean update, reduced to the rank that preserves its energy (lines 13 to 22)."""
         settings, mentee = self.settings, self.averaged["weights"]
         energy = energy_kept(round, self.run.rounds, settings.energy_start, settings.energy_end)
         sent = packed(average_of(replies, "update"), partial(factors, energy=energy))
         shapes = self.sizes(self.task).models["update"]
         self._set_averages({"weights": add_update(mentee, unpacked(sent, shapes))})
-        # Exclude late clients: their mentee is older than the mentee to which the update applies.
+        # Exclude late clients, because the update does not apply to their older mentee.
         self._set_update(round, sent, [reply.client.name for reply in replies if not reply.age])
         metrics = mean_metrics([reply.knowledge.scalars for reply in replies])
         counts = [sum(value.size for value in part.values()) for part in (sent, mentee)]
         return metrics | {"sent_down": counts[0] / counts[1]}
 
     def forget(self, client: str) -> None:
-        """Send the full mentee to the client next time."""
+        """Forget that the client has the base, so that it is sent the full mentee next time."""
         self.holders.discard(client)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the mentee, its last update and round, and the clients that have its base."""
+        """Return the mentee, its last update and round, and the clients with the update's base."""
         holders = {name: np.array(True) for name in sorted(self.holders)}
         state = {**super().state_dict(), **grouped("update", self._sent)}
         return {**state, **grouped("holders", holders), "changed_in": np.array(self.changed_in)}
@@ -80,10 +80,10 @@ class FedKdStrategy(FedAvgStrategy):
     def _set_update(
         self, round: int, sent: dict[str, Array], holders: Sequence[str] | Mapping[str, Array]
     ) -> None:
-        """Build the instruction for the clients that have the base of the update."""
+        """Build the instruction for clients that have the base of the update."""
         self.changed_in = round
         """Round of the last update, or 0 before the first one."""
         self.holders = set(holders)
-        """Clients that have the mentee with which that round started."""
+        """Clients that have the base of the last update."""
         self._sent = sent
         self._update = Knowledge(grouped("update", sent), {"base": round})
