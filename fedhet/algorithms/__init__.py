@@ -22,7 +22,7 @@ PrototypeDistance = Literal["euclidean", "mse"]
 """Distance between features and prototypes: of the class means of a batch, or of each sample.
 See `classwise.class_mean_distance` and `classwise.class_feature_loss`."""
 Aggregation = Literal["average", "sparsity", "svd", "rank-partition", "freeze-a"]
-"""Aggregation rules for LoRA adapters of differing ranks; see `adapters`."""
+"""Aggregation rules for LoRA adapters with different ranks; see `adapters`."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of the factors A [r, Q] and B [P, r] of an adapter in a state dict."""
 Part = Literal["all", "trained", "all-but-norms", "extractor", "head", "lora-a"]

@@ -1,1 +1,1 @@
-"""Clients of the methods, one per file."""
+"""Client-side classes, one file per method."""

@@ -1,7 +1,8 @@
-"""Base class of the methods' clients: a Flower NumPyClient that calls a method's hooks.
+"""Base class for clients: a Flower NumPyClient that calls the hooks of a method.
 
 A call of `fit` reads and checks the instruction, restores the client's state, calls `train`,
-encodes the reply, saves the state, and evaluates. The paper of a method is cited in its strategy.
+encodes the reply, saves the state, and evaluates. The docstring of each strategy cites the method's
+paper.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ from fedhet.wire.knowledge import Knowledge, MissingBaseError
 
 
 class HetClient(NumPyClient):
-    """Base class of clients, the client side of methods.
+    """Base class for clients, the client side of a method.
 
     A subclass implements the hooks. Only `train` is required.
 
@@ -89,17 +90,17 @@ class HetClient(NumPyClient):
         self.run, self.settings, self.node = self.config.run, config.method_settings, node
         self.compute = compute_for(engine)
         if self.run.privacy.is_on:
-            # Opacus reads a convolution's input as if it were contiguous, so its per-sample
-            # gradients are wrong in channels_last format.
+            # Opacus assumes that a convolution's input is contiguous, so it computes wrong
+            # per-sample gradients for the channels_last format.
             self.compute = replace(self.compute, channels_last=False)
         self.samples = samples or load_samples(config, node, self.compute)
         self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
         self.info, self.space = self.privacy.public_info(self.samples.info), self.samples.space
         self.unlabeled, self.tests = self.samples.unlabeled, self.samples.tests
         self.loss: float | None = None
-        """Mean training loss of the last epoch."""
+        """Mean training loss over the last epoch."""
         self.metrics: dict[str, float] = {}
-        """Metrics of semi-supervised training in the current round."""
+        """Metrics from semi-supervised training in the current round."""
 
         def new_models() -> dict[str, nn.Module]:
             with AllocationLimit(node.max_model_bytes):
@@ -117,15 +118,15 @@ class HetClient(NumPyClient):
         self.codec = ClientCodec(self.config, node, self.state)
         self.recipe = LocalTrainer(self.run, self.info, self.state, self.compute)
         self._recorded_in = ""
-        """Run for which the client's record has been written."""
+        """Name of the run for which the client's record has been written, or ""."""
         self.prepare()
 
-    # Hooks: implemented by methods.
+    # Hooks that a method implements.
 
     def prepare(self) -> None:
         """Prepare the client before its first round.
 
-        A client that is loaded for inference has no samples.
+        If the client is loaded for inference, it has no samples.
         """
 
     def setup(self) -> dict[str, nn.Module]:
@@ -144,7 +145,7 @@ class HetClient(NumPyClient):
         return {"private": model}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train in one round, and return the reply.
+        """Train for one round, and return the reply.
 
         Args:
             round: Round number, starting at 1.
@@ -165,7 +166,7 @@ class HetClient(NumPyClient):
     def training_set(self) -> tuple[Tensor, Tensor]:
         """Return the samples x [N, ...] and labels y [N] on which `fit_private` trains.
 
-        A model without gradients is not saved; after a restart, it is fitted again on this data.
+        A model without gradients is not saved. After a restart, it is refitted on these samples.
         """
         return self.x, self.y
 
@@ -184,10 +185,10 @@ class HetClient(NumPyClient):
         )
 
     def sizes(self) -> Sizes:
-        """Return the axis sizes and weight shapes against which instructions are checked."""
+        """Return the axis sizes and weight shapes that instructions must have."""
         return self.config.method.spec.sizes(self.settings, self.info)
 
-    # Helpers for methods.
+    # Helpers that methods may call.
 
     @property
     def x(self) -> Tensor:
@@ -213,10 +214,11 @@ class HetClient(NumPyClient):
     def network(self) -> HetModel:
         """The private model as a network.
 
-        Not available if the method sets `any_model` and the private model has no gradients.
+        Available only if the private model has gradients. Methods with `any_model` also support
+        models without gradients, which only `fit_private` can train.
         """
         model = self.models["private"]
-        assert isinstance(model, HetModel), "any_model: only fit_private can train it"
+        assert isinstance(model, HetModel), "only fit_private can train this model"
         return model
 
     @property
@@ -255,11 +257,11 @@ class HetClient(NumPyClient):
         return public
 
     def generator(self, round: int, use: str) -> torch.Generator:
-        """Return a random generator that is seeded by the run, the client, the round and `use`."""
+        """Return a random generator seeded from the run, the client, the round, and `use`."""
         return torch_generator(self.run.seed, self.info.name, round, use)
 
     def optimization(self, *parameters: Iterable[nn.Parameter]) -> Optimization:
-        """Create an optimizer for `parameters` with the learning rate of the current round."""
+        """Create an optimizer for `parameters` with the current round's learning rate."""
         return self.recipe.round_optimization(self.training, chain(*parameters))
 
     def train_epochs(
@@ -273,7 +275,9 @@ class HetClient(NumPyClient):
         augment: bool | Augment = True,
         **options: Unpack[TrainOptions],
     ) -> None:
-        """Train on public data or other samples; use `train_own` for the client's own samples.
+        """Train on samples that are not the client's own, such as public data.
+
+        For the client's own samples, use `train_own`, which applies `[privacy]`.
 
         Args:
             x: Samples [N, ...].
@@ -337,7 +341,7 @@ class HetClient(NumPyClient):
 
     @property
     def own_classes(self) -> LabelSpace:
-        """Restriction of logits [N, C] and labels [N] to the client's label space in a loss."""
+        """Restriction of logits [N, C] and labels [N] to the client's label space, for losses."""
         return LabelSpace(self.space)
 
     def fit_private(
@@ -345,7 +349,7 @@ class HetClient(NumPyClient):
     ) -> None:
         """Train the private model on `training_set` with cross-entropy.
 
-        A network continues from its current weights. A model without gradients is fitted again.
+        A network continues from its current weights. A model without gradients is refitted.
 
         Args:
             generator: Random generator that shuffles the samples, from `generator`.
@@ -361,7 +365,7 @@ class HetClient(NumPyClient):
         self.train_own(loss_of, model, optimizing, generator, **options)
 
     def record(self, run: str) -> ClientRecord:
-        """Return the record that is needed to use the client's models after a run."""
+        """Return the record needed to load the client's models after a run."""
         return ClientRecord.of(run, self.config, self.node, self.samples)
 
     def held_bytes(self) -> int:
@@ -371,7 +375,7 @@ class HetClient(NumPyClient):
     # Flower's interface, in the order of a run.
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return the properties that describe the client: its name, model and task."""
+        """Return the client's properties, such as its name, model, and task."""
         self.samples.warn_of_unused_unlabeled(self.run.method)
         return dict(self.info.properties())
 
@@ -387,7 +391,7 @@ class HetClient(NumPyClient):
                 run, round = envelope.run, envelope.round
                 self.privacy.begin(run, round)
                 arrays, train_seconds = self.privacy.stored_reply(), 0.0
-                if arrays is not None:  # a private reply is sent again, not computed again
+                if arrays is not None:  # A private reply is sent again, not recomputed.
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)
@@ -415,9 +419,9 @@ class HetClient(NumPyClient):
     ) -> tuple[float, int, dict[str, Scalar]]:
         """Evaluate the current models; the instruction may be empty.
 
-        If the method sets `learns_last`, a client that has already trained trains on the
-        instruction before it evaluates. A held-out client evaluates the offered model, but not with
-        `[privacy]`, because its local epoch would not be protected.
+        If the method sets `learns_last`, a client that has taken part in training first trains on
+        this instruction. A held-out client evaluates the offered model, except with `[privacy]`,
+        because its local epoch would not be protected.
         """
         try:
             with self.state.offloading(), self.privacy.redacting_errors():
@@ -461,10 +465,10 @@ class HetClient(NumPyClient):
         return reply, seconds
 
     def _evaluate_held_out(self, round: int, instruction: Knowledge) -> Evaluations:
-        """Evaluate the offered model on a held-out client.
+        """Evaluate the offered model as a held-out client.
 
-        Evaluates the model unchanged, and a temporary copy after one epoch on the client's samples.
-        Returns no scores if the method has sent no such model.
+        Evaluates the unchanged model, and a temporary copy after one epoch on the client's samples.
+        Returns no scores if the method sent no such model.
         """
         model = self.eval_models(instruction).get(self.config.method.spec.offered_kind)
         if model is None:
@@ -481,7 +485,7 @@ class HetClient(NumPyClient):
         return evaluate_models(models, self.tests, self.compute, self.run.metrics)
 
     def _fault(self, error: FedhetError) -> dict[str, Scalar]:
-        """Return the metrics that report an error, and request full weights if they are missing."""
+        """Return metrics that report an error, including a request for full weights if needed."""
         report = self.privacy.error_report(error)
         return report | ({MISSING_BASE: True} if isinstance(error, MissingBaseError) else {})
 
@@ -493,7 +497,7 @@ def _measured(
     loss: float | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Measured:
-    """Collect the measurements of a client; `loss` is the training loss."""
+    """Collect a client's measurements; `loss` is the training loss."""
     return Measured(
         by_score_key(scores),
         loss,

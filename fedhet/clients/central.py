@@ -1,4 +1,4 @@
-"""Client of centralized training: one client trains on the data of all clients."""
+"""Centralized training, client side: one client trains on the data of all clients."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class CentralClient(LocalClient):
-    """Trains like a `local` client, but on the samples of all clients.
+    """Client that trains like a `local` client, but on the samples of all clients.
 
-    Only one client, the trainer, trains; the remaining clients only evaluate.
+    Only one client, the trainer, does this. The remaining clients only evaluate.
     """
 
     settings: CentralSettings
 
     def prepare(self) -> None:
-        """Load the training data if the client is the trainer."""
+        """Load the training data of all clients if this client is the trainer."""
         self.client_samples = self.samples
         """The client's own samples, whose label space is used in the evaluation."""
         if self.info.name != trainer(self.run):
@@ -39,7 +39,8 @@ class CentralClient(LocalClient):
         own, unlabeled = map(on_device, data.pooled_parts())
         space = sorted({c for k in data.spec.training_clients for c in data.label_space(k)})
         self.samples = replace(self.samples, own=own, unlabeled=unlabeled)
-        if self.settings.uses_public():  # raises DataError if it contains samples of any client
+        # Raises DataError if the public set contains samples of any client.
+        if self.settings.uses_public():
             public = on_device(self.public_set(labeled=True))
             alone, space = self.settings.trains_on == "public", list(range(self.info.classes))
             own = public if alone else concatenate_splits([own, public])
@@ -48,11 +49,11 @@ class CentralClient(LocalClient):
         self.samples = replace(self.samples, own=own, unlabeled=unlabeled, space=self.space)
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the model if the client is the trainer."""
+        """Build the model if this client is the trainer."""
         return {"private": self._new_model()} if self.info.name == trainer(self.run) else {}
 
     def sizes(self) -> Sizes:
-        """Return axis C (classes) and the shapes of the trained model."""
+        """Return the size of axis C (classes) and the shapes of the trained model's tensors."""
         return sizes_in(self.run, self.settings, self.info)
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:

@@ -1,4 +1,4 @@
-"""Client of CoFED: local training, predictions on the public set, and update training."""
+"""CoFED client: local training, predictions on the public set, and update training."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ MIN_TO_SEARCH = 3
 
 
 class CofedClient(HetClient):
-    """Trains locally, sends predictions on the public set, and learns from the pseudolabels.
+    """Client that sends its predictions on the public set and learns from the pseudolabels.
 
-    The server needs neither the model nor its architecture, so models without gradients can take
-    part.
+    The server needs neither the model nor its architecture, so clients may use models without
+    gradients.
     """
 
     settings: CofedSettings
@@ -47,7 +47,7 @@ class CofedClient(HetClient):
         return self.compute.to_device(self.public_set(labeled=False).x)
 
     def sizes(self) -> Sizes:
-        """Return axes C (classes), L = C + 1 (classes and none) and N (public instances)."""
+        """Return the sizes of axes C (classes), L = C + 1 (with "none"), N (public instances)."""
         classes = self.info.classes
         return Sizes({"C": classes, "L": classes + 1, "N": len(self.public)})
 
@@ -67,7 +67,7 @@ class CofedClient(HetClient):
         return self._predictions() if knowledge.scalars["predict"] else Knowledge()
 
     def training_set(self) -> tuple[Tensor, Tensor]:
-        """Return the client's data, plus R_i after it has been received."""
+        """Return the client's data and, if it has been received, the pseudolabeled set R_i."""
         if not self._has_pseudolabels:
             return self.x, self.y
         labels = self.state.tensors["labels"].to(self.compute.device)
@@ -105,7 +105,7 @@ class CofedClient(HetClient):
 
     @property
     def _has_pseudolabels(self) -> bool:
-        """Whether the client has received pseudolabels, and so has run an update training."""
+        """Whether the client has received pseudolabels, and thus has run an update training."""
         return "labels" in self.state.tensors
 
     def _train_locally(self, round: int) -> None:
@@ -138,7 +138,7 @@ class CofedClient(HetClient):
         )
 
     def _predictions(self) -> Knowledge:
-        """Predict the class of each public instance; C is an abstention."""
+        """Predict the class of each public instance, where C denotes an abstention."""
         classes, margin, model = self.info.classes, self.settings.margin, self.private
         logits = logits_of(model, self.public, self.compute)
         predictions = logits.argmax(1).cpu().numpy()
@@ -153,7 +153,7 @@ class CofedClient(HetClient):
 
 
 class GridSearch:
-    """Hyperparameter search of Section 5.2, evaluated on held-out data of the client.
+    """Hyperparameter search from Section 5.2, evaluated on held-out data of the client.
 
     The search changes neither the client's models nor its random numbers. The held-out samples are
     the same in every round. The final training uses all samples.
@@ -174,7 +174,7 @@ class GridSearch:
         return find_best(grid(self.settings), lambda each: self._score(self._trained(each)))
 
     def update(self) -> float:
-        """Return the best factor on the learning rate for update training.
+        """Return the best factor by which to multiply the learning rate in update training.
 
         The models are trained from scratch, because the client's model has seen the held-out data.
         """
@@ -206,7 +206,7 @@ class GridSearch:
     def _updated(self, model: nn.Module, candidate: Candidate) -> nn.Module:
         """Return the model after update training without the held-out data."""
         x, y = self.client.training_set()
-        start = len(self.client.y)  # R_i follows the client's own samples
+        start = len(self.client.y)  # R_i follows the client's own samples.
         own = self.train_part
         data = Split(concatenate(own.x, x[start:]), torch.cat([own.y, y[start:]]))
         epochs = self.settings.update_epochs or self.client.training.local_epochs
@@ -242,7 +242,7 @@ class GridSearch:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hyperparameters: optimizer, learning rate, and its decay factor per epoch."""
+    """Hyperparameters: optimizer, learning rate, and learning-rate decay factor per epoch."""
 
     optimizer: str
     lr: float
@@ -267,8 +267,8 @@ def find_best(
 ) -> Candidate:
     """Return the candidate with the highest accuracy.
 
-    Ties are resolved by the lowest loss, then by order. Losses that are not finite count as
-    infinite.
+    Ties are resolved in favor of the lowest loss, then by order. Losses that are not finite count
+    as infinite.
     """
 
     def rank(candidate: Candidate) -> tuple[float, float]:

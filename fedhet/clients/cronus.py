@@ -1,4 +1,4 @@
-"""Client of Cronus: trains on the union of its own data and the softly labeled public data."""
+"""Cronus client: training on the union of private data and softly labeled public data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from fedhet.methods.cronus import CronusSettings
 
 
 class CronusClient(FedMdClient):
-    """Trains on batches from the union of the client's data and the softly labeled public data.
+    """Client that trains on the union of its own data and the softly labeled public data.
 
-    Before the first consensus, it trains on its own data alone, the paper's initialization phase.
+    Until it receives the first consensus, it trains on its own data alone (the paper's
+    initialization phase).
     """
 
     settings: CronusSettings
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
-        """Train for the local epochs on the union, or on the client's data without a consensus.
+        """Train for the local epochs on the union, or on the client's data if no consensus exists.
 
         The target of a sample of the client is its class. The target of the public sample in row r
         of the consensus is -1 - r.

@@ -1,7 +1,7 @@
-"""Client of DS-FL: FedMD's round with probabilities on unlabeled public data."""
+"""DS-FL client: FedMD with probabilities on unlabeled public data."""
 
 from fedhet.clients.fedmd import FedMdClient
 
 
 class DsFlClient(FedMdClient):
-    """Trains on the consensus ("Distillation") and on its data ("Update"), and predicts."""
+    """Client that trains on the consensus ("Distillation") and then on its data ("Update")."""

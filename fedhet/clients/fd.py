@@ -1,4 +1,4 @@
-"""Client of FD: Algorithm 1, "Local training phase"."""
+"""FD client: Algorithm 1, "Local training phase"."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FdObjective(FedHeObjective):
-    """Cross-entropy plus the distillation regularizer; accumulates class sums of probabilities."""
+    """Module that computes FD's training loss and accumulates class sums of probabilities."""
 
     settings: FdSettings  # type: ignore[assignment]
 
@@ -40,7 +40,7 @@ class FdObjective(FedHeObjective):
 
 
 class FdClient(FedHeClient):
-    """Trains on labels and on the class means of other clients, and sends its class means."""
+    """Client that trains on labels and on other clients' class means, and sends its class means."""
 
     settings: FdSettings  # type: ignore[assignment]
     objective: ClassVar[type[FedHeObjective]] = FdObjective
@@ -53,6 +53,6 @@ class FdClient(FedHeClient):
         return Knowledge({"classes": means.classes, "probabilities": probabilities})
 
     def entries(self, knowledge: Knowledge) -> Array:
-        """Return the log probabilities of the other clients, used as logits."""
+        """Return the other clients' log probabilities, which serve as logits."""
         logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], MIN_PROBABILITY))
         return logs

@@ -1,4 +1,4 @@
-"""Client of FedAvg, and base class for methods that average weights: Algorithm 1, ClientUpdate."""
+"""FedAvg client (Algorithm 1, ClientUpdate), and base class for methods that average weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedAvgClient(HetClient):
-    """Trains from the averaged weights, and sends the resulting weights."""
+    """Client that trains the averaged weights on its data and returns the resulting weights."""
 
     settings: FedAvgSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model and, if the server sent averages, a model that contains them."""
+        """Return the private model and, if the server sent averages, a model with the averages."""
         models = {"private": self.private}
         if weights := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.width), weights)
@@ -38,7 +38,7 @@ class FedAvgClient(HetClient):
         return self._joined(self.network, weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the local training of the method; the default is FedAvg's."""
+        """Return the model and loss for local training; the default is FedAvg's."""
         return LocalModel(self.network, self.anchor())
 
     def anchor(self) -> dict[str, Tensor]:
@@ -50,13 +50,13 @@ class FedAvgClient(HetClient):
         return 1
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the tensors to send, by field."""
+        """Return the tensors to send, as fields of the reply."""
         names = part_names(self.network, self.settings.part)
         sent = {k: v for k, v in local.upload().items() if k in names}
         return grouped("weights", to_host_arrays(sent))
 
     def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
-        """Load `weights` into `model`, and the private model's tensors for all other names."""
+        """Load `weights` into `model`, and fill in all other tensors from the private model."""
         load_weights(model, {**to_arrays(self.network), **weights})
         return model
 
@@ -75,7 +75,7 @@ class FedAvgClient(HetClient):
 
 
 class LocalObjective(nn.Module):
-    """Cross-entropy within the client's label space."""
+    """Module that computes the training loss: cross-entropy within the client's label space."""
 
     def __init__(self, local: LocalModel, own_classes: nn.Module) -> None:
         super().__init__()

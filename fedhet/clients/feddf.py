@@ -1,7 +1,7 @@
-"""Client of FedDF: local training from the fused model of the client's architecture."""
+"""FedDF client: local training that starts from the fused model of the client's architecture."""
 
 from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedDfClient(FedAvgClient):
-    """Trains as in FedAvg, starting from a new model in the first round."""
+    """Client that trains as in FedAvg, but starts from its own new model in the first round."""

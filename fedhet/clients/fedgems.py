@@ -1,4 +1,4 @@
-"""Client of FedGEMS: Algorithm 1, ClientTrain and ClientSelect."""
+"""FedGEMS client: Algorithm 1, ClientTrain and ClientSelect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsClient(HetClient):
-    """Distills the server's logits on the public set, trains on its data, and sends logits."""
+    """Client that distills the server's logits, trains on its data, and sends logits."""
 
     settings: FedGemsSettings
 
@@ -32,7 +32,7 @@ class FedGemsClient(HetClient):
         return placed_public(self.public_set(labeled=True), self.compute, self.node.data)
 
     def sizes(self) -> Sizes:
-        """Return axes C (classes) and B, the bytes of a bit mask over the public samples."""
+        """Return the sizes of axes C (classes) and B (bytes of a mask over public samples)."""
         return Sizes({"C": self.info.classes, "B": -(-len(self.public) // 8)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
@@ -55,7 +55,7 @@ class FedGemsClient(HetClient):
         return Knowledge({"logits": logits.cpu().numpy()})
 
     def _store_logits(self, knowledge: Knowledge) -> None:
-        """Store the server's logits [N, C], of which it sends all or only the changed rows."""
+        """Store the server's logits [N, C], from all rows or only the changed rows."""
         if "logits" not in knowledge.tensors:
             return
         rows = self._rows(knowledge, "changed")
@@ -89,7 +89,7 @@ class FedGemsClient(HetClient):
         )
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
-        """Return the public samples whose bit is set in a field, or all if the field is absent."""
+        """Return the public samples whose bit is set in a field, or all without the field."""
         bits = knowledge.tensors.get(field)
         if bits is None:
             return np.arange(len(self.public))

@@ -1,4 +1,4 @@
-"""Client of FedGen: LG-FedAvg with a head that is also trained on generated features."""
+"""FedGen client: LG-FedAvg with a head that is also trained on generated features."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from fedhet.wire.knowledge import Knowledge
 
 @dataclass(frozen=True)
 class Teacher:
-    """Generator received from the server, and its weight in the round."""
+    """Generator received from the server, with its weight in the current round."""
 
     generator: Generator
     prior: Tensor
-    """p(y) [P] of the client's classes, or zeros if p(y) is 0 for all of them."""
+    """p(y) [P] for the client's classes; all zeros if no client has reported any of them."""
     decay: float
-    """Factor on the weights alpha and beta in the round."""
+    """Factor by which the weights alpha and beta are multiplied in this round."""
     draws: torch.Generator
 
 
 class FedGenClient(FedAvgClient):
-    """Trains extractor and head; generated features replace the data of other clients."""
+    """Client that trains on its own data and on generated features instead of others' data."""
 
     settings: FedGenSettings
 
@@ -98,7 +98,7 @@ class FedGenClient(FedAvgClient):
     def _head_logits(self, features: Tensor) -> Tensor:
         """Return the head's logits [N, C] of features [N, D].
 
-        Does not call the head, because the hooks of DP-SGD would count generated features as
+        This does not call the head module, because DP-SGD's hooks would count generated features as
         samples of the client.
         """
         head = self.network.classifier

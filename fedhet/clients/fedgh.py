@@ -1,4 +1,4 @@
-"""Client of FedGH: local training from the global head, and class means of the features."""
+"""FedGH client: local training with the global head, and class means of the features."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGhClient(FedProtoClient):
-    """Starts from the global head, trains the full model, and sends class means of the features.
+    """Client that starts from the global head, trains its model, and sends class means of features.
 
-    The class means are computed after training, as in FedProto. The loss is cross-entropy alone.
+    The class means are computed after training, as in FedProto. The only loss is cross-entropy.
     """
 
     settings: FedGhSettings  # type: ignore[assignment]
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the model after training, and the model with the global head if it was sent."""
+        """Return the trained model and, if it was sent, the model with the global head."""
         models: dict[str, nn.Module] = {"private": self.private}
         if head := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.feature_dim), head)
@@ -35,5 +35,5 @@ class FedGhClient(FedProtoClient):
         return Knowledge({"classes": means.classes, "features": means.features})
 
     def _joined(self, model: HetModel, head: Arrays) -> HetModel:
-        """Load the head into `model`, and the private model's extractor."""
+        """Load the head and the private model's extractor into `model`."""
         return load_weights(model, {**to_arrays(self.network), **head})

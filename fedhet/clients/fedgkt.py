@@ -1,4 +1,4 @@
-"""Client of FedGKT: Algorithm 1, ClientTrain."""
+"""FedGKT client: Algorithm 1, ClientTrain."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from fedhet.wire.contract import Sizes, smallest_uint
 from fedhet.wire.knowledge import Knowledge
 
 OUTSIDE = 30.0
-"""Distance of the logits outside the label space below the lowest logit inside (not in the paper).
-Their probabilities are nearly 0, while all values in a message have a similar magnitude."""
+"""Amount by which logits outside the label space are below the lowest logit inside it.
+
+Their probabilities are then nearly 0, but all values in a message have a similar magnitude. The
+paper does not consider label spaces."""
 
 
 class FedGktClient(HetClient):
-    """Trains an edge model on labels and the server's logits; sends features, logits and labels."""
+    """Client that trains an edge model on labels and server logits and sends its features."""
 
     settings: FedGktSettings
 
     def sizes(self) -> Sizes:
-        """Return axes C, D and N (training samples), and the shapes of the server model."""
+        """Return the sizes of axes C, D and N (training samples), and the server model's shapes."""
         sizes = super().sizes()
         return Sizes({**sizes.axes, "N": len(self.y)}, sizes.models)
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the edge model, and its extractor followed by the server model if it was sent."""
+        """Return the edge model and, if the server sent its model, the extractor followed by it."""
         models = {"private": self.private}
         if weights := knowledge.group("server"):
             name, width = self.settings.server_model, self.settings.feature_dim
@@ -43,7 +45,7 @@ class FedGktClient(HetClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs; return features, logits and labels of the training samples.
 
-        In its first round, a client has no logits from the server, and trains on labels alone.
+        In its first round, a client has no logits from the server, so it trains on labels alone.
         Images are not augmented, because the logits belong to the unchanged images.
         """
         model, settings = self.network.train(), self.settings
@@ -64,7 +66,8 @@ class FedGktClient(HetClient):
         generator = self.generator(round, "batches")
         self.train_epochs(self.x, rows, loss_of, optimizing, generator, augment=False)
         features = logits_of(self.network.extractor, self.x, self.compute)
-        logits = logits_of(self.private, self.x, self.compute)  # -inf outside the label space
+        # Logits outside the label space are -inf.
+        logits = logits_of(self.private, self.x, self.compute)
         outside = logits.isinf()
         lowest = logits.masked_fill(outside, torch.inf).amin(1, keepdim=True)
         logits = torch.where(outside, lowest - OUTSIDE, logits)

@@ -1,4 +1,4 @@
-"""Client of FedHe: cross-entropy plus a distance from the server's logits of a sample's class."""
+"""FedHe client: cross-entropy plus a distance from the server's logits for a sample's class."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedHeObjective(nn.Module):
-    """Training objective of FedHe.
+    """Module that computes FedHe's training loss.
 
-    While `gathering` is set, it also accumulates the class sums of each batch.
+    While `gathering` is set, the forward pass also accumulates the class sums of each batch.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class FedHeObjective(nn.Module):
         return self.settings.alpha * self.distance(logits, labels, teacher).mean()
 
     def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return the distance [N] of logits [N, C] from the server's logits of each sample's class.
+        """Return the distances [N] of logits [N, C] from the teacher's logits for their classes.
 
-        The distance is 0 for classes that the teacher does not know.
+        The distance is 0 for classes without teacher logits.
         """
         if self.settings.loss == "mse":
             return class_feature_loss(logits, labels, teacher)
@@ -71,12 +71,12 @@ class FedHeObjective(nn.Module):
 
 
 class FedHeClient(HetClient):
-    """Trains on labels and on the server's class logits, and sends its class logits."""
+    """Client that trains on labels and on the server's class logits, and sends its class logits."""
 
     settings: FedHeSettings
     objective: ClassVar[type[FedHeObjective]] = FedHeObjective
     all_epochs: ClassVar[bool] = False
-    """Whether class means are computed over all local epochs instead of the last one."""
+    """Whether class means are computed over all local epochs instead of the last epoch."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs, and return the mean logits over the last epoch."""

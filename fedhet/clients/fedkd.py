@@ -1,4 +1,4 @@
-"""Client of FedKD: mutual distillation between a private mentor and the shared mentee."""
+"""FedKD client: mutual distillation between a private mentor and the shared mentee."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Knowledge
 
 MENTEE = "mentee"
-"""State key of the mentee with which the last round started, for its tensors and its round."""
+"""State key for the mentee with which the last round started: its tensors and its round."""
 
 
 class Mentor(HetModel):
@@ -40,11 +40,11 @@ class Mentor(HetModel):
 
 
 class FedKdClient(HetClient):
-    """Trains mentor and mentee on each other, and sends a low-rank update of the mentee."""
+    """Client that trains mentor and mentee on each other and sends a low-rank mentee update."""
 
     settings: FedKdSettings
     _applied: weakref.ref[Knowledge] | None = None
-    """Instruction with which the last round started; the client is also evaluated on it."""
+    """Instruction with which the last round started, which is also used for the evaluation."""
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the mentor, as the private model, and the mentee, as the proxy."""
@@ -54,7 +54,7 @@ class FedKdClient(HetClient):
         return {"private": mentor, "proxy": mentee}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the mentor, the mentee after training, and the server's mentee."""
+        """Return the mentor, the trained mentee, and the server's mentee."""
         models = dict(self.models)
         if knowledge.tensors:
             received = load_weights(self._new_mentee(), self._received(knowledge))
@@ -91,7 +91,7 @@ class FedKdClient(HetClient):
         batches = self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, batches, before_epoch=means.clear)
 
-        # Keep the mentee with which the round started, because the next update is added to it.
+        # Keep the mentee with which the round started, because the next update applies to it.
         self._applied = weakref.ref(knowledge)
         copies = {name: torch.tensor(value) for name, value in start.items()}
         base = all_to_device(copies, self.compute.device)
@@ -108,10 +108,10 @@ class FedKdClient(HetClient):
         return self.build_model(name=self.settings.mentee)
 
     def _received(self, knowledge: Knowledge) -> dict[str, Array]:
-        """Return the server's mentee: the received one, or the previous one plus the update.
+        """Return the server's mentee, as received or computed from the received update.
 
-        Raises KnowledgeError if the update is based on another mentee than the client's, e.g. after
-        its state was lost. The server then sends the full mentee.
+        Raises KnowledgeError if the update applies to another mentee than the client's, e.g.
+        because the client lost its state. The server then sends the full mentee.
         """
         if weights := knowledge.group("weights"):
             return dict(weights)

@@ -1,4 +1,4 @@
-"""FedLoRA, client side: local training of adapters, which may lose rank levels (HetLoRA)."""
+"""FedLoRA client: local training of adapters, whose ranks may be pruned (HetLoRA)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedLoraClient(FedAvgClient):
-    """Trains adapters of its own rank, starting from a part of the server's adapters.
+    """Client that trains adapters of its own rank, starting from a part of the server's adapters.
 
-    The model keeps the rank of its name. Rank levels that are pruned are zero in both factors, so
-    they have no effect and no gradient, and are not sent.
+    The model keeps the rank in its name. Pruned rank levels are zero in both factors, so they have
+    no effect and no gradient, and are not sent.
     """
 
     settings: FedLoraSettings
 
     @property
     def rule(self) -> Aggregation:
-        """Aggregation rule of the run."""
+        """The run's aggregation rule."""
         return self.settings.rule(is_private=self.run.privacy.is_on)
 
     def build_model(self, feature_dim: int | None = None, *, name: str = "") -> HetModel:
-        """Build a new network, whose factors A are constant with `freeze-a`."""
+        """Build a new network; with `freeze-a`, its factors A are constant."""
         model = super().build_model(feature_dim, name=name)
         if self.rule == "freeze-a":
             for key, parameter in model.named_parameters():
@@ -37,7 +37,7 @@ class FedLoraClient(FedAvgClient):
         return model
 
     def sizes(self) -> Sizes:
-        """Return the shapes of the tensors that the rule sends."""
+        """Return the shapes of the tensors that are exchanged under the rule."""
         return sent_sizes(self.settings, self.info, self.rule)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
@@ -49,7 +49,7 @@ class FedLoraClient(FedAvgClient):
         return PrunedModel(self.network, anchor, self.rank, settings.prune, settings.prune_weight)
 
     def reply(self, local: LocalModel) -> dict[str, Array]:
-        """Return the tensors to send, at the rank after training."""
+        """Return the tensors to send, with the rank after pruning."""
         rank = local.rank if isinstance(local, PrunedModel) else self.rank
         sent = group(super().reply(local), "weights")
         return grouped(
@@ -57,7 +57,7 @@ class FedLoraClient(FedAvgClient):
         )
 
     def _joined(self, model: HetModel, weights: Arrays) -> HetModel:
-        """Load `weights`, with zeros for the rank levels that they lack."""
+        """Load `weights`, padded with zeros up to the model's rank."""
         own = to_arrays(model)
         whole = {n: padded(value, own[n].shape) for n, value in weights.items()}
         return super()._joined(model, whole)

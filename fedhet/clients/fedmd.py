@@ -1,6 +1,6 @@
-"""Client of FedMD: transfer learning, then "Digest", "Revisit" and "Communicate" in each round.
+"""FedMD client: transfer learning, then "Digest", "Revisit" and "Communicate" in each round.
 
-See `fedhet.strategies.fedmd` for the assignment of these steps to rounds.
+`fedhet.strategies.fedmd` explains which steps belong to which round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedhet.wire.knowledge import Knowledge
 
 @dataclass(frozen=True)
 class Consensus:
-    """Consensus scores [R, C] of public samples x [R, ...]."""
+    """Consensus scores [R, C] for public samples x [R, ...]."""
 
     x: Tensor
     scores: Tensor
@@ -34,7 +34,7 @@ class Consensus:
 
 
 class FedMdClient(HetClient):
-    """Trains on the consensus and on its own data, and sends scores of public samples.
+    """Client that trains on the consensus and on its own data, and sends scores for public samples.
 
     The scores cover all classes, even if the client's label space has fewer, because the task is
     the union of all label spaces, as in CoFED's comparison with FedMD.
@@ -49,14 +49,14 @@ class FedMdClient(HetClient):
         return placed_public(public, self.compute, self.node.data)
 
     def sizes(self) -> Sizes:
-        """Return axes C (classes) and N (public samples)."""
+        """Return the sizes of axes C (classes) and N (public samples)."""
         return Sizes({"C": self.info.classes, "N": len(self.public)})
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train on the consensus and on the client's data, and return scores of public samples.
+        """Train on the consensus and on the client's data, and return scores for public samples.
 
-        In its first round, a client starts with transfer learning: it trains on the labeled public
-        data, if `public-epochs` is set.
+        If `public-epochs` is set, a client's first round starts with transfer learning on the
+        labeled public data.
         """
         optimizing = self.optimization(self.network.train().parameters())
         if self.state.participations == 0 and self.settings.public_epochs:
@@ -64,7 +64,7 @@ class FedMdClient(HetClient):
             loss_of, generator = CrossEntropy(self.network), self.generator(round, "labels")
             self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
         exchanged, consensus = self.settings.exchanged, None
-        if exchanged in knowledge.tensors:  # absent before the first replies
+        if exchanged in knowledge.tensors:  # The fields are absent before the first replies.
             scores = torch.tensor(knowledge.tensors[exchanged], device=self.compute.device)
             consensus = Consensus(self._public_images(knowledge, "rows"), scores)
         self.learn(round, consensus, optimizing)
@@ -97,6 +97,6 @@ class FedMdClient(HetClient):
         self.train_own(loss_of, self.private, optimizing, generator)
 
     def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:
-        """Return the public samples whose numbers are in a field."""
+        """Return the public samples whose numbers are listed in a field."""
         numbers = torch.from_numpy(knowledge.tensors[field].astype("int64"))
         return self.public.x[numbers.to(self.compute.device)]

@@ -1,4 +1,4 @@
-"""Client of FedMRL: a shared and a local network, whose features are fused by a projector."""
+"""FedMRL client: a shared and a local network, whose features are fused by a projector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class Fusion(nn.Module):
-    """Extractor of the private model: the extractors of G and F followed by the projector P.
+    """Extractor of the private model: the extractors of G and F, followed by the projector P.
 
     The private model consists of this extractor and the head of F. The shared model G is a part of
     the extractor, including its head, so that all parts are saved and exported as one model. Only
@@ -41,12 +41,12 @@ class Fusion(nn.Module):
 
 
 class FedMrlClient(HetClient):
-    """Trains both networks and the projector on the losses of both heads; sends G."""
+    """Client that trains both networks and the projector on both heads' losses, and sends G."""
 
     settings: FedMrlSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model; the features of F have their default width, but at least d1."""
+        """Build the private model; F has its default feature width, but at least d1."""
         local, shared_dim = self.build_model(), self.settings.shared_dim
         if local.feature_dim < shared_dim:
             local = self.build_model(shared_dim)
@@ -56,7 +56,7 @@ class FedMrlClient(HetClient):
         return {"private": HetModel(fusion, local.classifier, local.feature_dim)}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, and the model with the averaged G if it was sent."""
+        """Return the private model and, if the server sent the averaged G, the model with it."""
         models: dict[str, nn.Module] = {"private": self.private}
         if weights := knowledge.group("weights"):
             averaged = copy.deepcopy(self.network)
@@ -65,7 +65,7 @@ class FedMrlClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Start from the averaged shared model, train all parts, and return the shared model.
+        """Train all parts, starting from the averaged shared model, and return the shared model.
 
         The loss is m^F times the loss of the local head plus m^G times the loss of the shared head.
         Their means over the last epoch are sent as metrics.

@@ -1,7 +1,7 @@
-"""Client of FedPer: FedAvg with a local head, the personalization layer (Algorithm 1)."""
+"""FedPer client: FedAvg with a local head, the personalization layer (Algorithm 1)."""
 
 from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedPerClient(FedAvgClient):
-    """Trains the full model, and sends the base layers, i.e. the extractor."""
+    """Client that trains the full model and sends the base layers, i.e. the extractor."""

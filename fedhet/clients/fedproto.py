@@ -1,4 +1,4 @@
-"""Client of FedProto: Algorithm 1, LocalUpdate."""
+"""FedProto client: Algorithm 1, LocalUpdate."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedProtoClient(HetClient):
-    """Trains its features toward the global prototypes, and sends local prototypes."""
+    """Client that trains its features toward the global prototypes and sends local prototypes."""
 
     settings: PrototypeSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, and a nearest-prototype classifier if prototypes were sent."""
+        """Return the private model and, if prototypes were sent, a nearest-prototype classifier."""
         models: dict[str, nn.Module] = {"private": self.private}
         if teacher := self.read_prototypes(knowledge):
             nearest = NearestPrototype(self.network.extractor, teacher.features, teacher.known)
@@ -77,7 +77,10 @@ class FedProtoClient(HetClient):
 
 
 class PrototypeObjective(nn.Module):
-    """Cross-entropy plus a distance from the prototypes (Eq. 7; FedTGP, Eq. 11)."""
+    """Module that computes cross-entropy plus a distance from the prototypes.
+
+    Implements Eq. 7 of FedProto and Eq. 11 of FedTGP.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class PrototypeObjective(nn.Module):
             model: Model to train.
             own_classes: Restriction to the client's label space.
             teacher: Global prototypes, or None if there are none.
-            weight: Weight lambda of the distance.
+            weight: Weight of the distance, called lambda in the paper.
             distance: Kind of distance.
         """
         super().__init__()

@@ -1,4 +1,4 @@
-"""Client of FedProx: Algorithm 2, line 6."""
+"""FedProx client: Algorithm 2, line 6."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedProxClient(FedAvgClient):
-    """Minimizes F_k(w) + mu / 2 ||w - w^t||^2 (Eq. 2) for a fixed number of epochs."""
+    """Client that minimizes F_k(w) + mu / 2 ||w - w^t||^2 (Eq. 2) for a fixed number of epochs."""
 
     settings: FedProxSettings
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the local training with the proximal term."""
+        """Return the model, with the proximal term added to its loss."""
         return ProximalModel(self.network, self.anchor(), self.settings.mu)

@@ -1,7 +1,7 @@
-"""FedSA-LoRA, client side: FedAvg's; the factors B and the head are never sent."""
+"""FedSA-LoRA client: FedAvg without the factors B and the head, which are never sent."""
 
 from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedSaClient(FedAvgClient):
-    """Trains adapters and head, and sends the factors A."""
+    """Client that trains adapters and head, and sends the factors A."""

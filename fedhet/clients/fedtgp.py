@@ -1,4 +1,4 @@
-"""Client of FedTGP: FedProto's client without numbers of samples (Algorithm 1, lines 5 to 7)."""
+"""FedTGP client: FedProto's client without numbers of samples (Algorithm 1, lines 5 to 7)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedTgpClient(FedProtoClient):
-    """Trains its features toward the prototypes (Eq. 11), and sends local prototypes (Eq. 2)."""
+    """Client that trains its features toward the prototypes (Eq. 11) and sends its own (Eq. 2)."""
 
     settings: FedTgpSettings
 

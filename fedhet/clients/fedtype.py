@@ -1,4 +1,4 @@
-"""Client of FedType: Algorithm 1, uncertainty-based asymmetrical reciprocity learning."""
+"""FedType client: uncertainty-based asymmetrical reciprocity learning (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fedhet.models import HetModel, load_weights, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 MIN_CALIBRATED = 32
-"""Minimum batch size for D', limited by the training batch size, because of batch norms."""
+"""Minimum batch size on D', for batch norms; smaller if the training batch size is."""
 Pair = tuple[Tensor, Tensor]
 """Tensors of the private model and of its teacher, which is the proxy by default."""
 
 
 class FedTypeClient(HetClient):
-    """Trains a private model and a proxy on each other, and sends only the proxy.
+    """Client that trains a private model and a proxy on each other and sends only the proxy.
 
     D is the client's training data, and D' its calibration data.
     """
@@ -60,7 +60,7 @@ class FedTypeClient(HetClient):
         return {"private": self.build_model(), "proxy": self._new_proxy()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, the trained proxy, and the server's proxy if it was sent."""
+        """Return the private model, the trained proxy and, if it was sent, the server's proxy."""
         models = dict(self.models)
         if weights := knowledge.group("proxy"):
             models["global"] = self.compute.place(load_weights(self._new_proxy(), weights))
@@ -90,7 +90,7 @@ class FedTypeClient(HetClient):
         return self.build_model(name=self.settings.proxy)
 
     def _proxy(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the local training of the proxy that belongs to `aggregation`.
+        """Return the proxy's training objective for the configured `aggregation`.
 
         Raises KnowledgeError if the standard deviations of a variational proxy are missing.
         """
@@ -138,7 +138,7 @@ class Reciprocity:
         )
 
     def run_epoch(self, epoch: int) -> None:
-        """Calibrate both models on D', then train both on the epoch's data."""
+        """Calibrate both models on D', and then train both on the epoch's data."""
         if self.settings.backward == "conformal" and not self.skips_imitation:
             self.calibrate()
         x, y = self.client.x, self.client.y
@@ -164,7 +164,7 @@ class Reciprocity:
 
     @torch.no_grad()
     def calibrate(self) -> None:
-        """Fit both conformal models on D' (Eq. 5), in the mode in which the sets are computed."""
+        """Fit both conformal models on D' (Eq. 5), in the mode used to compute prediction sets."""
         held_out = self.client.held_out
         count = max(1, len(held_out) // self.client.training.batch_size)
         with frozen_statistics(self.private), frozen_statistics(self.teacher.model):
@@ -174,7 +174,7 @@ class Reciprocity:
         self.imitation.calibrate(teacher, private, targets)
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return the `views` of a part of D'; adds training samples if it is small."""
+        """Return the `views` of a part of D', extended with training samples if it is small."""
         missing = max(min(self.client.training.batch_size, MIN_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing]
         with self.client.compute.autocast():
@@ -183,7 +183,7 @@ class Reciprocity:
         return private[: len(x)], proxy[: len(x)]
 
     def logits(self, x: Tensor) -> Pair:
-        """Return the training logits of the private model and its teacher, [N, C] each.
+        """Return the training-mode logits [N, C] of the private model and of its teacher.
 
         C is the number of classes in the client's label space.
         """
@@ -195,7 +195,7 @@ class Reciprocity:
 
     @torch.no_grad()
     def views(self, x: Tensor, trained: Pair | None = None) -> Pair:
-        """Return the logits of the private model and its teacher from which sets are computed.
+        """Return the logits of both models from which prediction sets are computed.
 
         A single sample is always passed in evaluation mode, because batch norms need at least two.
 
@@ -231,7 +231,7 @@ class Reciprocity:
 
     @torch.no_grad()
     def teacher_logits(self, x: Tensor) -> Tensor:
-        """Return the training logits [N, C] of the frozen teacher."""
+        """Return the training-mode logits [N, C] of the frozen teacher."""
         with frozen_statistics(self.teacher.model):
             return self.within(self.teacher.logits(x))
 
@@ -240,7 +240,7 @@ class Reciprocity:
         return F.cross_entropy(logits.float(), torch.searchsorted(self.client.space, y))
 
     def step_proxy_before(self, private: Tensor, x: Tensor, y: Tensor) -> None:
-        """Take the K - 1 steps of pFedMe on the proxy before the joint step."""
+        """Take the first K - 1 of pFedMe's K steps on the proxy; the joint step is the last."""
         count = self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauModel) else 0
         for _ in range(count):
             self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x)), y))

@@ -1,4 +1,4 @@
-"""Client of Felo: Algorithm 1, "Client processes"."""
+"""Felo client: Algorithm 1, "Client processes"."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FeloClient(HetClient):
-    """Trains on Eq. 1, and sends class means, and weights if they are shared."""
+    """Client that trains on Eq. 1 and sends class means and, if they are shared, weights."""
 
     settings: FeloSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, and the average of the architecture if it was sent."""
+        """Return the private model and, if it was sent, the average of its architecture."""
         models: dict[str, nn.Module] = {"private": self.private}
         if weights := knowledge.group("weights"):
             average = load_weights(self.build_model(self.settings.feature_dim), weights)
@@ -44,7 +44,7 @@ class FeloClient(HetClient):
         )
         objective = FeloObjective(model, teacher, sums, terms)
 
-        def before_epoch(epoch: int) -> None:  # class means are computed in the last epoch
+        def before_epoch(epoch: int) -> None:  # Class means are computed in the last epoch.
             objective.gathering = epoch == last
 
         optimizing = self.optimization(model.parameters())
@@ -70,9 +70,9 @@ class FeloClient(HetClient):
 
 
 class FeloObjective(nn.Module):
-    """Training objective of Felo (Eq. 1).
+    """Module that computes Felo's training loss (Eq. 1).
 
-    While `gathering` is set, it also accumulates the class sums of each batch.
+    While `gathering` is set, the forward pass also accumulates the class sums of each batch.
     """
 
     def __init__(

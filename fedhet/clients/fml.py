@@ -1,4 +1,4 @@
-"""Client of FML: mutual distillation between the private model and the meme."""
+"""FML client: mutual distillation between the private model and the meme."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FmlClient(HetClient):
-    """Trains the private model and the meme on each other, and sends the meme."""
+    """Client that trains the private model and the meme on each other and sends the meme."""
 
     settings: FmlSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model, and the meme as the proxy."""
+        """Build the private model and the meme, which has the kind "proxy"."""
         return {"private": self.build_model(), "proxy": self._new_meme()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, the trained meme, and the averaged meme if it was sent."""
+        """Return the private model, the trained meme and, if it was sent, the averaged meme."""
         models = dict(self.models)
         if weights := knowledge.group("weights"):
             models["global"] = self.compute.place(load_weights(self._new_meme(), weights))
@@ -43,7 +43,7 @@ class FmlClient(HetClient):
 
 
 class MutualObjective(nn.Module):
-    """Sum of the losses of both models, each with the other model as its teacher."""
+    """Module that computes the sum of both models' losses, each with the other as its teacher."""
 
     def __init__(
         self, private: nn.Module, meme: nn.Module, own_classes: nn.Module, settings: FmlSettings

@@ -1,4 +1,4 @@
-"""Client of HeteroFL: local training of a submodel (Algorithm 1, Section 3).
+"""HeteroFL client: local training of a submodel (Algorithm 1, Section 3).
 
 With static batch norm, the statistics of batch norms are computed after training, from the client's
 training data, and are never sent. The paper queries all clients for the statistics of the global
@@ -24,21 +24,21 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class HeteroFlClient(FedAvgClient):
-    """Trains a submodel with the width of the client's level."""
+    """Client that trains a submodel with the width of its level."""
 
     settings: HeteroFlSettings
 
     def prepare(self) -> None:
         """Select the submodel of the client's level; a site may also configure a narrow model."""
         narrow = narrow_name(self.info.model, self.settings.width_of(self.node.partition))
-        if is_registered(narrow):  # otherwise the server rejects the model
+        if is_registered(narrow):  # Otherwise, the server rejects the model.
             self.info = replace(self.info, model=narrow)
         self.absent = torch.ones(self.info.classes, dtype=torch.bool, device=self.compute.device)
         """Mask [C] of the classes without samples on the client."""
         self.absent[self.y] = False
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train the submodel, and query the statistics of its batch norms."""
+        """Train the submodel, and compute the statistics of its batch norms."""
         rate = self._rate()
         narrow = self.settings.scaler and rate < 1
         scaler = scaling(self.network.extractor, rate) if narrow else contextlib.nullcontext()
@@ -69,7 +69,7 @@ class HeteroFlClient(FedAvgClient):
 
     @property
     def own_classes(self) -> LabelSpace:
-        """Restriction of logits in a loss: masked classes, or the client's label space."""
+        """Restriction of logits in a loss, to the unmasked classes or the client's label space."""
         return MaskedClasses(self.absent) if self.settings.masked else super().own_classes
 
     def _rate(self) -> float:
@@ -81,7 +81,7 @@ class HeteroFlClient(FedAvgClient):
 
 
 class MaskedClasses(LabelSpace):
-    """Masking of the logits of absent classes in a loss."""
+    """Loss restriction that masks the logits of classes absent from the client."""
 
     def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [N, C] with 0 for absent classes, and y [N] unchanged.

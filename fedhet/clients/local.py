@@ -1,4 +1,4 @@
-"""Client of the baseline in which each client trains alone."""
+"""Local-training baseline, client side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class LocalClient(HetClient):
-    """Trains with cross-entropy on its own data, for the same number of epochs as a method."""
+    """Client that trains alone with cross-entropy, for the same number of epochs as in a method."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs, and return an empty reply."""

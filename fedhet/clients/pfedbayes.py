@@ -1,9 +1,9 @@
-"""Client of pFedBayes: Algorithm 1, ClientUpdate.
+"""pFedBayes client: Algorithm 1, ClientUpdate.
 
-zeta and the initial scale are the values in the paper's experiments. Adam and the number of
-personal steps follow a public implementation that reports the paper's accuracy, but is not by the
-authors (github.com/AllenBeau/pFedBayes). Unlike in that implementation, an epoch passes over all
-batches, and the state of Adam is reset in each round.
+The value of zeta and the initial scale are from the paper's experiments. Adam and the number of
+personal steps follow a third-party implementation that reports the paper's accuracy
+(github.com/AllenBeau/pFedBayes). Unlike in that implementation, an epoch passes over all batches,
+and the state of Adam is reset in each round.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fedhet.models import HetModel, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 PERSONAL = "scale"
-"""State key of the personal standard deviations."""
+"""State key for the personal standard deviations."""
 
 
 class PFedBayesClient(FedAvgClient):
-    """Trains personal Gaussian weights, and sends localized Gaussian weights that follow them.
+    """Client that trains personal Gaussian weights and sends localized ones that follow them.
 
-    The private model has the personal means.
+    The private model's weights are the personal means.
     """
 
     settings: PFedBayesSettings
 
     def start(self, weights: Arrays) -> HetModel:
-        """Start from the server's means in the first round, later from the personal means."""
+        """Start from the server's means in the first round, and later from the personal means."""
         return self.network if self.state.participations else super().start(weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:

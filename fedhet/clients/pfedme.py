@@ -1,4 +1,4 @@
-"""Client of pFedMe: Algorithm 1, lines 3 to 9."""
+"""pFedMe client: Algorithm 1, lines 3 to 9."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class PFedMeClient(FedAvgClient):
-    """Trains a personal model near a local copy of the server's model, and sends the copy.
+    """Client that trains a personal model near its copy of the server's model and sends the copy.
 
-    Each batch takes K steps on the personal model (Eq. 7) and one step on the copy (Eq. 8).
+    For each batch, it takes K steps on the personal model (Eq. 7) and one step on the copy (Eq. 8).
     """
 
     settings: PFedMeSettings
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the local training of the personal model and the local copy."""
+        """Return the personal model, whose optimizer steps also update the local copy."""
         return MoreauModel(self.network, self.anchor(), self.settings.strength, self.settings.rate)
 
     def steps(self) -> int:

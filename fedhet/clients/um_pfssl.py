@@ -1,4 +1,4 @@
-"""Client of UM-pFSSL: Algorithm 1, lines 5 to 12 and 14 to 24."""
+"""UM-pFSSL client: Algorithm 1, lines 5 to 12 and 14 to 24."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from fedhet.wire.knowledge import Knowledge
 MIN_BATCH = 2
 """Minimum number of training samples, because batch norms need at least two."""
 LISTS_ON_DISK = 4
-"""Number of recent lists whose models are kept on disk, because a run may roll back."""
+"""Number of recent helper lists whose models stay on disk, because a run may roll back."""
 
 
 class UmPfsslClient(HetClient):
-    """Selects helpers, starts from their average, and trains on labels and pseudo-labels."""
+    """Client that averages its helpers' models and trains on labels and pseudo-labels."""
 
     settings: UmPfsslSettings
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Search for and update helpers (lines 7 to 12), and train if sampled (lines 14 to 24)."""
+        """Find and update helpers (lines 7 to 12), and train if sampled (lines 14 to 24)."""
         if self.settings.warm_up and not self._own_version:
             self._warm_up(round)
         own = int(knowledge.scalars["own"])
@@ -70,15 +70,16 @@ class UmPfsslClient(HetClient):
         self._store(helpers)
         metrics["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
-        if self._own_version > int(knowledge.scalars["held"]):  # also after a lost reply
+        # This is also the case after a lost reply.
+        if self._own_version > int(knowledge.scalars["held"]):
             tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors, metrics)
 
-    # Training of the private model.
+    # Methods that train the private model.
 
     @property
     def _own_version(self) -> int:
-        """Round in which the private model was last trained, or 0 if it never was."""
+        """Round in which the private model was last trained, or 0 if it was never trained."""
         return int(self.state.metadata.get("trained", 0))
 
     def _warm_up(self, round: int) -> None:
@@ -136,7 +137,7 @@ class UmPfsslClient(HetClient):
     # Helpers.
 
     def _helpers(self, own: int) -> list[Helper]:
-        """Return the list of the last round, without helpers whose models are lost."""
+        """Return the helper list from the last round, without helpers whose models are lost."""
         saved = [Helper(*row) for row in json.loads(str(self.state.metadata.get("helpers", "[]")))]
         others = [
             h for h in saved if h.number != own and (h.number, h.version) in self._helper_store
@@ -145,7 +146,7 @@ class UmPfsslClient(HetClient):
         return ranked([*others, *(current or [self._self(own)])])
 
     def _store(self, helpers: list[Helper]) -> None:
-        """Save the list, and delete the models that no recent list contains."""
+        """Save the helper list, and delete models that are in no recent list."""
         keys = [[helper.number, helper.version] for helper in helpers]
         recent = [keys, *json.loads(str(self.state.metadata.get("recent", "[]")))][:LISTS_ON_DISK]
         self._helper_store.keep([(number, version) for keys in recent for number, version in keys])
@@ -153,7 +154,7 @@ class UmPfsslClient(HetClient):
         self.state.metadata |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
 
     def _receive(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
-        """Store the received models on disk, and return them by role, with their relations."""
+        """Store the received models on disk; return them by role, with their relations."""
         received: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
         if "numbers" not in knowledge.tensors:
             return received
@@ -170,7 +171,7 @@ class UmPfsslClient(HetClient):
         return received
 
     def _self(self, own: int) -> Helper:
-        """Return the entry of the client itself, with its relation to the client's data."""
+        """Return the list entry for the client's own model, with its relation to its data."""
         entry = Helper(own, self._own_version, 0.0)
         return self._related(to_arrays(self.network), entry)
 
@@ -191,14 +192,15 @@ class UmPfsslClient(HetClient):
     def _predict(self, model: HetModel, helper: Helper) -> Tensor:
         """Return a helper's predictions [N, C] of the unlabeled samples (Eq. 9).
 
-        The dropout masks depend only on the model, so its relation is the same in every round.
+        The dropout masks depend only on the model, so a model's relation is the same in every
+        round.
         """
         place = (self.info.name, "masks", helper.number, helper.version)
         with seeded(self.run.seed, *place, device=self.compute.device):
             return predictive(model, self.unlabeled.x, self.settings.passes, self.compute)
 
     def _spare(self, weights: Mapping[str, Array]) -> HetModel:
-        """Load the weights of a helper into the model that evaluates helpers, and return it."""
+        """Load a helper's weights into the spare model for evaluating helpers, and return it."""
         load_weights(self._helper_model, weights)
         return self._helper_model
 
@@ -208,5 +210,5 @@ class UmPfsslClient(HetClient):
 
     @property
     def _helper_store(self) -> ModelStore:
-        """Store of the helpers' models, next to the client's private state."""
+        """On-disk store for the helpers' models, next to the client's private state."""
         return ModelStore(self.state.folder / "helpers", self.state.folder.parents[1])

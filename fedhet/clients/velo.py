@@ -1,4 +1,4 @@
-"""Client of Velo: Algorithm 2, "Client processes", the same as in Felo."""
+"""Velo client: Algorithm 2, "Client processes", which are the same as in Felo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class VeloClient(FeloClient):
-    """Trains on Eq. 1, where each sample is paired with a synthetic feature of its class."""
+    """Client that trains on Eq.
+
+    1, with each sample paired with a synthetic feature of its class.
+    """
 
     settings: VeloSettings
 

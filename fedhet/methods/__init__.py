@@ -1,1 +1,1 @@
-"""Declarations of the methods, and a registry that finds methods by name."""
+"""Method declarations, and a registry that finds methods by name."""

@@ -16,10 +16,10 @@ class CentralSettings(MethodSettings):
 
     trains_on: Literal["clients", "clients+public", "public"] = Field(
         "clients",
-        description="training data: all clients' samples, all clients' samples and labeled public "
-        "data, or public data alone",
+        description="training data: all clients' samples, all clients' samples plus labeled "
+        "public data, or public data alone",
     )
-    model: ModelName = Field("", description="model; empty = the model of the first client")
+    model: ModelName = Field("", description="model to train; empty = model of the first client")
 
     def uses_public(self) -> bool:
         """Return whether the training data includes public data."""
@@ -27,7 +27,7 @@ class CentralSettings(MethodSettings):
 
 
 def model_in(run: RunSettings, settings: CentralSettings) -> str:
-    """Return the name of the trained model, which is the first client's model by default."""
+    """Return the name of the model to train; by default, the first client's model."""
     if settings.model:
         return settings.model
     from fedhet.models import assign  # import lazily, because it imports PyTorch
@@ -36,7 +36,7 @@ def model_in(run: RunSettings, settings: CentralSettings) -> str:
 
 
 def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) -> Sizes:
-    """Return axis C (classes) and the tensor shapes of the trained model."""
+    """Return the size of axis C (classes) and the tensor shapes of the trained model."""
     model = model_shapes(client, model_in(run, settings))
     return Sizes({"C": client.classes}, {"weights": model})
 

@@ -71,7 +71,7 @@ class CofedSettings(MethodSettings):
     )
     search_decays: Decays = Field(
         (1.0, 0.99),
-        description="decay factors of the learning rate per epoch to try with search = grid",
+        description="learning-rate decay factors per epoch to try with search = grid",
     )
     search_updates: Factors = Field(
         (0.1, 2.0),
@@ -83,12 +83,12 @@ class CofedSettings(MethodSettings):
     )
 
     def fixed_rounds(self) -> int:
-        """Return the number of rounds: one of local training, and one per iteration."""
+        """Return the number of rounds: one round of local training, and one round per iteration."""
         return self.iterations + 1
 
 
 def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
-    """Return the passes of local training and of update training."""
+    """Return the passes over the samples in local training and in update training."""
     updates = own.update_epochs or training.local_epochs
     return (
         Passes(1, training.batch_size, training.local_epochs),
@@ -97,7 +97,7 @@ def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tupl
 
 
 SPEC = MethodSpec(
-    title="pseudolabels for public data from a vote of the clients; supports any models and "
+    title="pseudolabels for public data from a vote by the clients; supports any models and "
     "label spaces",
     paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
     headline="common",

@@ -25,9 +25,10 @@ class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
     )
     temperature: Positive = Field(
         0.1,
-        description="temperature T of entropy reduction, softmax(mean / T); lower values sharpen",
+        description="temperature T of entropy reduction, softmax(mean / T); lower values "
+        "sharpen more",
     )
-    server_model: ModelName = Field("cnn2", description="model of the server")
+    server_model: ModelName = Field("cnn2", description="server model")
     server_epochs: Count = Field(
         5, description="server training epochs on the consensus, per round"
     )

@@ -18,7 +18,7 @@ class FdSettings(MethodSettings):
 
 
 SPEC = MethodSpec(
-    title="class-wise mean probabilities, averaged over the other clients",
+    title="class-wise mean probabilities of the other clients",
     paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
     headline="common",
     late="kept",
@@ -31,7 +31,7 @@ SPEC = MethodSpec(
                 "probabilities",
                 "float32",
                 ("P", "C"),
-                "mean probabilities of each class over the other clients",
+                "mean probabilities of each class, averaged over the other clients",
                 distribution=True,
             ),
         )
@@ -50,7 +50,8 @@ SPEC = MethodSpec(
     ),
     metrics={
         "classes_covered": "classes with an average",
-        "classes_taught": "classes of other clients that a client learns, mean over clients",
+        "classes_taught": "number of classes that a client learns from other clients, averaged "
+        "over clients",
     },
     privacy=Protection(CLASS_SUMS, vectors=1, norm=1.0),
 )

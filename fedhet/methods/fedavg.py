@@ -12,7 +12,7 @@ from fedhet.wire.identity import ClientInfo
 
 
 class FedAvgSettings(MethodSettings):
-    """Settings of FedAvg; methods that average only a part of the model override `part`."""
+    """Settings of FedAvg. Methods that average only a part of the model override `part`."""
 
     part: ClassVar[Part] = "all"
     """Part of the model that is sent and averaged."""
@@ -31,14 +31,14 @@ class FedAvgSettings(MethodSettings):
 
 
 def part_sizes(settings: FedAvgSettings, client: ClientInfo) -> Sizes:
-    """Return the axis sizes, and the shapes of the averaged part of the model."""
+    """Return the axis sizes and the tensor shapes of the averaged part of the model."""
     shapes = model_shapes(client, settings.averaged, part=settings.part, feature_dim=settings.width)
     return replace(default_sizes(settings, client), models={"weights": shapes})
 
 
 REPLIES = Contract((WeightsField("weights", "tensors to average, after training"),))
 SPEC = MethodSpec(
-    title="one model, averaged by number of samples",
+    title="weighted average of one model",
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
     headline="common",
     late="averaged",

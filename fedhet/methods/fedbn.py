@@ -21,6 +21,6 @@ SPEC = replace(
     headline="personal",
     settings=FedBnSettings,
     privacy=Protection(
-        unsupported="the method needs batch norms, which mix the samples of a batch"
+        unsupported="the method needs batch normalization, which mixes the samples of a batch"
     ),
 )

@@ -15,13 +15,14 @@ from fedhet.wire.contract import Contract, TensorField
 class FedGemsSettings(MethodSettings):
     """Settings of FedGEMS."""
 
-    server_model: ModelName = Field("gems-resnet56", description="model of the server")
+    server_model: ModelName = Field("gems-resnet56", description="server model")
     epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.75, description="weight of the cross-entropy in the losses of Eq. 2, 5 and 6"
+        0.75, description="weight of the cross-entropy in the losses (Eq. 2, 5 and 6)"
     )
     selective: bool = Field(
         True,
-        description="selective knowledge fusion; false = FedGEM, the mean of all clients' logits",
+        description="whether to fuse knowledge selectively; false = FedGEM, the mean of all "
+        "clients' logits",
     )
     split: Literal["round", "batch"] = Field(
         "round",
@@ -29,16 +30,16 @@ class FedGemsSettings(MethodSettings):
     )
     self_training: bool = Field(
         True,
-        description="whether to train on correctly predicted samples with labels alone (Table 5)",
+        description="whether to train only with labels on correctly predicted samples (Table 5)",
     )
     self_distillation: bool = Field(
         True,
-        description="whether to train on previously correct samples with earlier logits (Table 5)",
+        description="whether to train with earlier logits on previously correct samples (Table 5)",
     )
     ensemble: Literal["weighted", "mean", "none"] = Field(
         "weighted",
-        description="client logits on which the server trains: weighted (Eq. 4), mean, or none "
-        "(Table 5)",
+        description="combination of client logits on which the server trains: weighted (Eq. 4), "
+        "mean, or none (Table 5)",
     )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"
@@ -60,7 +61,7 @@ class FedGemsSettings(MethodSettings):
 
     @property
     def teachers(self) -> Literal["weighted", "mean", "none"]:
-        """Ensemble of the clients' logits: the setting `ensemble`, or the mean with FedGEM."""
+        """Combination of the clients' logits: the setting `ensemble`, or the mean with FedGEM."""
         return self.ensemble if self.selective else "mean"
 
 

@@ -23,22 +23,22 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     )
     beta: NonNegative = Field(
         10.0,
-        description="weight beta of the divergence from the head's output for generated features; "
-        "0 = none",
+        description="weight beta of the divergence from the head's output for generated "
+        "features; 0 = no such loss",
     )
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         0.98,
-        description="decay factor of alpha and beta per round; 1 = constant weights",
+        description="decay factor for alpha and beta per round; 1 = constant weights",
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",
-        description="client weights in the ensemble: proportional to the number of samples per "
-        "class, or equal",
+        description="weights of the clients in the ensemble: by number of samples per class, or "
+        "equal",
     )
     prior: Literal["counts", "uniform"] = Field(
         "counts",
-        description="probabilities of generated classes: proportional to all clients' samples, or "
-        "uniform over their classes",
+        description="probabilities of the generated classes: by number of samples on all "
+        "clients, or uniform over their classes",
     )
     noise_dim: Count = Field(32, description="dimension of the generator's noise")
     hidden_dim: Count = Field(128, description="width of the generator's hidden layer")
@@ -49,12 +49,12 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
 
     @property
     def sends_counts(self) -> bool:
-        """Whether clients send their number of samples per class."""
+        """Whether clients send their numbers of samples per class."""
         return self.weighting == "labels" or self.prior == "counts"
 
 
 def gen_sizes(settings: FedGenSettings, client: ClientInfo) -> Sizes:
-    """Return axis C (classes), and the shapes of the head and of the generator."""
+    """Return the size of axis C (classes), and the shapes of the head and the generator."""
     generator = generator_shapes(
         client.classes, settings.noise_dim, settings.hidden_dim, settings.feature_dim
     )
@@ -64,7 +64,7 @@ def gen_sizes(settings: FedGenSettings, client: ClientInfo) -> Sizes:
 
 @lru_cache(maxsize=64)
 def generator_shapes(classes: int, noise: int, hidden: int, width: int) -> Shapes:
-    """Return the shape and dtype of each tensor of the generator. Imports PyTorch."""
+    """Return the shape and dtype of each generator tensor. Imports PyTorch."""
     import torch
 
     from fedhet.algorithms.feature_models import Generator
@@ -88,7 +88,7 @@ SPEC = replace(
                 "prior",
                 "float32",
                 ("C",),
-                "probability of each class",
+                "probability with which each class is generated",
                 required=False,
                 distribution=True,
             ),
@@ -99,7 +99,7 @@ SPEC = replace(
             WeightsField("weights", "head after training"),
             *all_or_none(
                 TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
-                TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+                TensorField("counts", "int64", ("P",), "number of samples per class", low=1),
             ),
         )
     ),
@@ -110,6 +110,6 @@ SPEC = replace(
     privacy=Protection(
         "DP-SGD; clients send the resulting heads, but not the number of samples per class",
         needs={"weighting": ("clients",), "prior": ("uniform",)},
-        reason="other values require the clients' numbers of samples per class",
+        reason="with other values, clients would send their numbers of samples per class",
     ),
 )

@@ -11,13 +11,15 @@ from fedhet.wire.contract import Contract, TensorField, WeightsField
 
 
 class FedGhSettings(lg_fedavg.LgFedAvgSettings):
-    """Settings of FedGH, whose server sends the head."""
+    """Settings of FedGH, in which the server trains and sends the head."""
 
     server_epochs: Count = Field(
         10, description="server training epochs on the clients' class means, per round"
     )
-    server_lr: Positive = Field(0.1, description="learning rate of the server (SGD)")
-    server_batch_size: Count = Field(10, description="batch size of the server, in class means")
+    server_lr: Positive = Field(0.1, description="learning rate for training on the server (SGD)")
+    server_batch_size: Count = Field(
+        10, description="batch size for training on the server, in class means"
+    )
 
 
 SPEC = replace(

@@ -20,9 +20,9 @@ from fedhet.wire.identity import ClientInfo
 class FedGktSettings(MethodSettings):
     """Settings of FedGKT."""
 
-    feature_dim: Count = Field(64, description="width D of the features that are sent")
+    feature_dim: Count = Field(64, description="width D of the features that clients send")
     server_model: ModelName = Field(
-        "mlp3", description="model of the server, with feature vectors as input, e.g. an mlp"
+        "mlp3", description="server model, which must accept feature vectors, e.g. an mlp"
     )
     server_epochs: Count = Field(
         10, description="server training epochs on the features of all clients, per round"
@@ -36,7 +36,7 @@ class FedGktSettings(MethodSettings):
 
 
 def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
-    """Return axes C (classes) and D (feature width), and the shapes of the server model."""
+    """Return the sizes of axes C (classes) and D (feature width), and the server model's shapes."""
     width = settings.feature_dim
     from fedhet.models import shapes  # import lazily, because it imports PyTorch
 
@@ -45,7 +45,7 @@ def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
 
 
 def check_server_model(settings: FedGktSettings, client: ClientInfo) -> None:
-    """Raise SettingsError if the server model does not accept feature vectors of width D."""
+    """Check the server model. Raises SettingsError if it does not accept vectors of width D."""
     try:
         gkt_sizes(settings, client)
     except ModelError as error:

@@ -21,8 +21,8 @@ class FedHeSettings(MethodSettings):
     alpha: NonNegative = Field(0.5, description="weight of the distance from the server's logits")
     replies: Literal["all", "latest"] = Field(
         "all",
-        description="contribution of a client to the server's logits: mean of its replies, or "
-        "latest reply",
+        description="contribution of a client to the server's logits: the mean of its replies, "
+        "or its latest reply",
     )
 
 

@@ -28,7 +28,8 @@ class FedKdSettings(fedavg.FedAvgSettings):
     )
     intensity: Literal["batch", "sample"] = Field(
         "batch",
-        description="task losses that divide the distillation losses: batch means, or per sample",
+        description="task losses by which the distillation losses are divided: batch means, or "
+        "losses per sample",
     )
     intensity_learned: bool = Field(
         True,
@@ -36,12 +37,12 @@ class FedKdSettings(fedavg.FedAvgSettings):
         "the losses are constants",
     )
     hidden_weight: NonNegative = Field(
-        1.0, description="weight of the distance between the features of both models; 0 = none"
+        1.0, description="weight of the distance between both models' features; 0 = no such loss"
     )
 
 
 def mentee_sizes(settings: FedKdSettings, client: ClientInfo) -> Sizes:
-    """Return axis C (classes) and the shapes of the mentee, also for its update."""
+    """Return the size of axis C (classes), and the shapes of the mentee and of its update."""
     sizes = fedavg.part_sizes(settings, client)
     return replace(sizes, models={**sizes.models, "update": sizes.models["weights"]})
 
@@ -59,10 +60,16 @@ SPEC = replace(
     instructions=Contract(
         (
             WeightsField(
-                "weights", "mentee, for a client without the previous mentee", required=False
+                "weights", "mentee, sent to a client without the previous mentee", required=False
             ),
             FactorsField("update", "update since the previous mentee", required=False),
-            ScalarField("base", int, "round that started with the previous mentee", False, low=1),
+            ScalarField(
+                "base",
+                int,
+                "round that started with the previous mentee, to which the update applies",
+                False,
+                low=1,
+            ),
         )
     ),
     replies=Contract(

@@ -29,15 +29,15 @@ class FedLoraSettings(FedAvgSettings):
     )
     prune: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="fraction of the rank that remains if training shrinks the last rank levels; "
-        "0 = ranks are constant",
+        description="fraction of the rank that remains if training shrinks the last rank "
+        "levels; 0 = constant ranks",
     )
     prune_weight: NonNegative = Field(
-        0.001, description="weight of the loss term that shrinks the last rank levels, with prune"
+        0.001, description="with prune: weight of the loss term that shrinks the last rank levels"
     )
 
     def rule(self, *, is_private: bool) -> Aggregation:
-        """Return the rule of a run with or without differential privacy."""
+        """Return the aggregation rule, given whether the run uses differential privacy."""
         if self.aggregation == "auto":
             return "freeze-a" if is_private else "rank-partition"
         return self.aggregation
@@ -45,16 +45,16 @@ class FedLoraSettings(FedAvgSettings):
 
 @dataclass(frozen=True)
 class AdapterField(WeightsField):
-    """Declaration of adapters and a head, whose rank may be smaller than that of the model."""
+    """Message field for a head and adapters, whose rank may be smaller than the model's."""
 
     nested: bool = True
 
     def describe(self) -> str:
-        """Return a short description of the type."""
-        return "weights; all adapters of the model's rank or of one smaller rank"
+        """Return a short description of the field's type."""
+        return "weights; all adapters have the model's rank or the same smaller rank"
 
     def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
-        """Return the shapes and dtypes of the tensors at the rank of the first received adapter.
+        """Return the expected shapes and dtypes, given the rank of the first received adapter.
 
         Raises KnowledgeError if a product of factors might exceed MAX_MAGNITUDE.
         """
@@ -74,18 +74,18 @@ class AdapterField(WeightsField):
 
 
 def received_rank(weights: Arrays) -> int:
-    """Return the rank of the first factor B in a message, or 0 if it has none."""
+    """Return the rank of the first factor B among the tensors, or 0 if there are no factors."""
     factors = (weights[name] for name in weights if name.endswith(LORA_B))
     return next((each.shape[1] for each in factors if each.ndim == 2), 0)
 
 
 def rank_in(shapes: Shapes) -> int:
-    """Return the rank of the adapters of a model, or 0 if it has none."""
+    """Return the rank of a model's adapters, or 0 if it has no adapters."""
     return next((shape[1] for name, (shape, _) in shapes.items() if name.endswith(LORA_B)), 0)
 
 
 def with_rank(shapes: Shapes, rank: int) -> Shapes:
-    """Return the shapes of a model's tensors, with `rank` as the rank of its adapters."""
+    """Return the shapes of a model's tensors if its adapters had the rank `rank`."""
     found = dict(shapes)
     for name, (shape, dtype) in shapes.items():
         if name.endswith(LORA_A):
@@ -96,7 +96,7 @@ def with_rank(shapes: Shapes, rank: int) -> Shapes:
 
 
 def sent_sizes(settings: FedLoraSettings, client: ClientInfo, rule: Aggregation) -> Sizes:
-    """Return the axis sizes, and the shapes of the tensors that are sent with a rule."""
+    """Return the axis sizes and the shapes of the tensors that are sent under a rule."""
     sizes = part_sizes(settings, client)
     if rule != "freeze-a":
         return sizes
@@ -105,7 +105,7 @@ def sent_sizes(settings: FedLoraSettings, client: ClientInfo, rule: Aggregation)
 
 
 SPEC = MethodSpec(
-    title="LoRA adapters of differing ranks",
+    title="LoRA adapters with different ranks",
     paper="Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks",
     headline="common",
     late="kept",
@@ -114,8 +114,8 @@ SPEC = MethodSpec(
     kinds=("private", "global"),
     models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
     defenses=CHOOSING,
-    metrics={"top_energy": "energy of the adapters in the directions of the smallest rank"},
-    instructions=Contract((AdapterField("weights", "averaged adapters, at the client's rank"),)),
+    metrics={"top_energy": "fraction of the adapters' energy within the smallest rank"},
+    instructions=Contract((AdapterField("weights", "averaged adapters with the client's rank"),)),
     replies=Contract((AdapterField("weights", "adapters and head after training"),)),
     privacy=DP_SGD,
 )

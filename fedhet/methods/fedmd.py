@@ -20,14 +20,16 @@ class ConsensusSettings(MethodSettings):
     """Settings shared by FedMD and the methods that extend it."""
 
     exchanged: ClassVar[ScoreKind] = "logits"
-    """Kind of scores that are exchanged; also the name of the message field."""
+    """Kind of scores that clients and server exchange; also the name of the message field."""
 
     if TYPE_CHECKING:
         public_epochs: int
         loss: DigestLoss
         digest_epochs: int
 
-    sample: CountOrNone = Field(5000, description="public samples drawn for each round; 0 = all")
+    sample: CountOrNone = Field(
+        5000, description="number of public samples drawn for each round; 0 = all"
+    )
 
     @field_validator("sample")
     @classmethod
@@ -52,8 +54,8 @@ class SoftLabelSettings(ConsensusSettings):
 
     public_epochs: CountOrNone = Field(
         0,
-        description="client epochs on labeled public data before round 1; 0 = none, which requires "
-        "no labels",
+        description="client epochs on labeled public data before round 1; 0 = no epochs, so no "
+        "labels are needed",
     )
 
 
@@ -62,8 +64,8 @@ class FedMdSettings(DigestSettings):
 
     public_epochs: CountOrNone = Field(
         10,
-        description="client epochs on labeled public data before round 1; 0 = none, which requires "
-        "no labels",
+        description="client epochs on labeled public data before round 1; 0 = no epochs, so no "
+        "labels are needed",
     )
     loss: DigestLoss = Field(
         "mae",
@@ -74,7 +76,7 @@ class FedMdSettings(DigestSettings):
 
 def instructions(scores: ScoreKind) -> Contract:
     """Return the contract of instructions for a kind of scores."""
-    consensus, probabilities = "consensus of the last round", scores == "probabilities"
+    consensus, probabilities = "consensus from the previous round", scores == "probabilities"
     agreed = all_or_none(
         TensorField(scores, "float32", ("R", "C"), consensus, distribution=probabilities),
         TensorField("rows", "uint", ("R",), "public samples of the consensus", ids="N"),
@@ -85,7 +87,7 @@ def instructions(scores: ScoreKind) -> Contract:
 
 def replies(scores: ScoreKind) -> Contract:
     """Return the contract of replies for a kind of scores."""
-    sent, probabilities = f"{scores} of the requested samples", scores == "probabilities"
+    sent, probabilities = f"{scores} for the requested samples", scores == "probabilities"
     return Contract((TensorField(scores, "float32", ("Q", "C"), sent, distribution=probabilities),))
 
 

@@ -18,7 +18,7 @@ class PrototypeSettings(MethodSettings):
 
     @property
     def pull(self) -> tuple[float, PrototypeDistance]:
-        """Weight lambda of the distance from the prototypes, and the kind of distance."""
+        """Weight of the distance from the prototypes (lambda), and the kind of distance."""
         raise NotImplementedError
 
 
@@ -30,12 +30,13 @@ class FedProtoSettings(PrototypeSettings):
     )
     weighting: Literal["samples", "clients"] = Field(
         "samples",
-        description="weights of the clients in a prototype: by the samples of the class, or equal",
+        description="weights of the clients in a prototype: by number of samples of the class, "
+        "or equal",
     )
 
     @property
     def pull(self) -> tuple[float, PrototypeDistance]:
-        """Weight of the distance from the prototypes, and the distance of the authors' code."""
+        """Weight of the distance from the prototypes, and the distance in the authors' code."""
         return self.lambda_, "mse"
 
 
@@ -57,9 +58,9 @@ SPEC = MethodSpec(
         (
             TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
             TensorField(
-                "features", "float32", ("P", "D"), "mean features of each class, its prototype"
+                "features", "float32", ("P", "D"), "prototype of each class, i.e. its mean features"
             ),
-            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+            TensorField("counts", "int64", ("P",), "number of samples of each class", low=1),
         )
     ),
     privacy=Protection(CLASS_SUMS, vectors=1),

@@ -16,8 +16,8 @@ class FedTgpSettings(fedproto.PrototypeSettings):
 
     distance: PrototypeDistance = Field(
         "euclidean",
-        description="distance of features to prototypes: euclidean for batch means, mse for each "
-        "sample",
+        description="distance between features and prototypes: euclidean on batch means, or mse "
+        "per sample",
     )
     lambda_: Literal["auto"] | NonNegative = Field(
         "auto",
@@ -25,15 +25,17 @@ class FedTgpSettings(fedproto.PrototypeSettings):
     )
     margin: Margin = Field(
         "nearest",
-        description="margin between classes: largest distance to the nearest class, or largest of "
-        "all distances",
+        description="margin between classes: the largest distance to a nearest class, or the "
+        "largest of all distances",
     )
     max_margin: Positive = Field(100.0, description="upper bound tau of the margin")
     server_epochs: Count = Field(
         100, description="server training epochs S on the clients' prototypes, per round"
     )
-    server_lr: Positive = Field(0.01, description="learning rate of the server (SGD)")
-    server_batch_size: Count = Field(10, description="batch size of the server, in prototypes")
+    server_lr: Positive = Field(0.01, description="learning rate for training on the server (SGD)")
+    server_batch_size: Count = Field(
+        10, description="batch size for training on the server, in prototypes"
+    )
 
     @property
     def pull(self) -> tuple[float, PrototypeDistance]:
@@ -55,7 +57,7 @@ SPEC = replace(
         (
             TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
             TensorField(
-                "features", "float32", ("P", "D"), "mean features of each class, its prototype"
+                "features", "float32", ("P", "D"), "prototype of each class, i.e. its mean features"
             ),
         )
     ),
@@ -63,7 +65,7 @@ SPEC = replace(
         "classes_covered": "classes with a prototype",
         "prototype_loss": "training loss of the prototypes",
         "margin": "margin between classes",
-        "separation": "distance from a prototype to its nearest neighbor, mean over classes",
+        "separation": "distance from a prototype to its nearest neighbor, averaged over classes",
     },
     privacy=replace(
         fedproto.SPEC.privacy,

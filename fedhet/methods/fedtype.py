@@ -21,10 +21,10 @@ class FedTypeSettings(MethodSettings):
 
     proxy: ModelName = Field("cnn2", description="proxy model, the same on all clients")
     aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
-        "fedavg", description="method that trains and averages the proxies"
+        "fedavg", description="method with which the proxies are trained and averaged"
     )
     moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="weight of the new average in the server's proxy, with pFedMe"
+        1.0, description="with pFedMe: weight of the new average in the server's proxy"
     )
     backward: Literal["conformal", "topk", "symmetric", "none"] = Field(
         "conformal",
@@ -61,31 +61,32 @@ class FedTypeSettings(MethodSettings):
     )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",
-        description="if tau is infinite because of too few samples: skip imitation, or imitate "
-        "all labels",
+        description="if tau is infinite because there are too few samples: skip imitation, or "
+        "imitate all labels",
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="weight eta: Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
         "g1",
-        description="form of g, which shrinks the sets if the proxy gets worse; g2 is constant",
+        description="form of the function g, which shrinks the sets if the proxy gets worse; g2 "
+        "is constant",
     )
     shrinks: Literal["proxy", "both"] = Field(
         "proxy",
         description="conformal sets that the function g shrinks: only the proxy's sets, or, as "
         "in the paper, the sets of both models",
     )
-    lambda_: NonNegative = Field(0.5, description="penalty of RAPS on ranks beyond k-reg")
+    lambda_: NonNegative = Field(0.5, description="RAPS penalty on ranks beyond k-reg")
     k_reg: Literal["auto"] | Rank = Field(
         "auto",
-        description="ranks without penalty in RAPS; auto = 1 (10 labels) to 5 (100 labels)",
+        description="number of ranks without RAPS penalty; auto = 1 (10 labels) to 5 (100 labels)",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="fraction of sets that may miss the true label"
+        0.1, description="fraction of the sets that may miss the true label (theta)"
     )
     u: Literal["random"] | Share = Field(
-        "random", description="randomization factor u of RAPS: random, or a constant from 0 to 1"
+        "random", description="RAPS randomization factor u: random, or a constant from 0 to 1"
     )
-    top_k: Count = Field(3, description="number of labels in a set, with backward = topk")
+    top_k: Count = Field(3, description="with backward = topk: number of labels in a set")
     epoch_data: Literal["full", "part"] = Field(
         "full", description="data of an epoch: all samples, or one of local-epochs equal parts"
     )
@@ -94,19 +95,21 @@ class FedTypeSettings(MethodSettings):
         description="calibration data: training data, or held-out samples (Section 4.1)",
     )
     calibration: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.1, description="fraction of a client's samples held out, with calibrate-on = held"
+        0.1, description="with calibrate-on = held: fraction of a client's samples that is held out"
     )
-    prox_mu: NonNegative = Field(0.01, description="weight of the proximal term of FedProx")
-    moreau_lambda: Positive = Field(15.0, description="strength of the Moreau envelope of pFedMe")
-    moreau_rate: Positive = Field(0.005, description="learning rate of pFedMe's local copy")
-    moreau_steps: Count = Field(5, description="steps of pFedMe on the proxy, per batch")
+    prox_mu: NonNegative = Field(0.01, description="weight of the proximal term, with FedProx")
+    moreau_lambda: Positive = Field(
+        15.0, description="strength of the Moreau envelope, with pFedMe"
+    )
+    moreau_rate: Positive = Field(0.005, description="learning rate of the local copy, with pFedMe")
+    moreau_steps: Count = Field(5, description="steps on the proxy per batch, with pFedMe")
     bayes_zeta: NonNegative = Field(
-        1e-4, description="weight of the divergence from the server's proxy in pFedBayes"
+        1e-4, description="weight of the divergence from the server's proxy, with pFedBayes"
     )
 
 
 def proxy_sizes(settings: FedTypeSettings, client: ClientInfo) -> Sizes:
-    """Return axis C (classes), and the shapes of the proxy and of its scales."""
+    """Return the size of axis C (classes), and the shapes of the proxy and of its scales."""
     proxy = model_shapes(client, settings.proxy)
     trained = model_shapes(client, settings.proxy, part="trained")
     return Sizes({"C": client.classes}, {"proxy": proxy, "scale": trained})
@@ -116,7 +119,7 @@ SCALE = WeightsField(
     "scale", "standard deviations of a variational proxy", required=False, low=MIN_SCALE
 )
 SPEC = MethodSpec(
-    title="identical small proxies; conformal sets between proxy and private model",
+    title="private models and identical small proxies, which teach each other with conformal sets",
     paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
     headline="personal",
     late="averaged",
@@ -159,6 +162,6 @@ SPEC = MethodSpec(
             "epoch_data": ("full",),
             "order": ("joint",),
         },
-        reason="conformal thresholds make the gradient of a sample depend on other samples",
+        reason="with conformal thresholds, a sample's gradient depends on other samples",
     ),
 )

@@ -18,10 +18,12 @@ class FeloSettings(MethodSettings):
 
     weighting: Literal["clients", "samples"] = Field(
         "clients",
-        description="weights of the clients in a class mean: equal, or by their numbers of samples",
+        description="weights of the clients in a class mean: equal, or by number of samples",
     )
-    feature_dim: Count = Field(64, description="width D of the features that are sent")
-    alpha: NonNegative = Field(1.0, description="weight alpha of both terms in Eq. 1")
+    feature_dim: Count = Field(64, description="width D of the features that clients send")
+    alpha: NonNegative = Field(
+        1.0, description="weight alpha of the feature term and the logit term in Eq. 1"
+    )
     feature_weight: NonNegative = Field(
         0.1,
         description="multiplier of alpha for the feature term of Eq. 1; 0 = no feature term",
@@ -35,12 +37,13 @@ class FeloSettings(MethodSettings):
         "(unit)",
     )
     share_weights: bool = Field(
-        True, description="whether to also send the weights, which are averaged per architecture"
+        True,
+        description="whether clients also send their weights, which are averaged per architecture",
     )
 
 
 def felo_sizes(settings: FeloSettings, client: ClientInfo) -> Sizes:
-    """Return axes C (classes) and D (feature width), and the shapes of the client's model."""
+    """Return the sizes of axes C (classes) and D (feature width), and the client model's shapes."""
     shapes = model_shapes(client, feature_dim=settings.feature_dim)
     return replace(default_sizes(settings, client), models={"weights": shapes})
 
@@ -71,7 +74,7 @@ SPEC = MethodSpec(
             TensorField("classes", "int64", ("P",), "classes of the client", ids="C"),
             TensorField("features", "float32", ("P", "D"), "mean features of each class"),
             TensorField("logits", "float32", ("P", "C"), "mean logits of each class"),
-            TensorField("counts", "int64", ("P",), "samples of each class", low=1),
+            TensorField("counts", "int64", ("P",), "number of samples of each class", low=1),
             WeightsField("weights", "weights of the private model", required=False),
         )
     ),

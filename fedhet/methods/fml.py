@@ -31,7 +31,7 @@ class FmlSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="private model and small shared model that teach each other",
+    title="a private model and a small shared model, which teach each other",
     paper="Shen et al., Federated Mutual Learning",
     headline="personal",
     settings=FmlSettings,

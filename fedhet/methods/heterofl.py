@@ -24,16 +24,17 @@ class HeteroFlSettings(FedAvgSettings):
 
     levels: Annotated[tuple[Level, ...], Listed, Field(min_length=1)] = Field(
         ("a", "b", "c"),
-        description="levels, assigned in turn: a to e have 1, 1/2, 1/4, 1/8, 1/16 of the channels",
+        description="levels, assigned in turn to the clients; a to e have 1, 1/2, 1/4, 1/8, "
+        "1/16 of the channels",
     )
     weighting: Literal["clients", "samples"] = Field(
         "clients",
-        description="weights of the clients in averages: equal, or proportional to numbers "
-        "of samples",
+        description="weights of the clients in averages: equal, or by number of samples",
     )
     scaler: bool = Field(
         True,
-        description="whether to divide the features of narrow models by their width in training",
+        description="whether to divide the features of narrow models by their width during "
+        "training",
     )
     masked: bool = Field(
         True,
@@ -42,11 +43,11 @@ class HeteroFlSettings(FedAvgSettings):
 
     @property
     def widths(self) -> list[float]:
-        """Widths of `levels`."""
+        """Widths that belong to `levels`."""
         return [WIDTHS[level] for level in self.levels]
 
     def width_of(self, client: int) -> float:
-        """Return the width of a client by number; sites without a number have the first width."""
+        """Return the width for a client's number; sites without a number have the first width."""
         return self.widths[max(client, 0) % len(self.widths)]
 
 
@@ -62,7 +63,7 @@ SPEC = MethodSpec(
     semi=False,  # batch norms have no running statistics for pseudo-labels during training
     models={"image": "cnn2", "table": "mlp", "text": "text-cnn", "signal": "signal-cnn2"},
     defenses=ROBUST,
-    instructions=Contract((WeightsField("weights", "the client's part of the global weights"),)),
+    instructions=Contract((WeightsField("weights", "client's part of the global weights"),)),
     replies=Contract(
         (
             WeightsField("weights", "weights of the submodel after training", nested=True),

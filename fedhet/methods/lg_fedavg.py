@@ -24,7 +24,7 @@ class LgFedAvgSettings(fedavg.FedAvgSettings):
 
 SPEC = replace(
     fedavg.SPEC,
-    title="one head for all extractors, averaged by number of samples",
+    title="one head for all extractors, as a weighted average",
     paper="Liang et al., Think Locally, Act Globally",
     headline="personal",
     settings=LgFedAvgSettings,

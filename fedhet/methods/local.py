@@ -3,7 +3,7 @@
 from fedhet.methods.spec import MethodSpec, Protection
 
 SPEC = MethodSpec(
-    title="each client trains alone: the baseline",
+    title="baseline: each client trains alone",
     paper="no paper",
     headline="common",
     late="averaged",

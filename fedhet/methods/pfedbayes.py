@@ -22,13 +22,14 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
     )
     noise: NonNegative = Field(
         0.001,
-        description="scale factor of the noise of sampled weights; 1 = as in the paper",
+        description="factor by which the noise of sampled weights is multiplied; 1 = as in the "
+        "paper",
     )
-    steps: Count = Field(5, description="steps on the personal distribution, per batch")
+    steps: Count = Field(5, description="number of steps on the personal distribution, per batch")
 
 
 def gaussian_sizes(settings: PFedBayesSettings, client: ClientInfo) -> Sizes:
-    """Return axis C (classes), and the shapes of the means and of the scales."""
+    """Return the size of axis C (classes), and the shapes of the means and the scales."""
     means = fedavg.part_sizes(settings, client)
     trained = model_shapes(client, part="trained")
     return Sizes(means.axes, {**means.models, "scale": trained})

@@ -15,7 +15,7 @@ class PFedMeSettings(fedavg.FedAvgSettings):
 
     strength: Positive = Field(15.0, description="strength lambda of the Moreau envelope")
     rate: Positive = Field(0.005, description="learning rate eta of the local copy")
-    steps: Count = Field(5, description="steps K on the personal model, per batch")
+    steps: Count = Field(5, description="number K of steps on the personal model, per batch")
     beta: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,
         description="weight beta of the new average in the update of the server's model; "

@@ -1,8 +1,8 @@
-"""Registry of the built-in and external methods.
+"""Registry of built-in and external methods.
 
 A built-in method consists of three modules: its declaration in `fedhet/methods`, its strategy in
-`fedhet/strategies` and its client in `fedhet/clients`. Strategy and client are imported on first
-use.
+`fedhet/strategies` and its client in `fedhet/clients`. The strategy and the client are imported on
+first use.
 
 An external method is one module that contains a strategy and a client; the strategy's `spec` is
 the declaration. It is selected by its import path, `package.module`, or by the name of an entry
@@ -32,21 +32,21 @@ from fedhet.methods.spec import MethodSpec
 from fedhet.settings.run import RunSettings
 
 GROUP = "fedhet.methods"
-"""Entry-point group in which packages register methods: name = "package.module"."""
+"""Entry-point group in which packages register methods, as name = "package.module"."""
 PACKAGES = ("fedhet.methods", "fedhet.strategies", "fedhet.clients")
-"""Packages of the built-in methods: declarations, strategies and clients."""
+"""Packages that contain the built-in declarations, strategies and clients."""
 BASES = {"HetStrategy": "fedhet.strategies.base", "HetClient": "fedhet.clients.base"}
-"""Modules of the two base classes of a method."""
+"""Modules that define the base classes of strategies and clients."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: its declaration, strategy class and client class."""
+    """Method with its declaration, strategy class and client class."""
 
     name: str
     spec: MethodSpec = field(hash=False)
     modules: tuple[str, str]
-    """Modules of the strategy and of the client."""
+    """Modules that define the strategy and the client."""
 
     @cached_property
     def strategy(self) -> Any:
@@ -60,7 +60,7 @@ class Method:
 
     @property
     def table(self) -> str:
-        """Name of the method's settings table: the method's name without its package."""
+        """Name of the method's settings table, i.e. its name without the package."""
         return _table(self.name)
 
     def settings(self) -> dict[str, FieldInfo]:
@@ -76,7 +76,7 @@ def method_names() -> tuple[str, ...]:
 
 @cache
 def shipped_names() -> frozenset[str]:
-    """Return the names of the built-in methods: the modules that exist in all PACKAGES."""
+    """Return the names of the built-in methods, which have a module in each of PACKAGES."""
     modules = [
         {module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)}
         for package in PACKAGES
@@ -90,12 +90,12 @@ def _installed() -> dict[str, str]:
 
 @cache
 def all_methods() -> tuple[dict[str, Method], tuple[str, ...]]:
-    """Return the methods by name, and an error message for each method that cannot be loaded."""
+    """Return all methods by name, and an error message for each method that cannot be loaded."""
     methods, errors = {}, []
     for name in method_names():
         try:
             methods[name] = find_method(name)
-        except SettingsError as error:  # a broken package must not hide the remaining methods
+        except SettingsError as error:  # A broken package must not hide the remaining methods.
             errors.append(str(error))
     return methods, tuple(errors)
 
@@ -135,7 +135,7 @@ def _table(name: str) -> str:
 def _load_external(name: str, path: str) -> Method:
     try:
         importlib.import_module(path)
-    except Exception as error:  # a third-party module may raise anything
+    except Exception as error:  # A third-party module may raise any exception.
         raise SettingsError(
             f"setting 'method' = '{name}': cannot import '{path}'{error_location(error, path)}: "
             f"{describe_error(error)}{import_hint(error, path)}"
@@ -152,7 +152,8 @@ def _load_external(name: str, path: str) -> Method:
 def _find_class(name: str, path: str, base: str) -> Any:
     """Return the only class in a module that extends `base` and has no subclass in the module.
 
-    Compares class names, so that the module of `base` need not be imported.
+    Compares class names, so that the module that defines `base` need not be imported. Raises
+    SettingsError if there is not exactly one such class.
     """
     classes = {
         member for _, member in inspect.getmembers(importlib.import_module(path), inspect.isclass)

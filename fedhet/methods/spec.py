@@ -1,4 +1,4 @@
-"""Declaration of a method: its settings, its messages, and what it requires of a run.
+"""Declaration of a method: its settings, its messages, and its requirements.
 
 This module imports neither PyTorch nor Flower, so that commands can list the methods quickly.
 """
@@ -21,36 +21,36 @@ from fedhet.wire.contract import Contract, Sizes, require
 from fedhet.wire.identity import ClientInfo
 
 EMPTY = Contract()
-"""The contract of empty messages."""
+"""Contract for empty messages."""
 
 COMMON_METRICS = {
     "poisoned": "malicious clients among the sampled clients",
     "pseudo_labels": "fraction of the unlabeled samples with a pseudo-label",
     "pseudo_error": "fraction of the pseudo-labels that are wrong",
 }
-"""Titles of the metrics that a run of any method may record."""
+"""Titles of the metrics that any method's run may record."""
 
 
 def metric_title(name: str, declared: Mapping[str, str]) -> str:
-    """Return the declared title of a metric, or its name in words if no title is declared."""
+    """Return the declared title of a metric, or its name in words if it has no title."""
     plain = name.replace("_", " ").replace(".", ", ")
     return (COMMON_METRICS | dict(declared)).get(name, plain)
 
 
 def default_sizes(settings: Any, client: ClientInfo) -> Sizes:
-    """Return axis C, the number of classes, and axis D if the settings have a `feature_dim`."""
+    """Return the sizes of axis C (classes) and, if the settings have a `feature_dim`, axis D."""
     width = getattr(settings, "feature_dim", None)
     return Sizes({"C": client.classes} | ({} if width is None else {"D": width}))
 
 
 def accept_model(settings: Any, client: ClientInfo) -> None:
-    """Accept any model: the default of `MethodSpec.check_model`."""
+    """Accept any model, as the default of `MethodSpec.check_model`."""
 
 
 def model_shapes(
     client: ClientInfo, model: str = "", *, part: Part = "all", feature_dim: int | None = None
 ) -> Shapes:
-    """Return the shape and dtype of each tensor of a model, or of a part of it.
+    """Return the shape and dtype of each tensor in a model or in a part of it.
 
     Imports PyTorch.
 
@@ -68,7 +68,7 @@ def model_shapes(
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes over a client's samples: `epochs` in each of `rounds`, in batches of `batch_size`."""
+    """Number of passes over a client's samples: `epochs` in each of `rounds`, by `batch_size`."""
 
     rounds: int
     batch_size: int
@@ -76,13 +76,13 @@ class Passes:
 
 
 def local_passes(settings: Any, training: TrainingSettings, rounds: int) -> tuple[Passes, ...]:
-    """Return the passes of a method that trains for `local-epochs` in each round."""
+    """Return the passes over the samples if a method trains for `local-epochs` in each round."""
     return (Passes(rounds, training.batch_size, training.local_epochs),)
 
 
 @dataclass(frozen=True)
 class Protection:
-    """Support of a method for differential privacy of the clients' samples."""
+    """A method's support for differential privacy of the clients' samples."""
 
     mechanism: str = ""
     """Mechanism that adds the noise, as shown to users."""
@@ -96,11 +96,11 @@ class Protection:
     """Called with the method's settings, the client's training settings and the number of rounds.
     Returns the passes over the client's samples that privacy accounting must count."""
     models: tuple[str, ...] = ()
-    """Fields of the method's settings that name further models trained by the clients."""
+    """Fields of the method's settings that name additional models trained by the clients."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values required with privacy, by field of the method's settings."""
+    """Setting values required with privacy, by field of the method's settings."""
     reason: str = ""
-    """Reason for the requirements in `needs`."""
+    """Reason for the required values in `needs`, as shown to users."""
 
 
 Late = Literal["averaged", "kept", "refused"]
@@ -115,8 +115,8 @@ PUBLIC_PREDICTIONS = Protection("DP-SGD; predictions on public data are post-pro
 class MethodSpec:
     """Declaration of a method.
 
-    A strategy refers to it with the class attribute `spec`. Only `title`, `paper` and `headline`
-    are required.
+    A strategy's class attribute `spec` refers to it. Only `title`, `paper` and `headline` are
+    required.
 
     Example:
         >>> spec = MethodSpec(
@@ -136,16 +136,16 @@ class MethodSpec:
     settings: type[MethodSettings] = MethodSettings
     """Settings of the method, available as `self.settings` in the strategy and in the client."""
     instructions: Contract = EMPTY
-    """Contract of the instructions returned by the strategy's `instruct`."""
+    """Contract for the instructions returned by the strategy's `instruct`."""
     replies: Contract = EMPTY
-    """Contract of the replies returned by the client's `train`."""
+    """Contract for the replies returned by the client's `train`."""
     sizes: Callable[[Any, ClientInfo], Sizes] = default_sizes
     """Called with the method's settings and a client. Returns the axis sizes and weight shapes of
     the messages."""
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Titles of the metrics that the method records, in addition to `COMMON_METRICS`."""
     kinds: tuple[str, ...] = ("private",)
-    """Kinds of model that the clients evaluate."""
+    """Kinds of models that the clients evaluate."""
     needs_public: bool = False
     """Whether the method needs public data."""
     needs_unlabeled: bool = False
@@ -155,7 +155,7 @@ class MethodSpec:
     one_model: bool = False
     """Whether all clients must have the same architecture."""
     submodels: bool = False
-    """Whether the clients train submodels of one architecture, the only model in the pool."""
+    """Whether the clients train submodels of one architecture, the only one in the pool."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Default client model by kind of data; other kinds of data use their own default pool."""
     check_model: Callable[[Any, ClientInfo], None] = accept_model
@@ -169,15 +169,15 @@ class MethodSpec:
     large_messages: bool = False
     """Whether messages are large and differ between clients, e.g. whole models.
 
-    If so, each instruction is created just before it is sent, and replies are stored on disk.
+    If so, each instruction is created just before the server sends it, and replies are stored on
+    disk.
     """
     late: Late = "refused"
-    """Treatment of a reply that arrives after its round has closed.
+    """Treatment of replies that arrive after their round has closed.
 
-    - "averaged": the reply enters averages with a reduced weight; weights enter as the change that
-      the client made.
-    - "kept": the reply counts like a reply on time.
-    - "refused": the reply is discarded, because it is valid only for its round.
+    - "averaged": the reply has a reduced weight in averages; model weights contribute the change
+    made by the client. - "kept": the reply counts like a reply on time. - "refused": the reply is
+    discarded, because it is valid only for its round.
     """
     learns_last: bool = False
     """Whether clients train on the result of the last round before the final evaluation."""
@@ -195,7 +195,7 @@ class MethodSpec:
     place."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError if a field is invalid."""
+        """Check the fields. Raises TypeError or ValueError if a field is invalid."""
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
         require(self, robustness=str, warning=str, privacy=Protection)
@@ -219,10 +219,10 @@ class MethodSpec:
 
     @property
     def offered_kind(self) -> str:
-        """Kind of model offered to clients that have never trained, or "" if there is none.
+        """Kind of model offered to clients that have never trained, or "" if none is suitable.
 
-        It is the global model. A method without a global model only sends knowledge that a new
-        client would have to train on first.
+        Only a global model is suitable. A method without one sends knowledge that a new client
+        would have to train on first.
         """
         return "global" if "global" in self.kinds else ""
 

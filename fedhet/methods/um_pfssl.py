@@ -22,10 +22,13 @@ class UmPfsslSettings(MethodSettings):
     )
     refresh: Literal["auto"] | Count = Field(
         "auto",
-        description="interval nu between updates of the helpers, in rounds; auto = 1 / fraction",
+        description="interval nu between updates of the helpers' models, in rounds; auto = 1 / "
+        "fraction",
     )
     warm_up: CountOrNone = Field(
-        20, description="epochs on labeled data alone, on all clients, before round t = 1"
+        20,
+        description="epochs on labeled data alone in the warm-up of all clients, before round t "
+        "= 1",
     )
     warm_up_steps: CountOrNone = Field(
         0, description="minimum number of optimizer steps in the warm-up; 0 = no minimum"
@@ -33,7 +36,7 @@ class UmPfsslSettings(MethodSettings):
     passes: Count = Field(8, description="number T of dropout masks per prediction")
     relation: RelationKind = Field(
         "en+ta",
-        description="terms of the relation: entropy (en), test accuracy (ta), or both",
+        description="terms of the relation Corr: entropy (en), test accuracy (ta), or both",
     )
     divergence: Divergence = Field(
         "forward",
@@ -50,13 +53,16 @@ class UmPfsslSettings(MethodSettings):
 
 
 def model_sizes(settings: UmPfsslSettings, client: ClientInfo) -> Sizes:
-    """Return axis C (classes), and the shapes of one model and of each stacked model."""
+    """Return the size of axis C (classes), and the shapes of a model and of stacked models."""
     shapes = model_shapes(client)
     return Sizes({"C": client.classes}, {"weights": shapes, "models": shapes})
 
 
 def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
-    """Raise SettingsError for a model without dropout, because its predictions would not vary."""
+    """Reject models without dropout, because their predictions would not vary.
+
+    Raises SettingsError if the client's model has no dropout.
+    """
     from fedhet import models  # import lazily, because both import PyTorch
     from fedhet.algorithms.uncertainty import has_dropout
 
@@ -89,7 +95,9 @@ SPEC = MethodSpec(
         (
             ScalarField("own", int, "number of the client in the pool", low=0),
             ScalarField("train", bool, "whether the client trains; otherwise it only searches"),
-            ScalarField("held", int, "version of the client's model in the pool; 0 = none", low=0),
+            ScalarField(
+                "held", int, "version of the client's model in the pool; 0 = no model", low=0
+            ),
             TensorField(
                 "numbers",
                 "int64",
@@ -128,10 +136,12 @@ SPEC = MethodSpec(
             TensorField("versions", "int64", ("H",), "version of each helper", low=0),
             TensorField("relations", "float64", ("H",), "Corr of each helper", low=0),
             WeightsField(
-                "weights", "private model, if it is newer than the pool's", required=False
+                "weights",
+                "private model, if it is newer than the version in the pool",
+                required=False,
             ),
             ScalarField("replaced", int, "helpers replaced in this round", low=0),
-            ScalarField("relation", float, "mean Corr of the list", low=0, high=1),
+            ScalarField("relation", float, "mean Corr over the list", low=0, high=1),
             ScalarField(
                 "pseudo_error",
                 float,
@@ -147,5 +157,7 @@ SPEC = MethodSpec(
         "relation": "mean relation of the helpers",
         "models_sent": "models sent to clients",
     },
-    privacy=Protection(unsupported="helpers are selected by metrics of the client's samples"),
+    privacy=Protection(
+        unsupported="helpers are selected by metrics computed on the client's samples"
+    ),
 )

@@ -26,14 +26,15 @@ class VeloSettings(felo.FeloSettings):
     )
     memory: Count = Field(
         20,
-        description="number of features per class that the server keeps; the oldest are discarded",
+        description="maximum number of features per class that the server stores; it discards "
+        "the oldest",
     )
     latent_dim: Count = Field(16, description="dimension of the CVAE's latent variable Z")
     hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
     deviation: Positive = Field(
         1.0,
-        description="standard deviation of the CVAE's Gaussian reconstruction, in units of the "
-        "features' spread",
+        description="standard deviation of the CVAE's Gaussian reconstruction, as a multiple of "
+        "the features' spread",
     )
     epochs: Count = Field(50, description="epochs in each training of the CVAE")
     cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
@@ -41,7 +42,7 @@ class VeloSettings(felo.FeloSettings):
 
 
 def velo_sizes(settings: VeloSettings, client: ClientInfo) -> Sizes:
-    """Return Felo's sizes, and axis S, the number of synthetic features per class."""
+    """Return Felo's sizes and the size of axis S (synthetic features per class)."""
     sizes = felo.felo_sizes(settings, client)
     return replace(sizes, axes={**sizes.axes, "S": settings.samples_per_class})
 
@@ -64,7 +65,7 @@ SPEC = replace(
     ),
     metrics={
         **felo.SPEC.metrics,
-        "features_kept": "features kept by the server",
+        "features_kept": "number of features stored by the server",
         "cvae_loss": "loss of the CVAE",
         "separation": "fraction of the CVAE's features that are nearest to their class mean",
     },

@@ -83,7 +83,7 @@ class HetStrategy(Strategy):
     """
 
     spec: ClassVar[MethodSpec]
-    """The method's declaration; every subclass must set it."""
+    """Declaration of the method, set by the subclass."""
     instruction = Knowledge()
     """Instruction for all clients, if the method sends the same instruction to each of them."""
 

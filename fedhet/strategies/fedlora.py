@@ -1,6 +1,6 @@
-"""FedLoRA, server side: averages of LoRA adapters whose ranks differ, on one foundation model.
+"""FedLoRA strategy: aggregation of LoRA adapters with different ranks on one foundation model.
 
-Aggregation rules, by setting `fedlora.aggregation`:
+The setting `fedlora.aggregation` selects the rule:
 
 - average: Jianyi Zhang et al., Towards Building the FederatedGPT: Federated Instruction Tuning
   (FedIT), ICASSP 2024. With equal ranks, it is FedAvg.
@@ -12,8 +12,8 @@ Aggregation rules, by setting `fedlora.aggregation`:
 - freeze-a: Youbang Sun et al., Improving LoRA in Privacy-preserving Federated Learning (FFA-LoRA),
   ICLR 2024.
 
-Unlike the papers, the head is trained and averaged by samples, and a rank level that no reply has
-keeps its previous value.
+Unlike in the papers, the head is trained and averaged, weighted by numbers of samples. A rank level
+that no reply contains keeps its previous value.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 RANKS = "ranks"
-"""Group of the clients' ranks in a checkpoint."""
+"""Checkpoint group that contains the clients' ranks."""
 
 
 class FedLoraStrategy(HetStrategy):
-    """Keeps adapters of the largest rank, and sends each client the part of its own rank."""
+    """Strategy that stores adapters of the largest rank and sends clients their part of them."""
 
     spec = SPEC
     settings: FedLoraSettings
 
     def init(self) -> None:
-        """Start from a new model of the largest rank.
+        """Build a new model of the largest rank.
 
         Raises SettingsError unless the models of the pool differ only in rank.
         """
         pool = self.run.models.pool
         self.rule = self.settings.rule(is_private=self.run.privacy.is_on)
         self.model = max(pool, key=rank_of)
-        """The name of the model of the largest rank."""
+        """Name of the model with the largest rank."""
         if len({without_rank(name) for name in pool}) > 1:
             expected = "models that differ only in rank, such as encoder-1-lora4:NAME and "
             raise invalid_setting("models.pool", pool, f"{expected}encoder-1-lora8:NAME")
@@ -81,17 +81,17 @@ class FedLoraStrategy(HetStrategy):
                 "fedavg; models with adapters have names such as encoder-1-lora8:NAME"
             )
         self.ranks: dict[str, int] = {}
-        """The ranks of clients that have pruned their adapters, by name."""
+        """Current ranks of the clients that have pruned their adapters, by client name."""
         self._keep(part_arrays(self.build_model(self.model), "all"))
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the shapes of a client's tensors, at its rank after pruning."""
+        """Return the shapes of a client's tensors, given its rank after pruning."""
         sizes = sent_sizes(self.settings, client, self.rule)
         rank = self.ranks.get(client.name, rank_in(sizes.models["weights"]))
         return replace(sizes, models={"weights": with_rank(sizes.models["weights"], rank)})
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the first rank levels of the adapters, as many as the client has, and the head."""
+        """Return the head and the adapters, truncated to the client's rank."""
         shapes = self.sizes(client).models["weights"]
         key = client.model, rank_in(shapes)
         if key not in self._parts:
@@ -99,11 +99,14 @@ class FedLoraStrategy(HetStrategy):
         return self._parts[key]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge:
-        """Send the same tensors as for training."""
+        """Return the same tensors as for training."""
         return self.instruct(round, client)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Accept the reply. Raises KnowledgeError if its rank is smaller, but pruning is off."""
+        """Check the rank of the reply's adapters, and record it if the client has pruned them.
+
+        Raises KnowledgeError if the rank is smaller although pruning is off.
+        """
         rank = received_rank(reply.knowledge.group("weights"))
         expected = rank_in(self.sizes(reply.client).models["weights"])
         if rank < expected:
@@ -114,7 +117,7 @@ class FedLoraStrategy(HetStrategy):
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average the heads by samples, and the adapters by the rule."""
+        """Average the heads, weighted by samples, and aggregate the adapters by the rule."""
         sent = [(reply.knowledge.group("weights"), reply.weight) for reply in replies]
         is_head = [name for name in self.weights if not name.endswith((LORA_A, LORA_B))]
         heads = [({name: each[name] for name in is_head}, weight) for each, weight in sent]
@@ -133,21 +136,21 @@ class FedLoraStrategy(HetStrategy):
         return {"top_energy": top_energy(list(factors_of(self.weights).values()), smallest)}
 
     def forget(self, client: str) -> None:
-        """Forget the rank of a client."""
+        """Discard the recorded rank of a client."""
         self.ranks.pop(client, None)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the weights of the largest rank, and the ranks of clients that have pruned."""
+        """Return the server's weights and the ranks of clients that have pruned adapters."""
         ranks = {name: np.array(rank) for name, rank in self.ranks.items()}
         return grouped("weights", self.weights) | grouped(RANKS, ranks)
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore the state."""
+        """Restore the weights and the ranks."""
         self.ranks = {name: int(rank) for name, rank in group(state, RANKS).items()}
         self._keep(group(state, "weights"))
 
     def _factors(self, sent: Mapping[str, Array], path: str) -> Factors:
-        """Return a client's factors of a layer; with freeze-a, its A is a part of the server's."""
+        """Return a client's factors for a layer; with freeze-a, A is taken from the server."""
         b = sent[path + LORA_B]
         a = self.weights[path + LORA_A][: b.shape[1]]
         return b, (a if self.rule == "freeze-a" else sent[path + LORA_A])
@@ -165,6 +168,6 @@ class FedLoraStrategy(HetStrategy):
 
     def _keep(self, weights: dict[str, Array]) -> None:
         self.weights = weights
-        """The adapters of the largest rank, and the head."""
+        """Head, and adapters of the largest rank."""
         self._parts: dict[tuple[str, int], Knowledge] = {}
-        """Instructions by model and rank."""
+        """Cached instructions, by model and rank."""

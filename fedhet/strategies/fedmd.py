@@ -1,13 +1,13 @@
-"""Strategy of FedMD, and base class for methods that exchange predictions on public data.
+"""FedMD strategy, and base class for methods that exchange predictions on public data.
 
 Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Distillation, NeurIPS
 2019 Workshop on Federated Learning, Algorithm 1.
 
-A round of Flower is one exchange: a client trains on the consensus of the previous round
-("Digest") and on its own data ("Revisit"), and then predicts the requested public samples
-("Communicate"). Round 1 is the transfer learning and the paper's first "Communicate". Round t + 1
-consists of the paper's steps from the consensus of its round t to the next scores. The last
-consensus is sent with the last evaluation, and clients train on it before they evaluate.
+Each Flower round is one exchange. A client trains on the consensus of the previous round ("Digest")
+and on its own data ("Revisit"), and then predicts the requested public samples ("Communicate").
+Round 1 is the transfer learning and the paper's first "Communicate". Round t + 1 covers the steps
+from the consensus in the paper's round t to the next scores. The last consensus is sent with the
+last evaluation, and clients train on it before they evaluate.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedMdStrategy(HetStrategy):
-    """Averages the clients' scores on public samples that are drawn in each round."""
+    """Strategy that averages the clients' scores on public samples, which are drawn every round."""
 
     spec = SPEC
     settings: ConsensusSettings
 
     def init(self) -> None:
-        """Start without a consensus."""
+        """Draw no public samples yet, and initialize an empty consensus."""
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")
         self.requested = self.consensus_rows = self._numbers([])
-        """Public samples to predict in this round, and public samples of the consensus."""
+        """Numbers of the public samples to predict in this round, and of those in the consensus."""
         self.scores: dict[str, Array] = {}
-        """Scores [R, C] of each client in the last round with replies."""
+        """Scores [R, C] of each client in the last round that received replies, by client name."""
         self.consensus: Array | None = None
-        """Consensus [R, C] of `scores`."""
+        """Consensus [R, C], aggregated from `scores`."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Draw the public samples of the round, and select the clients."""
@@ -58,7 +58,7 @@ class FedMdStrategy(HetStrategy):
         return Sizes({"C": client.classes, "Q": len(self.requested)}, rows={"Q": self.requested})
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the consensus after the last round, on which clients train before evaluating."""
+        """Return the last consensus, on which clients train before they evaluate."""
         last = round == self.run.rounds and self.consensus is not None
         return Knowledge(self._consensus_fields() | {"asked": self._numbers([])}) if last else None
 
@@ -67,27 +67,27 @@ class FedMdStrategy(HetStrategy):
         return round == self.run.rounds
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Compute the consensus of the replies ("Aggregate")."""
+        """Compute the consensus from the replies ("Aggregate")."""
         self.consensus_rows, field = self.requested, self.settings.exchanged
         self.scores = {reply.client.name: reply.knowledge.tensors[field] for reply in replies}
         self._update_consensus()
         return {}
 
     def aggregate_scores(self, scores: Array) -> Array:
-        """Return the consensus [R, C] of the clients' scores [K, R, C], by default the mean."""
+        """Return the consensus [R, C] from the clients' scores [K, R, C], by default their mean."""
         return mean_scores(scores)
 
     def forget(self, client: str) -> None:
-        """Discard a client's scores, and compute the consensus again."""
+        """Discard a client's scores, and recompute the consensus."""
         if self.scores.pop(client, None) is not None:
             self._update_consensus()
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the clients' last scores."""
+        """Return the clients' latest scores and their public samples."""
         return {**grouped("answers", self.scores), "rows": self.consensus_rows}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore the scores, and compute the consensus again."""
+        """Restore the scores, and recompute the consensus."""
         self.scores, self.consensus_rows = group(state, "answers"), state["rows"]
         self._update_consensus()
 

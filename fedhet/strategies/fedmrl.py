@@ -1,4 +1,4 @@
-"""Strategy of FedMRL: FedAvg of the shared models.
+"""FedMRL strategy: FedAvg of the shared models.
 
 Liping Yi, Han Yu, Chao Ren, Gang Wang, Xiaoguang Liu and Xiaoxiao Li, Federated Model Heterogeneous
 Matryoshka Representation Learning, NeurIPS 2024.
@@ -9,6 +9,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedMrlStrategy(FedAvgStrategy):
-    """Averages the shared models; local models and projectors stay on the clients."""
+    """Strategy that averages the shared models; local models and projectors stay on the clients."""
 
     spec = SPEC

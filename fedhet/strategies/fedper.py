@@ -1,4 +1,4 @@
-"""Strategy of FedPer: FedAvg of the base layers, i.e. the extractor.
+"""FedPer strategy: FedAvg of the base layers, i.e. the extractor.
 
 Manoj Ghuhan Arivazhagan, Vinay Aggarwal, Aaditya Kumar Singh and Sunav Choudhary, Federated
 Learning with Personalization Layers, arXiv:1912.00818.
@@ -9,6 +9,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedPerStrategy(FedAvgStrategy):
-    """Averages the base layers; the heads stay on the clients."""
+    """Strategy that averages the base layers; the heads stay on the clients."""
 
     spec = SPEC

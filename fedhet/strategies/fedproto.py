@@ -1,4 +1,4 @@
-"""Strategy of FedProto: global prototypes (Algorithm 1, Eq. 6).
+"""FedProto strategy: global prototypes (Algorithm 1, Eq. 6).
 
 Yue Tan, Guodong Long, Lu Liu, Tianyi Zhou, Qinghua Lu, Jing Jiang and Chengqi Zhang, FedProto:
 Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
@@ -19,7 +19,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedProtoStrategy(FedHeStrategy):
-    """Averages the latest prototypes of each class over the clients that have the class.
+    """Strategy that averages each class's latest prototypes over the clients with the class.
 
     Eq. 6 additionally divides the weighted mean by the number of these clients, which would shrink
     the prototypes toward zero. This factor is omitted.
@@ -40,7 +40,7 @@ class FedProtoStrategy(FedHeStrategy):
         return reply
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply with class counts that are capped at the client's number of samples."""
+        """Return the reply, with class counts capped at the client's number of samples."""
         counts = cap_counts(reply.knowledge.tensors["counts"], reply.samples)
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 

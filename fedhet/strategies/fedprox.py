@@ -1,4 +1,4 @@
-"""Strategy of FedProx, the same as FedAvg's.
+"""FedProx strategy, which is the same as FedAvg's.
 
 Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
 Federated Optimization in Heterogeneous Networks, MLSys 2020.
@@ -9,6 +9,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedProxStrategy(FedAvgStrategy):
-    """Averages the clients' weights as in FedAvg; only the clients' loss differs."""
+    """Strategy that averages the clients' weights as in FedAvg; only the clients' loss differs."""
 
     spec = SPEC

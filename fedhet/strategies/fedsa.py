@@ -1,4 +1,4 @@
-"""FedSA-LoRA, server side: FedAvg of the factors A of adapters.
+"""FedSA-LoRA strategy: FedAvg of the adapters' factors A.
 
 Pengxin Guo, Shuang Zeng, Yanran Wang, Huijie Fan, Feifei Wang and Liangqiong Qu, Selective
 Aggregation for Low-Rank Adaptation in Federated Learning, ICLR 2025. The factors B and the heads
@@ -11,13 +11,13 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedSaStrategy(FedAvgStrategy):
-    """Averages the factors A by samples."""
+    """Strategy that averages the factors A, weighted by numbers of samples."""
 
     spec = SPEC
     settings: FedSaSettings
 
     def init(self) -> None:
-        """Start from a new model, with a notice if it has no adapters."""
+        """Build a new model, and log a notice if it has no adapters."""
         if not is_adapted(self.task.model):
             self.log.notice(
                 f"model {self.task.model} has no adapters, so fedsa averages its extractor like "

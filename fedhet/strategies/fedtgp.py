@@ -1,4 +1,4 @@
-"""Strategy of FedTGP: trainable global prototypes (Algorithm 1, lines 8 and 9).
+"""FedTGP strategy: trainable global prototypes (Algorithm 1, lines 8 and 9).
 
 Jianqing Zhang, Yang Liu, Yang Hua and Jian Cao, FedTGP: Trainable Global Prototypes with
 Adaptive-Margin-Enhanced Contrastive Learning for Data and Model Heterogeneity in Federated
@@ -32,16 +32,17 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedTgpStrategy(HetStrategy):
-    """Trains prototypes near the clients' prototypes of their class and far from other classes.
+    """Strategy that trains prototypes close to the clients' and far from other classes.
 
-    All classes are trained, but only classes for which clients have sent prototypes are sent.
+    Prototypes of all classes are trained, but the server sends only those of classes for which
+    clients have sent prototypes.
     """
 
     spec = SPEC
     settings: FedTgpSettings
 
     def init(self) -> None:
-        """Start from new prototypes, which are sent only after training."""
+        """Initialize the prototypes, which are sent only after training."""
         with seeded(self.run.seed, SERVER, "prototypes"):
             self.model = TrainablePrototypes(self.task.classes, self.settings.feature_dim)
         self._set_known(np.zeros(0, np.int64))
@@ -51,7 +52,7 @@ class FedTgpStrategy(HetStrategy):
         return self.instruction if len(self.known) else None
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Train on all prototypes of the round.
+        """Train on all prototypes received in the round.
 
         Raises DivergedError if training diverged; the prototypes are then unchanged.
         """

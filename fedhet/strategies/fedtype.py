@@ -1,4 +1,4 @@
-"""Strategy of FedType: averages of the proxies (Section 3.3).
+"""FedType strategy: averaging of the proxies (Section 3.3).
 
 Jiaqi Wang, Chenxu Zhao, Lingjuan Lyu, Quanzeng You, Mengdi Huai and Fenglong Ma, Bridging Model
 Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical Reciprocity Learning, ICML
@@ -18,13 +18,13 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedTypeStrategy(FedAvgStrategy):
-    """Averages the proxies, and the standard deviations of variational proxies."""
+    """Strategy that averages proxies, including the standard deviations of variational proxies."""
 
     spec = SPEC
     settings: FedTypeSettings  # type: ignore[assignment]
 
     def init(self) -> None:
-        """Start from a new proxy."""
+        """Build a new proxy."""
         model = self.build_model(self.settings.proxy)
         variational = self.settings.aggregation == "pfedbayes"
         scale = {"scale": equal_scales(model, START_SCALE)} if variational else {}

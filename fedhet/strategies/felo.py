@@ -1,4 +1,4 @@
-"""Strategy of Felo: Algorithm 1, "Server process".
+"""Felo strategy: Algorithm 1, "Server process".
 
 Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
 Learning, Computer Networks.
@@ -20,17 +20,17 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FeloStrategy(HetStrategy):
-    """Averages features and logits per class over all clients, and weights per architecture."""
+    """Strategy that averages features and logits per class, and weights per architecture."""
 
     spec = SPEC
     settings: FeloSettings
 
     def init(self) -> None:
-        """Start without averages; in the first round, clients train on their own data alone."""
+        """Initialize without averages, so clients first train on their own data alone."""
         self.means: dict[str, ClassMeans] = {}
         """Server dataset: the latest class means of each client."""
         self.freshness: dict[str, float] = {}
-        """Weights below 1 of class means that arrived late, by client."""
+        """Weights of class means that arrived late, below 1, by client."""
         self.weights: dict[str, dict[str, Array]] = {}
         """Averaged weights by architecture."""
         self._instructions_by_model: dict[str, Knowledge] = {}
@@ -45,7 +45,7 @@ class FeloStrategy(HetStrategy):
         return self._instructions_by_model[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the averages, if the client's architecture has averaged weights."""
+        """Return the averages, or None if the client's architecture has no averaged weights."""
         return self.instruct(round, client) if client.model in self.weights else None
 
     def evaluates_after(self, round: int) -> bool:
@@ -53,7 +53,7 @@ class FeloStrategy(HetStrategy):
         return self.settings.share_weights
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply with class counts that are capped at the client's number of samples."""
+        """Return the reply, with class counts capped at the client's number of samples."""
         counts = cap_counts(reply.knowledge.tensors["counts"], reply.samples)
         return reply.with_knowledge(reply.knowledge.replacing({"counts": counts}))
 
@@ -109,9 +109,10 @@ class FeloStrategy(HetStrategy):
         return average(latest, by_samples=by_samples, factors=factors)
 
     def entries(self) -> dict[str, Array]:
-        """Return the classes with an average, and their features and logits.
+        """Return the averaged classes, their features, and their logits.
 
-        Called only after the first reply. Velo replaces the features by synthetic features.
+        This method is called only after the first reply. Velo replaces the features with synthetic
+        features.
         """
         mean = self.average()
         return {"classes": mean.classes, "features": mean.features, "logits": mean.logits}

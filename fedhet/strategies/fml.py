@@ -1,4 +1,4 @@
-"""Strategy of FML: FedAvg of the memes.
+"""FML strategy: FedAvg of the memes.
 
 Tao Shen, Jie Zhang, Xinkang Jia, Fengda Zhang, Gang Huang, Pan Zhou, Kun Kuang, Fei Wu and Chao Wu,
 Federated Mutual Learning, arXiv:2006.16765.
@@ -9,6 +9,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FmlStrategy(FedAvgStrategy):
-    """Averages the memes; the private models, which may differ, stay on the clients."""
+    """Strategy that averages the memes; the private models may differ and stay on the clients."""
 
     spec = SPEC

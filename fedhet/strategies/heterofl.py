@@ -1,11 +1,11 @@
-"""Strategy of HeteroFL: submodels cut from one global model, averaged where they overlap.
+"""HeteroFL strategy: submodels of one global model, averaged where they overlap.
 
 Enmao Diao, Jie Ding and Vahid Tarokh, HeteroFL: Computation and Communication Efficient Federated
 Learning for Heterogeneous Clients, ICLR 2021, Algorithm 1, with the scaler, static batch norm and
 masked cross-entropy of Section 3.
 
 Details that the paper does not specify follow the authors' published code: widths are rounded up,
-clients have equal weights, and the head's row of a class is averaged over the clients that have
+clients have equal weights, and each class's row of the head is averaged over the clients that have
 samples of the class.
 """
 
@@ -26,7 +26,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class HeteroFlStrategy(HetStrategy):
-    """Sends each client a submodel of the global model, and averages the submodels.
+    """Strategy that sends each client a submodel of the global model and averages the submodels.
 
     The global model has the width of the widest level.
     """
@@ -35,7 +35,7 @@ class HeteroFlStrategy(HetStrategy):
     settings: HeteroFlSettings
 
     def init(self) -> None:
-        """Start from a new model. Raises SettingsError if it does not support several widths."""
+        """Build a new model. Raises SettingsError if it does not support several widths."""
         (name,) = self.run.models.pool
         self.model = narrow_name(name, max(self.settings.widths))
         """Name of the global model."""
@@ -58,17 +58,17 @@ class HeteroFlStrategy(HetStrategy):
         return self._parts[client.model]
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
-        """Return the client's submodel, if its model is a submodel of the global model."""
+        """Return the client's submodel of the global model, or None if it has none."""
         return self.instruct(round, client) if self._has_submodel(client) else None
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Return the reply. Raises KnowledgeError if the client's classes are missing."""
+        """Check the reply. Raises KnowledgeError if the client's classes are missing."""
         if self.settings.masked and not len(reply.knowledge.tensors.get("labels", ())):
             raise KnowledgeError(reply.client.name, "labels", "missing or empty")
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average each element over the clients that trained it; other elements do not change."""
+        """Average each element over the clients that trained it; keep all other elements."""
         models = []
         for reply in replies:
             labels = reply.knowledge.tensors["labels"] if self.settings.masked else None
@@ -89,7 +89,7 @@ class HeteroFlStrategy(HetStrategy):
         self.weights = weights
         """Parameters of the global model."""
         self._parts: dict[str, Knowledge] = {}
-        """Instructions by submodel."""
+        """Cached instructions, by submodel."""
 
     def _has_submodel(self, client: ClientInfo) -> bool:
         """Return whether a client's model is a submodel of the global model."""

@@ -1,4 +1,4 @@
-"""Strategy of LG-FedAvg: FedAvg of the heads.
+"""LG-FedAvg strategy: FedAvg of the heads.
 
 Paul Pu Liang, Terrance Liu, Liu Ziyin, Nicholas B. Allen, Randy P. Auerbach, David Brent, Ruslan
 Salakhutdinov and Louis-Philippe Morency, Think Locally, Act Globally: Federated Learning with Local
@@ -10,6 +10,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class LgFedAvgStrategy(FedAvgStrategy):
-    """Averages the heads; the extractors, which may differ, stay on the clients."""
+    """Strategy that averages the heads; the extractors, which may differ, stay on the clients."""
 
     spec = SPEC

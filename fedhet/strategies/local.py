@@ -1,4 +1,4 @@
-"""Strategy of the baseline in which each client trains alone; the server only records scores."""
+"""Local-training baseline: each client trains alone, and the server only records scores."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fedhet.strategies.base import HetStrategy, Reply
 
 
 class LocalStrategy(HetStrategy):
-    """Exchanges no knowledge; clients, partition and epochs are the same as for a method."""
+    """Strategy that exchanges no knowledge; clients, partition and epochs are as for any method."""
 
     spec = SPEC
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Aggregate nothing."""
+        """Return no metrics, because the replies are empty."""
         return {}

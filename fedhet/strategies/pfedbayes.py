@@ -1,4 +1,4 @@
-"""Strategy of pFedBayes: averages of Gaussian weights (Algorithm 1).
+"""pFedBayes strategy: averaging of Gaussian weights (Algorithm 1).
 
 Xu Zhang, Yinchuan Li, Wenpeng Li, Kaiyang Guo and Yunfeng Shao, Personalized Federated Learning via
 Variational Bayesian Inference, ICML 2022.
@@ -19,10 +19,10 @@ START_SCALE = np.log1p(np.exp(-2.5))
 
 
 class PFedBayesStrategy(FedAvgStrategy):
-    """Averages the means and the standard deviations of the weights."""
+    """Strategy that averages the means and the standard deviations of the weights."""
 
     spec = SPEC
 
     def extra_groups(self, model: HetModel) -> dict[str, dict[str, Array]]:
-        """Return the initial standard deviations."""
+        """Return the initial standard deviations, as an additional group to average."""
         return {"scale": equal_scales(model, START_SCALE)}

@@ -1,4 +1,4 @@
-"""Strategy of pFedMe: Algorithm 1, lines 10 to 12.
+"""pFedMe strategy: Algorithm 1, lines 10 to 12.
 
 Canh T. Dinh, Nguyen H. Tran and Tuan Dung Nguyen, Personalized Federated Learning with Moreau
 Envelopes, NeurIPS 2020.
@@ -15,7 +15,7 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class PFedMeStrategy(FedAvgStrategy):
-    """Averages the clients' local copies; the personal models stay on the clients."""
+    """Strategy that averages the clients' local copies; the personal models stay on the clients."""
 
     spec = SPEC
     settings: PFedMeSettings

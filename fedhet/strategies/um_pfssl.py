@@ -1,4 +1,4 @@
-"""Strategy of UM-pFSSL: the model pool, and the models sent to each client (Algorithms 1 to 3).
+"""UM-pFSSL strategy: the model pool, and the models sent to each client (Algorithms 1 to 3).
 
 Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Personalized Federated
 Semi-Supervised Learning.
@@ -32,30 +32,30 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 KEPT_VERSIONS = 3
-"""Number of versions of each model in the pool; a resumed server needs an earlier version."""
+"""Number of versions of each model in the pool; a resumed run needs an earlier version."""
 
 
 class UmPfsslStrategy(HetStrategy):
-    """Stores each client's latest model on disk, and sends models to clients that may use them.
+    """Strategy that stores the clients' models and sends each client models that may help it.
 
-    The first round is the warm-up of all clients, so that Algorithm 1's t is the round minus one.
-    In later rounds, a client is called if it is sampled or has helpers to search for or to update.
+    In the first round, all clients warm up, so t in Algorithm 1 is the round number minus one. In
+    later rounds, a client is called if it is sampled, or if it needs to find or update helpers.
     """
 
     spec = SPEC
     settings: UmPfsslSettings
 
     def init(self) -> None:
-        """Start with an empty pool."""
+        """Initialize an empty pool."""
         self.pool = ModelStore(self.log.directory / "pool", self.log.directory)
         self.numbers: dict[str, int] = {}
         """Number of each client's model, by client name."""
         self.versions: dict[int, int] = {}
-        """Round in which each model of the pool was last uploaded, by number."""
+        """Round in which each model in the pool was last uploaded, by model number."""
         self.lists: dict[str, list[Helper]] = {}
-        """Helper list that each client last reported, including the client itself."""
+        """Most recent helper list from each client, which includes the client itself."""
         self.sent: dict[str, dict[int, int]] = {}
-        """Versions of the models that each client has received and confirmed, by number."""
+        """Versions of the models that each client has confirmed, by model number."""
         self.refreshes: dict[str, int] = {}
         """Number of periodic updates that each client has completed."""
         self.plans: dict[str, Plan] = {}
@@ -63,17 +63,17 @@ class UmPfsslStrategy(HetStrategy):
         self._assign_numbers(self.members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return axes C (classes) and K (models in the pool), and the shapes of a model."""
+        """Return the sizes of axes C (classes) and K (pooled models), and the shapes of a model."""
         sizes = super().sizes(client)
         return replace(sizes, axes={**sizes.axes, "K": len(self.numbers)})
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Plan the round: sampled clients train, others only search for or update helpers."""
+        """Plan the round: sampled clients train; other clients only find or update helpers."""
         names = [member.name for member in members]
         self._assign_numbers(names)
         sampled = super().select(round, members).training if self.step(round) > 0 else ()
         plans = {name: self._plan(round, name, name in sampled) for name in names}
-        self.plans |= plans  # a busy client keeps its plan
+        self.plans |= plans  # A busy client keeps its plan.
         for name, plan in plans.items():
             if not plan.refresh:
                 self.refreshes[name] = max(self._updates_due(round), 0)
@@ -95,7 +95,7 @@ class UmPfsslStrategy(HetStrategy):
         return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Move an uploaded model to the pool; its version is the round in which it was trained."""
+        """Move an uploaded model to the pool, with its round of training as the version."""
         weights = reply.knowledge.group("weights")
         if not weights:
             return reply
@@ -107,7 +107,7 @@ class UmPfsslStrategy(HetStrategy):
         return reply.with_knowledge(Knowledge(lists, reply.knowledge.scalars))
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Store the helper lists; no weights are averaged."""
+        """Store the helper lists, without averaging any weights."""
         for reply in replies:
             name = reply.client.name
             try:
@@ -122,11 +122,11 @@ class UmPfsslStrategy(HetStrategy):
         return mean_metrics(scalars) | {"replaced": float(replaced), "models_sent": float(sent)}
 
     def _models_sent(self, client: str) -> Sequence[Key]:
-        """Return the models that were sent to a client, or none after a restart of the server."""
+        """Return the models sent to a client in this round, or none after a server restart."""
         return self.plans[client].models if client in self.plans else ()
 
     def forget(self, client: str) -> None:
-        """Stop sending the client's model until the client uploads it again."""
+        """Stop sending the client's model until the client uploads a new version."""
         self.versions.pop(self.numbers.get(client, -1), None)
 
     def state_dict(self) -> dict[str, Array]:
@@ -147,7 +147,7 @@ class UmPfsslStrategy(HetStrategy):
         self.lists = {name: from_arrays(parts) for name, parts in groups(state, "list").items()}
 
     def step(self, round: int) -> int:
-        """Return Algorithm 1's t for a round of the run; the warm-up has t = 0."""
+        """Convert a round number to t in Algorithm 1; the warm-up round has t = 0."""
         return round - (1 if self.settings.warm_up else 0)
 
     def _assign_numbers(self, names: Sequence[str] | Mapping[str, object]) -> None:
@@ -155,7 +155,7 @@ class UmPfsslStrategy(HetStrategy):
             self.numbers[name] = len(self.numbers)
 
     def _updates_due(self, round: int) -> int:
-        """Return the number of periodic updates that are due by a round."""
+        """Return the number of periodic updates that are due up to a round."""
         return self.step(round) // self.settings.refresh_rounds(self.run.fraction)
 
     def _plan(self, round: int, name: str, train: bool) -> Plan:
@@ -167,8 +167,8 @@ class UmPfsslStrategy(HetStrategy):
         searching = step < settings.search_rounds and replaceable(helpers, own, settings.replace)
         candidates = new[: settings.replace] if searching else []
         free = settings.helpers - max(1, len(helpers)) if train else 0
-        # Fill the list with models that were sent before if no new models are left (Algorithm 1,
-        # line 16). This happens if models were lost, or compared before the list was full.
+        # If no new models are left, fill the list with models that were sent before (Algorithm 1,
+        # line 16). Models can run out if some were lost or were compared before the list was full.
         sent = self._models_outside_list(round, name, "fill", sent=True)
         fill = [*new[len(candidates) :], *sent][: max(free, 0)]
         refresh = (
@@ -179,16 +179,16 @@ class UmPfsslStrategy(HetStrategy):
         return Plan(train, warm_up, candidates, fill, refresh)
 
     def _models_outside_list(self, round: int, name: str, use: str, *, sent: bool) -> list[Key]:
-        """Return the models in the pool that are not in a client's list, in random order.
+        """Return the pooled models that are not in a client's helper list, in random order.
 
-        The models are further selected by whether their current version was sent to the client
-        before (Algorithm 3, line 7).
+        Returns either only models whose current version the client has received before, or only
+        models that it has not (Algorithm 3, line 7).
 
         Args:
             round: Round number.
             name: Name of the client.
-            use: Purpose, which seeds the order.
-            sent: Whether the current version was sent before.
+            use: Name of the purpose, which seeds the random order.
+            sent: Whether to return the models that were sent before.
         """
         listed = {helper.number for helper in self.lists.get(name, [])} | {self.numbers[name]}
         last = self.sent.get(name, {})
@@ -198,9 +198,10 @@ class UmPfsslStrategy(HetStrategy):
         return [keys[index] for index in order]
 
     def _newer_helpers(self, name: str) -> list[Key]:
-        """Return newer versions of a client's helpers, except the lowest ranks (Algorithm 2).
+        """Return newer versions of a client's helpers, except the lowest-ranked (Algorithm 2).
 
-        The ranks are from the client's last round, at whose end the list is sorted (Section IV-B).
+        The ranking is from the end of the client's last round, when it sorted its list (Section
+        IV-B).
         """
         helpers = self.lists.get(name, [])
         return [

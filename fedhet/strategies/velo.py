@@ -1,4 +1,4 @@
-"""Strategy of Velo: Felo with synthetic features instead of means (Algorithm 2, "Server process").
+"""Velo strategy: Felo with synthetic features instead of means (Algorithm 2, "Server process").
 
 Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
 Learning, Computer Networks.
@@ -24,20 +24,20 @@ from fedhet.strategies.felo import FeloStrategy
 from fedhet.wire.identity import SERVER
 
 DRAWS = 100
-"""Number of synthetic features per class for the measurement of the separation. With ten classes,
+"""Number of synthetic features per class for measuring the separation. With ten classes,
 its standard error is below two percentage points."""
 STATE = ("features", "labels", "learned", "synthetic", "separation")
-"""Attributes in the checkpoint, in addition to Felo's state and the CVAE."""
+"""Attributes saved in the checkpoint, in addition to Felo's state and the CVAE."""
 
 
 class VeloStrategy(FeloStrategy):
-    """Trains a CVAE on the clients' features, and sends synthetic features."""
+    """Strategy that trains a CVAE on the clients' features and sends synthetic features."""
 
     spec = SPEC
     settings: VeloSettings
 
     def init(self) -> None:
-        """Start from a new CVAE and an empty feature dataset."""
+        """Build a new CVAE and an empty feature dataset."""
         super().init()
         settings = self.settings
         width = settings.feature_dim
@@ -107,7 +107,7 @@ class VeloStrategy(FeloStrategy):
         self.features, self.labels = features[rows], labels[rows]
 
     def _train(self, round: int) -> dict[str, float]:
-        """Continue training the CVAE (line 5), and return its loss, or {} if training diverged."""
+        """Continue to train the CVAE (line 5); return its loss, or {} if training diverged."""
         before = copy.deepcopy(self.cvae)
         loss = train_cvae(
             self.cvae,
@@ -130,7 +130,7 @@ class VeloStrategy(FeloStrategy):
         """Measure the separation of the CVAE's classes; return {} without class means."""
         means = self.average()
         classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
-        if not len(classes):  # all clients with these classes have left
+        if not len(classes):  # All clients with these classes have left.
             return {}
         generator = torch_generator(self.run.seed, SERVER, round, "separation")
         generated = synthesize(self.cvae, torch.tensor(classes), DRAWS, generator)
