@@ -11,10 +11,10 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec
 
 import psutil
 from cryptography import x509
@@ -29,6 +29,7 @@ MIN_PERSON_UID = 1000
 """Lowest user id of a person on most Linux systems; services have lower ids."""
 NO_LOGIN = ("nologin", "false")
 """Shells of users that only run services."""
+P = ParamSpec("P")
 Level = Literal["ok", "warning", "error"]
 MIN_MEMORY, MIN_DISK = 2 * 2**30, 2 * 2**30
 MAX_SKEW = 60.0
@@ -52,6 +53,19 @@ warning = partial(Finding, "warning")
 error = partial(Finding, "error")
 
 
+def _guarded(check: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Finding]]:
+    """Make a check yield a warning instead of raising an error."""
+
+    @wraps(check)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
+        try:
+            yield from check(*args, **kwargs)
+        except Exception as fault:
+            yield warning("a check failed", one_line(f"{type(fault).__name__}: {fault}"))
+
+    return guarded
+
+
 def check_machine(directory: Path) -> Iterator[Finding]:
     """Check this machine, and the disk that contains a directory."""
     shared = Path("/dev/shm")  # noqa: S108
@@ -62,12 +76,12 @@ def check_machine(directory: Path) -> Iterator[Finding]:
         "Ray": (lambda: psutil.disk_usage(str(shared)).free, 2**30, f" in {shared}",
                 "Ray writes to the disk instead; in a container, increase --shm-size"),
     }  # fmt: skip
-    yield from _guarded(_packages)
-    yield from _guarded(_cuda)
+    yield from _packages()
+    yield from _cuda()
     for subject, (measure, minimum, place, advice) in space.items():
         if subject != "Ray" or shared.is_dir():
-            yield from _guarded(partial(_space, subject, measure, minimum, place, advice))
-    yield from _guarded(_ports)
+            yield from _space(subject, measure, minimum, place, advice)
+    yield from _ports()
 
 
 def check_keys(directory: Path) -> Iterator[Finding]:
@@ -75,32 +89,20 @@ def check_keys(directory: Path) -> Iterator[Finding]:
     for path in sorted(directory.rglob("*")):
         is_pair = path.is_file() and path.with_name(f"{path.name}.pub").exists()
         if path.suffix in (".crt", ".pem"):
-            yield from _guarded(partial(_certificate, path))
+            yield from _certificate(path)
         elif is_pair:
-            yield from _guarded(partial(_pair, path))
+            yield from _pair(path)
         is_private = is_pair or (path.is_file() and path.suffix == ".key")
         if is_private and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
             advice = f"Use `chmod 600 {path}`."
             yield error("key", f"{path}: can be read by other users ({mode:o}). {advice}")
         if path.name == certs.CA_KEY:
-            yield from _guarded(partial(_authority_key, path))
+            yield from _authority_key(path)
     if (directory / certs.SERVER_CERTIFICATE).exists():
-        yield from _guarded(partial(_signature, directory))
+        yield from _signature(directory)
 
 
-def check_server(address: str, authority: Path) -> Iterator[Finding]:
-    """Check whether a server at HOST:PORT replies, its certificate, and its clock."""
-    yield from _guarded(partial(_server, address, authority))
-
-
-def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check, or a warning if the check fails."""
-    try:
-        yield from check()
-    except Exception as fault:
-        yield warning("a check failed", one_line(f"{type(fault).__name__}: {fault}"))
-
-
+@_guarded
 def _packages() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
@@ -123,6 +125,7 @@ def _packages() -> Iterator[Finding]:
         yield ok("packages", ", ".join(versions))
 
 
+@_guarded
 def _cuda() -> Iterator[Finding]:
     import torch
 
@@ -136,6 +139,7 @@ def _cuda() -> Iterator[Finding]:
         yield ok(f"cuda:{index}", f"{name}, {human_bytes(free)} of {human_bytes(total)} free")
 
 
+@_guarded
 def _space(
     subject: str, measure: Callable[[], int], minimum: int, place: str, advice: str
 ) -> Iterator[Finding]:
@@ -144,6 +148,7 @@ def _space(
     yield warning(subject, f"{text}: {advice}") if free < minimum else ok(subject, text)
 
 
+@_guarded
 def _ports() -> Iterator[Finding]:
     used = []
     for port in PORTS:
@@ -156,6 +161,7 @@ def _ports() -> Iterator[Finding]:
         yield warning("ports", text)
 
 
+@_guarded
 def _certificate(path: Path) -> Iterator[Finding]:
     try:
         end = certs.read_certificate(path).not_valid_after_utc
@@ -172,6 +178,7 @@ def _certificate(path: Path) -> Iterator[Finding]:
         yield ok(path.name, text)
 
 
+@_guarded
 def _signature(directory: Path) -> Iterator[Finding]:
     server = certs.read_certificate(directory / certs.SERVER_CERTIFICATE)
     authority = certs.read_certificate(directory / certs.CA_CERTIFICATE)
@@ -186,6 +193,7 @@ def _signature(directory: Path) -> Iterator[Finding]:
     yield ok("certificate", f"{certs.SERVER_CERTIFICATE} is valid for {hosts}")
 
 
+@_guarded
 def _pair(path: Path) -> Iterator[Finding]:
     private = load_ssh_private_key(path.read_bytes(), None).public_key()
     public = load_ssh_public_key(path.with_name(f"{path.name}.pub").read_bytes())
@@ -195,6 +203,7 @@ def _pair(path: Path) -> Iterator[Finding]:
         yield ok("key", f"{path.name} and {path.name}.pub are a pair")
 
 
+@_guarded
 def _authority_key(path: Path) -> Iterator[Finding]:
     """Check that the CA's key belongs to root, and not to a service that may be attacked."""
     uid = path.stat().st_uid
@@ -212,7 +221,9 @@ def _authority_key(path: Path) -> Iterator[Finding]:
         yield warning("CA key", f"{path}: belongs to '{user.pw_name}', {advice}")
 
 
-def _server(address: str, authority: Path) -> Iterator[Finding]:
+@_guarded
+def check_server(address: str, authority: Path) -> Iterator[Finding]:
+    """Check whether a server at HOST:PORT replies, its certificate, and its clock."""
     try:
         host, port = split_host_port(address)
     except ValueError as fault:
