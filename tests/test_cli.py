@@ -99,6 +99,8 @@ def test_report_of_a_run_that_was_cut_short(runs, call, tmp_path):
         (["run", "felo", "--out", "a b"], ["out: ", "'a b'"]),
         (["run", "felo", "--rounds", "1", "-s", "rounds=x"], ["'rounds': duplicate"]),
         (["run", "felo", "--models", "mlp", "-s", "pool=cnn2"], ["'models.pool': duplicate"]),
+        (["run", "felo", "--seed", "1", "-s", "seed=2"], ["'seed': duplicate"]),
+        (["run", "felo", "--seed", "one"], ["'seed'", "'one'", "integer >= 0"]),
         (["run", "felo", "--seed", "1", "--seeds", "1,2"], ["cannot be combined with --seeds"]),
         (["run", "felo", "--config", "/nowhere.toml"], ["/nowhere.toml"]),
         (["report", "/nowhere"], ["/nowhere"]),

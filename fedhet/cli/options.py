@@ -162,16 +162,13 @@ FLAGS = {
 """Settings with a command-line option, by the name of the option."""
 
 
-def _sentence(description: str) -> str:
-    return f"{description[:1].upper()}{description[1:]}."
-
-
 def _flag(name: str, metavar: str | None = None) -> Any:
     """Declare an option in `FLAGS`, with the description, default and choices of its setting."""
     info = RunSettings.fields()[FLAGS[name]]
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+    description = info.description or ""
     return typer.Option(
-        help=_sentence(info.description or ""),
+        help=f"{description[:1].upper()}{description[1:]}.",
         show_default=as_text(info.default) or NONE,
         metavar="|".join(choices) or metavar,
     )

@@ -29,6 +29,7 @@ from fedhet.cli.options import (
     Pairs,
     Preset,
     Rounds,
+    Seed,
     Strict,
     complete_method,
     gather,
@@ -69,10 +70,7 @@ def run_command(
         ),
     ] = None,
     trust: Annotated[str | None, TRUST] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="INT", show_default="0", help="Seed of all random draws."),
-    ] = None,
+    seed: Seed = None,
     seeds: Annotated[
         str | None,
         typer.Option(
@@ -94,7 +92,7 @@ def run_command(
     """Train a federation on this machine and write a report."""
     values = gather(
         method, preset, config, set_, resume, trust, dataset=dataset, clients=clients,
-        models=models, rounds=rounds, backend=backend, strict=strict, out=out,
+        models=models, rounds=rounds, seed=seed, backend=backend, strict=strict, out=out,
     )  # fmt: skip
     if "method" not in values:
         raise SettingsError("METHOD is missing. See `fedhet methods` for the available methods.")
@@ -102,8 +100,6 @@ def run_command(
         raise SettingsError("--seed cannot be combined with --seeds")
     if seeds is not None and values.get("resume"):
         raise SettingsError("--seeds cannot be combined with --resume, which resumes a single run")
-    if seed is not None:
-        values["seed"] = seed
     seed_list = [] if seeds is None else read_seeds(seeds)
     given = validate(values)
     runs = [validate({**values, "seed": each}) for each in seed_list]

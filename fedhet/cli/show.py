@@ -29,15 +29,7 @@ from fedhet.cli.options import (
     loading,
     say,
 )
-from fedhet.config.reference import (
-    FIELD_COLUMNS,
-    SETTING_COLUMNS,
-    default_models,
-    defenses,
-    field_rows,
-    privacy,
-    setting_rows,
-)
+from fedhet.config import reference
 from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, validate
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.settings.run import RunSettings
@@ -62,12 +54,12 @@ def methods_command(
     method = find_method(name)
     spec = method.spec
     console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
-    for line in (default_models(method), defenses(method), privacy(method)):
-        console.print(line, markup=False)
+    for describe in (reference.default_models, reference.defenses, reference.privacy):
+        console.print(describe(method), markup=False)
     if method.settings():
         console.print(_settings(method.settings()))
     for sender, contract in (("the server", spec.instructions), ("a client", spec.replies)):
-        table = listing(*FIELD_COLUMNS, rows=field_rows(contract))
+        table = listing(*reference.FIELD_COLUMNS, rows=reference.field_rows(contract))
         table.title, table.title_justify = f"{sender} sends", "left"
         console.print(table if contract.fields else f"{sender} sends no data")
 
@@ -143,7 +135,7 @@ def settings_command(
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> Table:
-    return listing(*SETTING_COLUMNS, rows=setting_rows(settings))
+    return listing(*reference.SETTING_COLUMNS, rows=reference.setting_rows(settings))
 
 
 def partition_command(

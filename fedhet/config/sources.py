@@ -173,8 +173,7 @@ def settings_for_method(values: Mapping[str, object], method: str) -> dict[str, 
     Raises SettingsError for a table that belongs to no method.
     """
     tables = {"", find_method(method).table, *(table_of(name) for name in RunSettings.fields())}
-    original = find_method(str(values.get("method", method)))
-    known = all_settings() | settings_of(original.name)
+    known = known_settings({"method": method, **values})
     for name in values:
         if table_of(name) not in tables and name not in known:
             raise unknown(name, known)
@@ -321,11 +320,12 @@ def validate(values: Mapping[str, object]) -> GivenSettings:
         raise invalid_setting("method", method_name, "string")
     method = find_method(method_name)
     method_fields, run_fields = method.settings(), RunSettings.fields()
+    fields = run_fields | method_fields
     own: dict[str, object] = {}
     shared: dict[str, object] = {}
     foreign: dict[str, object] = {}
     for name, value in values.items():
-        info = (run_fields | method_fields).get(name)
+        info = fields.get(name)
         # Accept lists as text such as "cnn2,mlp" also in Python and TOML.
         if isinstance(value, str) and info is not None and is_collection(info):
             value = read_text(name, info, value) if "," in value or not is_assigned(info) else value
