@@ -279,7 +279,7 @@ def test_the_pages_follow_the_data(tmp_path, folder):
     results, tables, felo = texts()
     assert "| felo | small | 1 of 3 | 3 | 0 | 0 | 1 | 2 |" in results
     assert "| Table 2 | 1/1/0 | 0/0/1 |" in tables
-    assert f"- {first}: **does not hold** (comparisons: 1 hold, 1 fail)." in felo
+    assert f"- {first}: **does not hold** (1 holds, 1 fails)." in felo
     assert "- Size tiny: 1 holds, 1 inconclusive, 1 not measured." in felo
     write(folder, "small", (0, "holds"), settings={"rounds": 3})
     results, tables, felo = texts()

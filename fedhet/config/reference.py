@@ -128,7 +128,7 @@ def _method(method: Method) -> str:
         f"Requires: {needed}." if needed else "",
         f"Headline metric: `{spec.headline}` accuracy.",
         f"Default model: `{pool[0]}` for images." if len(pool) == 1 else "",
-        f"Messages: {_messages(spec)}.",
+        _messages(spec),
         defenses(method),
         privacy(method),
         f"Extra metrics: {_metrics(spec)}." if spec.metrics else "",
@@ -140,18 +140,22 @@ def _method(method: Method) -> str:
     if paper := paper_settings().get(method.name):
         how = f"There is no preset, because {paper.get('without')}"
         if "preset" in paper:
-            how = f"Run it with `fedhet run {method.name} --preset {paper['preset']}`"
-        parts += [f"\nExperiment in the paper: {paper['what']}. {how}."]
+            how = f"To run it, use `fedhet run {method.name} --preset {paper['preset']}`"
+        parts += [f"\nThe paper's experiment uses {paper['what']}. {how}."]
     return "\n".join(parts) + "\n"
 
 
 def _messages(spec: MethodSpec) -> str:
-    """Return the names of the fields that the server and the clients send."""
+    """Return the names of the fields that the server and the clients send, as a sentence."""
     sent = []
-    for sender, contract in (("server", spec.instructions), ("clients", spec.replies)):
+    for sender, contract in (
+        ("The server sends", spec.instructions),
+        ("clients send", spec.replies),
+    ):
         names = ", ".join(f"`{field.name}`" for field in contract.fields)
         sent.append(f"{sender} {names or 'nothing'}")
-    return "; ".join(sent) if spec.instructions.fields or spec.replies.fields else "none"
+    fields = spec.instructions.fields or spec.replies.fields
+    return f"{'; '.join(sent)}." if fields else "Neither the server nor the clients send fields."
 
 
 def _metrics(spec: MethodSpec) -> str:

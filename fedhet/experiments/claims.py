@@ -208,9 +208,12 @@ def _section(result: TableResult, others: Sequence[TableResult]) -> str:
 
 
 def _places(counts: Counter[str]) -> str:
-    verbs = {"holds": "hold", "does not hold": "fail"}
-    listed = [f"{count} {verbs.get(outcome, outcome)}" for outcome, count in counts.items()]
-    return f"comparisons: {', '.join(listed)}" if listed else "no comparison was run"
+    verbs = {"holds": ("holds", "hold"), "does not hold": ("fails", "fail")}
+    listed = [
+        f"{count} {verbs.get(outcome, (outcome,) * 2)[count > 1]}"
+        for outcome, count in counts.items()
+    ]
+    return ", ".join(listed) or "no comparison was run"
 
 
 def tables_part(results: Sequence[TableResult]) -> str:

@@ -104,10 +104,11 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         return " ".join([words, *as_options(self.settings)])
 
     def about(self, table: PaperTable) -> str:
-        """Return one line with the size, the number of finished runs, and the seeds."""
-        runs = f"{self.finished} of {self.runs} runs are finished"
-        seeds = ", ".join(map(str, self.seeds))
-        return f"Size {self.size}: {table.sizes[self.size].says} {runs}, seeds {seeds}."
+        """Return one line with the size and, if runs are missing, the number of finished runs."""
+        line = f"Size {self.size}: {table.sizes[self.size].says}"
+        if self.finished < self.runs:
+            line += f" {self.finished} of {self.runs} runs are finished."
+        return line
 
     def to_json(self) -> str:
         """Serialize to JSON, with one line per row of cells and per comparison."""
@@ -349,11 +350,14 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
 
 
 def cells(result: TableResult, table: PaperTable, digits: int = 2) -> Cells:
-    """Return the measured and printed numbers, with the agreement of each column as last row."""
+    """Return the measured and printed numbers.
+
+    The last row shows the agreement with the paper, if a column has it.
+    """
     rows = table.rows_in(result.size)
-    columns: dict[str, Sequence[Cell]] = {
-        result.table: [*(Cell(row.name) for row in rows), Cell("Kendall's τ")]
-    }
+    agrees = any(tau is not None for tau in result.agreement.values())
+    names = [*(row.name for row in rows), *(["Kendall's τ"] if agrees else [])]
+    columns: dict[str, Sequence[Cell]] = {result.table: [Cell(name) for name in names]}
     for column in table.columns_in(result.size):
         shown = []
         for row in rows:
@@ -362,7 +366,8 @@ def cells(result: TableResult, table: PaperTable, digits: int = 2) -> Cells:
             printed, _ = row.printed_in(column.name)
             paper = "" if printed is None else f" ({_number(printed, digits)})"
             shown.append(Cell(f"{_number(mean, digits)}{spread}{paper}", mean))
-        columns[column.name] = [*shown, Cell(_number(result.agreement.get(column.name)))]
+        tau = [Cell(_number(result.agreement.get(column.name)))] if agrees else []
+        columns[column.name] = [*shown, *tau]
     return Cells(columns)
 
 
