@@ -1,17 +1,17 @@
-"""Aggregation of LoRA adapters whose ranks differ.
+"""Aggregation of LoRA adapters with different ranks.
 
-A client k with n_k samples has factors B_k [P, r_k] and A_k [r_k, Q] of each adapted layer, and
-p_k = n_k / sum of n. R is the largest rank. The scale s of the products is the same for all
-clients, so it cancels. All sums are in float64.
+For each adapted layer, a client k with n_k samples has factors B_k [P, r_k] and A_k [r_k, Q], and
+p_k = n_k / sum of n. R is the largest rank. The scaling factor s of the products is the same for
+all clients, so it cancels. All sums are computed in float64.
 
-- `padded_average`: FedIT (Zhang et al. 2024), with zero padding if ranks differ.
-- `product_norm`: the weights of HetLoRA (Cho et al. 2024), which replace p_k.
-- `product_average`: FlexLoRA (Bai et al. 2024), an SVD of the averaged products.
-- `level_average`: raFLoRA (2026, from a third-party implementation), the average of each rank level
-  over the clients that have it.
+- `padded_average` implements FedIT (Zhang et al. 2024), with zero padding if ranks differ.
+- `product_norm` computes HetLoRA's weights (Cho et al. 2024), which replace p_k.
+- `product_average` implements FlexLoRA (Bai et al. 2024), an SVD of the averaged products.
+- `level_average` implements raFLoRA (2026, from a third-party implementation), which averages each
+  rank level over the clients that have it.
 
-A rank level that no reply has keeps its previous value (ours). FFA-LoRA (Sun et al. 2024) freezes
-A; the padded average of B is then exact.
+Unlike in the papers, a rank level that no reply contains keeps its previous value. FFA-LoRA (Sun et
+al. 2024) freezes A, so the padded average of B is exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 
 
 def factors_of(state: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:
-    """Return the factors (B, A) in a state dict by the path of their layer."""
+    """Return the factors (B, A) in a state dict, by the path of their layer."""
     paths = [name.removesuffix(LORA_B) for name in state if name.endswith(LORA_B)]
     return {path: (state[path + LORA_B], state[path + LORA_A]) for path in paths}
 
@@ -46,10 +46,10 @@ def padded_average(
     """Average one factor over clients, with zeros for the rank levels that a client lacks.
 
     Args:
-        parts: The factors of the clients, with their weights.
-        before: The previous average, of the largest rank.
+        parts: The clients' factors, with their weights.
+        before: The previous average, with the largest rank.
         axis: Axis of the rank: 0 for A, 1 for B.
-        rank: Largest rank of this round's replies; later levels keep their previous value.
+        rank: Largest rank in this round's replies. Higher rank levels keep their previous value.
     """
     models = [({"": padded(value, before.shape)}, weight) for value, weight in parts]
     average = average_weights(models)[""]
@@ -59,7 +59,7 @@ def padded_average(
 
 
 def product_norm(factors: Sequence[Factors]) -> float:
-    """Return the Frobenius norm of a client's products BA, over all of its layers."""
+    """Return the Frobenius norm of a client's products BA over all layers."""
     squares = 0.0
     for b, a in factors:
         wide_b, wide_a = b.astype(np.float64), a.astype(np.float64)
@@ -68,19 +68,20 @@ def product_norm(factors: Sequence[Factors]) -> float:
 
 
 def product_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
-    """Return the factors of largest rank that approximate the average of products B_k A_k best.
+    """Return the best approximation of the average product B_k A_k, as factors of rank R.
 
-    B has the columns of U Sigma, A the rows of the transposed V, in order of the singular values.
+    The columns of B are those of U Sigma, and the rows of A are those of the transposed V, in
+    descending order of the singular values.
     """
     total = sum(weight for _, weight in parts)
     return truncated([(b * (weight / total), a) for (b, a), weight in parts], before)
 
 
 def level_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
-    """Return the factors of largest rank that approximate the sum of averaged rank levels best.
+    """Return the best approximation of the sum of averaged rank levels, as factors of rank R.
 
-    The ranks of the clients divide an adapter into levels. The average of a level is taken over the
-    clients whose rank includes it, so that small ranks do not shrink it.
+    The clients' ranks divide an adapter into levels. Each level is averaged over the clients whose
+    rank includes it, so clients with small ranks do not shrink it.
     """
     largest = before[1].shape[0]
     ends = sorted({a.shape[0] for (_, a), _ in parts} | {largest})
@@ -96,11 +97,11 @@ def level_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Fa
 
 
 def truncated(terms: Sequence[Factors], before: Factors) -> Factors:
-    """Return U Sigma [P, R] and V' [R, Q] of the sum of products, as float32.
+    """Return U Sigma [P, R] and V' [R, Q] for the sum of products, as float32.
 
-    Computes the SVD of the small matrix between the QR factors of the stacked terms, never of the
-    product [P, Q]. If the sum has fewer directions than R, the missing rows of A are those of
-    `before`, with zeros in B, so that a client can train them.
+    Computes the SVD of the small matrix between the QR factors of the stacked terms, not of the
+    product [P, Q]. If the rank of the sum is less than R, the missing rows of A are taken from
+    `before`, with zeros in B, so that clients can train them.
     """
     left = torch.from_numpy(np.concatenate([b for b, _ in terms], axis=1).astype(np.float64))
     right = torch.from_numpy(np.concatenate([a for _, a in terms], axis=0).astype(np.float64))
@@ -108,7 +109,7 @@ def truncated(terms: Sequence[Factors], before: Factors) -> Factors:
     q_right, r_right = torch.linalg.qr(right.T)
     u, sigma, v = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
     b, a = (q_left @ (u * sigma)).numpy(), (v @ q_right.T).numpy()
-    # An SVD is unique up to signs: the largest entry of each row of A is positive.
+    # An SVD is unique only up to signs, so make the largest entry of each row of A positive.
     signs = np.sign(a[np.arange(len(a)), np.abs(a).argmax(1)])
     b, a = b * np.where(signs == 0, 1, signs), a * np.where(signs == 0, 1, signs)[:, None]
     rank = min(before[1].shape[0], len(a))
@@ -126,10 +127,10 @@ def singular_values(b: Array, a: Array) -> Array:
 
 
 def top_energy(factors: Sequence[Factors], rank: int) -> float:
-    """Return the fraction of the energy of products that the first `rank` directions have.
+    """Return the fraction of the products' energy in their first `rank` singular directions.
 
-    The mean over the layers whose product is not zero; 1 if all are zero. It approaches 1 if the
-    ranks collapse.
+    The result is the mean over the layers whose product is not zero, or 1 if all products are zero.
+    It approaches 1 if the ranks collapse.
     """
     squares = [np.square(singular_values(b, a)) for b, a in factors]
     shares = [float(each[:rank].sum() / each.sum()) for each in squares if each.sum() > 0]
@@ -137,7 +138,7 @@ def top_energy(factors: Sequence[Factors], rank: int) -> float:
 
 
 def padded(value: Array, shape: tuple[int, ...]) -> Array:
-    """Return a factor with zeros for the ranks that it lacks, or itself if it lacks none."""
+    """Pad a factor with zeros to `shape`; a factor of this shape is returned unchanged."""
     if value.shape == shape:
         return value
     whole = np.zeros(shape, value.dtype)
@@ -146,7 +147,7 @@ def padded(value: Array, shape: tuple[int, ...]) -> Array:
 
 
 class PrunedModel(LocalModel):
-    """Model whose adapters lose their last rank levels if training shrinks them (HetLoRA).
+    """Model whose adapters are pruned if training shrinks their last rank levels (HetLoRA).
 
     The regularizer is the sum over layers of ||B[:, k:]|| ||A[k:]||, with k = floor(gamma r).
     """
@@ -161,7 +162,7 @@ class PrunedModel(LocalModel):
 
     @property
     def rank(self) -> int:
-        """The rank after training: k if the last levels have shrunk, otherwise r."""
+        """Rank after training: k if the last levels have shrunk, or r otherwise."""
         return self._kept if self._tail().item() < self._before else self._rank
 
     def regularizer(self) -> Tensor:

@@ -1,11 +1,11 @@
-"""Class-wise features, logits and probabilities: averages over clients, and losses on them.
+"""Class-wise features, logits and probabilities: averages over clients, and losses.
 
 - Felo: Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section
   3.1. FedHe, FedProto and FedTGP use parts of it.
 - FD: Jeong et al., Communication-Efficient On-Device Machine Learning: Federated Distillation and
-  Augmentation under Non-IID Private Data, Algorithm 1. F is the softmax output of a model.
+  Augmentation under Non-IID Private Data, Algorithm 1. F denotes a model's softmax output.
 
-Shapes: N samples, C classes, P classes of a client, features of width D.
+Shapes: N samples, C classes, P classes on a client, features of width D.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ClassSums(nn.Module):
     @torch.no_grad()
     def add(self, features: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch of features [N, D], logits [N, C] and labels [N]."""
-        # Multiply by one-hot labels, because index_add_ is not deterministic on every device.
+        # Multiply with one-hot labels, because index_add_ is not deterministic on every device.
         member = F.one_hot(labels, self.counts.shape[-1]).T.float()
         with torch.autocast(member.device.type, enabled=False):
             self.features += member @ features.detach().float()
@@ -90,11 +90,11 @@ class ClassSums(nn.Module):
 def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array]:
     """Average vectors per class over the clients that have the class.
 
-    The order of the clients may affect the last bit; pass them sorted.
+    Pass the clients in sorted order, because the order may affect the last bit of the result.
 
     Args:
-        parts: For each client (at least one): its distinct classes [K], a vector for each class
-            [K, W], and its weight in each mean [K], > 0.
+        parts: One entry for each client (at least one): its distinct classes [K], a vector for each
+            class [K, W], and its positive weight in each mean [K].
 
     Returns:
         The classes of all clients [P], ascending, and their weighted means [P, W].
@@ -109,7 +109,7 @@ def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, A
 
 
 def class_totals(classes: Array, parts: Sequence[tuple[Array, Array]]) -> Array:
-    """Sum the numbers [K] of each client's classes [K]; returns the sums for `classes` [P]."""
+    """Sum the clients' values [K] for their classes [K]; returns the sums for `classes` [P]."""
     total = np.zeros(len(classes))
     for present, numbers in parts:
         total[np.searchsorted(classes, present)] += numbers
@@ -121,15 +121,16 @@ def average(
 ) -> ClassMeans:
     """Average class means over the clients that have the class (Section 3.1.2).
 
-    The order of `means` may affect the last bit; pass them sorted.
+    Pass `means` in sorted order, because the order may affect the last bit of the result.
 
     Args:
-        means: Class means of the clients.
-        by_samples: Whether to weight clients by their samples of the class instead of equally.
-        factors: Factor on the weight of each client, or None for no factors.
+        means: The clients' class means.
+        by_samples: Whether to weight clients by their number of samples in the class, instead of
+            equally.
+        factors: Factors by which the clients' weights are multiplied, or None.
 
     Returns:
-        The averages; the counts are total numbers of samples.
+        The averages, with the clients' total numbers of samples as counts.
     """
     if not means:
         none = np.zeros(0, np.int64)
@@ -145,7 +146,7 @@ def average(
 
 
 def cap_counts(counts: Array, samples: int) -> Array:
-    """Scale a client's class counts [P] down so that they sum to about `samples` at most.
+    """Scale down a client's class counts [P] so that their sum is at most about `samples`.
 
     Every count stays at least 1.
     """
@@ -170,7 +171,7 @@ class Teacher(nn.Module):
         Args:
             features: Features of each class, of shape [C, D].
             log_probabilities: Log softmax of the logits of each class, of shape [C, C].
-            known: Whether the server has sent the class, bool, of shape [C].
+            known: Mask of the classes that the server has sent, of shape [C].
             scale: Root mean square of the features, or 1 if they are all zero.
         """
         super().__init__()
@@ -180,7 +181,7 @@ class Teacher(nn.Module):
         self.scale = scale
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the target features [N, D] of samples with labels [N]."""
+        """Return the target features [N, D] for samples with labels [N]."""
         return self.features[labels]
 
     @classmethod
@@ -192,12 +193,12 @@ class Teacher(nn.Module):
         classes: int,
         device: torch.device,
     ) -> Teacher:
-        """Create a teacher from the classes that the server has sent.
+        """Create a teacher from the features and logits that the server has sent.
 
         Args:
-            present: Classes, of shape [P]. Rows of other classes are zero and not known.
+            present: Classes that were sent, of shape [P]. The rows of other classes are zero.
             features: Features of each class, of shape [P, ...].
-            logits: Logits of each class, of shape [P, C], or None for a teacher of features alone.
+            logits: Logits of each class, of shape [P, C], or None for a teacher with features only.
             classes: Number of classes C.
             device: Device of the tensors.
         """
@@ -222,10 +223,10 @@ class Teacher(nn.Module):
 
 
 class VariedTeacher(Teacher):
-    """Teacher with S features per class, of shape [C, S, D], for Velo.
+    """Velo's teacher, with S features per class, of shape [C, S, D].
 
-    Section 3.1.3 pairs each sample with the features of its class. Unlike the paper, each sample of
-    each batch is paired with one of the S features, drawn uniformly.
+    In Section 3.1.3, each sample is paired with the features of its class. Unlike in the paper,
+    each sample in a batch is paired with one of the S features, drawn uniformly.
     """
 
     def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
@@ -238,14 +239,14 @@ class VariedTeacher(Teacher):
         )
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return random features [N, D] of the classes of samples with labels [N]."""
+        """Draw features [N, D] of the classes `labels` [N]."""
         return self.features[labels, self._picks.take(len(labels))]
 
 
 def newest_rows(classes: Array, count: int) -> Array:
     """Return the rows of the last `count` entries of each class, ascending.
 
-    The entries, whose classes are `classes` [N], are in order of arrival.
+    `classes` [N] contains the class of each entry, in order of arrival.
     """
     backwards = classes[::-1]
     by_class = np.argsort(backwards, kind="stable")
@@ -256,10 +257,10 @@ def newest_rows(classes: Array, count: int) -> Array:
 
 @dataclass(frozen=True)
 class Terms:
-    """Weights of the terms in Eq. 1; the defaults are the printed form.
+    """Weights of the terms in Eq. 1. With the defaults, the loss is Eq. 1 as printed.
 
     The loss is l_ce + alpha (feature l_mse + logit l_kl). The paper has only alpha. The factors
-    `feature` and `logit` and the scaling `norm` of l_mse are additions.
+    `feature` and `logit`, and the scaling `norm` for l_mse, are additions.
     """
 
     alpha: float = 1.0
@@ -271,22 +272,22 @@ class Terms:
 def class_feature_loss(
     features: Tensor, labels: Tensor, teacher: Teacher, norm: FeatureNorm = "none"
 ) -> Tensor:
-    """Return l_mse of Felo's Eq. 1 for each sample, of shape [N].
+    """Return l_mse in Felo's Eq. 1 for each sample, of shape [N].
 
     This is the mean over the D components of the squared difference between the sample's features
     and the teacher's features of its class, or 0 if the teacher does not know the class. FedHe,
-    FedProto and FedTGP (`distance = mse`) use it too.
+    FedProto, and FedTGP with `distance = mse` also use it.
 
-    Architectures differ in the scale of their features, and class means are shorter than the
-    features that they average. The norm "none" is the printed form. Two norms are additions:
+    Architectures differ in the scale of their features, and class means have smaller norms than the
+    features. With the norm "none", the loss is as printed. The paper does not have the other two
+    norms:
 
-    - "rms" divides all features by the root mean square of the teacher's features, a single
-      number. The term then does not depend on the scale of the clients' features. Lengths are still
-      compared.
-    - "unit" scales each vector to a root mean square of 1, so only directions are compared.
+    - "rms" divides all features by one number, the root mean square of the teacher's features. The
+      term then does not depend on the scale of the clients' features, but still compares lengths.
+    - "unit" scales each vector to a root mean square of 1, so that only directions are compared.
     """
     student, target = features.float(), teacher.targets(labels)
-    if norm == "unit":  # the gradient passes through the division
+    if norm == "unit":  # Let the gradient pass through the division.
         student, target = (
             vectors * (vectors.square().mean(-1, keepdim=True) + MIN_MEAN_SQUARE).rsqrt()
             for vectors in (student, target)
@@ -297,7 +298,7 @@ def class_feature_loss(
 
 
 def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-    """Return the distance term of FedTGP's Eq. 11, a scalar.
+    """Return the distance term in FedTGP's Eq. 11, as a scalar.
 
     This is the mean, over the known classes in the batch, of the Euclidean distance between the
     mean features of the class in the batch and the teacher's features. It is 0 if the batch has no
@@ -314,7 +315,7 @@ def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> T
 
 
 def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-    """Return l_kl of Felo's Eq. 1 for each sample, of shape [N].
+    """Return l_kl in Felo's Eq. 1 for each sample, of shape [N].
 
     This is KL(teacher || model) for the teacher's logits of the sample's class, or 0 if the teacher
     does not know the class.
@@ -328,10 +329,10 @@ def class_logit_loss(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor
 def felo_loss(
     features: Tensor, logits: Tensor, labels: Tensor, teacher: Teacher | None, terms: Terms
 ) -> Tensor:
-    """Return the loss of Felo's Eq. 1, l_ce + alpha (l_mse + l_kl), as a scalar.
+    """Return Felo's loss, l_ce + alpha (l_mse + l_kl), as a scalar (Eq. 1).
 
-    It is the cross-entropy alone without a teacher, i.e. in a client's first round, and for samples
-    of classes that the teacher does not know.
+    The loss is the cross-entropy alone if there is no teacher, i.e. in a client's first round, and
+    for samples of classes that the teacher does not know.
     """
     loss = F.cross_entropy(logits.float(), labels)
     if teacher is None:
@@ -342,16 +343,17 @@ def felo_loss(
 
 
 MIN_PROBABILITY = 1e-12
-"""Lower bound of probabilities before the logarithm."""
+"""Lower bound for probabilities before their logarithm is computed."""
 ROUNDING = 1e-4
-"""Maximum deviation of a sum of probabilities from 1 that counts as rounding error."""
+"""Maximum difference between a sum of probabilities and 1 that counts as a rounding error."""
 
 
 @dataclass(frozen=True)
 class ClassTotals:
-    """Sums over clients (FD, Algorithm 1, line 12).
+    """Class-wise sums over clients (FD, Algorithm 1, line 12).
 
-    The sums are in float64, so that the contribution of a client can be subtracted exactly.
+    The sums are in float64, so that a client's contribution can be subtracted without rounding
+    errors.
 
     Attributes:
         classes: Classes, ascending, of shape [P].
@@ -365,7 +367,7 @@ class ClassTotals:
 
 
 def sum_by_class(parts: Sequence[tuple[Array, Array]], width: int) -> ClassTotals:
-    """Sum each client's vectors [K, `width`] of its classes [K] over the clients."""
+    """Sum the clients' vectors [K, `width`] for their classes [K]."""
     present = [classes for classes, _ in parts]
     classes = np.unique(np.concatenate(present)) if parts else np.zeros(0, np.int64)
     vectors, clients = np.zeros((len(classes), width)), np.zeros(len(classes), np.int64)
@@ -379,16 +381,16 @@ def sum_by_class(parts: Sequence[tuple[Array, Array]], width: int) -> ClassTotal
 def means_of_others(totals: ClassTotals, classes: Array, vectors: Array) -> tuple[Array, Array]:
     """Return the class means over all other clients (FD, Algorithm 1, line 15).
 
-    The paper divides by M - 1, because all of its M devices have all labels. Here the divisor is
+    The paper divides by M - 1, because each of its M devices has all labels. Here, the divisor is
     the number of other clients that have the class.
 
     Args:
         totals: Sums over all clients.
         classes: Classes that this client has contributed to `totals`, of shape [K]; may be empty.
-        vectors: Vectors that it has contributed, of shape [K, C].
+        vectors: Vectors that this client has contributed, of shape [K, C].
 
     Returns:
-        The classes of the other clients [Q], and their means [Q, C].
+        The other clients' classes [Q], and the class means [Q, C].
     """
     rows = np.searchsorted(totals.classes, classes)
     sums, clients = totals.vectors.copy(), totals.clients.copy()
@@ -403,8 +405,9 @@ def nearest_distributions(vectors: Array) -> Array:
     """Project each row of `vectors` [P, C] onto the probability simplex, in float32.
 
     Rows that are already distributions are unchanged; all-zero rows become uniform. For vectors
-    with Gaussian noise, the projection is the most likely distribution. Algorithm: Duchi et al.,
-    Efficient Projections onto the l1-Ball for Learning in High Dimensions, ICML 2008, Fig. 1.
+    with Gaussian noise, the projection is the most likely distribution. The algorithm is from Duchi
+    et al., Efficient Projections onto the l1-Ball for Learning in High Dimensions, ICML 2008, Fig.
+    1.
     """
     exact = vectors.astype(np.float64)
     is_distribution = (exact >= 0).all(1) & (np.abs(exact.sum(1) - 1) <= ROUNDING)
@@ -420,7 +423,7 @@ def nearest_distributions(vectors: Array) -> Array:
 def class_cross_entropy(logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
     """Return FD's distillation regularizer for each sample, of shape [N] (line 5).
 
-    This is the cross-entropy between the model's logits [N, C] and the teacher's distribution of
+    This is the cross-entropy between the model's logits [N, C] and the teacher's distribution for
     the sample's class, or 0 if the teacher does not know the class.
     """
     target = teacher.log_probabilities[labels].exp()

@@ -1,4 +1,4 @@
-"""FedType: conformal prediction sets, and the loss with which the private model imitates the proxy.
+"""FedType: conformal prediction sets, and the loss for imitating the proxy with them.
 
 Wang et al., Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical
 Reciprocity Learning (FedType), Section 3.2 and Appendix B. RAPS: Angelopoulos et al., Uncertainty
@@ -29,7 +29,7 @@ TEMPERATURE_RATE = 0.01
 
 @dataclass(frozen=True)
 class Raps:
-    """Regularization of RAPS: the penalty lambda on ranks beyond `k_reg`."""
+    """Regularization in RAPS: the penalty lambda on ranks beyond `k_reg`."""
 
     penalty: float = 0.5
     k_reg: int = 5
@@ -37,7 +37,7 @@ class Raps:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Conformal model of Eq. 5: the temperature and the threshold tau, both scalars."""
+    """Conformal model from Eq. 5, i.e. the temperature and the threshold tau, both scalars."""
 
     temperature: Tensor
     tau: Tensor
@@ -46,7 +46,7 @@ class Calibration:
 def calibrate(
     logits: Tensor, labels: Tensor, u: Tensor, *, theta: float, raps: Raps, corrected: bool = True
 ) -> Calibration:
-    """Fit the conformal model of Eq. 5 to held-out data.
+    """Fit the conformal model (Eq. 5) to held-out data.
 
     Fits the temperature, computes the RAPS scores of the true labels, and takes their (1 - theta)
     quantile.
@@ -68,11 +68,12 @@ def calibrate(
 
 @torch.no_grad()
 def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
-    """Fit the temperature T, a scalar, with a few gradient steps on the likelihood.
+    """Fit the temperature T, a scalar, with gradient steps on the likelihood.
 
-    This is Platt scaling as in Appendix F: 10 iterations of SGD from T = 1.3 with learning rate
-    0.01. Unlike the paper, each iteration uses all n samples. With p = softmax(z / T), the gradient
-    of the mean negative log-likelihood is the mean of (z_y - sum_k p_k z_k) / T^2.
+    This is Platt scaling as in Appendix F, with 10 iterations of SGD that start from T = 1.3 with
+    the learning rate 0.01. Unlike the paper, each iteration uses all n samples. With p = softmax(z
+    / T), the gradient of the mean negative log-likelihood is the mean of (z_y - sum_k p_k z_k) /
+    T^2.
     """
     temperature = logits.new_full((), START_TEMPERATURE)
     true_logits = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
@@ -86,10 +87,11 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
 def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) -> Tensor:
     """Return the threshold tau, a quantile of scores [n].
 
-    If `corrected`, tau is the ceil((n + 1)(1 - theta)) / n quantile, as printed (Appendix B, step
-    3). It is infinite if this level exceeds 1, because only the set of all classes is valid then.
-    Otherwise, tau is the (1 - theta) quantile as in RAPS' published code, the higher of two
-    neighbors. It is always finite, and differs only for small n.
+    If `corrected` is set, tau is the ceil((n + 1)(1 - theta)) / n quantile, as printed (Appendix B,
+    step 3). It is infinite if this level exceeds 1, because then only the set of all classes is
+    valid. If `corrected` is not set, tau is the (1 - theta) quantile, rounded up to the higher of
+    two neighbors, as in RAPS' published code. This quantile is always finite, and differs only for
+    small n.
     """
     rank = _quantile_rank(len(scores), theta, corrected=corrected)
     if rank > len(scores):
@@ -103,7 +105,7 @@ def _quantile_rank(count: int, theta: float, *, corrected: bool) -> int:
 
     The rank exceeds `count` if there are too few samples for a finite corrected threshold.
     """
-    # Subtract 1e-9, because rounding may lift a product slightly above an integer.
+    # Subtract 1e-9, because rounding errors may lift a product slightly above an integer.
     if corrected:
         return max(math.ceil((count + 1) * (1 - theta) - 1e-9), 1)
     return math.ceil((count - 1) * (1 - theta) - 1e-9) + 1
@@ -112,8 +114,8 @@ def _quantile_rank(count: int, theta: float, *, corrected: bool) -> int:
 def unpenalized_ranks(labels: int) -> int:
     """Return the default of k_reg for a number of labels.
 
-    It is 1 for up to 10 labels, 5 for 100 or more labels, as in FedType and RAPS, and interpolated
-    in between. The papers have only the value 5.
+    The default is 1 for up to 10 labels, 5 for 100 or more labels, and interpolated in between. The
+    papers, FedType and RAPS, only state the value 5.
     """
     return round(1 + 4 * min(max(labels - 10, 0) / 90, 1))
 
@@ -131,7 +133,7 @@ def raps_scores(probabilities: Tensor, u: Tensor, penalty: float | Tensor, k_reg
 def mass_above_and_rank(probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """Return rho [N, C] and o [N, C] of Eq. 6 for probabilities [N, C].
 
-    rho(y) is the total probability of the labels that are more likely than y. The rank o(y) is the
+    rho(y) is the total probability of labels that are more likely than y. The rank o(y) is the
     number of labels that are at least as likely as y.
     """
     values, order = probabilities.sort(dim=1, descending=True)
@@ -163,9 +165,9 @@ def running_sums(values: Tensor) -> Tensor:
 def prediction_sets(
     logits: Tensor, calibration: Calibration, u: Tensor, *, penalty: float | Tensor, k_reg: int
 ) -> Tensor:
-    """Return the prediction sets of Eq. 6 as a mask [N, C].
+    """Return the prediction sets (Eq. 6) as a mask [N, C].
 
-    An empty set is replaced by the most likely label.
+    An empty set is replaced by the set of the most likely label.
 
     Args:
         logits: Logits, of shape [N, C].
@@ -183,7 +185,7 @@ def prediction_sets(
 
 @torch.no_grad()
 def top_sets(logits: Tensor, size: int) -> Tensor:
-    """Return sets of the `size` most likely labels as a mask [N, C] (ablation FedType_TopK)."""
+    """Return the sets of the `size` most likely labels as a mask [N, C] (ablation FedType_TopK)."""
     size = min(size, logits.shape[1])
     best = logits.topk(size, dim=1).indices
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, best, True)
@@ -194,8 +196,8 @@ def dynamic_penalty(delta: float, penalty: float, form: str) -> float:
 
     Args:
         delta: Change of the proxy's accuracy on the calibration data, in [-1, 1].
-        penalty: Penalty lambda of RAPS.
-        form: Form of g: "g1" is Eq. 7; "g2", "g3" and "g4" are alternatives of Section 4.2.4.
+        penalty: RAPS penalty lambda.
+        form: Form of g: "g1" is Eq. 7; "g2", "g3" and "g4" are the alternatives in Section 4.2.4.
     """
     if delta >= 0:
         return penalty
@@ -221,14 +223,14 @@ def consensus(proxy_sets: Tensor, private_sets: Tensor) -> Tensor:
 def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool = True) -> Tensor:
     """Return the loss of Eq. 3, -eta sum_{k in S} log softmax(logits)_k, averaged over samples.
 
-    Eq. 3 is printed without the minus sign, but minimizing it would then lower the confident
-    labels.
+    Eq. 3 is printed without the minus sign, but minimizing it would then lower the probabilities of
+    the labels in the sets.
 
     Args:
         logits: Logits of the private model, of shape [N, P].
         sets: Sets S, bool, of shape [N, P].
         eta: Consensus weights, of shape [N].
-        averaged: Whether to divide the sum by |S| (not in the paper). Large and small sets then
+        averaged: Whether to divide the sum by |S| (not in the paper), so that large and small sets
             have equal weight, as Section 3.2.4 intends.
     """
     inside = (logits.float().log_softmax(1) * sets).sum(1)
@@ -238,7 +240,7 @@ def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool 
 
 
 class Imitation:
-    """Prediction sets of the epochs in a round, and the private model's loss on them."""
+    """Imitation in one round: each epoch's prediction sets, and the private model's loss."""
 
     def __init__(
         self,
@@ -261,11 +263,12 @@ class Imitation:
             settings.lambda_, unpenalized_ranks(len(labels)) if isinstance(k_reg, str) else k_reg
         )
         self.penalty = self.raps.penalty
-        """g of Eq. 7: the penalty of the proxy's sets, and of both models with `shrinks = both`."""
+        """Penalty g (Eq. 7) on the proxy's sets; with `shrinks = both`, also on the private model's
+        sets."""
         self.calibrations: tuple[Calibration, ...] = ()
         """Conformal models of the proxy and of the private model (Eq. 5)."""
         self._parameters: tuple[Tensor, ...] = ()
-        """Temperatures, thresholds and penalties of the private model and of the proxy, [2] each.
+        """Temperatures, thresholds and penalties, [2] each, for the private model and the proxy.
         """
         self._random_factors = Numbers(
             lambda count: torch.rand(count, generator=noise), labels.device
@@ -275,7 +278,7 @@ class Imitation:
         self._count = 0
 
     def calibrate(self, proxy: Tensor, private: Tensor, y: Tensor) -> None:
-        """Fit both conformal models (Eq. 5), and compute the penalty that shrinks the sets (Eq. 7).
+        """Fit both conformal models (Eq. 5), and compute the penalty on the sets (Eq. 7).
 
         Args:
             proxy: Logits of the proxy on the held-out samples, of shape [n, C].
@@ -307,7 +310,7 @@ class Imitation:
         )
 
     def is_skipped(self, held_out: int) -> bool:
-        """Return whether imitation is skipped because of too few held-out samples.
+        """Return whether imitation is skipped because there are too few held-out samples.
 
         With `infinite = skip`, it is skipped if the threshold would be infinite. It is always
         skipped without held-out samples, e.g. for a client with only two samples.
@@ -321,7 +324,7 @@ class Imitation:
         return skips and _quantile_rank(held_out, settings.theta, corrected=True) > held_out
 
     def loss(self, private: Tensor, proxy: Tensor, views: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of Eq. 3 for a batch, as a scalar.
+        """Return the imitation loss of a batch, as a scalar (Eq. 3).
 
         The gradient flows only into `private`.
 
@@ -344,14 +347,14 @@ class Imitation:
         )
 
     def sets(self, private: Tensor, proxy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sets L of the private model and S of the proxy for logits [N, P] (Eq. 6)."""
+        """Return the private model's sets L and the proxy's sets S for logits [N, P] (Eq. 6)."""
         if not self.calibrations:
             return top_sets(private, self.settings.top_k), top_sets(proxy, self.settings.top_k)
         count, u = len(proxy), self._factors(len(proxy))
         temperature, tau, penalty = (
             values.repeat_interleave(count).unsqueeze(1) for values in self._parameters
         )
-        sets = prediction_sets(  # compute the sets of both models in one batch
+        sets = prediction_sets(  # Compute the sets of both models in one batch.
             torch.cat([private, proxy]),
             Calibration(temperature, tau),
             u.repeat(2),
@@ -361,7 +364,7 @@ class Imitation:
         return sets[:count], sets[count:]
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean eta and set sizes of the round, and the proxy's threshold if finite."""
+        """Return the round's mean eta and set sizes, and the proxy's threshold if it is finite."""
         if (count := self._count) == 0:
             return {}
         eta, proxy, private = self._sums.tolist()
@@ -370,7 +373,7 @@ class Imitation:
         return means if tau == torch.inf else {**means, "tau": tau}
 
     def _factors(self, count: int) -> Tensor:
-        """Return the factors u [count] of Eq. 6."""
+        """Draw the factors u [count] for Eq. 6."""
         if isinstance(u := self.settings.u, str):
             return self._random_factors.take(count)
         return torch.full((count,), u, device=self.labels.device)

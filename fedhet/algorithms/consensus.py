@@ -1,4 +1,4 @@
-"""Consensus of several models on public samples: averages of scores, and votes.
+"""Consensus of several models on public samples, by averages of scores or by votes.
 
 - FedMD: mean of scores. Li and Wang, FedMD, Algorithm 1, "Aggregate".
 - DS-FL: mean (SA) or entropy reduction (ERA) of probabilities. Itahara et al., DS-FL.
@@ -21,12 +21,12 @@ import numpy as np
 from fedhet.base.arrays import Array
 
 DEVIATIONS = 3.0
-"""Number of standard deviations tolerated by the filter; the published code filters if the variance
-exceeds 9 at sigma = 1."""
+"""Number of standard deviations that the filter tolerates. The published code filters if the
+variance exceeds 9 and assumes sigma = 1."""
 MAJORITY = 0.5
-"""Minimum fraction of the clients' weight that the filter keeps, since a majority is honest."""
+"""Minimum fraction of the clients' weight that the filter keeps, because a majority is honest."""
 BLOCK = 1024
-"""Number of samples filtered at the same time, which bounds the memory."""
+"""Number of samples to filter at the same time, which bounds the memory."""
 
 
 def mean_scores(answers: Array) -> Array:
@@ -39,10 +39,10 @@ def mean_scores(answers: Array) -> Array:
 
 
 def entropy_reduced(probabilities: Array, temperature: float) -> Array:
-    """Return softmax(mean / T), of shape [R, C], for the clients' probabilities [K, R, C].
+    """Return softmax(mean / T) of the clients' probabilities [K, R, C], of shape [R, C].
 
     This is entropy reduction aggregation (ERA) of Itahara et al. A lower temperature T gives a
-    lower entropy. As T goes to infinity, the result becomes uniform, not the mean.
+    lower entropy. As T goes to infinity, the result becomes uniform instead of the mean.
     """
     scaled = probabilities.mean(0, dtype=np.float64) / temperature
     powers = np.exp(scaled - scaled.max(1, keepdims=True))
@@ -58,8 +58,8 @@ def median_scores(probabilities: Array) -> Array:
 def trimmed_scores(probabilities: Array, fraction: float) -> Array:
     """Return the normalized coordinate-wise trimmed mean [R, C] of probabilities [K, R, C].
 
-    For each coordinate, the lowest and the highest values are removed: a `fraction` of the clients
-    at each end, rounded up. At least one or two values remain.
+    For each coordinate, the lowest and the highest values are removed. The number removed at each
+    end is `fraction` of the clients, rounded up, but at least one or two values remain.
     """
     clients = len(probabilities)
     cut = min(math.ceil(fraction * clients), (clients - 1) // 2)
@@ -70,15 +70,15 @@ def trimmed_scores(probabilities: Array, fraction: float) -> Array:
 def filter_weights(points: Array, sigma: float) -> Array:
     """Return the weight of each client on each sample, of shape [K, R], in [0, 1].
 
-    This is the filter for distributions of bounded second moment in Diakonikolas, Kamath, Kane, Li,
-    Moitra and Stewart, Being Robust (in High Dimensions) Can Be Practical, ICML 2017. It is applied
-    to the K vectors of R^C of each sample. Let v be the direction of the largest variance. While
-    the variance along v exceeds 9 sigma^2, the weight of a client at x is multiplied by 1 - d /
-    max d, where d = (v . (x - mean))^2. Hence the farthest client loses its weight.
+    This is the filter for distributions with bounded second moments from Diakonikolas, Kamath,
+    Kane, Li, Moitra and Stewart, Being Robust (in High Dimensions) Can Be Practical, ICML 2017. It
+    is applied to each sample's K vectors in R^C. Let v be the direction of the largest variance.
+    While the variance along v exceeds 9 sigma^2, the weight of a client at x is multiplied by 1 - d
+    / max d, where d = (v . (x - mean))^2. The farthest client thus loses its weight.
 
-    The published filter removes the clients beyond a random threshold; this filter is
-    deterministic. Unlike the published filter, it stops if less than half of the weight would
-    remain, because then no majority agrees on the sample.
+    Unlike the published filter, which removes the clients beyond a random threshold, this filter is
+    deterministic. It also stops if less than half of the weight would remain, because then no
+    majority agrees on the sample.
     """
     all_weights = np.ones(points.shape[1::-1])
     for start in range(0, points.shape[1], BLOCK):
@@ -99,9 +99,9 @@ def filter_weights(points: Array, sigma: float) -> Array:
 def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
     """Return the largest variance along any direction v [R], and the distances along v [R, K].
 
-    The distances are squared distances from the mean, and 0 for points without weight. Uses the
-    K x K matrix of inner products, which has the same nonzero eigenvalues as the covariance, so
-    that the memory does not grow with C^2.
+    The distances are squared distances from the mean, and 0 for points without weight. The
+    eigenvalues are computed from the K x K matrix of inner products, which has the same nonzero
+    eigenvalues as the covariance, so that the memory does not grow with C^2.
 
     Args:
         x: Points, of shape [R, K, C].
@@ -119,7 +119,7 @@ def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
 def weighted_scores(points: Array, weights: Array) -> Array:
     """Return the weighted mean [R, C] of points [K, R, C] with weights [K, R].
 
-    The weights of each sample must have a positive sum.
+    Each sample's weights must have a positive sum.
     """
     x = points.astype(np.float64).transpose(1, 0, 2)
     mean: Array = (weights.T[:, None] @ x)[:, 0] / weights.sum(0)[:, None]
@@ -138,12 +138,12 @@ def _normalized(scores: Array, probabilities: Array) -> Array:
 
 
 CELLS = 2**17
-"""Number of counts (classes x instances) in a block, which fits into the CPU cache."""
+"""Number of counts (classes x instances) in a block; such a block fits into the CPU cache."""
 
 
 @dataclass(frozen=True)
 class Vote:
-    """Vote of a participant.
+    """Vote of one participant.
 
     Attributes:
         predictions: Predicted class of each instance, of shape [N]; C is an abstention.
@@ -162,7 +162,7 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
     Instance x joins P_k if more than a fraction `threshold` of the participants with class c_k
     predicts c_k for x, by weight (Eq. 18). An instance can join several sets. A participant that
     abstains counts in the denominator, because line 5 counts the label spaces before the votes. The
-    order of the votes does not affect the result if weights are integers or equal.
+    order of the votes does not affect the result if the weights are integers or equal.
 
     Args:
         votes: Votes of the participants.
@@ -173,7 +173,8 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
         A mask of shape [C, N], whose row k is P_k.
     """
     instances = len(votes[0].predictions) if votes else 0
-    weights = np.zeros(classes)  # TOTAL, the weight of the participants with each class (line 5)
+    # TOTAL is the total weight of the participants with each class (line 5).
+    weights = np.zeros(classes)
     for vote in votes:
         weights[vote.space] += vote.weight
     total = weights[:, None]
@@ -195,14 +196,14 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
 
 
 def undecided(probabilities: Array, margin: float) -> Array:
-    """Return a mask [N] of the instances on which a participant abstains.
+    """Return a mask [N] of the instances for which a participant abstains.
 
-    It abstains if the two highest probabilities of an instance differ by at most `margin`. The
-    paper has no abstentions; the authors' published script uses a margin of 0.3.
+    A participant abstains if the two highest probabilities for an instance differ by at most
+    `margin`. The paper has no abstentions; the authors' published script uses a margin of 0.3.
 
     Args:
         probabilities: Probabilities of the classes, of shape [N, C] with C >= 2.
-        margin: Margin between the probabilities.
+        margin: Maximum difference at which the participant abstains.
 
     Raises:
         ValueError: If there are fewer than two classes.

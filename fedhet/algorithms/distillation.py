@@ -1,10 +1,10 @@
-"""Knowledge distillation: losses of a student against the predictions of teachers.
+"""Knowledge distillation: losses between a student's and a teacher's predictions.
 
 The teacher is:
 
 - the server: Hinton et al., Distilling the Knowledge in a Neural Network;
 - a peer: FML (Shen et al., Federated Mutual Learning);
-- the mentor or the mentee of the same client: FedKD (Wu et al., Communication-efficient federated
+- the mentor or the mentee on the same client: FedKD (Wu et al., Communication-efficient federated
   learning via knowledge distillation, Nature Communications 13, 2022, Methods);
 - the model itself on weakly augmented samples: FixMatch (Sohn et al. 2020);
 - the teacher selected for each public sample: FedGEMS (Cheng et al., FedGEMS: Federated Learning of
@@ -28,7 +28,7 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0
     """Return T^2 KL(teacher || student), averaged over samples, as a scalar.
 
     Both logits [N, C] are divided by the temperature T. With T = 1, this is FedType's Eq. 1. The
-    factor T^2 keeps the magnitude of the gradient (Hinton et al., Section 2). No gradient flows
+    factor T^2 preserves the magnitude of the gradient (Hinton et al., Section 2). No gradient flows
     into the teacher.
     """
     target = (teacher.detach().float() / temperature).log_softmax(1)
@@ -40,22 +40,22 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0
 def kl_divergence(log_p: Tensor, target: Tensor) -> Tensor:
     """Return the summands [N, C] of KL(target || p) for log probabilities [N, C].
 
-    Used instead of `F.kl_div`, which `torch.func.vmap` does not batch over clients.
+    This replaces `F.kl_div`, which `torch.func.vmap` cannot batch over clients.
     """
     return target.exp() * (target - log_p)
 
 
 def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: ScoreKind) -> Tensor:
-    """Return the loss of each sample against the consensus, of shape [N].
+    """Return each sample's loss with respect to the consensus, of shape [N].
 
     No gradient flows into the consensus.
 
     Args:
-        kind: "mae" and "mse" are the mean absolute and squared error over classes.
-            "cross-entropy" is -sum_c p_c log q_c between probabilities.
+        kind: "mae" and "mse" are the mean absolute and squared error over classes. "cross-entropy"
+            is -sum_c p_c log q_c, computed from probabilities.
         logits: Logits of the model, of shape [N, C].
         consensus: Scores of the consensus, of shape [N, C].
-        scores: Kind of scores in the consensus, with which the model is compared.
+        scores: Kind of scores in the consensus.
     """
     student, target = logits.float(), consensus.detach().float()
     if kind == "cross-entropy":
@@ -66,7 +66,7 @@ def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: S
 
 
 def mutual_loss(own: Tensor, peer: Tensor, labels: Tensor, weight: float) -> Tensor:
-    """Return FML's loss of a model, weight CE(own) + (1 - weight) KL(peer || own), as a scalar.
+    """Return FML's loss, weight CE(own) + (1 - weight) KL(peer || own), as a scalar.
 
     Takes the logits [N, C] of the model and of its peer, and labels [N]. No gradient flows into the
     peer.
@@ -76,8 +76,8 @@ def mutual_loss(own: Tensor, peer: Tensor, labels: Tensor, weight: float) -> Ten
 
 
 MIN_TASK_LOSS = 1e-3
-"""Lower bound of the sum of task losses that divides the distillation losses (not in the paper).
-Otherwise distillation would dominate once both models classify all samples correctly."""
+"""Lower bound of the sum of task losses by which the distillation losses are divided (not in the
+paper). Without it, distillation would dominate once both models classify all samples correctly."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AdaptiveIntensity:
     """Options for FedKD's distillation intensity, 1 / (L^t_t + L^t_s)."""
 
     by_sample: bool = False
-    """Whether the intensity is computed for each sample; by default it is computed from the mean
+    """Whether to compute the intensity for each sample. By default, it is computed from the mean
     losses of the batch, as in the authors' code."""
     learned: bool = True
     """Whether gradients pass through the intensity, as in Eqs. 6 and 7 and in the authors' code."""
@@ -95,11 +95,12 @@ class AdaptiveIntensity:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of the mentor or of the mentee for a batch.
+    """Outputs of the mentor or the mentee for a batch.
 
     Attributes:
         logits: Logits, of shape [N, C].
-        features: Features of the mentor's width D, of shape [N, D]; W^h H^s for the mentee.
+        features: Features, of shape [N, D], where D is the mentor's feature width. The mentee's
+            features are W^h H^s.
     """
 
     logits: Tensor
@@ -114,7 +115,7 @@ def mutual_losses(
     The gradient of L_t reaches only the mentor; the gradient of L_s reaches the mentee and W^h.
     """
     reduction = "none" if options.by_sample else "mean"
-    mentor_task, mentee_task = (  # L^t_t and L^t_s (Eqs. 1 and 2)
+    mentor_task, mentee_task = (  # The task losses are L^t_t and L^t_s (Eqs. 1 and 2).
         F.cross_entropy(outputs.logits.float(), labels, reduction=reduction)
         for outputs in (mentor, mentee)
     )
@@ -131,7 +132,7 @@ def mutual_losses(
         target = other.logits.detach().float().log_softmax(1)
         log_p = own.logits.float().log_softmax(1)
         distance = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)
-        # L^h (Eq. 5) compares the features.
+        # The hidden loss L^h (Eq. 5) compares the features.
         gap = own.features.float() - other.features.detach().float()
         distance = distance + options.hidden * gap.square().mean(1)
         distance = distance if options.by_sample else distance.mean()
@@ -140,30 +141,31 @@ def mutual_losses(
 
 
 def confident_labels(logits: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the most likely class [N], and whether its probability is at least `threshold` [N]."""
+    """Return the most likely classes [N], and a mask [N] of probabilities >= `threshold`."""
     probability, labels = logits.detach().float().softmax(1).max(1)
     return labels, probability >= threshold
 
 
 def unlabeled_loss(logits: Tensor, labels: Tensor, confident: Tensor) -> Tensor:
-    """Return FixMatch's loss of unlabeled images (Eq. 4), averaged over all N images, as a scalar.
+    """Return FixMatch's loss for unlabeled images (Eq. 4), averaged over all N images.
 
     Args:
         logits: Logits of the strongly augmented images, of shape [N, C].
         labels: Pseudo-labels, of shape [N].
-        confident: Whether a pseudo-label is confident, bool, of shape [N]; the loss is 0 if not.
+        confident: Mask of the confident pseudo-labels, of shape [N]. The loss of all other images
+            is 0.
     """
     losses = F.cross_entropy(logits.float(), labels, reduction="none")
     return (losses * confident).sum() / len(labels)
 
 
 MIN_ENTROPY = 1e-6
-"""Lower bound of entropies, since 1/H in Eq. 4 is unbounded otherwise."""
+"""Lower bound of entropies, because 1/H in Eq. 4 is unbounded otherwise."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Teacher logits [N, C], and a mask [N] of the samples that have teacher logits."""
+    """Teacher logits [N, C], with a mask [N] of the samples that have teacher logits."""
 
     logits: Tensor
     known: Tensor
@@ -175,7 +177,7 @@ class Targets:
         return cls(torch.zeros(samples, classes, device=device), known)
 
     def keep(self, rows: Tensor, logits: Tensor, where: Tensor) -> None:
-        """Store the logits [B, C] of the samples `rows` [B] for which `where` [B] is true."""
+        """Store the logits [B, C] of those samples `rows` [B] for which `where` [B] is true."""
         self.logits[rows] = torch.where(where.unsqueeze(1), logits, self.logits[rows])
         self.known[rows] |= where
 
@@ -185,14 +187,14 @@ class Targets:
 
 
 def reliability(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the weights alpha [K, N] of the clients in each sample's target (FedGEMS, Eq. 4).
+    """Return the clients' weights alpha [K, N] in each sample's target (FedGEMS, Eq. 4).
 
     The weights are the softmax of 1/H over the clients that predict the sample correctly, and 0 for
-    the other clients. They are computed in float64 and in log space, with H >= MIN_ENTROPY.
+    all other clients. They are computed in log space and in float64, with H >= MIN_ENTROPY.
     """
     exact = logits.double()
     log_p = exact.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)  # H(p), Eq. 3
+    entropy = -(log_p.exp() * log_p).sum(-1)  # This is H(p) in Eq. 3.
     confidence = entropy.clamp_min(MIN_ENTROPY).reciprocal()
     reliable = exact.argmax(-1) == labels
     confidence = confidence.masked_fill(~reliable, -torch.inf)
@@ -201,7 +203,7 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def fuse(logits: Tensor, labels: Tensor) -> Targets:
-    """Fuse the clients' logits [K, N, C] into the targets of Eq. 5, sum_j alpha_j l_j.
+    """Fuse the clients' logits [K, N, C] into targets, sum_j alpha_j l_j (Eq. 5).
 
     Samples that no client predicts correctly have no target.
     """
@@ -210,22 +212,24 @@ def fuse(logits: Tensor, labels: Tensor) -> Targets:
 
 
 def fuse_all(logits: Tensor) -> Targets:
-    """Average the clients' logits [K, N, C] into targets of all samples, as in FedGEM."""
-    mean = (logits / len(logits)).sum(0)  # divide first: sums of finite logits may overflow
+    """Average the clients' logits [K, N, C] into targets for all samples, as in FedGEM."""
+    # Divide first, because the sum of finite logits may overflow.
+    mean = (logits / len(logits)).sum(0)
     return Targets(mean, torch.ones(logits.shape[1], dtype=torch.bool))
 
 
 def split(
     right: Tensor, pooled: Tensor, *, self_training: bool = True, self_distillation: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Partition the samples into S1, S2 and S3 of Section 3.3.
+    """Partition the samples into S1, S2 and S3 (Section 3.3).
 
     Args:
-        right: Whether the server predicts the sample correctly, bool, of shape [N].
-        pooled: Whether the sample has logits in the pool of global logits, bool, of shape [N].
-        self_training: Whether correctly predicted samples form S1; if not, S1 is empty (Table 5).
-        self_distillation: Whether the remaining samples in the pool form S2; if not, S2 is empty
+        right: Mask of the samples that the server predicts correctly, of shape [N].
+        pooled: Mask of the samples with logits in the pool of global logits, of shape [N].
+        self_training: Whether S1 contains the correctly predicted samples; otherwise, it is empty
             (Table 5).
+        self_distillation: Whether S2 contains the remaining samples in the pool; otherwise, it is
+            empty (Table 5).
 
     Returns:
         The masks [N] of S1, S2 and S3. S3 contains the samples in neither S1 nor S2.
@@ -240,8 +244,8 @@ def select_targets(
 ) -> Targets:
     """Select the targets of the samples in S1, S2 and S3.
 
-    Samples in S1 have no target, samples in S2 have `recalled` (Eq. 2), and samples in S3 have
-    `fused` (Eq. 5), if it is known.
+    Samples in S1 have no target. The targets in S2 are `recalled` (Eq. 2), and the targets in S3
+    are the known ones in `fused` (Eq. 5).
     """
     _, second, third = parts
     logits = torch.where(second.unsqueeze(1), recalled.logits, fused.logits)
@@ -251,7 +255,7 @@ def select_targets(
 def selective_loss(
     logits: Tensor, labels: Tensor, teacher: Tensor, known: Tensor, epsilon: float
 ) -> Tensor:
-    """Return the loss of Eqs. 1, 2, 5 and 6, averaged over samples, as a scalar.
+    """Return the loss in Eqs. 1, 2, 5 and 6, averaged over samples, as a scalar.
 
     Samples with teacher logits have the loss epsilon CE + (1 - epsilon) KL(teacher || model) (Eqs.
     2, 5 and 6); the remaining samples have the loss CE (Eq. 1). No gradient flows into the teacher.
@@ -260,11 +264,11 @@ def selective_loss(
         logits: Logits of the model, of shape [N, C].
         labels: Labels, of shape [N].
         teacher: Teacher logits, of shape [N, C].
-        known: Whether a sample has teacher logits, bool, of shape [N].
+        known: Mask of the samples with teacher logits, of shape [N].
         epsilon: Weight of the cross-entropy.
     """
     log_p = logits.float().log_softmax(1)
-    # Finite logits can still have a log softmax of -inf, which contributes 0 to the divergence.
+    # The log softmax of finite logits can still be -inf, which contributes 0 to the divergence.
     target = teacher.detach().float().log_softmax(1).clamp_min(torch.finfo(torch.float32).min)
     classified = F.nll_loss(log_p, labels, reduction="none")
     distilled = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)

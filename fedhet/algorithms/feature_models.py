@@ -1,4 +1,4 @@
-"""Networks that take or generate features: prototypes, heads, projectors and generators.
+"""Networks that process or generate features: prototypes, heads, projectors and generators.
 
 - FedProto, nearest prototype: Tan et al., FedProto: Federated Prototype Learning across
   Heterogeneous Clients, Eq. 4.
@@ -9,12 +9,12 @@
   Representation Learning, NeurIPS 2024, Section 4.
 - FedGH, global head: Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global
   Header.
-- Velo, conditional variational autoencoder (CVAE) of features s with latent variables z: Chan and
-  Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.2. The CVAE is
-  by Sohn et al., Learning Structured Output Representation using Deep Conditional Generative
-  Models. Unlike the paper, Eq. 2 is applied to standardized features, because training diverges on
-  large raw features, even those of a single client.
-- FedGen, generator of features: Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge
+- Velo, conditional variational autoencoder (CVAE) for features s with latent variables z: Chan and
+  Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section 3.2. The CVAE
+  was proposed by Sohn et al., Learning Structured Output Representation using Deep Conditional
+  Generative Models. Unlike in the paper, Eq. 2 is applied to standardized features, because
+  training diverges on large raw features, even with a single client.
+- FedGen, feature generator: Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge
   Distillation for Heterogeneous Federated Learning, ICML 2021.
 
 Shapes: N samples, C classes, features of width D, latent variables of width Z.
@@ -43,7 +43,7 @@ EXACT = "donot_use_mm_for_euclid_dist"
 
 
 class TrainingOptions(TypedDict):
-    """Options for training a network on the server in a round."""
+    """Options for training a network on the server in one round."""
 
     epochs: int
     batch_size: int
@@ -59,7 +59,7 @@ def _train(
     optimizer: Callable[..., torch.optim.Optimizer],
     options: TrainingOptions,
 ) -> float:
-    """Train on features x [N, D], and return the mean loss of the last epoch.
+    """Train on features x [N, D], and return the mean loss over the last epoch.
 
     Raises DataError if there is only one feature vector.
     """
@@ -85,25 +85,25 @@ class NearestPrototype(nn.Module):
         """Create a classifier.
 
         Args:
-            extractor: Maps samples to features [N, D].
+            extractor: Network that maps samples to features [N, D].
             prototypes: Prototypes on the extractor's device, of shape [C, D].
-            known: Whether a class has a prototype, bool, of shape [C].
+            known: Mask of the classes that have a prototype, of shape [C].
         """
         super().__init__()
         self.extractor = extractor
         self.prototypes, self.known = prototypes, known
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the negative squared distances [N, C], or -inf for classes without prototype."""
+        """Return the negative squared distances [N, C], or -inf for classes without a prototype."""
         features = self.extractor(x).float()
         distances = torch.cdist(features, self.prototypes, compute_mode=EXACT)
         return (-distances.square()).masked_fill(~self.known, float("-inf"))
 
 
 class TrainablePrototypes(nn.Module):
-    """Trainable prototypes F(v), for a vector v per class and a shared network F (FedTGP, Fig. 3).
+    """Trainable prototypes F(v), from one vector v per class and a shared network F.
 
-    F has two linear layers of the prototypes' width, with a ReLU in between.
+    F has two linear layers with the prototypes' width and a ReLU in between (FedTGP, Fig. 3).
     """
 
     def __init__(self, classes: int, width: int) -> None:
@@ -120,7 +120,7 @@ class TrainablePrototypes(nn.Module):
 def adaptive_margin(
     prototypes: Tensor, labels: Tensor, threshold: float, reading: Margin = "largest"
 ) -> float:
-    """Return the margin delta(t) of FedTGP's Eq. 9.
+    """Return the margin delta(t) (FedTGP, Eq. 9).
 
     The center of a class is the mean of the clients' prototypes.
 
@@ -151,10 +151,10 @@ def nearest_distances(centers: Tensor) -> Tensor:
 
 
 def contrastive_loss(prototypes: Tensor, labels: Tensor, trained: Tensor, margin: float) -> Tensor:
-    """Return the loss of FedTGP's Eq. 10, or of Eq. 6 if the margin is 0, as a scalar.
+    """Return FedTGP's loss (Eq. 10, or Eq. 6 if the margin is 0), as a scalar.
 
-    The loss is a mean over the clients' prototypes instead of a sum, as in the authors' code. The
-    learning rate then does not depend on the number of clients.
+    As in the authors' code, the loss is the mean over the clients' prototypes instead of the sum,
+    so a suitable learning rate does not depend on the number of clients.
 
     Args:
         prototypes: Prototypes of the clients, of shape [N, D].
@@ -177,8 +177,8 @@ def train_prototypes(
 ) -> float:
     """Train with SGD on Eq. 10 (FedTGP, Algorithm 1, line 9).
 
-    Takes prototypes [N, D] of the clients and their classes [N]. Returns the mean loss of the last
-    epoch.
+    The arguments are the clients' prototypes [N, D] and their classes [N]. Returns the mean loss
+    over the last epoch.
     """
 
     def loss_of(prototypes: Tensor, labels: Tensor) -> Tensor:
@@ -188,10 +188,10 @@ def train_prototypes(
 
 
 class Projector(nn.Linear):
-    """FedMRL's projector P, which fuses the features of the shared and the local model."""
+    """FedMRL's projector P, which fuses features from the shared and the local model."""
 
     def __init__(self, shared_dim: int, local_dim: int) -> None:
-        """Create P for features of width d1 = `shared_dim` and d2 = `local_dim`, d2 >= d1."""
+        """Create P for features of width d1 = `shared_dim` and d2 = `local_dim`, where d2 >= d1."""
         super().__init__(shared_dim + local_dim, local_dim)
         self.coarse_dim = shared_dim
 
@@ -201,16 +201,16 @@ class Projector(nn.Linear):
         return fused
 
     def coarse(self, fused: Tensor) -> Tensor:
-        """Return the first d1 components of fused features, the coarse part (Section 4.2)."""
+        """Return the coarse part of fused features, i.e. the first d1 components (Section 4.2)."""
         return fused[:, : self.coarse_dim]
 
 
 def matryoshka_losses(fine: Tensor, coarse: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of the local head and of the shared head, [2] (FedMRL, Section 4.2).
+    """Return the cross-entropy of the local and the shared head, [2] (FedMRL, Section 4.2).
 
     Args:
         fine: Logits of the local head on the fused features, of shape [N, C].
-        coarse: Logits of the shared head on their coarse part, of shape [N, C].
+        coarse: Logits of the shared head on the coarse part, of shape [N, C].
         labels: Labels, of shape [N].
     """
     losses = [F.cross_entropy(logits.float(), labels) for logits in (fine, coarse)]
@@ -220,7 +220,7 @@ def matryoshka_losses(fine: Tensor, coarse: Tensor, labels: Tensor) -> Tensor:
 def train_head(
     head: nn.Module, representations: Tensor, labels: Tensor, **options: Unpack[TrainingOptions]
 ) -> float:
-    """Train FedGH's head with SGD on cross-entropy, and return the mean loss of the last epoch.
+    """Train FedGH's head with SGD, and return the mean cross-entropy over the last epoch.
 
     Args:
         head: Head to train.
@@ -232,14 +232,15 @@ def train_head(
 
 
 LIMIT = 5.0
-"""Maximum distance of standardized features from the center; larger distances are scaled down."""
+"""Maximum distance of standardized features from the center; features farther away are scaled
+down."""
 
 
 class Cvae(nn.Module):
-    """Conditional variational autoencoder of standardized features (Velo, Section 3.2).
+    """Conditional variational autoencoder for standardized features (Velo, Section 3.2).
 
-    Encoder and decoder have two layers and get the class as one-hot input. The buffers `center` [D]
-    and `spread`, a scalar, define the standardization.
+    The encoder and the decoder have two layers and receive the class as a one-hot input. The
+    buffers `center` [D] and `spread`, a scalar, define the standardization.
     """
 
     center: Tensor
@@ -256,7 +257,7 @@ class Cvae(nn.Module):
         self.register_buffer("spread", torch.ones(()))
 
     def fit_scaling(self, features: Tensor) -> None:
-        """Set center and spread to medians over features [N, D], which are robust to outliers.
+        """Set the center and the spread to medians over features [N, D], for robustness.
 
         All components share one spread, because a spread per component would clip components that
         are mostly 0.
@@ -267,12 +268,12 @@ class Cvae(nn.Module):
         self.spread.fill_(positive.median() if len(positive) else 1)
 
     def standardize(self, features: Tensor) -> Tensor:
-        """Standardize features [N, D], with a distance of at most LIMIT from the center."""
+        """Standardize features [N, D], and limit their distance from the center to LIMIT."""
         scaled = (features.double() - self.center) / self.spread
         return (scaled * (LIMIT / _distance(scaled)).clamp(max=1)).float()
 
     def encode(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of q(z | s, y), both [N, Z], for standardized features."""
+        """Return the mean and log variance [N, Z] of q(z | s, y) for standardized features."""
         mean, log_variance = self.encoder(self._join(features, labels)).chunk(2, dim=1)
         return mean, log_variance
 
@@ -293,7 +294,7 @@ def _distance(offsets: Tensor) -> Tensor:
 def cvae_loss(
     model: Cvae, features: Tensor, labels: Tensor, noise: Tensor, deviation: float
 ) -> Tensor:
-    """Return the negative of Velo's Eq. 2, averaged over features, as a scalar.
+    """Return the negative of Eq. 2 (Velo), averaged over features, as a scalar.
 
     Eq. 2 is the lower bound of log p(s | y), with L = 1 sample of z per feature.
 
@@ -305,7 +306,7 @@ def cvae_loss(
         deviation: Standard deviation of the Gaussian p(s | z, y) (not in the paper).
     """
     mean, log_variance = model.encode(features, labels)
-    latent = mean + noise * torch.exp(log_variance / 2)  # z = g(s, y, noise)
+    latent = mean + noise * torch.exp(log_variance / 2)  # This is z = g(s, y, noise).
     decoded = model.decode(latent, labels)
     error = ((features - decoded) / deviation).square().sum(1)
     constant = features.shape[1] * (math.log(deviation) + 0.5 * math.log(2 * math.pi))
@@ -322,13 +323,13 @@ def train_cvae(
     deviation: float,
     **options: Unpack[TrainingOptions],
 ) -> float:
-    """Train the CVAE with Adam on Eq. 2, and return the mean loss of the last epoch.
+    """Train the CVAE with Adam on Eq. 2, and return the mean loss over the last epoch.
 
     Args:
         model: The CVAE.
-        features: Raw features, which are standardized here, of shape [N, D].
+        features: Raw features, of shape [N, D]. This function standardizes them.
         labels: Classes of the features, of shape [N].
-        deviation: Standard deviation of p(s | z, y), in units of the spread.
+        deviation: Standard deviation of p(s | z, y), as a multiple of the spread.
         **options: Training options; the generator also draws the noise.
     """
     model.fit_scaling(features)
@@ -343,18 +344,18 @@ def train_cvae(
 
 @torch.no_grad()
 def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
-    """Return the fraction of synthetic features that are nearest to the mean of their class.
+    """Return the fraction of synthetic features whose nearest class mean is that of their class.
 
-    This is not part of the paper, which always sends decoded features. An undertrained CVAE decodes
+    The paper has no such check and always sends decoded features, but an undertrained CVAE decodes
     all classes to similar features.
 
     Args:
         synthetic: S synthetic features of each class, of shape [P, S, D].
-        classes: Rows of `means` that belong to the classes, of shape [P].
+        classes: Row of `means` that belongs to each class, of shape [P].
         means: Means of all classes in the raw scale, of shape [M, D].
 
     Raises:
-        ValueError: If there is no synthetic feature.
+        ValueError: If there are no synthetic features.
     """
     if not synthetic.numel():
         raise ValueError("expected at least one synthetic feature, got none")
@@ -365,9 +366,9 @@ def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
 
 @torch.no_grad()
 def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Generate `count` synthetic features [P, count, D] of each class in `labels` [P].
+    """Generate `count` synthetic features for each class in `labels` [P], as [P, count, D].
 
-    They are means of p(s | z, y) for z ~ N(0, I), in the raw scale.
+    The features are means of p(s | z, y) for z ~ N(0, I), in the raw scale.
     """
     rows = labels.repeat_interleave(count)
     latent = torch.randn(len(rows), model.latent, generator=generator)
@@ -376,13 +377,13 @@ def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generat
 
 
 class Generator(nn.Module):
-    """FedGen's generator G(y, epsilon), which maps classes and noise to features.
+    """FedGen's generator G(y, epsilon), which maps a class and noise to features.
 
-    It has one hidden layer with batch norm, as in the authors' code.
+    As in the authors' code, the generator has one hidden layer with batch norm.
     """
 
     def __init__(self, classes: int, noise: int, hidden: int, width: int) -> None:
-        """Create a generator with noise of width E = `noise` and features of width D = `width`."""
+        """Create a generator from noise of width E = `noise` to features of width D = `width`."""
         super().__init__()
         self.classes, self.noise = classes, noise
         self.hidden = nn.Sequential(
@@ -409,10 +410,10 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True)
 class Head:
-    """Ensemble of linear heads: one averaged head for each generated class.
+    """Ensemble of linear heads, as one averaged head for each generated class.
 
     Attributes:
-        weight: Weights, of shape [C, C, D]; the first axis is the generated class.
+        weight: Weights, of shape [C, C, D], whose first axis is the generated class.
         bias: Biases, of shape [C, C].
     """
 
@@ -426,7 +427,7 @@ class Head:
 
 
 def label_weights(counts: Array) -> Array:
-    """Return the weights [K, C] of clients for each class, proportional to `counts` [K, C].
+    """Return the clients' weights [K, C] for each class, proportional to `counts` [K, C].
 
     The weights of a class without samples are 0.
     """
@@ -436,9 +437,9 @@ def label_weights(counts: Array) -> Array:
 
 
 def ensemble(weights: Array, heads: list[Array], biases: list[Array]) -> Head:
-    """Return the ensemble in FedGen's Eq. 4, the weighted mean of the clients' logits.
+    """Return FedGen's ensemble, the weighted mean of the clients' logits (Eq. 4).
 
-    The heads are linear, so that the mean of the logits equals the logits of the mean head.
+    The heads are linear, so the mean of their logits equals the logits of the mean head.
 
     Args:
         weights: Weight of each client for each generated class, of shape [K, C].
@@ -453,8 +454,8 @@ def ensemble(weights: Array, heads: list[Array], biases: list[Array]) -> Head:
 def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
     """Return exp(-mean_ij ||e_i - e_j||^2 |z_i - z_j|), as a scalar.
 
-    It is small if features differ. Takes noise e [N, E] and features z [N, D]. Both distances are
-    means over components, as in the authors' code.
+    The loss is small if features differ, given noise e [N, E] and features z [N, D]. As in the
+    authors' code, both distances are means over components.
     """
     noise_distance = torch.cdist(noise, noise).square() / noise.shape[1]
     feature_distance = torch.cdist(features, features, p=1) / features.shape[1]
@@ -472,7 +473,7 @@ def train_generator(
     lr: float,
     diversity: float,
 ) -> float:
-    """Train the generator with Adam on FedGen's Eq. 4 plus the diversity loss.
+    """Train the generator with Adam on Eq. 4 (FedGen) plus the diversity loss.
 
     Args:
         model: The generator.
@@ -503,7 +504,7 @@ def train_generator(
 
 @torch.no_grad()
 def agreement(model: Generator, head: Head, prior: Tensor, draws: torch.Generator) -> float:
-    """Return the fraction of generated features that the ensemble classifies as their class."""
+    """Return the fraction of generated features that the ensemble classifies correctly."""
     labels = torch.multinomial(prior, 1000, replacement=True, generator=draws)
     features = model.eval().sample(labels, draws)
     return float((head.logits(features, labels).argmax(1) == labels).float().mean())

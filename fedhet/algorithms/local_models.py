@@ -1,4 +1,4 @@
-"""Local training of models that the server averages: FedAvg, FedProx, pFedMe and pFedBayes.
+"""Local training for models that the server averages: FedAvg, FedProx, pFedMe and pFedBayes.
 
 - FedAvg: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
   AISTATS 2017.
@@ -8,7 +8,7 @@
 - pFedBayes: Zhang et al., Personalized Federated Learning via Variational Bayesian Inference, ICML
   2022, Algorithm 1.
 
-The model is the client's private model or, with FedType, its proxy (FedType, Section 3.3).
+The trained model is the client's private model or, in FedType, its proxy (FedType, Section 3.3).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ START_SCALE = 0.01
 
 
 def equal_scales(model: nn.Module, scale: float) -> dict[str, Array]:
-    """Return standard deviations of all parameters, each equal to `scale`."""
+    """Return standard deviations for all parameters, each equal to `scale`."""
     trained = model.named_parameters()
     return {name: np.full(tuple(p.shape), scale, np.float32) for name, p in trained}
 
 
 class LocalModel:
-    """Local training of FedAvg, and base class of the other kinds of local training.
+    """Model and training loss for FedAvg, and base class for those of other methods.
 
     Attributes:
-        model: The model that is trained.
+        model: The model to train.
         anchor: Weights received from the server, by name.
     """
 
@@ -54,12 +54,12 @@ class LocalModel:
         return list(self.model.parameters())
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the training logits [N, C] of samples x [N, ...]."""
+        """Return the training-mode logits [N, C] for samples x [N, ...]."""
         logits: Tensor = self.model(x)
         return logits
 
     def regularizer(self) -> Tensor | float:
-        """Return the term that is added to the loss, a scalar."""
+        """Return the term to add to the loss, as a scalar."""
         return 0.0
 
     def stepped(self) -> None:
@@ -71,7 +71,7 @@ class LocalModel:
 
 
 class ProximalModel(LocalModel):
-    """Local training of FedProx, with the proximal term mu / 2 ||w - w_g||^2."""
+    """Model and training loss for FedProx, with the proximal term mu / 2 ||w - w_g||^2."""
 
     def __init__(self, model: nn.Module, anchor: Weights, mu: float) -> None:
         super().__init__(model, anchor)
@@ -83,7 +83,7 @@ class ProximalModel(LocalModel):
 
 
 class MoreauModel(LocalModel):
-    """Local training of pFedMe: a personal model p and a local copy w of the server's model.
+    """Personal model p and local copy w of the server's model, for pFedMe.
 
     The personal model minimizes its loss plus lambda / 2 ||p - w||^2. After the steps on a batch,
     the local copy moves toward it, w <- w - rate lambda (w - p). The server averages the copies w.
@@ -110,15 +110,15 @@ class MoreauModel(LocalModel):
 
 
 class VariationalModel(LocalModel):
-    """Variational training for FedType's proxies: one Gaussian q over the weights is averaged.
+    """Variational proxy for FedType: a Gaussian q over the weights, which the server averages.
 
-    Unlike pFedBayes, there is no separate localized distribution. The parameters of the model are
-    the means of q. The loss of a batch uses one sample of the weights, plus zeta KL(q || q_g) for
-    the server's distribution q_g.
+    Unlike in pFedBayes, there is no separate localized distribution. The parameters of the model
+    are the means of q. The loss of a batch uses one sample of the weights, plus zeta KL(q || q_g)
+    for the server's distribution q_g.
     """
 
     noise = 1.0
-    """Factor on the noise when weights are sampled; 1 samples from q."""
+    """Factor by which the noise is multiplied when weights are sampled; 1 samples from q."""
 
     def __init__(
         self, model: nn.Module, anchor: Weights, scale: Weights, zeta: float, seed: int
@@ -131,7 +131,7 @@ class VariationalModel(LocalModel):
         self._draws = torch.Generator(device).manual_seed(seed)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the means, and the unconstrained scales before softplus."""
+        """Return the means, and the unconstrained scales to which softplus is applied."""
         return [*self.model.parameters(), *self.raw.values()]
 
     def logits(self, x: Tensor) -> Tensor:
@@ -162,17 +162,17 @@ class VariationalModel(LocalModel):
         return dict(zip(self.raw, scales, strict=True))
 
     def _scales(self) -> list[Tensor]:
-        """Return the standard deviations in the model's order, grouped as by `joined`."""
+        """Return the standard deviations in the model's order, as grouped by `joined`."""
         return scales_of([self.raw[name] for name, _ in self.model.named_parameters()])
 
 
 class LocalizedModel(VariationalModel):
-    """Local training of pFedBayes (Algorithm 1): a personal distribution q and a localized one, w.
+    """Personal distribution q and localized distribution w, for pFedBayes (Algorithm 1).
 
-    The parameters of the model are the means of q. It is trained on sampled weights and on zeta
-    KL(q || w). After the steps on a batch, w takes one step of Adam on zeta KL(q || w). Only w is
-    averaged. It starts from the server's distribution; the scales of q start from `personal`, their
-    values after the client's previous round.
+    The parameters of the model are the means of q. The loss is the loss of sampled weights plus
+    zeta KL(q || w). After the steps on a batch, w takes one Adam step on zeta KL(q || w). Only w is
+    averaged. w starts from the server's distribution, and the scales of q start from `personal`,
+    their values after the client's previous round.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
 
 
 def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
-    """Return the standard deviations for unconstrained values, grouped as by `joined`."""
+    """Return the standard deviations for unconstrained values, as grouped by `joined`."""
     return [F.softplus(values).clamp_min(MIN_SCALE) for values in joined(raw)]
 
 
@@ -260,5 +260,5 @@ def gaussian_kl(mean: Tensor, scale: Tensor, other_mean: Tensor, other_scale: Te
 
 
 def inverse_softplus(value: Tensor) -> Tensor:
-    """Return r with softplus(r) = value, for positive values."""
+    """Return r such that softplus(r) = value, for positive values."""
     return value + torch.log(-torch.expm1(-value))

@@ -1,9 +1,9 @@
-"""Robust aggregation rules: averages that a minority of malicious clients cannot shift far.
+"""Robust aggregation rules, on which a minority of malicious clients has little influence.
 
-Each of K clients is a point. Coordinates are NaN where a client has no value, for example for
-classes that it lacks. All clients have the same weight, because the number of samples is
+Each of K clients is a point. A coordinate is NaN if the client has no value for it, for example for
+a class that the client lacks. All clients have the same weight, because the numbers of samples are
 self-reported. Median, trimmed mean and geometric median return a central value. Krum and the filter
-exclude outliers, for which they only need the distances between clients.
+exclude outliers, and need only the distances between clients.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import numpy as np
 from fedhet.base.arrays import Array
 
 STEPS, TOLERANCE = 100, 1e-8
-"""Maximum number of Weiszfeld iterations, and the change of weights at which they stop."""
+"""Maximum number of Weiszfeld iterations, and the change in weights below which they stop."""
 SMOOTHING = 1e-6
-"""Lower bound of distances in Weiszfeld's weights, relative to the smallest distance of clients."""
+"""Lower bound of distances in Weiszfeld's weights, relative to the clients' smallest distance."""
 EXCESS = 1.0
-"""Variance along a direction that the filter tolerates, relative to the variance of two clients at
-the typical distance. The published filter tolerates nine times a known variance."""
+"""Maximum variance along a direction that the filter tolerates, relative to the variance of two
+clients at the typical distance. The published filter tolerates nine times a known variance."""
 MIN_WEIGHT = 0.5
 """Weight below which the filter excludes a client."""
 ROUNDING = 1e-12
-"""Mean squared differences up to this multiple of the mean square count as rounding errors."""
+"""Multiple of the mean square up to which mean squared differences count as rounding errors."""
 MAX_RELATIVE = 100.0
-"""Maximum squared distance, relative to the typical one, so that no distance dominates."""
+"""Maximum squared distance, relative to the typical distance, so that no distance dominates."""
 
 
 def max_malicious(clients: int, fraction: float) -> int:
-    """Return the number f of malicious clients that a robust average of `clients` must tolerate.
+    """Return the number f of malicious clients that a robust average over `clients` must tolerate.
 
-    This is the given fraction, rounded up, but less than half of the clients.
+    f is the given fraction of the clients, rounded up, but always less than half of them.
     """
     return max(min(math.ceil(fraction * clients - 1e-9), (clients - 1) // 2), 0)
 
 
 def min_replies(average: str, malicious: int) -> int:
-    """Return the minimum number of replies with which a rule tolerates `malicious` clients.
+    """Return the number of replies that a rule needs to tolerate `malicious` clients.
 
     A majority must be honest. Krum needs two more replies (Blanchard et al., Proposition 4.2).
     """
@@ -52,7 +52,7 @@ def trimmed_mean(points: Array, fraction: float) -> Array:
     Definition 2. For each coordinate, the f lowest and the f highest values are removed. With a
     `fraction` of 0.5, this is the median (Definition 1). A coordinate without values is NaN.
     """
-    ordered = np.sort(points, axis=0)  # NaN is sorted last
+    ordered = np.sort(points, axis=0)  # NaN values are sorted last.
     known = np.count_nonzero(~np.isnan(points), axis=0)
     table = np.array([max_malicious(n, fraction) for n in range(len(points) + 1)])
     rank = np.arange(len(points)).reshape(-1, *[1] * (points.ndim - 1))
@@ -71,9 +71,9 @@ def weighted_mean(points: Array, weights: Array) -> Array:
 
 
 def mean_squares(points: Array) -> Array:
-    """Return the mean squared differences [K, K] of points [K, D] over common coordinates.
+    """Return mean squared differences [K, K] between points [K, D] over common coordinates.
 
-    The difference of two clients without common coordinates is NaN.
+    The difference between two clients without common coordinates is NaN.
     """
     known = ~np.isnan(points)
     values = np.where(known, points, 0.0)
@@ -89,11 +89,11 @@ def mean_squares(points: Array) -> Array:
 
 
 def typical_distance(squared: Array, fraction: float) -> float:
-    """Return the typical squared distance of honest clients, or NaN if no distance is known.
+    """Return the typical squared distance between honest clients, or NaN if none is known.
 
     K - f honest clients have (K - f) (K - f - 1) / 2 pairs. Among the sorted known distances, the
     typical distance has the rank of this number of pairs, scaled to the number of known distances.
-    If the malicious clients are farther away, it is the largest distance of two honest clients.
+    If the malicious clients are farther away, it is the largest distance between honest clients.
 
     Args:
         squared: Squared distances, of shape [K, K].
@@ -109,7 +109,7 @@ def typical_distance(squared: Array, fraction: float) -> float:
 
 
 def relative_distances(squared: Array, fraction: float) -> Array:
-    """Divide squared distances [K, K] by the typical one, and limit them to MAX_RELATIVE."""
+    """Divide squared distances [K, K] by the typical distance, and limit them to MAX_RELATIVE."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.minimum(squared / typical_distance(squared, fraction), MAX_RELATIVE)
     result: Array = np.where(squared > 0, ratio, squared)
@@ -119,9 +119,9 @@ def relative_distances(squared: Array, fraction: float) -> Array:
 def geometric_weights(squared: Array) -> Array:
     """Return normalized weights [K] with which the clients' mean is the geometric median.
 
-    Uses Weiszfeld's iterations with the smoothing of Pillutla, Kakade and Harchaoui, Robust
+    Uses Weiszfeld's iterations with the smoothing from Pillutla, Kakade and Harchaoui, Robust
     Aggregation for Federated Learning (RFA), IEEE Transactions on Signal Processing 2022, Algorithm
-    2. The squared distances [K, K] of the clients determine their distances from a weighted mean.
+    2. The clients' squared distances [K, K] determine their distances from a weighted mean.
     """
     lower_bound = SMOOTHING * math.sqrt(squared[squared > 0].min(initial=np.inf))
     weights = np.full(len(squared), 1 / len(squared))
@@ -138,7 +138,7 @@ def geometric_weights(squared: Array) -> Array:
 
 
 def krum(squared: Array, fraction: float) -> Array:
-    """Return a mask [K] of the clients that Multi-Krum selects, from squared distances [K, K].
+    """Return a mask [K] of the clients that Multi-Krum selects, given squared distances [K, K].
 
     Blanchard, El Mhamdi, Guerraoui and Stainer, Machine Learning with Adversaries, NeurIPS 2017,
     Sections 4 and 6. Selects the K - f clients with the smallest sum of distances to their K - f -
@@ -155,15 +155,15 @@ def krum(squared: Array, fraction: float) -> Array:
 
 
 def filter_clients(squared: Array, fraction: float) -> Array:
-    """Return a mask [K] of the clients that the filter selects, from squared distances [K, K].
+    """Return a mask [K] of the clients that the filter selects, given squared distances [K, K].
 
     Diakonikolas, Kamath, Kane, Li, Moitra and Stewart, Being Robust (in High Dimensions) Can Be
     Practical, ICML 2017. While the largest variance along any direction exceeds a limit, the weight
     of each client is reduced by its contribution to the variance, as in `consensus.filter_weights`.
 
-    Unlike the published filter, the limit is derived from the typical distance of two clients,
-    because the variance of honest replies is unknown. At most f clients are excluded, and only if
-    their weight falls below MIN_WEIGHT. Identical clients are all selected.
+    Unlike in the published filter, the limit is derived from the typical distance between two
+    clients, because the variance of honest replies is unknown. At most f clients are excluded, and
+    only if their weight falls below MIN_WEIGHT. If all clients are identical, all are selected.
     """
     clients, f = len(squared), max_malicious(len(squared), fraction)
     weights, limit = np.ones(clients), EXCESS * typical_distance(squared, fraction) / 2

@@ -1,11 +1,10 @@
-"""Rounds of a run: number of clients, closing time, late updates, and learning rate.
+"""Rules for the rounds of a run: number of clients, closing time, late updates, learning rate.
 
-A round closes when all sampled clients have replied, when a grace period has passed since enough
-clients have replied, or at its timeout. NVFlare has the same rule (min_responses,
-wait_time_after_min_received).
+A round closes when all sampled clients have replied, when the grace period after enough replies has
+ended, or at its timeout. NVFlare has the same rule (min_responses, wait_time_after_min_received).
 
 The learning rate is multiplied by a factor that depends only on the round number, so it is the same
-for clients that are sampled late and for resumed runs. The formulas are those of
+for clients that are sampled late and for resumed runs. The formulas are the same as in
 torch.optim.lr_scheduler, with rounds instead of epochs.
 
 Late updates are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022).
@@ -29,7 +28,7 @@ from fedhet.settings.run import RunSettings, TrainingSettings
 MIN_GRACE = 10.0
 """Minimum grace period of an evaluation, in seconds."""
 RECENT = 20
-"""Number of recent rounds whose median duration is the typical one."""
+"""Number of recent rounds from which the median duration is computed."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,16 @@ class Closing:
     """Rule by which a round closes."""
 
     min_replies: int
-    """Number of replies after which the grace period starts, at least 1."""
+    """Number of replies after which the grace period starts; at least 1."""
     grace: float = 0.0
     """Grace period, in seconds."""
     timeout: float = math.inf
     """Maximum duration of the round, in seconds."""
     patience: float = 0.0
-    """Minimum grace period, relative to the time until `min_replies` replies had arrived."""
+    """Minimum grace period, relative to the time until `min_replies` replies have arrived."""
 
     def closing_time(self, arrivals: Iterable[float], start: float) -> float:
-        """Return the closing time of a round in which all awaited replies have known times.
+        """Return the closing time of a round if the arrival times of all replies are known.
 
         Args:
             arrivals: Times at which the replies arrive.
@@ -58,7 +57,7 @@ class Closing:
         return max(start, min(times[-1], self._grace_end(times, start), start + self.timeout))
 
     def remaining_wait(self, now: float, arrivals: Sequence[float], awaited: int) -> float:
-        """Return the time to wait for the next reply in seconds, or 0 if the round closes now.
+        """Return the time to wait for the next reply, in seconds; 0 if the round closes now.
 
         Args:
             now: Seconds since the start of the round.
@@ -76,21 +75,21 @@ class Closing:
 
 
 def clients_per_round(members: int, fraction: float) -> int:
-    """Return the number of clients in a round: a fraction of the members, at least one."""
+    """Return the number of clients in a round: a fraction of the members, but at least one."""
     return max(1, int(fraction * members + 0.5))
 
 
 def clients_to_sample(needed: int, over_selection: float) -> int:
-    """Return the number of clients to sample so that a round gets `needed` replies in time."""
+    """Return the number of clients to sample if a round needs `needed` replies in time."""
     return math.ceil(round((1 + over_selection) * needed, 9))
 
 
 def honest_majority(run: RunSettings) -> tuple[int, int, int]:
-    """Return the numbers of malicious clients, sampled clients, and required replies of a round.
+    """Return a round's numbers of malicious clients, sampled clients, and required replies.
 
     A round with robust aggregation must not close with fewer replies, because all malicious clients
-    may reply faster than the honest clients. Without robust aggregation, the numbers are 0, the
-    number of sampled clients, and 1.
+    may reply before the honest clients. Without robust aggregation, the numbers of malicious
+    clients and required replies are 0 and 1.
     """
     defense, members = run.defense, run.clients
     needed = clients_per_round(members, run.fraction)
@@ -110,7 +109,7 @@ def closing(
     """Return the closing rule of a training round.
 
     Args:
-        pace: Settings of the pace.
+        pace: Settings in `[pace]`.
         needed: Number of replies that the round needs.
         awaited: Number of clients from which replies are expected.
         durations: Durations of the previous rounds, in seconds.
@@ -126,8 +125,8 @@ def closing(
 def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[float]) -> Closing:
     """Return the closing rule of an evaluation.
 
-    After enough replies, an evaluation waits as long again, and at least MIN_GRACE seconds, because
-    an excluded client is not called again.
+    Once enough replies have arrived, an evaluation waits for the same time again, but at least
+    MIN_GRACE seconds, because a client that misses the evaluation is not called again.
     """
     rule = closing(pace, calls, calls, durations)
     return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
@@ -142,36 +141,37 @@ def median_duration(durations: Iterable[float]) -> float:
 def staleness_weight(age: int) -> float:
     """Return s(tau) = (1 + tau)^(-1/2), the weight of a reply that is `age` rounds old.
 
-    FedBuff (Nguyen et al., AISTATS 2022), Section 5.1: polynomial weights with a = 1/2.
+    These are the polynomial weights with a = 1/2 in Section 5.1 of FedBuff (Nguyen et al., AISTATS
+    2022).
     """
     return float((1 + age) ** -0.5)
 
 
 def fedbuff_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float) -> float:
-    """Return the factor on each update that turns a weighted average into FedBuff's step.
+    """Return the factor for updates that turns a weighted average into FedBuff's step.
 
     An average with weights n_k s(tau_k) divides by the sum of the weights. FedBuff divides by the
     size of the buffer (Algorithm 1, lines 8 to 12: w <- w + eta / K sum_k s(tau_k) Delta_k; unlike
-    the paper, each client counts by its samples n_k). A buffer of old updates thus moves the
-    weights less.
+    in the paper, each client is weighted by its number of samples n_k). A buffer of old updates
+    thus changes the weights less.
     """
     weights = [n * staleness_weight(age) for n, age in zip(samples, ages, strict=True)]
     return server_lr * sum(weights) / sum(samples) if sum(samples) > 0 else server_lr
 
 
 def rebase(current: Array, trained: Array, start: Array, rate: float, low: float | None) -> Array:
-    """Apply a client's update of an older tensor to the server's current tensor.
+    """Apply a client's update, which is based on an older tensor, to the current tensor.
 
     Args:
         current: The server's current tensor.
         trained: The client's tensor after training.
         start: The tensor from which the client started training.
-        rate: Factor on the update.
+        rate: Factor by which the update is multiplied.
         low: Lower bound of the result, or None.
 
     Returns:
         current + rate (trained - start) in the type of `trained`. Integer tensors (counters) are
-        returned as the client trained them.
+        returned unchanged from the client.
     """
     if not np.issubdtype(trained.dtype, np.floating):
         return trained
@@ -181,9 +181,9 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
 
 
 MILESTONES = (0.5, 0.75)
-"""Default milestones, as fractions of the run (He et al., Deep Residual Learning, 2016)."""
+"""Default milestones, as fractions of the rounds (He et al., Deep Residual Learning, 2016)."""
 MIN_CHANGE = 1e-4
-"""Minimum relative improvement; the default of ReduceLROnPlateau."""
+"""Minimum relative improvement, which is the default of ReduceLROnPlateau."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Plateau:
     Attributes:
         best: Lowest value so far.
         waited: Number of rounds since the last improvement.
-        factor: Current factor on the learning rate.
+        factor: Current factor for the learning rate.
     """
 
     best: float = math.inf
@@ -215,15 +215,17 @@ NO_PLATEAU = Plateau()
 def rate_factor(
     settings: TrainingSettings, round: int, rounds: int, plateau: Plateau = NO_PLATEAU
 ) -> float:
-    """Return the factor on the learning rate in `round`, in (0, 1]; rounds start at 1."""
+    """Return the factor for the learning rate in `round`, in (0, 1]; rounds start at 1."""
     warm_up = settings.warm_up_rounds
-    factor = min(1.0, round / (warm_up + 1))  # linear during the warm-up, then 1
-    if settings.schedule == "cosine":  # 1 in the first round after the warm-up, near 0 at the end
+    factor = min(1.0, round / (warm_up + 1))  # The factor is linear during the warm-up, then 1.
+    # The factor is 1 in the first round after the warm-up and near 0 at the end.
+    if settings.schedule == "cosine":
         angle = math.pi * max(0, round - warm_up - 1) / max(1, rounds - warm_up)
         factor *= (1 + math.cos(angle)) / 2
     elif settings.schedule == "step":
         ends = settings.milestones or [max(1, int(s * rounds)) for s in MILESTONES]
-        factor *= settings.decay ** bisect_left(ends, round)  # number of milestones passed
+        # Count the milestones that have passed.
+        factor *= settings.decay ** bisect_left(ends, round)
     elif settings.schedule == "plateau":
         factor *= plateau.factor
     return factor

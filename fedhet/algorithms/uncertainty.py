@@ -4,8 +4,8 @@ Yanhang Shi, Siguang Chen and Haijun Zhang, Uncertainty Minimization for Persona
 Semi-Supervised Learning, Eqs. 1, 5 and 9 to 14, Algorithms 2 and 3.
 
 Each client's model has a number in the server's pool, which also identifies it as a helper. A
-client is in its own helper list and is never removed. Helpers are ranked by Corr (Eq. 13), and by
-number if Corr is equal.
+client is always in its own helper list. Helpers are ranked by Corr (Eq. 13), and by number if their
+Corr is equal.
 
 Shapes: N unlabeled samples, C classes, M helpers, T dropout passes.
 """
@@ -28,7 +28,8 @@ from fedhet.learning.devices import CPU, Compute
 from fedhet.learning.training import evaluating
 
 CPU_ROWS, GPU_ROWS = 128, 1024
-"""Samples times passes in a batch. These are constants because the dropout masks depend on them."""
+"""Number of samples times passes in a batch. It is constant because the dropout masks depend on
+it."""
 
 DROPOUTS = (
     nn.Dropout,
@@ -47,7 +48,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def dropping(model: nn.Module) -> Iterator[None]:
-    """Enable dropout in evaluation mode; batch norms use their running statistics."""
+    """Enable dropout in evaluation mode, in which batch norms use their running statistics."""
     with evaluating(model):
         for part in model.modules():
             if isinstance(part, DROPOUTS):
@@ -62,15 +63,14 @@ def predictive(
     """Return the mean predictions [N, C] over several dropout masks (Eq. 9).
 
     The layers before the first dropout layer run only once, because their outputs are the same in
-    each pass. The masks are sampled from PyTorch's global generator.
+    each pass. PyTorch's global generator samples the masks.
 
     Args:
         model: Model with dropout.
         x: Samples, of shape [N, ...].
         passes: Number T of dropout masks.
         compute: Device and precision.
-        rows: Maximum number of samples times passes in a batch, or None for the default of the
-            device.
+        rows: Maximum number of samples times passes in a batch, or None for the device's default.
     """
     deterministic, stochastic = split_at_dropout(model)
     rows = rows or (CPU_ROWS if compute.device.type == "cpu" else GPU_ROWS)
@@ -87,7 +87,7 @@ def predictive(
 def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Split a model into the layers before its first dropout layer and the remaining layers."""
 
-    def layers_of(module: nn.Module) -> list[nn.Module]:  # layers that run in sequence
+    def layers_of(module: nn.Module) -> list[nn.Module]:  # The layers run in sequence.
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             return [layer for part in module for layer in layers_of(part)]
         return [module]
@@ -100,17 +100,17 @@ def split_at_dropout(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 def entropy(predictions: Tensor) -> Tensor:
     """Return the entropy H [...] of predictions [..., C], from 0 to log C (Eq. 10).
 
-    The entropy is infinite for predictions that are NaN, i.e. if the model's outputs overflow.
+    The entropy is infinite for NaN predictions, i.e. if the model's outputs overflow.
     """
     terms: Tensor = torch.special.entr(predictions)
     return terms.sum(-1).nan_to_num(nan=math.inf)
 
 
 def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pseudo-labels [N, C] of Eq. 11, and the helper [N] that predicted each of them.
+    """Return the pseudo-labels [N, C] (Eq. 11) and the helper [N] that predicted each of them.
 
-    The pseudo-label of a sample is the prediction with the lowest entropy among the helpers'
-    `predictions` [M, N, C].
+    The pseudo-label of a sample is the lowest-entropy prediction among the helpers' `predictions`
+    [M, N, C].
     """
     helper = entropy(predictions).argmin(0)
     rows = torch.arange(predictions.shape[1], device=predictions.device)
@@ -118,10 +118,10 @@ def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def certainty(entropies: Tensor, classes: int) -> float:
-    """Return H-bar of Eq. 14, from 0 to 1, for the entropies [N] of one model.
+    """Return H-bar (Eq. 14), from 0 to 1, for the entropies [N] of one model.
 
-    Uses the mean instead of the sum in Eq. 12, because the paper requires 0 <= H-bar <= 1. Returns
-    0 if there are no samples.
+    This uses the mean instead of the sum in Eq. 12, because the paper requires 0 <= H-bar <= 1.
+    Returns 0 if there are no samples.
     """
     if len(entropies) == 0:
         return 0.0
@@ -129,14 +129,14 @@ def certainty(entropies: Tensor, classes: int) -> float:
 
 
 def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKind) -> float:
-    """Return Corr(k|j) of Eq. 13, from 0 to 1.
+    """Return Corr(k|j), from 0 to 1 (Eq. 13).
 
     Args:
         certainty: H-bar.
         accuracy: Test accuracy.
         labeled: Labeled fraction mu_k of the samples (Eq. 2).
-        kind: "en+ta" is Eq. 13; "en" is the certainty alone, and "ta" the accuracy alone. The
-            latter omit the factor of Eq. 13, which affects neither the ranks nor the weights.
+        kind: "en+ta" is Eq. 13, "en" is the certainty alone, and "ta" is the accuracy alone. The
+            latter two omit the factor in Eq. 13, which affects neither the ranks nor the weights.
     """
     if kind == "en":
         return certainty
@@ -146,7 +146,7 @@ def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKi
 
 
 def aggregation_weights(relations: Tensor) -> Tensor:
-    """Return the weights [M] of the helpers in Algorithm 1, line 18: Corr over the sum of Corr.
+    """Return the helpers' weights [M], Corr / sum of Corr (Algorithm 1, line 18).
 
     The weights are equal if Corr is 0 for all helpers.
     """
@@ -157,20 +157,21 @@ def aggregation_weights(relations: Tensor) -> Tensor:
 
 
 MIN_PSEUDO = 1e-7
-"""Lower bound of the probabilities in a pseudo-label before the logarithm."""
+"""Lower bound for the probabilities in a pseudo-label before their logarithm is computed."""
 
 
 def pseudo_label_loss(logits: Tensor, pseudo: Tensor, divergence: Divergence) -> Tensor:
-    """Return the divergence of Eq. 5 for each sample, of shape [N].
+    """Return the divergence (Eq. 5) for each sample, of shape [N].
 
-    Eq. 5 is printed as KL(model, pseudo-label), and Eq. 4 has the prediction first, too. The paper
-    calls Eq. 5 the divergence of knowledge distillation, which is KL(pseudo-label || model). The
-    gradient flows only into the logits.
+    Eq. 5 is printed as KL(model, pseudo-label), and Eq. 4 also has the prediction first. However,
+    the paper calls Eq. 5 the divergence used in knowledge distillation, which is KL(pseudo-label ||
+    model). The gradient flows only into the logits.
 
     Args:
         logits: Logits of the model, of shape [N, C].
         pseudo: Pseudo-labels, of shape [N, C].
-        divergence: "forward" is KL(pseudo-label || model), "reverse" is KL(model || pseudo-label).
+        divergence: "forward" is KL(pseudo-label || model), and "reverse" is KL(model ||
+            pseudo-label).
     """
     log_p = logits.float().log_softmax(1)
     target = pseudo.detach()
@@ -183,7 +184,7 @@ def pseudo_label_loss(logits: Tensor, pseudo: Tensor, divergence: Divergence) ->
 def semi_supervised_loss(
     logits: Tensor, labels: Tensor, pseudo: Tensor, labeled: Tensor, divergence: Divergence
 ) -> Tensor:
-    """Return the loss of Eq. 1 for a batch, as a scalar.
+    """Return the loss (Eq. 1) of a batch, as a scalar.
 
     The loss mu L^s + (1 - mu) L^u, with the means of Eqs. 4 and 5, equals the mean over all samples
     of their cross-entropy or divergence. Up to a factor, it is the sum of lines 22 and 23 of
@@ -191,9 +192,9 @@ def semi_supervised_loss(
 
     Args:
         logits: Logits of the model, of shape [N, C].
-        labels: Labels, of shape [N]; ignored for unlabeled samples.
-        pseudo: Pseudo-labels, of shape [N, C]; ignored for labeled samples.
-        labeled: Whether a sample is labeled, bool, of shape [N].
+        labels: Labels, of shape [N], ignored for unlabeled samples.
+        pseudo: Pseudo-labels, of shape [N, C], ignored for labeled samples.
+        labeled: Mask of the labeled samples, of shape [N].
         divergence: Direction of the divergence in Eq. 5.
     """
     supervised = F.cross_entropy(logits.float(), labels, reduction="none")
@@ -202,10 +203,10 @@ def semi_supervised_loss(
 
 
 Key = tuple[int, int]
-"""Number of a model in the pool, and its version: the round in which it was uploaded."""
+"""Number of a model in the pool, and its version, i.e. the round in which it was uploaded."""
 CANDIDATE, FILL, REFRESH = range(3)
-"""Roles of sent models: candidate for the helper list (Algorithm 3), addition to a list that is not
-full (Algorithm 1, line 16), and newer version of a helper (Algorithm 2)."""
+"""Roles of sent models: candidate for the helper list (Algorithm 3), addition to an incomplete list
+(Algorithm 1, line 16), and newer version of a helper (Algorithm 2)."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Helper:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan for one client in a round, with the models to send."""
+    """Plan for one client in one round, with the models to send."""
 
     train: bool
     warm_up: bool
@@ -243,7 +244,7 @@ class Plan:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the client has nothing to do in the round."""
+        """Whether the client has nothing to do in the round, so it is not called."""
         return not (self.train or self.warm_up or self.models)
 
 
@@ -253,12 +254,12 @@ def ranked(helpers: Iterable[Helper]) -> list[Helper]:
 
 
 def replaceable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return the set Re of Algorithm 3: the `replace` lowest ranked helpers without the client."""
+    """Return the set Re (Algorithm 3): the `replace` lowest-ranked helpers, without the client."""
     return [helper for helper in ranked(helpers)[:replace] if helper.number != own]
 
 
 def refreshable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return the set Up of Algorithm 2: the higher ranked helpers without the client."""
+    """Return the set Up (Algorithm 2): the higher-ranked helpers, without the client."""
     return [helper for helper in ranked(helpers)[replace:] if helper.number != own]
 
 
@@ -267,8 +268,9 @@ def replaced(
 ) -> list[Helper]:
     """Replace helpers by candidates (Algorithm 3), and return the ranked list.
 
-    Each candidate is compared with the replaceable helper of the lowest relation, and replaces it
-    if its own relation is higher. Candidates that are already in the list are skipped.
+    Each candidate is compared with the replaceable helper that has the lowest relation, and
+    replaces it if the candidate's relation is higher. Candidates that are already in the list are
+    skipped.
 
     Args:
         helpers: Current list.

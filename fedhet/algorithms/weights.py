@@ -1,9 +1,9 @@
 """Model weights: averages, submodels and compression.
 
 - Averages: McMahan et al., Communication-Efficient Learning of Deep Networks (FedAvg).
-- Submodels, the leading parts of a model's layers, and averages over their overlaps: Diao et al.,
-  HeteroFL, ICLR 2021, Section 3 and Algorithm 1.
-- Stochastic rounding: QSGD (Alistarh et al., NeurIPS 2017), here with a scale per row.
+- Submodels, i.e. the leading parts of a model's layers, and averages over their overlaps: Diao et
+  al., HeteroFL, ICLR 2021, Section 3 and Algorithm 1.
+- Stochastic rounding: QSGD (Alistarh et al., NeurIPS 2017), but with a scale per row.
 - Top-k sparsification with error feedback: Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
 - Low-rank factors: FedKD (Wu et al., Nature Communications 13, 2022, "Dynamic gradients
   approximation").
@@ -26,21 +26,22 @@ from fedhet.learning.devices import Compute
 from fedhet.learning.training import batches, evaluating
 
 PART = 2**18
-"""Number of elements averaged at the same time, which bounds the memory of float64 sums."""
+"""Number of elements averaged at the same time, which bounds the memory for float64 sums."""
 
 
 def average_weights(models: Sequence[tuple[Arrays, float]]) -> dict[str, Array]:
-    """Return the weighted average of models of one architecture.
+    """Return the weighted average of models with the same architecture.
 
-    Sums are in float64 over one part of a tensor at a time, so that models on disk need not fit
-    into memory together. Running statistics of batch norms are averaged like weights, and integers
-    are rounded. The order of the models may affect the last bit; pass them sorted.
+    Sums are computed in float64 for one part of a tensor at a time, so that models on disk need not
+    fit into memory together. Running statistics of batch norms are averaged like weights, and
+    integers are rounded. Pass the models in sorted order, because the order may affect the last
+    bit.
 
     Args:
         models: Pairs of a model's tensors and its weight, e.g. its number of samples.
 
     Raises:
-        ValueError: If there is no model, or if the weights sum to 0.
+        ValueError: If there are no models, or if the weights sum to 0.
 
     Example:
         >>> average_weights([({"w": np.float32([0])}, 1), ({"w": np.float32([4])}, 3)])
@@ -67,7 +68,7 @@ def _parts(size: int) -> list[slice]:
 
 
 def _elements(value: Array, part: slice) -> Array:
-    """Return a slice of the elements of a tensor, in C order and in float64."""
+    """Return a slice of a tensor's elements, in C order and as float64."""
     return value.reshape(-1)[part].astype(np.float64)
 
 
@@ -91,9 +92,10 @@ def add_update(weights: Arrays, update: Arrays) -> dict[str, Array]:
 
 
 class RunningAverage:
-    """Weighted average of models of one architecture that are added one at a time.
+    """Weighted average of models with the same architecture, which are added one at a time.
 
-    Stores only sums in float64, so that the memory does not grow with the number of models.
+    Only the sums are stored, in float64, so that the memory does not grow with the number of
+    models.
     """
 
     def __init__(self) -> None:
@@ -102,7 +104,7 @@ class RunningAverage:
         self._total = 0.0
 
     def add(self, weights: Arrays, weight: float) -> None:
-        """Add a model. The order of the models may affect the last bit; add them sorted."""
+        """Add a model. Add the models in sorted order, because it may affect the last bit."""
         for name, value in weights.items():
             if first := name not in self._sums:
                 self._sums[name] = np.empty(value.shape)
@@ -116,7 +118,7 @@ class RunningAverage:
     def mean(self) -> dict[str, Array]:
         """Return the average in the types of the models; integers are rounded.
 
-        Raises ValueError if there is no model, or if the weights sum to 0.
+        Raises ValueError if there are no models, or if the weights sum to 0.
         """
         if self._total <= 0:
             raise ValueError(f"expected models with a positive total weight, got {self._total:g}")
@@ -129,13 +131,13 @@ class RunningAverage:
 
 
 SCALED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding)
-"""Layers whose outputs the scaler divides."""
+"""Layers whose outputs HeteroFL's scaler divides."""
 STATISTICS_BATCH = 128
-"""Batch size when statistics are queried; a constant, so that all machines get the same result."""
+"""Batch size for computing statistics; a constant, so that all machines get the same result."""
 
 
 def is_submodel(shapes: Shapes, full: Shapes) -> bool:
-    """Return whether tensors of `shapes` are leading parts of tensors of the shapes `full`."""
+    """Return whether tensors with `shapes` are leading parts of tensors with the shapes `full`."""
     return shapes.keys() == full.keys() and all(
         len(shape) == len(full[name][0])
         and all(size <= full_size for size, full_size in zip(shape, full[name][0], strict=True))
@@ -153,14 +155,14 @@ def cut_submodel(weights: Arrays, shapes: Shapes) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class SubModel:
-    """Submodel of a client after training.
+    """A client's submodel after training.
 
     Attributes:
         weights: Tensors of the submodel, by name.
-        weight: Weight of the client in averages.
-        labels: Classes of the client, of shape [P], or None. If set, only the rows of these classes
-            count in tensors whose names start with `head`.
-        head: Prefix of the head's tensors.
+        weight: The client's weight in averages.
+        labels: The client's classes, of shape [P], or None. If set, tensors whose names start with
+            `head` contribute only the rows of these classes.
+        head: Prefix of the names of the head's tensors.
     """
 
     weights: Arrays
@@ -169,7 +171,7 @@ class SubModel:
     head: str = "classifier."
 
     def region(self, name: str) -> tuple[Any, ...]:
-        """Return the index of the elements of a global tensor that the client trained."""
+        """Return the index of a global tensor's elements that the client trained."""
         region: tuple[Any, ...] = tuple(map(slice, self.weights[name].shape))
         if self.labels is not None and name.startswith(self.head):
             return (self.labels, *region[1:])
@@ -179,8 +181,8 @@ class SubModel:
 def average_overlaps(before: Arrays, models: Sequence[SubModel]) -> dict[str, Array]:
     """Average each element over the submodels that trained it (HeteroFL, Algorithm 1).
 
-    Elements that no client trained keep their value in `before`. Sums are in float64. The order of
-    the models may affect the last bit; pass them sorted.
+    Elements that no client trained keep their value in `before`. Sums are computed in float64. Pass
+    the models in sorted order, because the order may affect the last bit.
     """
     averaged = {}
     for name, value in before.items():
@@ -198,10 +200,10 @@ def average_overlaps(before: Arrays, models: Sequence[SubModel]) -> dict[str, Ar
 
 @contextlib.contextmanager
 def scaling(module: nn.Module, rate: float) -> Iterator[None]:
-    """Divide the outputs of the SCALED layers in `module` by `rate` (HeteroFL's scaler).
+    """Context manager that divides the outputs of the SCALED layers in `module` by `rate`.
 
-    During training, the scaler compensates for the smaller outputs of a narrow submodel. Nothing is
-    divided outside the block, e.g. in evaluation.
+    This is HeteroFL's scaler, which compensates for the smaller outputs of a narrow submodel during
+    training. Outside the block, e.g. in evaluation, outputs are not divided.
     """
     layers = [part for part in module.modules() if isinstance(part, SCALED)]
     hooks = [layer.register_forward_hook(lambda _, x, out: out / rate) for layer in layers]
@@ -216,9 +218,9 @@ def scaling(module: nn.Module, rate: float) -> Iterator[None]:
 def query_statistics(
     model: nn.Module, x: Tensor, compute: Compute, generator: torch.Generator
 ) -> None:
-    """Set the running statistics of batch norms to their mean over batches of x [N, ...].
+    """Set the running statistics of batch norms to their means over batches of x [N, ...].
 
-    With HeteroFL's static batch norm, statistics are not tracked in training but queried later.
+    With HeteroFL's static batch norm, statistics are not tracked in training but computed later.
     """
     norms: list[Any] = [part for part in model.modules() if isinstance(part, _BatchNorm)]
     if not norms:
@@ -227,7 +229,7 @@ def query_statistics(
     with evaluating(model), compute.autocast():
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # computes the mean over batches
+            norm.momentum = None  # A momentum of None computes the mean over batches.
             norm.train()
         for rows in batches(len(x), STATISTICS_BATCH, generator, x.device):
             model(compute.to_inputs(x[rows]))
@@ -236,7 +238,7 @@ def query_statistics(
 
 
 LEVELS = 127
-"""Integer that represents the largest absolute value of a row."""
+"""Integer that represents the largest absolute value in a row."""
 
 
 def scales_of(rows: Array) -> Array:
@@ -262,7 +264,7 @@ def rounded(rows: Array, scales: Array, rng: np.random.Generator) -> Array:
 
 
 def largest(values: Array, count: int) -> Array:
-    """Return a mask [N] of the `count` values with the largest magnitude.
+    """Return a mask [N] of the `count` values with the largest magnitudes.
 
     Ties are resolved by order, so that all machines select the same values.
     """
@@ -275,18 +277,18 @@ def largest(values: Array, count: int) -> Array:
 
 
 def energy_kept(round: int, rounds: int, start: float, end: float) -> float:
-    """Return the energy T(t) = T_start + (T_end - T_start) t (FedKD, Eq. 9), t = round / rounds.
+    """Return the energy T(t) = T_start + (T_end - T_start) t, with t = round / rounds.
 
-    Updates in late rounds are approximated more precisely.
+    By FedKD's Eq. 9, updates in late rounds are approximated more precisely.
     """
     return start + (end - start) * round / rounds
 
 
 def min_rank(singular: Array, energy: float) -> int:
-    """Return the minimum rank K that keeps more than a fraction `energy` of the energy (Eq. 8).
+    """Return the minimum rank K that preserves more than a fraction `energy` of the energy.
 
-    The energy is the sum of the squared singular values. Returns the number of nonzero singular
-    values if no rank exceeds the fraction, and 0 for a zero matrix.
+    The energy is the sum of the squared singular values (Eq. 8). Returns the number of nonzero
+    singular values if no rank exceeds the fraction, and 0 for a zero matrix.
 
     Args:
         singular: Singular values, descending, of shape [Q].
@@ -300,11 +302,11 @@ def min_rank(singular: Array, energy: float) -> int:
 
 
 def factors(matrix: Array, energy: float) -> tuple[Array, Array]:
-    """Return factors U Sigma [P, K] and V [K, Q] of a matrix [P, Q], with the rank of `min_rank`.
+    """Return factors U Sigma [P, K] and V [K, Q] of a matrix [P, Q], where K is its `min_rank`.
 
-    Unlike the paper, Sigma is multiplied into U instead of sent separately. Uses PyTorch, because
-    NumPy does not respect the run's number of threads and takes thirty times as long for small
-    matrices.
+    Unlike in the paper, Sigma is multiplied into U instead of sent separately. The SVD uses
+    PyTorch, because NumPy ignores the run's number of threads and takes thirty times as long for
+    small matrices.
     """
     exact = torch.from_numpy(matrix.astype(np.float64))
     u, singular, v = (part.numpy() for part in torch.linalg.svd(exact, full_matrices=False))

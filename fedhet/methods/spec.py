@@ -176,8 +176,9 @@ class MethodSpec:
     """Treatment of replies that arrive after their round has closed.
 
     - "averaged": the reply has a reduced weight in averages; model weights contribute the change
-    made by the client. - "kept": the reply counts like a reply on time. - "refused": the reply is
-    discarded, because it is valid only for its round.
+      made by the client.
+    - "kept": the reply counts like a reply on time.
+    - "refused": the reply is discarded, because it is valid only for its round.
     """
     learns_last: bool = False
     """Whether clients train on the result of the last round before the final evaluation."""
