@@ -39,9 +39,10 @@ EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailure
 
 
 START_SECONDS, SETTLED_SECONDS = 60.0, 0.5
-"""Maximum time to wait for a simulation's nodes, and time without a new node that ends the wait."""
+"""Maximum time to wait for a simulation's nodes, and time without a new node after which the wait
+ends, both in seconds."""
 CALLS_PER_WORKER = 2
-"""Concurrent calls per worker: one client trains, and the next waits for the worker."""
+"""Concurrent calls per worker: while one client trains, the next client waits for the worker."""
 
 
 class _StoppedEarly(Exception):  # noqa: N818
@@ -49,10 +50,10 @@ class _StoppedEarly(Exception):  # noqa: N818
 
 
 class FederationServer(Server):
-    """Flower's server, extended by rounds that need not wait for all clients, and by resuming.
+    """Flower server with rounds that need not wait for all clients, and with resuming.
 
-    As in Flower, a round consists of `configure_fit`, the clients' replies and `aggregate_fit`, and
-    of the corresponding steps of the evaluation.
+    As in Flower, a round consists of `configure_fit`, the clients' replies, and `aggregate_fit`,
+    followed by the corresponding steps for the evaluation.
     """
 
     def __init__(
@@ -67,9 +68,8 @@ class FederationServer(Server):
     def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
         """Run the remaining rounds, and write the summary.
 
-        Raises FedhetError if the run has no result, because in the last rounds no client replied or
-        could be evaluated, or if a custom method failed. The reason is recorded in the run's
-        directory.
+        Raises FedhetError if a custom method failed, or if the run has no result because no client
+        replied or could be evaluated in the last rounds. The run's directory records the reason.
         """
         result: tuple[History, float] = (History(), 0.0)
         self._method.collector.open(self.max_workers or 1)
@@ -90,9 +90,10 @@ class FederationServer(Server):
         return result
 
     def _reported(self, error: Exception) -> Exception:
-        """Return the error to report: one line, instead of a traceback, if a custom method failed.
+        """Return the error to report.
 
-        Writes the traceback to the log.
+        If a custom method failed, this is a one-line error, and the traceback is written to the
+        log.
         """
         method = self._log.config.method
         if isinstance(error, FedhetError) or method.name in shipped_names():
@@ -166,7 +167,10 @@ def components(
 
 
 def run_directory(config: Config) -> Path:
-    """Return the directory of a run, whose name identifies the run. Raises SettingsError."""
+    """Return the directory of a run, whose name identifies the run.
+
+    Raises SettingsError if the name or the path of the directory is invalid.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     dataset = config.run.data.dataset.partition(":")[0]
     default = f"runs/{config.method.name}-{dataset}-s{config.run.seed}-{stamp}"
@@ -178,7 +182,7 @@ def run_directory(config: Config) -> Path:
         )
     try:
         str(directory).encode()
-    except UnicodeEncodeError:  # TensorBoard and safetensors would fail
+    except UnicodeEncodeError:  # TensorBoard and safetensors would fail.
         raise SettingsError(
             f"out: the run's directory must have a path in UTF-8, got {str(directory)!r}. Choose "
             "another directory with --out, or set LC_ALL=C.UTF-8."
@@ -193,9 +197,9 @@ class Reported(Watcher):
         self._directory, self._console = directory, console
 
     def run_finished(self, summary: Summary) -> None:
-        """Write the report. If that fails, print a line, since the run itself is complete."""
+        """Write the report. If that fails, print a line, because the run itself is complete."""
         try:
-            # Import lazily: matplotlib and pandas take seconds. The import may also fail.
+            # Import lazily, because importing matplotlib and pandas takes seconds and may fail.
             from fedhet import report
 
             run = report.write(self._directory)
@@ -209,16 +213,16 @@ class Reported(Watcher):
         self._print(f"all runs, on the server: fedhet watch {self._directory.parent}")
 
     def run_failed(self, reason: str) -> None:
-        """Write the report of the recorded rounds of a failed run, if there are any."""
+        """Write a report on the recorded rounds of a failed run, if there are any."""
         if (self._directory / "metrics.jsonl").exists():
             try:
                 from fedhet import report
 
                 report.write(self._directory)
             except Exception as error:
-                self._print(f"the report of the recorded rounds failed: {describe_error(error)}")
+                self._print(f"the report on the recorded rounds failed: {describe_error(error)}")
             else:
-                self._print(f"report of the recorded rounds: {self._directory / 'report.html'}")
+                self._print(f"report on the recorded rounds: {self._directory / 'report.html'}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -239,7 +243,10 @@ class FedhetServerApp(ServerApp):
     """Flower's ServerApp, with `clients` set to the number of simulated nodes."""
 
     def __call__(self, grid: Grid, context: Context) -> None:
-        """Run the app. Logs a FedhetError as one line, and raises it again to fail Flower's run."""
+        """Run the app.
+
+        Logs a FedhetError as one line, and re-raises it so that Flower's run fails.
+        """
         try:
             if nodes := simulated_nodes(grid):
                 clients = context.run_config.get(CLIENTS, FOLLOW)
@@ -257,12 +264,12 @@ class FedhetServerApp(ServerApp):
 
 
 def simulated_nodes(grid: Grid) -> int:
-    """Return the number of nodes of a Flower simulation, or 0 for a deployment.
+    """Return the number of nodes in a Flower simulation, or 0 for a deployment.
 
     Flower starts the app before it has registered all nodes, and does not report their number.
     This function waits until the number no longer changes.
     """
-    # Import lazily: flwr.superlink loads SQLAlchemy (about 1 s).
+    # Import lazily, because flwr.superlink loads SQLAlchemy (about 1 s).
     from flwr.superlink.grid import InMemoryGrid
 
     if not isinstance(grid, InMemoryGrid):

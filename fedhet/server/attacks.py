@@ -1,15 +1,15 @@
-"""Simulated poisoning of the clients' replies, for every method.
+"""Simulated poisoning of the clients' replies, which works for every method.
 
-PAF, LIE and OFOM: Cheng et al., FedGEMS, Appendix A, after Baruch et al. (LIE) and Chang et al.
-(OFOM). The paper's adversary knows the benign updates of the round and perturbs the logits or
-weights of some clients on their way to the server. Since no client knows the updates of other
+PAF, LIE and OFOM are from Cheng et al., FedGEMS, Appendix A, based on Baruch et al. (LIE) and Chang
+et al. (OFOM). The paper's adversary knows the round's benign updates, and perturbs the logits or
+weights of some clients on their way to the server. Because no client knows the updates of other
 clients, the server applies the attack before the method receives the replies. The attack is thus
-the same for every backend and in a deployment. The clients themselves are honest, and are evaluated
-like all clients.
+the same on every backend and in a deployment. The clients themselves are honest, and are evaluated
+like all other clients.
 
 The other kinds of attack need no knowledge of other clients, and affect the same clients in all
-rounds. Such Byzantine clients follow Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML 2018),
-but these four kinds are not from a paper.
+rounds. Such Byzantine clients are studied by Blanchard et al. (NeurIPS 2017) and Yin et al. (ICML
+2018), but these four kinds are not from a paper.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from fedhet.wire.knowledge import Knowledge
 IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
 """Number of clients poisoned per round (Section 4.3)."""
 MIN_PROBABILITY = 1e-12
-"""Lower bound of the probabilities from which logits are computed."""
+"""Lower bound for probabilities from which logits are computed."""
 
 
 @dataclass(frozen=True)
 class Benign:
-    """Statistics of the benign updates of one tensor."""
+    """Statistics of the benign updates for one tensor."""
 
     n: int
     """Number of updates."""
@@ -57,16 +57,16 @@ class Benign:
 
 
 def far_vector(mean: Array, scale: float, direction: Array) -> Array:
-    """Return theta' of Eq. 7: a vector along `direction`, `scale` times as long as the mean.
+    """Return theta' (Eq. 7), a vector along `direction` that is `scale` times as long as the mean.
 
-    The paper does not specify the length ("significantly large").
+    The paper specifies the length only as "significantly large".
     """
     length = np.linalg.norm(direction)
     return direction * (scale * np.linalg.norm(mean) / length if length else 0.0)
 
 
 def z_max(benign: int, malicious: int) -> float:
-    """Return z^max of Eq. 8 and 9 for n benign and epsilon n malicious updates.
+    """Return z^max (Eqs. 8 and 9) for n benign and epsilon n malicious updates.
 
     This is the largest z whose cumulative probability is below (n - s) / n, where
     s = floor(n / 2 + 1) - epsilon n. Unlike in the paper, the probability is bounded away from 0
@@ -79,26 +79,26 @@ def z_max(benign: int, malicious: int) -> float:
 
 
 def paf(benign: Benign, far: Array) -> Array:
-    """Return Eq. 7: the benign mean plus a large vector."""
+    """Return the benign mean plus a large vector (Eq. 7)."""
     return benign.mean + far
 
 
 def lie(benign: Benign, malicious: int) -> Array:
-    """Return Eq. 10: the benign mean with a small shift in every coordinate."""
+    """Return the benign mean with a small shift in every coordinate (Eq. 10)."""
     return benign.mean + z_max(benign.n, malicious) * benign.std
 
 
 def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
-    """Return Eq. 11: a far update or, if `second`, the mean of this and the benign updates."""
+    """Return a far update or, if `second`, the mean of it and the benign updates (Eq. 11)."""
     first = paf(benign, far)
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
 
 def nearby_distributions(values: Array) -> Array:
-    """Turn values of shape [..., C] into probabilities: clip them at 0, and normalize each row.
+    """Convert values [..., C] to probabilities: clip them at 0, and normalize each row.
 
-    A row without a positive value becomes uniform. Not in the paper; the server would refuse
-    values that are not probabilities.
+    A row without a positive value becomes uniform. The paper has no such step, but the server would
+    refuse values that are not probabilities.
     """
     positive = values.clip(min=0)
     total = positive.sum(-1, keepdims=True)
@@ -108,11 +108,11 @@ def nearby_distributions(values: Array) -> Array:
 
 
 Rows = Mapping[str, Array]
-"""Indices of a tensor's rows in a larger set, by the letter of the axis."""
+"""Indices of a tensor's rows in a larger set, by the letter of the axis, e.g. "Q"."""
 
 
 class Attack:
-    """Step that poisons the replies of some training clients with PAF, LIE or OFOM."""
+    """Step that poisons the replies of some clients with PAF, LIE or OFOM."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Attack:
             contract: Contract of the replies.
             seed: Seed of the run.
             state: State of the round.
-            sizes: Returns the required sizes of a client's reply.
+            sizes: Function that returns the required sizes of a client's reply.
         """
         self.settings, self.contract, self.seed = settings, contract, seed
         self.count = settings.attackers or IN_THE_PAPER[settings.kind]
@@ -148,7 +148,7 @@ class Attack:
             yield reply.with_knowledge(poisoned[name]) if name in targets else reply
 
     def targets(self, round: int, training: Sequence[str]) -> Set[str]:
-        """Draw the clients to poison in a round from the clients that train."""
+        """Draw the clients to poison in a round from the training clients."""
         order = numpy_rng(self.seed, "attack", round).permutation(len(training))
         return {sorted(training)[index] for index in order[: self.count]}
 
@@ -161,7 +161,7 @@ class Attack:
     ) -> dict[str, Knowledge]:
         """Poison the replies of some clients.
 
-        If all clients that replied are targets, their original replies count as benign.
+        If all clients that replied are targets, their original replies are the benign updates.
 
         Args:
             round: The current round.
@@ -212,7 +212,7 @@ class Attack:
                 if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
                     statistics = _statistics(name, honest, comparable, ids)
                     crafted = craft(statistics, self._direction(round, name, value.shape, rows))
-                    if name.endswith(VARIANCES):  # a negative variance makes outputs NaN
+                    if name.endswith(VARIANCES):  # A negative variance would make outputs NaN.
                         crafted = crafted.clip(min=0)
                     if isinstance(field, TensorField) and field.distribution:
                         crafted = nearby_distributions(crafted)
@@ -224,8 +224,8 @@ class Attack:
     ) -> Array:
         """Return the direction of theta' (Eq. 7, 11) for a tensor, shared by all attackers.
 
-        A direction that is fixed for the run is drawn for each class or public sample, and indexed
-        by `rows`, an array of shape [shape[0]].
+        If the rows belong to classes or public samples, their directions are fixed for the run and
+        indexed by `rows`, an array of shape [shape[0]].
         """
         if self.settings.direction == "round":
             return numpy_rng(self.seed, "attack", round, name).standard_normal(shape)
@@ -245,7 +245,8 @@ def _comparable(
 ) -> list[Knowledge]:
     """Return the benign replies whose tensors of a field are comparable with an attacker's.
 
-    Models are comparable if they have the same architecture. Rows with ids are always comparable.
+    Weights are comparable if the models have the same architecture. Rows with ids are always
+    comparable.
     """
     if ids:
         return [reply for reply in benign if ids in reply.tensors]
@@ -259,13 +260,13 @@ def _comparable(
 def _statistics(name: str, honest: Knowledge, benign: Sequence[Knowledge], ids: str) -> Benign:
     """Return the statistics of the benign values for each coordinate of an attacker's tensor.
 
-    Where no other client has a value, the attacker's honest value is used.
+    If no other client has a value for a coordinate, the attacker's honest value is used.
     """
     own_values = honest.tensors[name].astype(np.float64)
     stack = np.full((max(len(benign), 1), *own_values.shape), np.nan)
     for index, reply in enumerate(benign):
         values = reply.tensors[name].astype(np.float64)
-        if ids:  # rows that the other client lacks stay NaN
+        if ids:  # Rows that the other client lacks stay NaN.
             _, own_rows, rows = np.intersect1d(
                 honest.tensors[ids], reply.tensors[ids], return_indices=True
             )
@@ -278,7 +279,7 @@ def _statistics(name: str, honest: Knowledge, benign: Sequence[Knowledge], ids: 
 
 
 def malicious_clients(seed: int, members: Collection[str], count: int) -> Set[str]:
-    """Draw the malicious clients of a run, independently of clients that join or leave."""
+    """Draw the malicious clients of a run, independently of clients that join or leave later."""
     order = sorted(members, key=lambda name: numpy_rng(seed, "attack", "client", name).random())
     return set(order[:count])
 
@@ -321,7 +322,7 @@ class ByzantineClients:
         return Knowledge(tensors, honest.scalars)
 
     def _poison_tensor(self, round: int, name: str, value: Array, field: Field) -> Array:
-        """Change a tensor within the limits of its field; probabilities change as logits."""
+        """Change a tensor within the limits of its field; probabilities are changed as logits."""
         wide, kind, scale = value.astype(np.float64), self.run.attack.kind, self.run.attack.scale
         is_distribution = isinstance(field, TensorField) and field.distribution
         if is_distribution:
@@ -341,7 +342,7 @@ class ByzantineClients:
 
 
 def softmax(logits: Array) -> Array:
-    """Return the probabilities of logits of shape [..., C]."""
+    """Return the probabilities [..., C] for logits [..., C]."""
     powers = np.exp(logits - logits.max(-1, keepdims=True, initial=-np.inf))
     probabilities: Array = powers / powers.sum(-1, keepdims=True)
     return probabilities

@@ -1,4 +1,4 @@
-"""Calls to clients, and the bounded pool of daemon threads that makes them.
+"""Calls to clients, and the bounded pool of daemon threads that makes the calls.
 
 `NamedProxy.send` sends every message to a client, except the request for the client's description
 (`members`). Flower's own server waits until every call of a round has finished. Here, a round can
@@ -43,22 +43,23 @@ from fedhet.wire.knowledge import payload_bytes
 Result = FitRes | EvaluateRes
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnReply = Callable[[str, str], None]
-"""Called with the name of a client that has replied or failed, and the error message or ""."""
+"""Callback with the name of a client that has replied or failed, and the error message or ""."""
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
 """An empty payload."""
 LOG = logging.getLogger("flwr")
 EXPECTED_ERRORS = (FedhetError, DropOutError, MemoryError, OSError, torch.OutOfMemoryError)
-"""Errors caused by the machine or the settings: the client is dropped, and the run continues."""
+"""Errors caused by the machine or the settings, after which the run continues without the
+client."""
 _LIBRARIES = [
     Path(__file__).parents[1],
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
 ]
 MAX_LIBRARY_FRAMES = 3
-"""Number of frames shown of a traceback that has no frames in user code."""
+"""Number of frames to show if a traceback has no frames in user code."""
 
 
 class DirectProxy(ClientProxy):
-    """Base class of proxies that call a client directly: Flower's methods all call `call`."""
+    """Base class for proxies that call a client directly; all of Flower's methods call `call`."""
 
     @abstractmethod
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
@@ -83,12 +84,12 @@ class DirectProxy(ClientProxy):
         return cast(EvaluateRes, self.call("evaluate", ins, timeout))
 
     def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> DisconnectRes:
-        """Do nothing, since there is no connection."""
+        """Do nothing, because there is no connection."""
         return DisconnectRes(reason="")
 
 
 class NamedProxy(DirectProxy):
-    """The recipient of one message: a client's name, and the connection to the client.
+    """Recipient of one message: a client's name, and the connection to the client.
 
     Flower's strategies return pairs of such a proxy and a message.
     """
@@ -104,7 +105,7 @@ class NamedProxy(DirectProxy):
         make_payload: Callable[[], Parameters] | None = None,
         turn: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
-        """Create the proxy of a client; all arguments but its name are needed to call it.
+        """Create the proxy of a client.
 
         Args:
             name: The client's name.
@@ -137,8 +138,8 @@ class NamedProxy(DirectProxy):
     ) -> tuple[Result, int]:
         """Send a message, and return the client's result and the size of the message in bytes.
 
-        A client that lacks the base weights of the message receives the message without base
-        weights. Raises ClientFailureError if the client does not reply.
+        A client that lacks the base weights of the message receives the message with full weights.
+        Raises ClientFailureError if the client does not reply.
 
         Args:
             message: The instruction to train or to evaluate.
@@ -179,13 +180,13 @@ class NamedProxy(DirectProxy):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call to one client: the message, and its recipient."""
+    """A call to one client, i.e. the message and its recipient."""
 
     recipient: NamedProxy
     round: int
     """The round that the client replies to."""
     message: FitIns | EvaluateIns | None
-    """None if an earlier server process made the call."""
+    """The instruction, or None if an earlier server process made the call."""
     timeout: float | None = None
     began: float = 0.0
     """Start of the round, by the run's clock."""
@@ -225,7 +226,7 @@ class CallOutcome:
 
     @property
     def samples_processed(self) -> float:
-        """Number of training samples processed, as reported by the client and clamped."""
+        """Number of training samples processed, as reported by the client and bounded."""
         reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
         if not isinstance(reported, int | float):
             return 0.0
@@ -251,7 +252,8 @@ class CallPool:
         self._num_threads = 0
         self._lock = threading.Lock()
         self._is_late: dict[Call, bool] = {}
-        """Calls whose reply has arrived, or whose round has closed, and which came first."""
+        """Whether the round closed before the reply arrived, for calls in which either has
+        happened."""
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue calls in order, and start as many threads as needed and allowed."""
@@ -272,7 +274,7 @@ class CallPool:
         return outcome
 
     def close_round(self, calls: Iterable[Call]) -> list[Call]:
-        """Mark calls as late if their replies have not arrived, and return the other calls."""
+        """Mark the calls whose replies have not arrived as late, and return all other calls."""
         with self._lock:
             return [call for call in calls if not self._is_late.setdefault(call, True)]
 
@@ -295,11 +297,11 @@ class CallPool:
     def _run_calls(self) -> None:
         while (call := self._pending.get()) is not None:
             self._outcomes.put(self._run(call))
-            del call  # an idle thread must not keep a message in memory
+            del call  # An idle thread must not keep a message in memory.
 
     def _run(self, call: Call) -> CallOutcome:
         def is_on_time() -> bool:
-            """Decide whether the reply is late, unless that has been decided."""
+            """Decide whether the reply is late, unless this has been decided already."""
             with self._lock:
                 return not self._is_late.setdefault(call, False)
 
@@ -311,7 +313,7 @@ class CallPool:
             )
             if isinstance(result, FitRes) and not is_on_time():
                 result = self._store_late_reply(call, result)
-        except BaseException as raised:  # report every failure to the round
+        except BaseException as raised:  # Report every failure to the round.
             result, error = None, raised
         late = not is_on_time()
         return CallOutcome(call, result, error, time.monotonic(), late, bytes_sent)
@@ -332,7 +334,7 @@ def name_of(proxy: ClientProxy) -> str:
 
 
 def reasons(failures: Failures) -> dict[str, str]:
-    """Return the reason of each client's failure, for failures whose client is known."""
+    """Return the reason for each failure, by client, if the client is known."""
     by_client: dict[str, str] = {}
     for failure in failures:
         if isinstance(failure, ClientFailureError):
@@ -345,7 +347,7 @@ def reasons(failures: Failures) -> dict[str, str]:
 
 
 def is_user_code_error(error: BaseException) -> bool:
-    """Return whether an error is a fault of a client's code, which includes user models."""
+    """Return whether an error was caused by a client's code, including user models."""
     if isinstance(error, UserModelError):
         return not isinstance(error.__cause__, MemoryError)
     return not isinstance(error, EXPECTED_ERRORS)
@@ -353,7 +355,7 @@ def is_user_code_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class UserCodeFault:
-    """A description of an error in a client's code that can be sent between processes.
+    """Description of an error in a client's code, which can be sent between processes.
 
     Not every exception can be pickled. A bug in a user's method or model may first appear during
     training. Its traceback is shown once, shortened to the frames in user code; flower.log holds
@@ -361,7 +363,7 @@ class UserCodeFault:
     """
 
     reason: str
-    """Type, message, file and line of the error."""
+    """Type and message of the error, with its file and line."""
     user_frames: str
     """Traceback, shortened to the frames in user code."""
     traceback: str
@@ -390,7 +392,7 @@ class UserCodeFault:
 
 
 class UserCodeError(Exception):
-    """Raised if a client of a simulation failed because of an error in its code."""
+    """Raised if a client in a simulation failed because of an error in its code."""
 
     def __init__(self, fault: UserCodeFault) -> None:
         super().__init__(fault.reason)
@@ -398,7 +400,7 @@ class UserCodeError(Exception):
 
 
 class UserCodeFaults:
-    """Reports errors in the clients' code, each distinct error once."""
+    """Reporter of errors in the clients' code, which shows each distinct error once."""
 
     def __init__(self, notice: Callable[[str], None], *, strict: bool) -> None:
         """Create the reporter.
@@ -413,7 +415,7 @@ class UserCodeFaults:
     def report(self, errors: Iterable[object]) -> None:
         """Show new errors in user code among the errors of a round.
 
-        Raises StateError if such an error ends the run.
+        Raises StateError if there is such an error and the reporter is strict.
         """
         causes = (getattr(error, "__cause__", None) or error for error in errors)
         for fault in [cause.fault for cause in causes if isinstance(cause, UserCodeError)]:

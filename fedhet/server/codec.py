@@ -1,6 +1,7 @@
-"""The server's codec: encodes instructions to clients, and decodes their replies.
+"""The server's codec, which encodes instructions to clients and decodes their replies.
 
-`Codec` counts the bytes of all messages and remembers the instructions on which replies build.
+`Codec` also counts the bytes of all messages, and remembers the instructions on which replies
+build.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedhet.wire.knowledge import Bases, Envelope, Knowledge, expect, payload_by
 
 
 class Codec:
-    """The codec between a method's server side and its clients in one run."""
+    """Codec for messages between a method's server side and its clients in one run."""
 
     def __init__(
         self,
@@ -59,17 +60,18 @@ class Codec:
         self._remember_all, self.encoder = remember, encoder or InstructionEncoder(None)
         self._lock = threading.Lock()
         self._remembered: dict[str, dict[int, tuple[Knowledge, int]]] = {}
-        """By client and round: the training instruction, and the digest of its weights."""
+        """Training instructions with the digests of their weights, by client and round."""
         self._newest_round = 0
         """The newest round with a remembered instruction."""
         self._last: dict[str, Instruction] = {}
-        """The last message to each client that may lack its base weights, without payloads."""
+        """The last message to each client, without payloads, if the client may lack its base
+        weights."""
         self._last_occasion = (0, True)
-        """The round of these messages, and whether they are to train."""
+        """The round of the messages in `_last`, and whether they are training instructions."""
         self._sizes: dict[tuple[str, bool], tuple[int, int]] = {}
-        """Round and bytes of each client's last message to train (True) or to evaluate (False)."""
+        """Round and size of each client's last message, by client and whether it is to train."""
 
-    # Instructions: from Knowledge to Flower's Parameters.
+    # Methods for instructions, which convert Knowledge to Flower's Parameters.
 
     def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
         """Encode one client's training instruction, and count its bytes.
@@ -128,7 +130,7 @@ class Codec:
         return payloads
 
     def message_without_base(self, client: str) -> Parameters | None:
-        """Encode the last message to a client without base weights, and count its bytes.
+        """Encode the last message to a client with full weights, and count its bytes.
 
         Returns None if the message has no base weights.
         """
@@ -141,7 +143,7 @@ class Codec:
         return payload
 
     def cancel(self, round: int, clients: Iterable[str], *, training: bool = True) -> None:
-        """Forget messages of a round that were not sent, and subtract their bytes."""
+        """Forget messages from a round that were not sent, and subtract their bytes."""
         for name in clients:
             message_round, size = self._sizes.get((name, training), (round, 0))
             if message_round == round:
@@ -149,7 +151,7 @@ class Codec:
             if training:
                 self.forget(name, round)
 
-    # Remembered instructions, as clients decode them. Any thread may call these methods.
+    # Methods for remembered instructions, as clients decode them; any thread may call them.
 
     def remembered(self, client: str, round: int) -> tuple[Knowledge | None, int]:
         """Return a client's training instruction of a round, and the digest of its weights.
@@ -163,8 +165,9 @@ class Codec:
     def remember(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
         """Remember a client's training instruction of a round.
 
-        An instruction of a new round replaces the instructions of earlier rounds, unless all are
-        remembered. The instruction of a late reply, read from disk, replaces none.
+        An instruction in a new round replaces the instructions from earlier rounds, unless all are
+        remembered. The instruction for a late reply, which is read from disk, replaces no
+        instruction.
         """
         with self._lock:
             if not self._remember_all and round > self._newest_round:
@@ -189,7 +192,7 @@ class Codec:
 
         return find_weights
 
-    # Replies: from Flower's FitRes and EvaluateRes to Reply and Measured.
+    # Methods for replies, which convert Flower's FitRes and EvaluateRes to Reply and Measured.
 
     def decode_all(
         self,
@@ -199,8 +202,8 @@ class Codec:
     ) -> Iterator[Reply]:
         """Yield the decoded replies of the round, sorted by client.
 
-        A client is dropped from the round if it sent no reply or its reply cannot be decoded. A
-        late reply is ignored, without consequences for the client, if the client has left or the
+        A client is dropped from the round if it sent no reply or if its reply cannot be decoded. A
+        late reply is ignored, without consequences for the client, if the client has left or if the
         method cannot use the reply.
         """
         result_of = {name_of(proxy): result for proxy, result in results}
@@ -228,7 +231,7 @@ class Codec:
             self.forget(name, round)
 
     def decode(self, client: ClientInfo, result: FitRes) -> Reply:
-        """Decode a client's reply to this round, or a late reply. Raises KnowledgeError."""
+        """Decode a client's reply, which may be late. Raises KnowledgeError if it is invalid."""
         payload, name = result.parameters, client.name
         age = self._state.age_of(name)
         round = self._state.record.round - age
@@ -248,7 +251,10 @@ class Codec:
     def decode_evaluation(
         self, client: ClientInfo, result: EvaluateRes, kinds: Sequence[str]
     ) -> Measured:
-        """Read a client's measurements of models of the given kinds. Raises KnowledgeError."""
+        """Read a client's measurements for the given kinds of models.
+
+        Raises KnowledgeError if the measurements are invalid or the client reported an error.
+        """
         with from_outside(client.name):
             if "error" in result.metrics:
                 raise _reported_error(client.name, result.metrics)
@@ -257,6 +263,6 @@ class Codec:
 
 
 def _reported_error(client: str, metrics: Mapping[str, object], message: str = "") -> ReportedError:
-    """Return the error that a client reported."""
+    """Convert the error that a client reported to an exception."""
     fault = str(metrics.get("error", message))[:300]
     return ReportedError(client, fault, spent=metrics.get(BUDGET_EXHAUSTED) is True)

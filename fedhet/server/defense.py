@@ -1,9 +1,9 @@
-"""Robust aggregation rules as a step, so that a minority of replies cannot move an average far.
+"""Step that applies robust aggregation rules, which limit the influence of a minority of replies.
 
-The contract of the replies determines which values are compared: weights among clients with the
-same architecture, rows of classes or public samples by their ids, and values of the clients' own
-samples through their class means. Methods therefore need no code for robust aggregation; their
-`MethodSpec` declares the rules that they support.
+The contract of the replies determines the values to compare: weights among clients with the same
+architecture, rows of classes or public samples by their ids, and values of the clients' own samples
+through their class means. Methods therefore need no code for robust aggregation; their `MethodSpec`
+declares the rules that they support.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from fedhet.wire.knowledge import Knowledge
 
 LOG = logging.getLogger("fedhet")
 MIN_CLIENTS = 3
-"""Minimum number of clients with comparable values, since fewer have no majority."""
+"""Minimum number of clients with comparable values, because fewer clients have no majority."""
 
 
 class Defense:
     """Step that makes any mean of a round's replies a robust aggregate.
 
     Krum and the filter exclude outliers. The medians and the trimmed mean replace the values that
-    clients have in common by one value, which is also their mean.
+    clients have in common with one robust value, which is then also their mean.
     """
 
     def __init__(self, settings: DefenseSettings, contract: Contract, state: RoundState) -> None:
@@ -59,9 +59,9 @@ class Defense:
         self._fraction = settings.malicious_fraction
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield replies whose mean is robust.
+        """Yield the included replies, with robust values.
 
-        If a round closes early, all missing clients may be honest. The rule must then withstand as
+        If a round closes early, all missing clients may be honest. The rule must thus withstand as
         many malicious clients as there may be among all clients that were called.
         """
         replies, record = list(replies), self._state.record
@@ -109,7 +109,8 @@ class Defense:
                 if len(group.clients) < MIN_CLIENTS:
                     continue
                 weights = None
-                if self.settings.average == "geometric-median":  # of all tensors of the field
+                # This includes all tensors of the field.
+                if self.settings.average == "geometric-median":
                     stacks = map(group.stack, group.names)
                     squares = [np.nan_to_num(mean_squares(flat(s))) * s[0].size for s in stacks]
                     weights = geometric_weights(np.asarray(sum(squares)))
@@ -127,12 +128,12 @@ class Defense:
 
 
 def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float) -> Array | None:
-    """Return the squared distances of shape [K, K] between replies, or None if K < MIN_CLIENTS.
+    """Return the squared distances [K, K] between replies, or None if K < MIN_CLIENTS.
 
-    Each field has the same weight, and each of its tensors a weight by size. Fields and layers
-    differ in scale, so distances are relative to the typical distance of two clients. A pair with
-    no comparable values has the typical distance, 1. The result is also None if no two replies are
-    comparable.
+    All fields have the same weight, and the tensors within a field are weighted by their sizes.
+    Fields and layers differ in scale, so distances are relative to the typical distance between two
+    clients. A pair without comparable values has the typical distance, 1. The result is also None
+    if no two replies are comparable.
 
     Args:
         contract: Contract of the replies.
@@ -167,19 +168,19 @@ def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float)
 
 @dataclass(frozen=True)
 class Group:
-    """Clients whose values of a field are comparable, as parts of the same larger tensors."""
+    """Clients with comparable values in a field, which are parts of the same larger tensors."""
 
     clients: tuple[int, ...]
     """Indices of the clients among the replies."""
     names: tuple[str, ...]
     """Names of the field's floating-point tensors."""
     values: Mapping[int, Mapping[str, Array]]
-    """Tensors by client and name."""
+    """Tensors, by client and name."""
     rows: Mapping[int, Array]
     """Row indices of each client's values in the larger tensor; empty for leading parts."""
 
     def stack(self, name: str) -> Array:
-        """Stack the clients' tensors to [K, ...] in float64, with NaN for missing values."""
+        """Stack the clients' tensors to shape [K, ...] in float64, with NaN for missing values."""
         values = {client: self.values[client][name] for client in self.clients}
         shape = np.max([value.shape for value in values.values()], axis=0).astype(int)
         if self.rows:
@@ -205,7 +206,7 @@ def flat(stack: Array) -> Array:
 
 
 def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> list[Group]:
-    """Group clients whose values of a field are comparable.
+    """Group the clients with comparable values in a field.
 
     Rows with ids are always comparable. Weights are comparable if their names and shapes are the
     same, or if smaller models are parts of larger models.
@@ -243,7 +244,7 @@ def groups(contract: Contract, field: Field, replies: Sequence[Knowledge]) -> li
 
 
 def class_means(values: Array, labels: Array) -> Array:
-    """Return the mean of the rows of each class, in ascending order of the classes.
+    """Return the mean of each class's rows, in ascending order of the classes.
 
     Args:
         values: Array of shape [N, ...].

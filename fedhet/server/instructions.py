@@ -1,10 +1,10 @@
-"""Encoded instructions: the server sends each client weights, or differences from earlier weights.
+"""Encoding of instructions, as full weights or as differences from earlier weights.
 
-Under an encoding, the server decodes its messages as the clients do. Each version of the weights
-follows from the version that clients have and from the method's new weights, rounded to half
-precision. A client that has the previous version receives the difference, a client that has this
-version receives nothing, and any other client receives the full weights. All of them decode the
-same numbers, so results do not depend on messages that a client has lost.
+If an encoding is set, the server decodes its messages as the clients do. Each version of the
+weights is computed from the version that clients have and from the method's new weights, and
+rounded to half precision. A client that has the previous version receives the difference. A client
+that has the new version receives no weights, and any other client receives the full weights. All
+clients decode the same numbers, so results do not depend on lost messages.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fedhet.wire.encodings import Coder, Encoded, RngKey
 from fedhet.wire.knowledge import Envelope, Knowledge, Packing, digest_of, encode
 
 VERSIONS = "wire"
-"""Name of the tensors, and of the metadata, that hold the versions of weights in a checkpoint."""
+"""Name of the checkpoint's tensors and metadata that contain the versions of weights."""
 MAX_VERSIONS = 8
-"""Versions of weights in memory; a client that has an older version receives the full weights."""
+"""Maximum number of versions in memory; a client with an older version receives full weights."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Version:
     """Digest of the method's weights, before encoding."""
     tensors: Arrays
     full: Mapping[str, Encoded]
-    """Tensors that are sent in half precision if the client needs the full weights."""
+    """Tensors to send in half precision if a client needs the full weights."""
     previous: int = 0
-    """Digest of the version to which `differences` refer; 0 if there are no differences."""
+    """Digest of the version that `differences` are based on; 0 if there are no differences."""
     differences: Mapping[str, Encoded] = field(default_factory=dict)
 
 
@@ -47,7 +47,7 @@ NO_VERSION = Version(0, 0, {}, {})
 
 @dataclass(frozen=True)
 class Instruction:
-    """A message to several clients, with payloads that may differ but decode to equal content."""
+    """A message to several clients. Its payloads may differ, but decode to the same content."""
 
     envelope: Envelope
     knowledge: Knowledge
@@ -59,7 +59,7 @@ class Instruction:
     """Payloads built so far, by the digest of their base weights."""
 
     def payload_for(self, held: int = 0) -> Parameters:
-        """Return the payload for a client that has the version with digest `held` (0 = none)."""
+        """Return the payload for a client that has the version with the digest `held`; 0 = none."""
         version, knowledge = self.version, self.knowledge
         base = held if held in (version.digest, version.previous) else 0
         if base in self.payloads:
@@ -78,15 +78,15 @@ class Instruction:
 
 
 class InstructionEncoder:
-    """Encodes instructions, and tracks the version of the weights that each client has."""
+    """Encoder of instructions, which tracks the version of the weights that each client has."""
 
     def __init__(self, coder: Coder | None) -> None:
         """Create the encoder; without a coder, instructions are sent unchanged."""
         self.held: dict[str, int] = {}
-        """Digest of the version that each client last received."""
+        """Digest of the version that each client last received, by client name."""
         self._coder, self._lock = coder, threading.Lock()
         self._versions: dict[int, Version] = {}
-        """Versions by digest; the newest is last."""
+        """Versions by digest, with the newest version last."""
 
     def instruction(
         self, envelope: Envelope, use: str, knowledge: Knowledge, clients: Collection[str]
@@ -95,8 +95,8 @@ class InstructionEncoder:
 
         Args:
             envelope: Sender, run, method and round of the message.
-            use: "train" or "evaluate"; messages of a round with different uses have different
-                random draws.
+            use: "train" or "evaluate"; the random draws for messages in a round differ between
+                uses.
             knowledge: Content of the message.
             clients: Names of the recipients. Differences are computed from the newest version
                 that a recipient has. Without recipients, the message has no differences.
@@ -128,14 +128,14 @@ class InstructionEncoder:
             self._versions = {digest: self._versions[digest] for digest in used}
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the tensors of the versions that clients have, for a checkpoint."""
+        """Return the tensors of the versions that clients have, to save in a checkpoint."""
         tensors: dict[str, Array] = {}
         for digest in self._used():
             tensors |= grouped(f"{VERSIONS}/{digest}", self._versions[digest].tensors)
         return tensors
 
     def metadata(self) -> dict[str, str]:
-        """Return the state other than tensors, for a checkpoint."""
+        """Return all state other than tensors, to save in a checkpoint."""
         if self._coder is None:
             return {}
         sources = [(digest, self._versions[digest].source) for digest in self._used()]
@@ -144,7 +144,7 @@ class InstructionEncoder:
     def load(self, tensors: Arrays, metadata: Metadata) -> dict[str, Array]:
         """Restore the state from a checkpoint, and return the tensors that belong to the method.
 
-        Raises ValueError, TypeError or LookupError if the checkpoint does not fit.
+        Raises ValueError, TypeError or LookupError if the checkpoint is invalid.
         """
         if self._coder is not None:
             saved = json.loads(str(metadata[VERSIONS]))
@@ -185,12 +185,12 @@ class InstructionEncoder:
 
 
 def without_versions(tensors: Arrays) -> dict[str, Array]:
-    """Return the tensors of a checkpoint that belong to the method."""
+    """Return the tensors in a checkpoint that belong to the method."""
     return {name: value for name, value in tensors.items() if not name.startswith(f"{VERSIONS}/")}
 
 
 def _full_version(coder: Coder, key: RngKey, weights: Arrays) -> Version:
-    """Return a version of weights whose tensors are rounded to half precision where possible."""
+    """Return a version of full weights, rounded to half precision where possible."""
     halves = coder.values(key, weights)
     tensors = {**weights, **{name: half.values for name, half in halves.items()}}
     encoded = {name: half.encoded for name, half in halves.items()}

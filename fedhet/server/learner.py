@@ -30,18 +30,19 @@ from fedhet.wire.identity import SERVER
 
 
 class Learner:
-    """Trains a model on the server in each round, with the run's training settings."""
+    """Trainer of a server model, which uses the run's training settings in each round."""
 
     def __init__(self, model: HetModel, run: RunSettings) -> None:
-        # The thread count affects floating-point sums: fix it, as on the clients.
+        # Fix the number of threads as on the clients, because it affects floating-point sums.
         torch.set_num_threads(run.engine.threads)
         self.model, self.run = model, run
         self.compute = compute_for(run.engine)
         self.compute.place(model)
         self.plateau = Plateau()
-        """State of the schedule `plateau`, which follows the training loss or another error."""
+        """State of the learning-rate schedule `plateau`, which tracks the training loss or another
+        error."""
         self._optimizer_state: dict[str, Tensor] = {}
-        """State of the last round's optimizer, if 'training.keep-optimizer' is set."""
+        """Optimizer state after the last round, if 'training.keep-optimizer' is set."""
 
     def predict(self, x: Tensor) -> Array:
         """Return the logits of shape [N, C] for samples `x` of shape [N, ...]."""
@@ -64,18 +65,18 @@ class Learner:
             round: The current round, which determines the learning rate and the random draws.
             x: Samples of shape [N, ...].
             y: Targets of shape [N, ...].
-            loss_of: Computes the loss of a batch.
+            loss_of: Function that computes the loss of a batch.
             epochs: Number of epochs.
             before_epoch: Called before each epoch with its number.
-            error_of: Computes the error that the schedule `plateau` follows from the logits; by
-                default, the schedule follows the training loss.
+            error_of: Function that computes the error for the schedule `plateau` from the logits.
+                By default, the schedule uses the training loss.
 
         Returns:
             Logits of shape [N, C].
 
         Raises:
-            DivergedError: The weights or the logits are not finite or too large. The model is
-                left unchanged.
+            DivergedError: If the weights or the logits are not finite or too large. The model is
+                then unchanged.
         """
         before = copy.deepcopy(self.model.state_dict())
         training, seed = self.run.training, self.run.seed
@@ -109,7 +110,7 @@ class Learner:
 
     def state_dict(self) -> dict[str, Array]:
         """Return the weights, and the states of the optimizer and of the schedule."""
-        # Before the first training, the lowest error is infinite, which a checkpoint cannot hold.
+        # Before the first training, the lowest error is infinite, which a checkpoint cannot store.
         plateau = {k: np.array(v) for k, v in vars(self.plateau).items() if math.isfinite(v)}
         return {
             **grouped("model", to_arrays(self.model)),
@@ -118,7 +119,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: Arrays) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the state returned by `state_dict`."""
         load_weights(self.model, group(state, "model"))
         tensors = {k: torch.tensor(v) for k, v in group(state, "optimizer").items()}
         self._optimizer_state = all_to_device(tensors, self.compute.device)

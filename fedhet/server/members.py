@@ -1,8 +1,8 @@
-"""The members of a federation: their admission, their health, and the held-out clients.
+"""Members of a federation: their admission, their health, and the held-out clients.
 
 Flower's random node ids are mapped to client names. A client's description is an untrusted claim.
-It is bounded, checked against the server's settings, and compared with the descriptions of the
-other clients, so that a single client can neither end a run nor decide its task.
+Its size is bounded, and it is checked against the server's settings and compared with the other
+clients' descriptions. A single client can thus neither end a run nor decide its task.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fedhet.wire.identity import ClientInfo, capped, client_name, read_propertie
 from fedhet.wire.knowledge import Knowledge
 
 Task = tuple[int, str, tuple[int, ...]]
-"""Number of classes, and kind and shape of a sample."""
+"""Number of classes, and the kind and the shape of a sample."""
 MAX_VALUES = 2**24
-"""Maximum number of values of one sample."""
+"""Maximum number of values in one sample."""
 Outcome = Literal["silent", "error", "refused"]
-"""Failure of a client in a round: no reply, an error that it reported, or a refused reply."""
+"""Kind of failure of a client in a round: no reply, a reported error, or a refused reply."""
 MAX_BACKOFF = 16
 """Maximum number of rounds between two calls to a client or a node that does not reply."""
 
@@ -54,7 +54,7 @@ class Admission:
     max_bytes: float = math.inf
     """Maximum size of a model, in bytes."""
     server_task: Callable[[], Task | None] = lambda: None
-    """Returns the task of the dataset that the server can read, if any, to break ties."""
+    """Function that returns the task of the server's dataset, if it has one, to break ties."""
 
     def fault_of(self, info: ClientInfo, pool: Collection[str] | None) -> str:
         """Check a client's description on its own, and return an error message or "".
@@ -77,7 +77,7 @@ class Admission:
             return f"its model {info.model!r} is neither registered nor in the run's pool"
         if not is_registered(info.model):
             return ""
-        try:  # compute the sizes of a registered model for the claimed task without building it
+        try:  # Compute the sizes of a registered model for the claimed task without building it.
             tensors = shapes(info.model, info.shape, info.classes, kind=info.kind).values()
         except ModelError as error:
             return str(error)
@@ -91,10 +91,11 @@ class Admission:
 def most_common_task(
     infos: Sequence[ClientInfo], server_task: Callable[[], Task | None] = lambda: None
 ) -> Task:
-    """Return the most common task of several clients.
+    """Return the most common task among several clients.
 
-    If several tasks are equally common, the result is the server's task, or else the task with the
-    smallest samples, so that an invented shape does not decide the server's memory use.
+    If several tasks are equally common, the result is the server's task if it is among them, or
+    else the task with the smallest samples. An invented shape thus cannot decide the server's
+    memory use.
     """
     counts = Counter(map(task_of, infos))
     max_count = max(counts.values())
@@ -106,7 +107,7 @@ def most_common_task(
 
 
 def most_common_name(names: Sequence[str]) -> str:
-    """Return the most common non-empty name (the first if tied), or "" if all are empty."""
+    """Return the most common non-empty name (the first in a tie), or "" if all are empty."""
     counts = Counter(name for name in names if name)
     return counts.most_common(1)[0][0] if counts else ""
 
@@ -118,23 +119,23 @@ def task_of(info: ClientInfo) -> Task:
 
 @dataclass(frozen=True)
 class Member:
-    """A client's description and its Flower proxy."""
+    """A connected client: its description and its Flower proxy."""
 
     info: ClientInfo
     proxy: ClientProxy
 
 
 def first_of_pool(members: Iterable[Member], pool: Collection[str]) -> ClientInfo:
-    """Return the first client whose model is in the pool, or else the first client.
+    """Return the first client whose model is in the pool, or the first client if there is none.
 
-    The server can build a model of the pool, but possibly not other models that clients name.
+    The server can build models from the pool, but possibly not other models that clients name.
     """
     infos = [member.info for member in members]
     return next((info for info in infos if info.model in pool), infos[0])
 
 
 class Members:
-    """The members of a federation, updated as nodes connect and disconnect."""
+    """Members of a federation, which are updated as nodes connect and disconnect."""
 
     def __init__(
         self,
@@ -152,15 +153,15 @@ class Members:
             pool: The models of the run, or None if the server need not know the clients' models.
             notice: Shows a message to the user.
             rules: Requirements for descriptions.
-            samples_cap: Maximum number of samples for which a member counts, as a multiple of the
-                median; 0 sets no limit.
+            samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
+                the median; 0 = no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
         """
         self._on_errors = on_errors or (lambda errors: None)
         self._timeout = timeout
         self._samples_cap = samples_cap
         self._capped: dict[str, int] = {}
-        """Number of samples of each client whose claim was reported to exceed the cap."""
+        """Claimed numbers of samples that exceed the cap and have been reported, by client."""
         self._pool = pool
         self._notice = notice
         self._rules = rules or Admission()
@@ -169,33 +170,35 @@ class Members:
         self._names: dict[str, str] = {}
         """Name of each node that is or has been a member."""
         self._disconnected: set[str] = set()
-        """Names of members that have been disconnected at some time."""
+        """Names of members that were disconnected at some time."""
         self._refused: set[str] = set()
-        """Connected nodes that are excluded."""
+        """Connected nodes that are excluded from the run."""
         self._silent: dict[str, tuple[int, int]] = {}
-        """Number of requests that a node did not answer, and the number of the last request."""
+        """Number of requests that a node did not answer, and the number of the last one, by
+        node."""
         self._any_timeout = False
-        """Whether a node exceeded the time limit at the last request."""
+        """Whether any node exceeded the time limit in the last request."""
         self._num_requests = 0
-        """Number of times that new nodes were asked for descriptions: once per round."""
+        """Number of times that new nodes were asked for descriptions, which happens once per
+        round."""
         self._task: Task | None = None
         self._order = ""
         """Order of the class names (`ClientInfo.order`); empty until a client reports one."""
         self._model = ""
-        """The model that all members must have; empty if it is unknown or may differ."""
+        """Model that all members must have; empty if it is unknown or if models may differ."""
         self._bases: dict[str, str] = {}
-        """Digest of each frozen base model (`ClientInfo.base`), by its name."""
+        """Digest of each frozen base model (`ClientInfo.base`), by model name."""
 
     @classmethod
     def of(
         cls, config: Config, data: RunData, notice: Callable[[str], None], faults: UserCodeFaults
     ) -> Members:
-        """Create the empty federation of a run."""
+        """Create an empty federation for a run."""
 
         def server_task() -> Task | None:
             try:
                 dataset = data.dataset
-            except FedhetError:  # the server cannot read the sites' data
+            except FedhetError:  # The server cannot read the sites' data.
                 return None
             return len(dataset.classes), dataset.kind, dataset.shape
 
@@ -210,12 +213,12 @@ class Members:
     ) -> dict[str, Member]:
         """Wait for the first members of a run, and return them by name.
 
-        If nodes that exceed the time limit are needed, they are called again until the round
-        timeout, because a slow machine may take long to load its data.
+        If too few nodes reply in time, nodes that exceeded the time limit are called again until
+        the round timeout, because a slow machine may take long to load its data.
 
         Args:
             manager: Flower's registry of connected nodes.
-            wanted: Number of clients of the run.
+            wanted: Number of clients in the run.
             engine: Settings of the engine.
 
         Raises:
@@ -252,10 +255,10 @@ class Members:
 
         The first clients decide the task of the run: the most common classes, sample shape and
         order of class names, and the most common model if all must have the same. A new node is
-        excluded, with a notice, if its task differs, its name is taken, or its model is unknown to
-        the server. A node that does not reply is called again after 1, 2, 4, ... rounds.
+        excluded, with a notice, if its task differs, if its name is taken, or if its model is
+        unknown to the server. A node that does not reply is called again after 1, 2, 4, ... rounds.
         """
-        # A copy, since Flower's thread changes the original as nodes come and go.
+        # Copy the dictionary, because Flower's thread changes it when nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
         for node in sorted(self._members.keys() - proxies.keys()):
             self._disconnected.add(name := self._members.pop(node).info.name)
@@ -294,7 +297,7 @@ class Members:
             for member in sorted(described, key=lambda member: member.info.name)
             if not self._exclude(member, self._rules.fault_of(member.info, self._pool))
         ]
-        if self._task is None and valid:  # the first clients decide
+        if self._task is None and valid:  # The first clients decide the task.
             infos = [member.info for member in valid]
             self._task = most_common_task(infos, self._rules.server_task)
             of_task = [info for info in infos if task_of(info) == self._task]
@@ -322,7 +325,7 @@ class Members:
                 self._notice(reply)
 
     def _exclude(self, member: Member, fault: str) -> bool:
-        """Exclude a client with a notice if `fault` is not empty, and return whether it is."""
+        """Exclude a client with a notice if `fault` is not empty; return whether it is."""
         if fault:
             self._refused.add(member.proxy.cid)
             self._notice(f"client {member.info.name} is excluded: {fault}")
@@ -351,7 +354,7 @@ class Members:
             fault = error.reason if isinstance(error, KnowledgeError) else str(error)
             return f"{display_name(proxy)} is excluded: {fault}"
         except Exception as error:
-            # Any error of the transport: the node may be available again by a later round.
+            # After any transport error, the node may be available again in a later round.
             self._on_errors([error])
             count, _ = self._silent.get(proxy.cid, (0, 0))
             self._silent[proxy.cid] = (count + 1, self._num_requests)
@@ -382,7 +385,7 @@ HELD_OUT_KINDS = (HELD_OUT, HELD_OUT_EPOCH)
 
 
 class HeldOutClients:
-    """Clients that never train (`data.held-out-clients`) and evaluate after the last round."""
+    """Clients that never train (`data.held-out-clients`), but evaluate after the last round."""
 
     def __init__(self, run: RunSettings, spec: MethodSpec) -> None:
         self.names = frozenset(client_name(k, run.clients) for k in held_out_clients(run))
@@ -390,7 +393,7 @@ class HeldOutClients:
         self._method, self._offered_kind = run.method, spec.offered_kind
 
     def split_off(self, members: Mapping[str, Member]) -> dict[str, Member]:
-        """Keep the held-out members here, and return the members that may train."""
+        """Store the held-out members, and return the members that may train."""
         self.members = {name: member for name, member in members.items() if name in self.names}
         return {name: member for name, member in members.items() if name not in self.names}
 
@@ -401,7 +404,7 @@ class HeldOutClients:
     def instructions(
         self, instruction: Callable[[ClientInfo], Knowledge | None]
     ) -> dict[str, Knowledge]:
-        """Return each held-out client's instruction to evaluate.
+        """Return an evaluation instruction for each held-out client.
 
         The result is empty if the method has no model for clients that have not trained.
         """
@@ -425,26 +428,26 @@ class HeldOutClients:
 
 
 def backoff_rounds(failures: int) -> int:
-    """Return the rounds to wait before the next call, which double with each failure."""
+    """Return the number of rounds before the next call, which doubles with each failure."""
     return min(1 << failures, MAX_BACKOFF)
 
 
 class ClientHealth:
-    """Counts each client's consecutive rounds without a usable reply.
+    """Record of each client's consecutive rounds without a usable reply.
 
     A client whose replies are refused in several consecutive rounds is excluded for the rest of the
-    run. A client that is silent or reports errors is called at increasing intervals. The earlier
-    contributions of both are dropped. The counts are saved in each checkpoint, so that a resumed
-    run calls the same clients.
+    run. A client that is silent or reports errors is called at increasing intervals. In both cases,
+    the method drops the client's earlier contributions. The counts are saved in each checkpoint, so
+    that a resumed run calls the same clients.
     """
 
     def __init__(self, max_refusals: int, max_silences: int, notice: Callable[[str], None]) -> None:
-        """Create the counts.
+        """Create an empty record.
 
         Args:
             max_refusals: Consecutive refused replies after which a client is excluded; 0 = never.
-            max_silences: Consecutive rounds without a reply after which calls to a client back
-                off; 0 = never.
+            max_silences: Consecutive rounds without a reply after which a client is called less
+                often; 0 = never.
             notice: Shows a message to the user.
         """
         self._max_refusals, self._max_silences = max_refusals, max_silences
@@ -458,8 +461,8 @@ class ClientHealth:
     def eligible(self, round: int, names: Collection[str]) -> list[str]:
         """Return the clients that may be called in a round, in the given order.
 
-        If calls to all of them back off, all are eligible, because a round needs clients. Raises
-        FedhetError if all clients are excluded.
+        If the calls to all of them are backing off, all are eligible, because a round needs
+        clients. Raises FedhetError if all clients are excluded.
         """
         included = [name for name in names if not self._is_excluded(name)]
         if not included:
@@ -471,7 +474,7 @@ class ClientHealth:
         return [name for name in included if not self.exclusion_reason(round, name)] or included
 
     def exclusion_reason(self, round: int, name: str) -> str:
-        """Return "excluded" or "backing off" if a client must not be called, or else ""."""
+        """Return "excluded" or "backing off" if a client must not be called, or "" otherwise."""
         if self._is_excluded(name):
             return "excluded"
         if not self._is_silent(name):
@@ -500,9 +503,9 @@ class ClientHealth:
                 self._refused[name] = refused + 1
             elif outcomes[name] is not None:
                 self._silent[name] = (silent + 1, round)
-                if refused:  # silence does not clear a client whose replies were refused
+                if refused:  # Silence does not clear a client whose replies were refused.
                     self._refused[name] = refused
-        # A former member that returns starts again from zero.
+        # The counts of a former member that returns start at zero again.
         self._gone |= dict.fromkeys(members, 0)
         for name in self._gone.keys() - set(members):
             self._gone[name] += 1
@@ -531,7 +534,10 @@ class ClientHealth:
         return {"refused": self._refused, "silent": silent, "last": last, "gone": self._gone}
 
     def load_dict(self, saved: Mapping[str, Mapping[str, int]]) -> None:
-        """Restore the result of `to_dict`. Raises ValueError, KeyError or TypeError."""
+        """Restore the result of `to_dict`.
+
+        Raises ValueError, KeyError or TypeError if it is invalid.
+        """
         self._refused, self._gone = dict(saved["refused"]), dict(saved["gone"])
         self._silent = {name: (n, saved["last"][name]) for name, n in saved["silent"].items()}
 

@@ -1,8 +1,8 @@
-"""Nodes of a deployment: registered names, sessions, and messages that survive a restart.
+"""Nodes in a deployment: registered names, sessions, and messages that survive a restart.
 
-A node that is killed and reconnects within a minute has a new session, but Flower does not count it
-as disconnected. A message that the former session had received would never get a reply, so this
-module sends the message again.
+If a node is killed and reconnects within a minute, it has a new session, but Flower does not
+consider it disconnected. A message that its former session had received would never get a reply, so
+this module sends the message again.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from flwr.server.compat.grid_client_proxy import GridClientProxy
 from fedhet.base.errors import one_line
 
 CACHE_SECONDS = 10.0
-"""Time for which Flower's list of online nodes is cached."""
+"""Seconds for which Flower's list of online nodes is cached."""
 POLL_SECONDS = 3.0
-"""Maximum time between two polls for a reply, as in Flower's own grid."""
+"""Maximum number of seconds between two polls for a reply, as in Flower's own grid."""
 POLL_FRACTION = 0.1
 """Time until the next poll for a reply, as a fraction of the time waited so far."""
 POLL_SECONDS_PER_NODE = 0.02
-"""Minimum time between two polls for a reply, for each node that is online."""
+"""Minimum number of seconds between two polls for a reply, per online node."""
 MAX_TRANSFERS = 2
-"""Maximum number of messages being sent or received, and thus in memory, at the same time."""
+"""Maximum number of messages that are sent or received, and thus in memory, at the same time."""
 TRANSFER_SECONDS = 60.0
-"""Time after which a transfer no longer blocks others, because its node may have been killed."""
+"""Seconds after which a transfer no longer blocks others, because its node may have been killed."""
 
 
 class NodeInfo(Protocol):
-    """The attributes of an online node that this module uses."""
+    """Attributes of an online node that this module uses."""
 
     node_id: int
     name: str
@@ -43,7 +43,7 @@ class NodeInfo(Protocol):
 
 
 class Nodes:
-    """The online nodes, as listed by Flower's grid."""
+    """Online nodes, as listed by Flower's grid."""
 
     def __init__(self, grid: Any) -> None:
         self._grid = grid
@@ -54,7 +54,7 @@ class Nodes:
     def name(self, node_id: int) -> str:
         """Return the registered name of a node's key, or "" if the key has no name.
 
-        Raises LookupError if the node is not online, so that its name is unknown.
+        Raises LookupError if the node is not online, because its name is then unknown.
         """
         node = self._online(CACHE_SECONDS).get(node_id) or self._online(0.0).get(node_id)
         if node is None:
@@ -72,8 +72,8 @@ class Nodes:
     def poll_interval(self, waited: float) -> float:
         """Return the seconds until the next poll for a reply, after `waited` seconds.
 
-        A SuperNode requests messages every 3 s. If a quick reply is received before the node's next
-        request, the node gets its next message 3 s earlier.
+        A SuperNode requests messages every 3 s. If the server receives a quick reply before the
+        node's next request, the node gets its next message 3 s earlier.
         """
         min_seconds = max(0.2, POLL_SECONDS_PER_NODE * len(self._nodes))
         return min(POLL_SECONDS, max(min_seconds, POLL_FRACTION * waited))
@@ -87,7 +87,7 @@ class Nodes:
 
 
 class TransferLimiter:
-    """Limits how many messages are sent or received at the same time.
+    """Limiter of the number of messages that are sent or received at the same time.
 
     During its transfer, a message takes several times its size in memory.
     """
@@ -101,9 +101,9 @@ class TransferLimiter:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for a free place, and hold it during the block.
+        """Wait for a free slot, and hold it during the block.
 
-        Transfers that take longer than the maximum time do not count.
+        Transfers that take longer than the maximum time do not occupy a slot.
         """
         transfer = object()
         with self._changed:
@@ -132,7 +132,7 @@ class RetryingGrid:
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
         """Send one message, and return its reply, or Flower's error after the time limit.
 
-        An error is ignored while a copy of the message is in progress, since Flower may give up
+        An error is ignored while a copy of the message is in progress, because Flower may give up
         the first copy.
         """
         (message,) = messages
@@ -167,7 +167,7 @@ class RetryingGrid:
 
 
 class ReplyPoller:
-    """Polls for the reply to one message in a separate thread.
+    """Thread that polls for the reply to one message.
 
     If a node was killed while it sent its reply, Flower waits minutes for the remaining data.
     """
@@ -179,7 +179,10 @@ class ReplyPoller:
         self._thread: threading.Thread | None = None
 
     def poll(self) -> Message | None:
-        """Return the reply, or None if it has not arrived. Raises errors of the polling thread."""
+        """Return the reply, or None if it has not arrived.
+
+        Re-raises errors from the polling thread.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._pull, daemon=True)
             self._thread.start()
@@ -195,14 +198,15 @@ class ReplyPoller:
         try:
             with self._transfers.turn():
                 self._replies = list(self._grid.pull_messages([self._message_id]))
-        except Exception as error:  # raised again in the thread that waits for the reply
+        # The error is raised again in the thread that waits for the reply.
+        except Exception as error:
             self._error = error
 
 
 def registered_name(proxy: ClientProxy) -> str:
-    """Return the registered name of a node's key, or "" if there is none.
+    """Return the registered name of a node's key, or "" if there is no registered name.
 
-    In a simulation, and in a deployment without keys, nodes have no registered name.
+    In a simulation or in a deployment without keys, nodes have no registered names.
     """
     grid = _deployment_grid(proxy)
     if grid is None:
@@ -213,7 +217,7 @@ def registered_name(proxy: ClientProxy) -> str:
 
 def display_name(proxy: ClientProxy) -> str:
     """Return a node's name for messages: `node NAME`, or `node ID` if it has no registered name."""
-    with contextlib.suppress(Exception):  # the node or the server may be unreachable
+    with contextlib.suppress(Exception):  # The node or the server may be unreachable.
         return f"node {one_line(registered_name(proxy)) or proxy.cid}"
     return f"node {proxy.cid}"
 
@@ -235,10 +239,10 @@ def _shared_by(grid: Any) -> tuple[Nodes, TransferLimiter]:
 
 
 def _deployment_grid(proxy: ClientProxy) -> Any:
-    """Return the grid of a deployment, or None in a simulation, whose nodes do not restart."""
+    """Return the grid of a deployment, or None in a simulation, where nodes do not restart."""
     if not isinstance(proxy, GridClientProxy):
         return None
-    # Import lazily: flwr.superlink loads SQLAlchemy (about 1 s).
+    # Import lazily, because flwr.superlink loads SQLAlchemy (about 1 s).
     from flwr.superlink.grid import InMemoryGrid
 
     return None if isinstance(proxy.grid, InMemoryGrid) else proxy.grid

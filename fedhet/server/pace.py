@@ -1,8 +1,8 @@
-"""Pace of a run: calls to clients, and collection of their replies until each round closes.
+"""Pace of a run: clients are called, and their replies collected until each round closes.
 
 A round closes on the machine's clock or, in a simulation, on a simulated clock. A client that has
-not replied by then is late: it is not called while it is at work, and its reply is used in the
-round in which it arrives. Flower's own server would wait for all clients.
+not replied by then is late. It is not called while it is working, and its reply is used in the
+round in which it arrives. In contrast, Flower's own server waits for all clients.
 
 On the simulated clock, a client's time for a round is its work divided by its speed, plus the bytes
 that it receives and sends divided by its bandwidth. This time depends only on the seed, the client
@@ -49,12 +49,12 @@ from fedhet.settings.run import RunSettings
 SAMPLE_MS, MBIT, CLIENT = "sample-ms", "mbit", "client"
 COLUMNS = (SAMPLE_MS, MBIT, CLIENT)
 MAX_BYTES = 64 * 2**20
-"""Maximum size of a file of measured devices."""
+"""Maximum size of a file with measured devices."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The speed and the bandwidth of a client's device."""
+    """Speed and bandwidth of a client's device."""
 
     sample_ms: float
     """Milliseconds per training sample."""
@@ -67,10 +67,13 @@ class Device:
 
 
 class SimulatedClock:
-    """Simulates the time that clients take for a round."""
+    """Simulated clock, which determines the time that clients take for a round."""
 
     def __init__(self, pace: PaceSettings, seed: int) -> None:
-        """Read the file of measured devices, if one is set. Raises SettingsError."""
+        """Read the file with measured devices, if one is set.
+
+        Raises SettingsError if the file is invalid.
+        """
         self._pace, self._seed = pace, seed
         self._rows = [] if pace.clock == DRAWN_CLOCK else read_devices(Path(pace.clock))
         self._named = {name: device for name, device in self._rows if name}
@@ -84,7 +87,7 @@ class SimulatedClock:
             client: Name of the client.
             round: The round.
             work: Number of training samples processed, counting repetitions.
-            size: Size of the two messages in bytes.
+            size: Total size of the instruction and the reply, in bytes.
         """
         seconds, fraction = self.device(client).seconds(work, size), self._pace.stragglers
         if fraction > 0 and numpy_rng(self._seed, client, round, "straggler").random() < fraction:
@@ -92,7 +95,7 @@ class SimulatedClock:
         return seconds
 
     def device(self, client: str) -> Device:
-        """Return a client's device. Raises SettingsError if the file lacks the client."""
+        """Return a client's device. Raises SettingsError if the file has no row for the client."""
         if self._named:
             if client not in self._named:
                 hint = nearest(client, self._named)
@@ -109,12 +112,12 @@ class SimulatedClock:
 
 
 def read_devices(path: Path) -> list[tuple[str, Device]]:
-    """Read the devices of a CSV file.
+    """Read the devices from a CSV file.
 
-    The header must have the columns `sample-ms` and `mbit`, and may have a column `client`.
+    The header must contain the columns `sample-ms` and `mbit`, and may contain `client`.
 
     Returns:
-        Client and device of each row; the client is "" if the file names none.
+        The client and the device in each row; the client is "" if the file has no such column.
 
     Raises:
         SettingsError: If the file cannot be read, or if a row is invalid.
@@ -156,11 +159,11 @@ Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
 
 @dataclass(frozen=True)
 class _AtWork:
-    """A client that is training, or whose reply no round has used yet."""
+    """Client that is training, or whose reply has not been used in any round."""
 
     call: Call
     outcome: CallOutcome | None = None
-    """None until the client has replied or failed."""
+    """Outcome of the call, or None until the client has replied or failed."""
     due: float = math.inf
     """Time at which the reply arrives, by the run's clock; infinity if unknown."""
 
@@ -170,9 +173,9 @@ class _AtWork:
 
 
 class Collector:
-    """Makes the client calls of a run and collects the replies of each round.
+    """Component that calls a run's clients and collects the replies in each round.
 
-    Calls to train may outlast the round in which they are made.
+    Training calls may outlast the round in which they are made.
     """
 
     def __init__(
@@ -189,22 +192,23 @@ class Collector:
         self._pace, self._codec, self._late, self._spool = run.pace, codec, late, spool
         self._min_replies = honest_majority(run)[2]
         self._clock = SimulatedClock(run.pace, run.seed) if run.pace.is_simulated else None
-        # Not a method: if the pool referred to the collector, a run that has ended would keep the
-        # lock of its directory until the next garbage collection.
+        # `_store_late` is not a method, because the pool must not refer to the collector.
+        # Otherwise, a run that has ended would hold the lock on its directory until the next
+        # garbage collection.
         self._store_late = partial(_store_late, codec, late)
         self._pool = CallPool(1, self._store_late)
         self._at_work: dict[str, _AtWork] = {}
-        """Clients called to train whose reply no round has used yet, by name."""
+        """Clients called to train whose reply has not been used in any round, by name."""
         self._evaluating: set[str] = set()
         """Clients called to evaluate that have not replied."""
         self._evaluated: list[CallOutcome] = []
         self._durations: list[float] = []
-        """Durations of the last rounds, in seconds by the run's clock."""
+        """Durations of recent rounds, in seconds of the run's clock."""
         self._simulated = 0.0
         """Simulated seconds since the start of the run."""
 
     def open(self, max_concurrent: int) -> None:
-        """Prepare to call at most `max_concurrent` clients at the same time."""
+        """Create the pool, which calls at most `max_concurrent` clients at the same time."""
         self._pool = CallPool(max_concurrent, self._store_late)
 
     def close(self) -> None:
@@ -214,10 +218,10 @@ class Collector:
 
     @property
     def clients_at_work(self) -> set[str]:
-        """Clients that cannot be called: they are busy, or their reply has not been used yet."""
+        """Clients that cannot be called, as they are busy or their reply has not been used."""
         return self._at_work.keys() | self._evaluating
 
-    # A round.
+    # Methods for a round.
 
     def fit(
         self, round: int, instructions: Instructions, needed: int, timeout: float | None
@@ -248,7 +252,7 @@ class Collector:
             self._wait(calls, called, Closing(len(calls)))
             dues = [self._at_work[name].due for name in awaited if self._at_work[name].is_usable]
             ends = self._simulated = results.clock = rule.closing_time(dues, began)
-        if ends > began:  # a simulated round without a reply takes no time
+        if ends > began:  # A simulated round without a reply takes no time.
             self._durations = [*self._durations, ends - began][-RECENT:]
         for name in sorted(self._at_work):
             self._collect(name, round, ends, results)
@@ -260,7 +264,7 @@ class Collector:
     ) -> RoundResults:
         """Call clients to evaluate, and return the replies that arrived before the round closed.
 
-        On a simulated clock, evaluation takes no time, and the round waits for all replies.
+        On a simulated clock, the evaluation takes no time, and the round waits for all replies.
         """
         calls = _calls(instructions, round, timeout)
         called, rule = {call.name for call in calls}, Closing(len(calls))
@@ -276,13 +280,13 @@ class Collector:
         return results
 
     def remove_used(self, clients: Iterable[str]) -> None:
-        """Remove late replies from disk that the last round has used.
+        """Remove the late replies that the last round has used from disk.
 
         Call this after the checkpoint of the round is written.
         """
         self._late.remove(set(clients) - self._at_work.keys())
 
-    # Checkpoints.
+    # Methods for checkpoints.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state for a checkpoint."""
@@ -293,9 +297,11 @@ class Collector:
         return {"clock": self._simulated, "durations": self._durations, "jobs": jobs}
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `to_dict`. Raises ValueError, KeyError or TypeError.
+        """Restore the result of `to_dict`.
 
-        Only clients whose late replies are on disk are still at work. Other clients were
+        Raises ValueError, KeyError or TypeError if it is invalid.
+
+        Only clients with late replies on disk are still considered at work. All other clients were
         training when the server ended, and are called again.
         """
         self._simulated = float(saved["clock"])
@@ -308,7 +314,7 @@ class Collector:
             result = FitRes(Status(Code.OK, ""), NOTHING, 0, {})
             self._at_work[name] = _AtWork(call, CallOutcome(call, result, is_late=True), due)
 
-    # Helpers of these methods.
+    # Private helpers.
 
     def _now(self) -> float:
         return time.monotonic() if self._clock is None else self._simulated
@@ -316,8 +322,8 @@ class Collector:
     def _wait(self, calls: Sequence[Call], awaited: set[str], rule: Closing) -> set[str]:
         """Make the calls, wait until the rule closes the round, and return canceled clients.
 
-        If only one call can be made at a time, the call in progress is always awaited, because the
-        server has nothing else to do.
+        If only one call can be made at a time, the server always waits for the call in progress,
+        because it has nothing else to do.
         """
         began = time.monotonic()
         arrived = [self._at_work[name] for name in awaited & self._at_work.keys()]
@@ -351,7 +357,7 @@ class Collector:
             return call.name
         due = outcome.received_at
         if self._clock is not None:
-            due = call.began  # a failure takes no simulated time
+            due = call.began  # A failure takes no simulated time.
             if outcome.is_usable and isinstance(outcome.result, FitRes):
                 size = outcome.bytes_sent + bytes_of(outcome.result.parameters)
                 work = outcome.samples_processed
@@ -362,7 +368,7 @@ class Collector:
     def _collect(self, name: str, round: int, ends: float, results: RoundResults) -> None:
         """Add a client's reply to the round's results if it arrived before the round closed.
 
-        On a simulated clock, a reply that is due later is moved to disk.
+        On a simulated clock, a reply that is due later is stored on disk.
         """
         work = self._at_work[name]
         call, outcome = work.call, work.outcome
@@ -382,7 +388,7 @@ class Collector:
         results.add(self._read_late(outcome) if outcome.is_on_disk else outcome)
 
     def _read_late(self, outcome: CallOutcome) -> CallOutcome:
-        """Read a late reply from disk, and remember the instruction that it responds to."""
+        """Read a late reply from disk, and remember the instruction to which it responds."""
         name = outcome.call.name
         try:
             result, round, sent, digest = self._late.get(name)
@@ -410,7 +416,7 @@ def _calls(
 def _store_late(codec: Codec, late: LateReplies, call: Call, result: FitRes) -> FitRes:
     """Move a late reply and its instruction to disk, and return the reply without its payload.
 
-    Raises StateError.
+    Raises StateError if a file cannot be written.
     """
     late.put(call.name, result, call.round, *codec.remembered(call.name, call.round))
     codec.forget(call.name, call.round)

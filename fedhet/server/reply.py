@@ -1,12 +1,12 @@
-"""Replies of clients on their way from the wire to the method, in memory or on disk.
+"""Client replies on their way from the wire to the method, in memory or on disk.
 
-A reply that holds weights is decoded and written to a file when it arrives. Its weights are mapped
-from the file, one tensor at a time, when they are used, so the server's memory does not grow with
+A reply that contains weights is decoded and written to a file when it arrives. When its weights are
+used, they are mapped from the file one tensor at a time, so the server's memory does not grow with
 the number of clients. No other module needs to know whether a payload is in memory or on disk.
 
 A late reply is stored in the run's directory until a later round uses it, together with the
-instruction that the client received: the client's update is the difference between the two.
-A server that is killed loses no late reply.
+client's instruction. The client's update is the difference between the reply and the instruction.
+No late reply is lost if the server is killed.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from fedhet.wire.knowledge import (
 )
 
 Magnitudes = Mapping[str, float]
-"""Root mean square of each part (`part_of`) of a reply that holds floating-point numbers."""
+"""Root mean square of each part (`part_of`) of a reply that contains floating-point numbers."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A decoded reply of a client to an instruction to train."""
+    """A client's decoded reply to a training instruction."""
 
     client: ClientInfo
     knowledge: Knowledge
@@ -70,9 +70,9 @@ class Reply:
     cached_magnitudes: Magnitudes | None = field(default=None, repr=False)
     """Magnitudes of `knowledge`, if they were measured when the reply arrived."""
     age: int = 0
-    """Rounds since the client received its instruction; 0 if the reply is not late."""
+    """Number of rounds since the client received its instruction; 0 if the reply is not late."""
     sent: Knowledge | None = field(default=None, repr=False)
-    """Content of the client's instruction, if it is needed to use a late reply."""
+    """Content of the client's instruction, if the reply is late and needs it."""
 
     @property
     def samples(self) -> int:
@@ -81,12 +81,12 @@ class Reply:
 
     @property
     def freshness(self) -> float:
-        """Weight of the reply for its age: 1 if the reply is not late."""
+        """Weight of the reply given its age; 1 if the reply is not late."""
         return staleness_weight(self.age)
 
     @property
     def weight(self) -> float:
-        """Weight of the reply in an average by samples, lower if the reply is late."""
+        """Weight of the reply in a sample-weighted average, which is lower if the reply is late."""
         return self.samples * self.freshness
 
     def magnitudes(self) -> Magnitudes:
@@ -101,7 +101,7 @@ class Reply:
 
 
 def medians(replies: Iterable[Magnitudes]) -> dict[str, float]:
-    """Return the median of each part's magnitude over several replies."""
+    """Return the median magnitude of each part over several replies."""
     parts: dict[str, list[float]] = {}
     for magnitudes in replies:
         for part, size in magnitudes.items():
@@ -110,7 +110,7 @@ def medians(replies: Iterable[Magnitudes]) -> dict[str, float]:
 
 
 STATISTICS_OF = "statistics of "
-"""Prefix of the part that holds the batch normalization statistics of a field."""
+"""Prefix of the part that contains a field's batch normalization statistics."""
 
 
 def part_of(tensor: str) -> str:
@@ -124,7 +124,7 @@ def part_of(tensor: str) -> str:
 
 
 def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
-    """Return the root mean square of each part of a reply that holds floating-point numbers.
+    """Return the root mean square of each part of a reply that contains floating-point numbers.
 
     The result is infinity if the squares of a part overflow.
     """
@@ -149,8 +149,9 @@ def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
 def from_outside(sender: str) -> Iterator[None]:
     """Raise KnowledgeError if the block, which reads data sent by `sender`, raises any error.
 
-    No list of exceptions would be complete: a reply may exhaust the memory or the recursion limit,
-    or raise an exception of a library. One such reply must not end the round.
+    Any exception is caught, because no list of exceptions would be complete. A reply may exhaust
+    the memory or the recursion limit, or cause an exception in a library, and must not end the
+    round.
     """
     try:
         yield
@@ -169,7 +170,7 @@ def open_payload(
     Args:
         payload: Flower's parameters, or a payload that was written to the spool.
         sender: Name of the client, for errors.
-        bases: Finds the weights on which the reply builds.
+        bases: Function that finds the weights on which the reply builds.
         max_bytes: Maximum size of a payload in memory.
 
     Returns:
@@ -177,7 +178,7 @@ def open_payload(
         memory).
 
     Raises:
-        KnowledgeError: The payload is invalid or too large.
+        KnowledgeError: If the payload is invalid or too large.
     """
     if isinstance(payload, SpooledPayload):
         return payload.open()
@@ -188,7 +189,7 @@ def open_payload(
 def _decode(
     payload: Parameters, sender: str, bases: Bases, max_bytes: int
 ) -> tuple[Envelope, Knowledge, bool]:
-    """Decode a payload; also return whether its tensors are sent without an encoding."""
+    """Decode a payload, and also return whether its tensors are sent without an encoding."""
     arrays = read_arrays(payload, sender, max_bytes)
     envelope, knowledge = decode(arrays, sender, bases, max_bytes)
     is_plain = [*map(id, knowledge.tensors.values())] == [*map(id, arrays[1:])]
@@ -201,7 +202,7 @@ def bytes_of(payload: Parameters) -> int:
 
 
 class ReplySpool:
-    """A directory that holds the replies of one round: at most one file per client."""
+    """Directory with the replies of one round, in at most one file per client."""
 
     def __init__(
         self,
@@ -216,14 +217,14 @@ class ReplySpool:
             directory: Path of the directory, which is created with the first reply.
             max_bytes: Maximum size of a reply; a larger reply is not written.
             contract: Contract of the replies, which declares the tensors that are weights.
-            bases_of: Returns the function that finds the weights on which a client's reply builds.
+            bases_of: Function that returns, for a client, the `bases` argument of `open_payload`.
         """
         self._directory = Folder(directory, directory.parent, private=True)
         self._max_bytes, self._bases_of = max_bytes, bases_of
         self._weights = tuple(f"{name}/" for name in contract.weights)
 
     def put(self, client: str, payload: Parameters) -> SpooledPayload:
-        """Decode a client's reply and write it to disk. Raises OSError."""
+        """Decode a client's reply and write it to disk. Raises OSError if writing fails."""
         bases = self._bases_of(client)
         return SpooledPayload(
             client, payload, self._directory, self._max_bytes, self._weights, bases
@@ -231,14 +232,14 @@ class ReplySpool:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Remove all replies at the end of the block, in which they can be read."""
+        """Allow reading replies in the block, and remove all replies at its end."""
         try:
             yield
         finally:
             self.clear()
 
     def clear(self) -> None:
-        """Remove all replies, including replies left by a server process that was killed."""
+        """Remove all replies, including replies left behind by a killed server process."""
         self._directory.clear()
 
 
@@ -263,9 +264,10 @@ class SpooledPayload(Parameters):
         """Size of the payload as it was received, in bytes."""
         self._path = directory.path / client
         self._content: tuple[Envelope, Knowledge, Magnitudes] | None = None
-        """None if the payload cannot be decoded."""
+        """Decoded content, or None if the payload cannot be decoded."""
         self._fault = "", ""
-        """Field and text of the decoding error, which itself would keep its frames in memory."""
+        """Field and text of the decoding error. The exception itself would keep its frames in
+        memory."""
         self._offsets: list[tuple[int, int]] = []
         """Start and end of each array in the file."""
         try:
@@ -282,7 +284,8 @@ class SpooledPayload(Parameters):
                     sources[name] = partial(self._array, number) if mapped else value.copy()
                 knowledge = Knowledge(OnDemand(sources), knowledge.scalars)
                 self._content = envelope, knowledge, magnitudes
-        except KnowledgeError as error:  # raised again when the round's replies are opened
+        # The error is raised again when the round's replies are opened.
+        except KnowledgeError as error:
             self._fault = error.field, error.fault
             return
         try:
@@ -294,7 +297,7 @@ class SpooledPayload(Parameters):
             raise
 
     def open(self) -> tuple[Envelope, Knowledge, Magnitudes]:
-        """Return the content, as `open_payload` does. Raises KnowledgeError."""
+        """Return the content, like `open_payload`. Raises KnowledgeError if it is invalid."""
         if self._content is None:
             raise KnowledgeError(self._path.name, *self._fault)
         size = self._offsets[-1][1] if self._offsets else 0
@@ -329,7 +332,7 @@ LATE_DIRECTORY, SUFFIX = "late", ".safetensors"
 
 
 class LateReplies:
-    """The late replies of one run on disk: at most one per client."""
+    """Late replies of one run on disk, with at most one reply per client."""
 
     def __init__(self, directory: Path, run: str) -> None:
         self._directory, self._path, self._run = directory, directory / LATE_DIRECTORY, run
@@ -337,12 +340,12 @@ class LateReplies:
     def put(
         self, client: str, result: FitRes, round: int, sent: Knowledge | None, digest: int
     ) -> None:
-        """Write a client's reply to disk atomically. Raises StateError.
+        """Write a client's reply to disk atomically. Raises StateError if writing fails.
 
         Args:
             client: Name of the client.
             result: The client's reply.
-            round: The round of the instruction that the client replied to.
+            round: The round of the instruction to which the client replied.
             sent: Content of that instruction, or None if it is not needed.
             digest: Digest of the weights in `sent`, if the reply is encoded as a difference to
                 these weights.
@@ -376,7 +379,10 @@ class LateReplies:
         save(self._file(client), tensors, metadata, self._directory)
 
     def get(self, client: str) -> tuple[FitRes, int, Knowledge | None, int]:
-        """Return the arguments that `put` received for a client. Raises StateError."""
+        """Return the arguments that `put` received for a client.
+
+        Raises StateError if the reply cannot be read.
+        """
         path = self._file(client)
         tensors, metadata = load(path)
         payload, base = group(tensors, "payload"), group(tensors, "sent")
@@ -404,7 +410,7 @@ class LateReplies:
             folder.remove(self._file(client).name for client in clients)
 
     def restore(self, rounds: Mapping[str, int]) -> dict[str, int]:
-        """Find the replies of this run to the given rounds, and remove all other replies.
+        """Find this run's replies to the given rounds, and remove all other replies.
 
         Args:
             rounds: The round of each client's late reply.

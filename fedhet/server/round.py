@@ -1,4 +1,4 @@
-"""The state of the current round on the server: clients, replies, measurements and durations."""
+"""State of the current round on the server: clients, replies, measurements and durations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedhet.settings.run import RunSettings
 
 @dataclass(frozen=True)
 class Selection:
-    """The clients of a round: clients that train, and clients that assist without training."""
+    """Clients selected for a round: those that train, and those that assist without training."""
 
     training: tuple[str, ...]
     assisting: tuple[str, ...] = ()
@@ -47,18 +47,18 @@ class Selection:
 
 @dataclass
 class RoundResults:
-    """The replies of a round, or of its evaluation, when it closes."""
+    """Replies received in a round or in its evaluation, up to the time when it closes."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     reply_rounds: dict[str, int] = field(default_factory=dict)
-    """The round that each late reply among `results` responds to, by client."""
+    """Round to which each late reply among `results` responds, by client."""
     at_work: set[str] = field(default_factory=set)
-    """Clients that are still working on an instruction, so that their replies are late."""
+    """Clients that are still working on an instruction, so that their replies will be late."""
     canceled: set[str] = field(default_factory=set)
     """Clients that were not called because the round closed first."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time that each client took, by the run's clock."""
+    """Seconds that each client took, on the run's clock."""
     clock: float = math.nan
     """Simulated seconds since the start of the run."""
 
@@ -72,14 +72,14 @@ class RoundResults:
 
 @dataclass
 class Rollback:
-    """The server's last state that clients could use, to which the server can roll back."""
+    """Information about the server's last usable state, to which it can roll back."""
 
     usual: dict[str, float] = field(default_factory=dict)
-    """Median magnitude of each part of a reply, in the last successful round."""
+    """Median magnitude of each part of the replies in the last successful round."""
     good: int = 0
-    """Round after which the last usable state was formed; 0 before the first round."""
+    """Round at the end of which the last usable state was formed; 0 before the first round."""
     formed: int = 0
-    """Round after which the last state was formed; 0 before the first round."""
+    """Round at the end of which the newest state was formed; 0 before the first round."""
     divergences: int = 0
     """Number of consecutive rounds in which the server's own training has diverged."""
     learned_once: bool = False
@@ -89,8 +89,8 @@ class Rollback:
 class RoundState:
     """The record of the current round, and the history of the clients across rounds.
 
-    All events of a round are recorded here: selected clients, replies, measurements, bytes and
-    durations. Methods that other threads call are synchronized.
+    It records all events in a round: selected clients, replies, measurements, bytes and durations.
+    Methods that are called from other threads are synchronized.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RoundState:
         self.needed = 0
         """Number of replies that the round needs, before 'pace.min-replies' is applied."""
         self.reply_rounds: dict[str, int] = {}
-        """The round that each late reply received in this round responds to, by client."""
+        """Round to which each late reply received in this round responds, by client."""
         self.health = health or ClientHealth(0, 0, notice)
         self.scores, self.clock = Scoreboard(), RoundClock()
         self.rollback = Rollback()
@@ -118,9 +118,10 @@ class RoundState:
         self._magnitudes: Mapping[str, Magnitudes] = {}
         self._losses: dict[str, float] = {}
         self._epsilon: dict[str, float] = {}
-        """Privacy budget that the run has consumed, by client with private training."""
+        """Privacy budget epsilon that the run has consumed, for each client with private
+        training."""
         self._outcomes: dict[str, Outcome] = {}
-        """Failures of the round, by client."""
+        """Failures in the current round, by client."""
         self._peak_memory_mb = 0.0
         self._noticed_metrics: set[str] = set()
 
@@ -152,7 +153,7 @@ class RoundState:
     def record_results(self, results: RoundResults, *, quiet: bool) -> None:
         """Record the clients that have replied, are late, or were not called after all.
 
-        Unless `quiet`, notices name clients that have become late, and late replies.
+        Unless `quiet` is set, notices name the clients that have become late and the late replies.
         """
         record = self.record
         record.asked = sorted({*record.asked} - results.canceled)
@@ -196,8 +197,8 @@ class RoundState:
     def exclusion_reasons(self, members: Collection[str]) -> dict[str, str]:
         """Map each client that is excluded from the round to a reason.
 
-        The reason is "late", "offline", or from `ClientHealth.exclusion_reason`. Members that were
-        simply not selected have no reason.
+        The reason is "late", "offline", or a result of `ClientHealth.exclusion_reason`. Members
+        that were simply not selected have no reason.
         """
         number, asked = self.record.round, {*self.record.asked}
         health = {n: self.health.exclusion_reason(number, n) for n in members if n not in asked}
@@ -206,10 +207,10 @@ class RoundState:
         return {name: reason for name, reason in (health | away | late).items() if reason}
 
     def reachable(self, names: Collection[str]) -> list[str]:
-        """Return the clients in `names` that may be sent another message in this round, sorted.
+        """Return the clients in `names` to which the server may send another message in this round.
 
         Excludes clients that were silent in the round, and clients that are backing off or
-        excluded, unless they were called in the round.
+        excluded, unless they were called in the round. The result is sorted.
         """
         silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
         excluded = {n for n in names if self.health.exclusion_reason(self.record.round, n)}
@@ -236,8 +237,8 @@ class RoundState:
     ) -> None:
         """Record metrics of the method or of an attack, except infinities and NaN.
 
-        A notice names each metric that is not finite or, if `declared` is given, not in it. Each
-        metric is named once per process.
+        A notice names each metric that is not finite or, if `declared` is given, not declared. Each
+        metric is named only once per process.
         """
         values = {name: float(value) for name, value in metrics.items()}
         for name, value in values.items():
@@ -252,7 +253,7 @@ class RoundState:
         self.record.method |= {k: value for k, value in values.items() if math.isfinite(value)}
 
     def drop_client(self, name: str, reason: str, outcome: Outcome | None) -> None:
-        """Drop a client from the round; if `outcome` is None, the client is not at fault."""
+        """Drop a client from the round; an `outcome` of None means that it is not at fault."""
         reason = one_line(reason)
         if outcome is not None:
             self._outcomes[name] = outcome
@@ -263,8 +264,8 @@ class RoundState:
     def drop_on_error(self, name: str) -> Iterator[None]:
         """Drop a client from the round if the block, which uses its reply, raises an error.
 
-        Errors include running out of memory and exceeding Python's limits, which the content of
-        the reply may cause.
+        Errors include running out of memory and exceeding Python's limits, because the content of a
+        reply may cause both.
         """
         try:
             yield
@@ -294,7 +295,8 @@ class RoundState:
     def exclude_outlier(self, name: str, rule: str) -> None:
         """Record that a robust aggregation rule excludes a client's reply from the round.
 
-        The client may be honest. Unlike a refused reply, an outlier has no consequences for it.
+        Unlike a refused reply, an outlier has no further consequences, because the client may be
+        honest.
         """
         reason = f"its reply is an outlier ('defense.average' = {rule!r})"
         self.record.failed[name] = reason
@@ -303,8 +305,8 @@ class RoundState:
     def finalize(self, accepted: Sequence[str]) -> bool:
         """Record the clients whose replies were accepted, and return whether to roll back.
 
-        The server must roll back if more clients could not use its instructions, or sent an
-        unusable reply, than have replied, and if earlier instructions were usable.
+        The server must roll back if earlier instructions were usable and if more clients failed
+        than replied. A client failed if it could not use its instruction or sent an unusable reply.
         """
         self.record.answered = list(accepted)
         self.record.ages = {name: age for name in accepted if (age := self.age_of(name))}
@@ -320,7 +322,7 @@ class RoundState:
     def record_rollback(self) -> None:
         """Record that the server has rolled back to the last usable state.
 
-        No client is blamed for this round, since the instructions may have been at fault.
+        No client is blamed for this round, because the instructions may have caused the failures.
         """
         good = self.rollback.good
         state = f"after round {good}" if good else "before the first round"
@@ -334,7 +336,7 @@ class RoundState:
         }
 
     def update_health(self, members: Collection[str]) -> list[str]:
-        """Record the clients' outcomes of the round.
+        """Record the clients' outcomes in the round.
 
         Returns:
             The clients whose earlier contributions the method must forget.
@@ -346,7 +348,7 @@ class RoundState:
     def finish(self, *, evaluated: bool) -> RoundRecord:
         """End the round and return its record, with accuracies if the round was evaluated.
 
-        Statistics exclude clients whose models have changed since their last evaluation.
+        The statistics exclude clients whose models have changed since their last evaluation.
         """
         record = self.record
         if evaluated:
@@ -358,12 +360,15 @@ class RoundState:
         return record
 
     def to_json(self) -> str:
-        """Return the history of the clients as JSON, for a checkpoint."""
+        """Return the history of the clients as JSON, to save in a checkpoint."""
         history = {"health": self.health.to_dict(), "epsilon": self._epsilon}
         return json.dumps({**self.scores.to_dict(), **history, **vars(self.rollback)})
 
     def load_json(self, text: str) -> None:
-        """Restore the result of `to_json`. Raises ValueError, KeyError or TypeError."""
+        """Restore the result of `to_json`.
+
+        Raises ValueError, KeyError or TypeError if it is invalid.
+        """
         saved = json.loads(text)
         self.scores.load_dict(saved)
         self.health.load_dict(saved["health"])
@@ -381,15 +386,14 @@ class RoundState:
 def track_divergence(state: RoundState, run: RunSettings) -> Iterator[None]:
     """Record whether the block, which trains the server's model, diverges.
 
-    A block that raises DivergedError has diverged; the error is suppressed. Raises StateError if
-    training has diverged in 'engine.max-divergences' consecutive rounds, or in all rounds up to
-    the last.
+    A DivergedError raised in the block is recorded and suppressed. Raises StateError if training
+    has diverged in 'engine.max-divergences' consecutive rounds, or in all rounds up to the last.
     """
     record, rollback = state.record, state.rollback
     try:
         yield
     except DivergedError as error:
-        # Blame no client: it is unknown which reply caused the divergence, if any.
+        # Blame no client, because it is unknown which reply caused the divergence, if any.
         rollback.divergences += 1
         state.add_metrics({"diverged": 1.0})
         state.notice(
@@ -409,9 +413,9 @@ def track_divergence(state: RoundState, run: RunSettings) -> Iterator[None]:
 
 
 def _outcome_of(error: KnowledgeError) -> Outcome | None:
-    """Return the outcome of a client whose reply raised an error.
+    """Return the outcome for a client whose reply raised an error.
 
-    Returns None if the client has no privacy budget left, for which it is not at fault.
+    Returns None if the client has no privacy budget left, because it is then not at fault.
     """
     if not isinstance(error, ReportedError):
         return "refused"
@@ -419,7 +423,7 @@ def _outcome_of(error: KnowledgeError) -> Outcome | None:
 
 
 class RoundClock:
-    """Measures the duration of a round, and the part in which the server waits for clients."""
+    """Clock for the duration of a round, and for the time in which the server waits for clients."""
 
     def __init__(self) -> None:
         self._started = self._waiting_since = self._waited = 0.0
@@ -437,7 +441,7 @@ class RoundClock:
         self._waited += time.perf_counter() - self._waiting_since
 
     def write(self, seconds: Seconds, concurrency: int) -> None:
-        """Complete a round's durations, given how many clients worked at the same time."""
+        """Complete a round's durations, given the number of clients that worked concurrently."""
         seconds.total = time.perf_counter() - self._started
         seconds.server = seconds.total - self._waited
         client_seconds = (seconds.train + seconds.evaluate) / concurrency
@@ -445,14 +449,14 @@ class RoundClock:
 
 
 class Scoreboard:
-    """The latest scores of all clients, including clients that were not called since."""
+    """Latest scores of all clients, including clients that have not been called since."""
 
     def __init__(self) -> None:
         self._scores: ByMetric = {}
         self._outdated: set[str] = set()
         """Clients whose models have changed since their last evaluation."""
         self._majority: dict[str, dict[str, float]] = {}
-        """Accuracy of predicting the majority class, by protocol and client."""
+        """Accuracy from predicting the majority class, by protocol and client."""
 
     def mark_outdated(self, names: Iterable[str]) -> None:
         """Record that the models of some clients have changed since their last evaluation."""
@@ -467,7 +471,7 @@ class Scoreboard:
     ) -> None:
         """Record a client's scores and its majority-class accuracies.
 
-        Earlier scores of the same models are removed, whatever the metric.
+        Removes all earlier scores of the same models, regardless of the metric.
         """
         for protocol, accuracy in majority.items():
             self._majority.setdefault(protocol, {})[name] = accuracy
@@ -481,7 +485,7 @@ class Scoreboard:
             self._outdated.discard(name)
 
     def write(self, record: RoundRecord) -> None:
-        """Write the scores of all metrics to a record; statistics exclude outdated scores."""
+        """Write the scores for all metrics to a record; statistics exclude outdated scores."""
         record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
         for metric in sorted(self._scores, key=in_order):
@@ -495,9 +499,12 @@ class Scoreboard:
         return {"scores": self._scores, "changed": outdated, "majority": self._majority}
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `to_dict`. Raises ValueError, KeyError or TypeError."""
+        """Restore the result of `to_dict`.
+
+        Raises ValueError, KeyError or TypeError if it is invalid.
+        """
         self._scores = TypeAdapter(ByMetric).validate_python(saved["scores"])
         self._outdated = set(TypeAdapter(list[str]).validate_python(saved["changed"]))
         self._majority = TypeAdapter(dict[str, dict[str, float]]).validate_python(
-            saved.get("majority", {})  # earlier versions did not record it
+            saved.get("majority", {})  # Earlier versions did not record it.
         )

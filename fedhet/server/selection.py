@@ -1,10 +1,9 @@
-"""Selection of a round's clients: at random, by power-of-choice, or by Oort.
+"""Selection of a round's clients, at random, by power-of-choice, or by Oort.
 
 Power-of-choice: Cho, Wang and Joshi, Toward Understanding Biased Client Selection in Federated
-Learning, AISTATS 2022. This is their variant rpow-d, which uses the latest reported losses and
-needs no extra messages.
-Oort: Lai, Zhu, Madhyastha and Chowdhury, Oort: Efficient Federated Learning via Guided Participant
-Selection, OSDI 2021.
+Learning, AISTATS 2022. This is the variant rpow-d, which uses the latest reported losses and needs
+no extra messages. Oort: Lai, Zhu, Madhyastha and Chowdhury, Oort: Efficient Federated Learning via
+Guided Participant Selection, OSDI 2021.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import ClientInfo
 
 EXPLORATION, MIN_EXPLORATION, EXPLORATION_DECAY = 0.9, 0.2, 0.98
-"""Oort, Section 7.1: fraction of new clients in the first round, its minimum, and its decay."""
+"""Fraction of new clients in the first round, its minimum, and its decay (Oort, Section 7.1)."""
 CUTOFF = 0.95
-"""Oort, Algorithm 1, line 13: minimum utility, as a fraction of the lowest utility selected."""
+"""Minimum utility, as a fraction of the lowest selected utility (Oort, Algorithm 1, line 13)."""
 CLIP_QUANTILE = 0.95
-"""Oort, Section 4.4: quantile at which utilities are clipped."""
+"""Quantile at which utilities are clipped (Oort, Section 4.4)."""
 PENALTY = 2.0
-"""Oort, Eq. 2: alpha, the exponent of the penalty for slow clients."""
+"""Exponent alpha of the penalty for slow clients (Oort, Eq. 2)."""
 WINDOW = 20
-"""Oort, Section 7.1: number of rounds after which the preferred duration may change."""
+"""Number of rounds after which the preferred duration may change (Oort, Section 7.1)."""
 FIRST_QUANTILE, QUANTILE_STEP = 0.3, 0.05
-"""Quantile of the clients' durations used as the preferred duration, and its increment."""
+"""Initial quantile of the clients' durations that is the preferred duration, and its increment."""
 
 
 @dataclass
 class LastReply:
-    """The last reply of a client."""
+    """Information about a client's last reply."""
 
     round: int
     loss: float
-    """Mean training loss; NaN if unknown."""
+    """Mean training loss, or NaN if it is unknown."""
     seconds: float
     """Time that the client took for the round."""
     samples: float
@@ -54,11 +53,11 @@ class LastReply:
 
 @dataclass
 class History:
-    """The last replies of all clients, and the utility of past rounds."""
+    """Last replies of all clients, and utilities of past rounds."""
 
     clients: dict[str, LastReply] = field(default_factory=dict)
     worth: list[float] = field(default_factory=list)
-    """Sum of the statistical utilities of each round's replies."""
+    """Sum of the statistical utilities over the replies in each round."""
 
 
 def power_of_choice(
@@ -69,9 +68,9 @@ def power_of_choice(
     candidates: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Draw candidates in proportion to their samples, and return those with the highest losses.
+    """Draw candidates in proportion to their samples; return those with the highest losses.
 
-    This is rpow-d (Section 4). Clients whose loss is unknown come first.
+    This is rpow-d (Section 4). Clients with an unknown loss come first.
 
     Args:
         names: Names of the clients, sorted.
@@ -79,7 +78,7 @@ def power_of_choice(
         history: Last replies of the clients.
         count: Number of clients to select.
         candidates: Number of candidates; 0 = twice `count`.
-        rng: Random generator of the round.
+        rng: Random generator for the round.
     """
     number = min(len(names), max(count, candidates or 2 * count))
     weights = np.array([max(samples[name], 1e-9) for name in names], dtype=np.float64)
@@ -96,7 +95,7 @@ def power_of_choice(
 def oort(
     names: Sequence[str], history: History, round: int, count: int, rng: np.random.Generator
 ) -> list[str]:
-    """Select clients by Oort (Algorithm 1): new clients at random, and others by utility."""
+    """Select clients with Oort (Algorithm 1): new clients at random, and others by utility."""
     explored = [name for name in names if name in history.clients]
     unexplored = [name for name in names if name not in history.clients]
     fraction = max(MIN_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
@@ -118,12 +117,12 @@ def oort(
 
 
 def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) -> dict[str, float]:
-    """Return the utility of each client (Eq. 2): statistical utility, with a penalty for slowness.
+    """Return the utility of each client, i.e. statistical utility with a penalty for slowness.
 
-    The statistical utility |B| sqrt(1/|B| sum of loss^2) is computed from the mean loss, which is
-    all that clients report. It is clipped, and grows with the rounds since the client's last reply
-    (Algorithm 1, line 10; unlike in the paper, in units of the clip value). All utilities are
-    positive, so that every client may be drawn.
+    The statistical utility |B| sqrt(1/|B| sum of loss^2) in Eq. 2 is computed from the mean loss,
+    because clients report no other loss. It is clipped, and grows with the number of rounds since
+    the client's last reply (Algorithm 1, line 10). Unlike in the paper, this growth is relative to
+    the clip value. All utilities are positive, so that every client may be drawn.
 
     Args:
         clients: Last replies of the clients.
@@ -149,7 +148,7 @@ def statistical_utility(last: LastReply) -> float:
 
 
 def preferred_seconds(history: History) -> float:
-    """Return T, the preferred duration of a round in seconds (Section 4.3, the pacer).
+    """Return T, the preferred duration of a round in seconds ("pacer" in Section 4.3).
 
     T is a quantile of the clients' durations. The quantile rises each time the utility of a window
     of rounds is lower than the utility of the previous window.
@@ -171,7 +170,7 @@ def select_clients(
     count: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Select `count` of the clients `names` with the strategy of 'pace.select', sorted."""
+    """Select `count` of the clients `names` by the strategy 'pace.select', and sort them."""
     ordered, count = sorted(names), min(count, len(names))
     if pace.select == "power-of-choice":
         selected = power_of_choice(ordered, samples, history, count, pace.candidates, rng)
@@ -183,7 +182,7 @@ def select_clients(
 
 
 class ClientSampler:
-    """Selects each round's clients, and keeps the history needed by 'pace.select'.
+    """Sampler of each round's clients, with the history needed by 'pace.select'.
 
     The selection depends only on the seed, the round and the history.
     """
@@ -192,7 +191,7 @@ class ClientSampler:
         self._run, self._pace = run, run.pace
         self._history = History()
         self._round_utility = 0.0
-        """Sum of the statistical utilities of the current round's replies."""
+        """Sum of the statistical utilities over the current round's replies."""
         self._wanted: int | None = None
         """Number of replies that the round needs; None until clients are selected."""
         self._seconds: Mapping[str, float] = {}
@@ -206,8 +205,8 @@ class ClientSampler:
     def choose(self, round: int, members: Sequence[ClientInfo]) -> list[str]:
         """Select idle clients to train in a round, sorted by name.
 
-        A round wants a fraction 'fraction' of all clients, including clients at work. In
-        asynchronous mode, this many clients are at work at any time.
+        A round needs the setting 'fraction' of all clients, including clients at work. In
+        asynchronous mode, this number of clients is at work at any time.
         """
         self._wanted = clients_per_round(len(members) + self._num_at_work, self._run.fraction)
         count = clients_to_sample(self._wanted, self._pace.over_selection)
@@ -218,14 +217,14 @@ class ClientSampler:
         return select_clients(self._pace, list(samples), samples, self._history, round, count, rng)
 
     def needed(self, selection: Selection) -> int:
-        """Return the number of replies that the round needs, without over-selected clients."""
+        """Return the number of replies that the round needs, not counting over-selected clients."""
         training = len(selection.training)
         if self._wanted is not None:
             training = self._wanted if self._pace.is_asynchronous else min(training, self._wanted)
         return training + len(selection.assisting)
 
     def record_durations(self, seconds: Mapping[str, float]) -> None:
-        """Record the time that each client of the round took, by the run's clock."""
+        """Record the seconds that each client in the round took, on the run's clock."""
         self._seconds = seconds
 
     def record_reply(self, reply: Reply, round: int) -> None:
@@ -239,7 +238,7 @@ class ClientSampler:
             self._round_utility += statistical_utility(last)
 
     def finish(self) -> None:
-        """End a round."""
+        """End a round, and record its utility."""
         if self._pace.select != "random":
             self._history.worth.append(self._round_utility)
 
@@ -249,5 +248,5 @@ class ClientSampler:
         return state
 
     def load_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `to_dict`. Raises ValueError."""
+        """Restore the result of `to_dict`. Raises ValueError if it is invalid."""
         self._history = TypeAdapter(History).validate_python(dict(saved))

@@ -1,8 +1,8 @@
-"""Steps that the replies of a round pass before the method receives them.
+"""Processing steps for the replies of a round, before the method receives them.
 
-A step is a function from replies to replies. It may change replies, and drops a reply by raising
-KnowledgeError inside `state.drop_on_error`. Steps that compare replies hold all of them in memory;
-other steps process one reply at a time.
+A step is a function from replies to replies. It may change replies, and it drops a reply by raising
+KnowledgeError inside `state.drop_on_error`. Steps that compare replies hold all replies in memory;
+all other steps process one reply at a time.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from fedhet.wire.knowledge import Knowledge
 
 Step = Callable[[Iterable[Reply]], Iterable[Reply]]
 SizesOf = Callable[[ClientInfo], Sizes]
-"""Returns the required sizes of the fields of a client's reply."""
+"""Function that returns the required sizes of the fields in a client's reply."""
 MakeInstruction = Callable[[ClientInfo], Knowledge]
-"""Returns the instruction that a client would receive in the current round."""
+"""Function that returns the instruction for a client in the current round."""
 Part = TypeVar("Part", bound=Hashable)
 
 MIN_REFERENCE = 0.01
-"""Lower bound of a reference magnitude, so that replies of zeros make no other reply an outlier."""
+"""Lower bound for reference magnitudes, so that all-zero replies make no other reply an outlier."""
 CROSS_ARCHITECTURE_FACTOR = 2.5
-"""Factor on 'defense.clip-factor' for features and logits, which `clip` compares between different
-architectures."""
+"""Factor by which 'defense.clip-factor' is multiplied for features and logits, which `clip`
+compares between different architectures."""
 
 
 def steps_of(
@@ -58,19 +58,19 @@ def steps_of(
     members: Collection[str],
     instruct: MakeInstruction,
 ) -> list[Step]:
-    """Return the steps between decoding a reply and the method's `accept`, in order.
+    """Return the steps between the decoding of a reply and the method's `accept`, in order.
 
-    The contract is checked again after an attack, since the server would also refuse a malicious
+    The contract is checked again after an attack, because the server would also refuse a malicious
     reply that violates the contract. Updates sent as factors are expanded before replies are
     compared, attacked, or averaged.
 
     Args:
         run: Settings of the run.
         spec: Declaration of the method.
-        sizes: Returns the required sizes of a client's reply.
+        sizes: Function that returns the required sizes of a client's reply.
         state: State of the round.
         members: Names of the clients of the run.
-        instruct: Returns the current instruction of a client.
+        instruct: Function that returns the current instruction for a client.
     """
     replies = spec.replies
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
@@ -121,7 +121,7 @@ def expand_factors(
 
 
 def with_expanded_factors(knowledge: Knowledge, contract: Contract, sizes: Sizes) -> Knowledge:
-    """Return a checked message with full updates instead of factors, computed on access."""
+    """Return a checked message in which full updates, computed on access, replace factors."""
     tensors = knowledge.tensors
     factored = [field.name for field in contract.fields if isinstance(field, FactorsField)]
     sources: dict[str, Array | Callable[[], Array]] = {
@@ -136,20 +136,20 @@ def with_expanded_factors(knowledge: Knowledge, contract: Contract, sizes: Sizes
 
 
 class StaleUpdateRebase:
-    """Step that rebases late updates: current weights plus the update of the older weights.
+    """Step that rebases late updates, by adding the client's update to the current weights.
 
     An average then moves the weights by the mean update (FedBuff) instead of pulling them back
-    toward an older version. A client's weights are unchanged if its instruction had no weights, or
-    weights of other shapes.
+    toward an older version. A client's weights are unchanged if its instruction had no weights or
+    weights with other shapes.
     """
 
     def __init__(self, pace: PaceSettings, contract: Contract, instruct: MakeInstruction) -> None:
         self._pace, self._instruct = pace, instruct
-        # Factors, whose field has another type, already are updates.
+        # Factors, whose field has another type, are already updates.
         self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the rebased replies; the rate of asynchronous rounds depends on all replies."""
+        """Yield the rebased replies; in asynchronous rounds, the rate depends on all replies."""
         if not self._pace.is_asynchronous:
             yield from (self._rebase(reply, 1.0) if reply.age else reply for reply in replies)
             return
@@ -210,9 +210,9 @@ def magnitude_errors(
     """Return an error for each client whose reply is too large.
 
     Each part of a reply is compared with the larger of two references: the median of the other
-    clients, and the usual magnitude. Of two clients, the larger reply is thus refused, because it
-    is the harmful one. A reply is never compared with itself, so a part without references is
-    accepted.
+    clients, and the usual magnitude. If there are only two clients, the larger reply is thus
+    refused, because a large reply is more harmful. A reply is never compared with itself, so a part
+    without references is accepted.
 
     Args:
         magnitudes: Magnitudes of the round's replies, by client.
@@ -234,10 +234,10 @@ def magnitude_errors(
 def clip(
     replies: Iterable[Reply], *, limit: float, contract: Contract, sizes: SizesOf, state: RoundState
 ) -> Iterator[Reply]:
-    """Scale down each part of a reply that is too large compared with the other clients' replies.
+    """Scale down the parts of replies that are too large compared with the other clients' replies.
 
-    Weights may be `limit` times as large as the median. Features and logits come from different
-    architectures, and may be larger by CROSS_ARCHITECTURE_FACTOR.
+    Weights may be `limit` times as large as the median. Features and logits may be larger by
+    CROSS_ARCHITECTURE_FACTOR, because they are computed by different architectures.
     """
     by_name = {reply.client.name: reply for reply in replies}
     ratios = magnitude_ratios(list(by_name.values()), contract, sizes)
@@ -262,10 +262,10 @@ def clip(
 def magnitude_ratios(
     replies: Sequence[Reply], contract: Contract, sizes: SizesOf
 ) -> dict[str, dict[str, float]]:
-    """Return the ratio of each reply's magnitudes to the medians of the other clients, by part.
+    """Return the ratios of each reply's magnitudes to the other clients' medians, by part.
 
-    Weights are compared between models of the same architecture, since the weights of a perceptron
-    say nothing about a residual network. A client has no ratio for weights if no other client has
+    Weights are compared only between models with the same architecture, because weights of
+    different architectures are unrelated. A client has no ratio for weights if no other client has
     its architecture. Probabilities and other tensors with a bounded range have no ratio.
     """
     fields = {field.name: field for field in contract.fields}
@@ -307,9 +307,9 @@ def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
 def _with_medians_of_others(
     magnitudes: Mapping[str, Mapping[Part, float]],
 ) -> Iterator[tuple[str, Part, float, tuple[float, ...]]]:
-    """Yield client, part and size, and the median of the other clients as a tuple of 0 or 1 values.
+    """Yield client, part, size, and the other clients' median, as a tuple with 0 or 1 values.
 
-    The median without a client's own size is a lookup in the sorted sizes, so the time per client
+    The median without a client's own size is looked up in the sorted sizes, so the time per client
     grows only with the logarithm of the number of clients.
     """
     ordered: dict[Part, list[float]] = {}
