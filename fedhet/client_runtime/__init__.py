@@ -1,1 +1,1 @@
-"""Client side of the engine: node settings, client state, local training, and privacy."""
+"""Client runtime: node settings, client state, local training, and privacy."""

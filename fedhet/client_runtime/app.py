@@ -1,9 +1,9 @@
-"""Flower's ClientApp, with the permissions and limits of a site.
+"""Flower's ClientApp, restricted by the permissions and limits of a site.
 
 The settings of a run come from the server and are untrusted. By default, a site imports only code
-of this package and reads only its own data; `allow-models` and `allow-paths` allow more. A request
-that exceeds a limit of the node is rejected before memory is allocated, and a round that takes too
-long is interrupted. Error messages are sent without the site's paths.
+from this package and reads only its own data; `allow-models` and `allow-paths` permit more. A
+request that exceeds a limit of the node is rejected before memory is allocated, and a round that
+takes too long is interrupted. Error messages are sent without the site's paths.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIMULATED = ("pace.clock", "pace.drop-outs", "pace.stragglers", "pace.slowdown")
 
 
 def client_fn(context: Context) -> Client:
-    """Create the client of this node in a deployed run, if the site permits the run's settings."""
+    """Create this node's client in a deployed run, if the site permits the run's settings."""
     site = schema.build(NodeSettings, context.node_config, prefix="node-config ")
     with redact_paths(site):
         configure_logs()
@@ -65,14 +65,14 @@ def client_fn(context: Context) -> Client:
         config = within_limits(resolve_items(tuple(settings.items())), site)
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
-    # From here on, samples are read, and error messages must not depend on them.
+    # The following code reads samples, and error messages must not depend on them.
     with redact_errors() if config.run.privacy.is_on else redact_paths(site):
         return SiteClient(open_client(config, node), site).to_client()
 
 
 @lru_cache(maxsize=1)
 def data_of(spec: DataSpec) -> RunData:
-    """Return the data of a run, shared by all clients that Flower calls in this process."""
+    """Return a run's data, which is shared by all clients that Flower calls in this process."""
     return RunData(spec)
 
 
@@ -82,11 +82,11 @@ app = ClientApp(client_fn=client_fn)
 def permitted(
     node_config: Mapping[str, object], run_config: Mapping[str, schema.Scalar]
 ) -> dict[str, schema.Scalar]:
-    """Return the settings of a run as used by this site, with the site's model if it has one.
+    """Return the run's settings for this site, which include the site's model if it has one.
 
-    Raises SettingsError before anything is imported or read if the site does not permit the
-    settings. The settings of a private run must not name the site's own data, because they would be
-    used as public data.
+    If the site does not permit the settings, raises SettingsError before anything is imported or
+    read. The settings of a private run must not name the site's own data, because the run would use
+    it as public data.
     """
     site = schema.build(NodeSettings, node_config, prefix="node-config ")
     models = site.allow_models or os.environ.get(ALLOW_MODELS_VARIABLE, "")
@@ -112,7 +112,7 @@ def permitted(
             allowed = ".." not in Path(place.path).parts and any(
                 _resolved(place.path).is_relative_to(_resolved(root)) for root in roots
             )
-        else:  # a dataset on the Hugging Face Hub, identified by its name
+        else:  # This is a dataset on the Hugging Face Hub, identified by its name.
             allowed = f"hf:{place.hub}" in listed
         if not allowed:
             raise _not_permitted("allow-paths", paths, f"read {place.path or place.hub!r}", setting)
@@ -120,7 +120,7 @@ def permitted(
 
 
 def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Location]]:
-    """Yield each setting that names a path or a dataset on a hub, with its location."""
+    """Yield each setting that names a path or a dataset on a hub, and its location."""
     for setting in DATASETS:
         source, colon, place = str(settings.get(setting, "")).partition(":")
         if source not in SOURCES and colon:
@@ -144,7 +144,7 @@ def _not_permitted(rule: str, value: str, action: str, setting: str) -> Settings
 
 
 def within_limits(config: Config, site: NodeSettings) -> Config:
-    """Limit the data sizes, downloads and class means of a run to what the site permits.
+    """Restrict a run's data sizes, downloads, and class means to the site's limits.
 
     Raises SettingsError if the run needs more epochs or classes than the site permits, if it lacks
     the privacy that the site requires, or if a site with a privacy budget has no data directory.
@@ -165,7 +165,7 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
         if name.endswith("epochs") and max(values) > site.max_epochs:
             raise _over_limit("max-epochs", site.max_epochs, name, max(values))
     classes = config.run.models.num_classes
-    if 4 * classes**2 > site.max_model_bytes:  # the class means of logits are [C, C]
+    if 4 * classes**2 > site.max_model_bytes:  # Class means of logits have the shape [C, C].
         raise _over_limit("max-model-bytes", site.max_model_bytes, "models.num-classes", classes)
     data, engine = config.run.data, config.run.engine
     allowed = {
@@ -189,8 +189,8 @@ def _over_limit(rule: str, limit: int, setting: str, value: int) -> SettingsErro
 def time_limit(seconds: int) -> Iterator[None]:
     """Raise StateError if the block runs longer than `seconds`.
 
-    Code that catches the error is interrupted again. Has no effect outside the main thread, in
-    which Flower calls the client of a site.
+    Code that catches the error is interrupted again. The limit has an effect only in the main
+    thread, where Flower calls a site's client.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -209,7 +209,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def without_paths(text: str, site: NodeSettings) -> str:
-    """Redact the site's directories, and anything else that looks like a path, in a message."""
+    """Redact the site's directories and all other apparent paths in a message."""
     for directory in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
         text = re.sub(f"{re.escape(directory)}{_PART}*", _HIDDEN, text)
     return _PATH.sub(_HIDDEN, text)
@@ -217,7 +217,7 @@ def without_paths(text: str, site: NodeSettings) -> str:
 
 @contextlib.contextmanager
 def redact_paths(site: NodeSettings) -> Iterator[None]:
-    """Remove paths from errors raised in the block, and log the original error at the site."""
+    """Remove paths from errors raised in the block, and log the original errors at the site."""
     try:
         yield
     except Exception as error:
@@ -229,13 +229,13 @@ def redact_paths(site: NodeSettings) -> Iterator[None]:
 
 
 class SiteClient(NumPyClient):
-    """Client side of a method, restricted by the limits of a site."""
+    """Client of a method, restricted by the limits of a site."""
 
     def __init__(self, client: Any, site: NodeSettings) -> None:
         self._client, self._site = client, site
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return the client's name, model and task."""
+        """Return the client's properties, such as its name, model, and task."""
         return self._limited(self._client.get_properties, config)  # type: ignore[no-any-return]
 
     def fit(

@@ -1,8 +1,8 @@
-"""Client side of the message exchange: decodes instructions and encodes replies.
+"""The client's codec, which decodes instructions and encodes replies.
 
-Received weights are stored by their digest next to the client's states, because in a deployment
-each message is handled by a new process. A client that no longer has the weights reports this, and
-the server sends them again.
+Received weights are stored on disk by their digest, next to the client's states, because in a
+deployment each message is handled by a new process. If a client no longer has the weights, it
+reports this, and the server sends them again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedhet.wire.identity import SERVER, is_name
 from fedhet.wire.knowledge import Envelope, Knowledge, Packing, decode, digest_of, encode, expect
 
 UNSENT = "unsent"
-"""Group of tensors in the state that error feedback adds to the next reply."""
+"""State group with the compression errors that error feedback adds to the next reply."""
 LOG = logging.getLogger("fedhet")
 
 
 class ClientCodec:
-    """Decodes instructions and encodes replies, using the encoding `wire.encoding`."""
+    """Codec for instructions and replies, which uses the encoding `wire.encoding`."""
 
     def __init__(self, config: Config, node: Node, state: ClientState) -> None:
         run, self._method = config.run, config.method
@@ -56,8 +56,8 @@ class ClientCodec:
             contract = self._method.spec.instructions
             contract.check(SERVER, knowledge.tensors, knowledge.scalars, sizes())
         if self._instructions and (weights := self._instructions.weights_of(knowledge.tensors)):
-            # Keep the weights of the last few rounds. Delete those of later rounds: they were sent
-            # before the server resumed from an earlier round.
+            # Keep the weights from the last few rounds. Delete weights from later rounds, which
+            # were sent before the server resumed from an earlier round.
             store, digest = self._store(envelope.run), digest_of(weights)
             is_stored = any(key[1] == digest for key in store.contents())
             if not is_stored or self._weights(envelope, digest) is None:
@@ -83,7 +83,7 @@ class ClientCodec:
         return encode(reply_envelope, reply, packing)
 
     def _weights(self, envelope: Envelope, digest: int) -> Arrays | None:
-        """Return the stored weights with the given digest, or None if absent or damaged."""
+        """Return the stored weights with the given digest, or None if missing or damaged."""
         store = self._store(envelope.run) if is_name(envelope.run) else None
         key = next((k for k in store.contents() if k[1] == digest), None) if store else None
         if store is None or key is None:

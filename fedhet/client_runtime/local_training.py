@@ -1,4 +1,4 @@
-"""Local training of a client: optimizer, schedule, semi-supervised loss, and fault injection.
+"""Local training on a client: optimizer, schedule, semi-supervised loss, and fault injection.
 
 The batch loop is `fedhet.learning.training.train_epochs`.
 """
@@ -41,47 +41,51 @@ from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.wire.identity import ClientInfo
 
 OPTIMIZER = "optimizer"
-"""Group of tensors, and metadata key, of the optimizer state kept by `training.keep-optimizer`."""
+"""State group and metadata key for the optimizer state, which `training.keep-optimizer` keeps."""
 PLATEAU = "plateau"
-"""Prefix of the metadata of the `plateau` schedule."""
+"""Prefix of the metadata keys for the `plateau` schedule."""
 Predict = Callable[[Tensor], Tensor]
-"""Maps samples x [N, ...] to logits [N, C] of the model being trained, in its current mode."""
+"""Function from samples x [N, ...] to logits [N, C] of the trained model, in its current mode."""
 MIN_BATCH = 2
-"""Minimum batch size: batch normalization cannot compute statistics of a single sample."""
+"""Minimum batch size, because batch normalization cannot compute statistics of a single sample."""
 BATCH_PER_LABELED = 8
-"""Maximum ratio of batch size to labeled samples. The paper's mu is 7, plus the labeled sample."""
+"""Maximum ratio of batch size to labeled samples: the paper's mu = 7, plus 1 for the labeled
+part."""
 
 
 class LocalTrainer:
-    """Training settings of a client, applied to the current round (see `begin`).
+    """Applies a client's training settings in the current round, which `begin` starts.
 
-    Data needed in later rounds, such as optimizer state, are kept in the client's saved state.
+    Data needed in later rounds, such as optimizer state, is kept in the client's saved state.
     """
 
     def __init__(
         self, run: RunSettings, info: ClientInfo, state: ClientState, compute: Compute
     ) -> None:
-        """Create the trainer. Raises DataError if `training.augment` does not fit the samples."""
+        """Create the trainer.
+
+        Raises DataError if `training.augment` does not support the samples.
+        """
         self._seed, self._rounds, self._client = run.seed, run.rounds, info.name
         self._state, self._compute = state, compute
         self._kind, self._shape = KINDS[info.kind], info.shape
         self._augmentation = augmentation(run.training.augment, self._kind, self._shape)
         self._optimizing: Optimization | None = None
-        """The optimizer whose state is kept, if any."""
+        """Optimizer whose state is to be saved, if any."""
         self._samples, self._is_simulated = info.samples, run.pace.is_simulated
         self.work = 0
-        """Number of training samples processed in the round, counted in each epoch."""
+        """Number of training samples processed in the round; a sample counts once per epoch."""
         self.begin(1)
 
     def begin(self, round: int) -> None:
-        """Begin a round: reset the work counter, and seed the random augmentations."""
+        """Begin a round. Resets the work counter, and seeds the random augmentations."""
         self._round, self._optimizing = round, None
         self.work = 0
         self.draws = torch_generator(self._seed, self._client, round, "augment")
-        """Random generator of the round's augmentations."""
+        """Random generator for the round's augmentations."""
 
     def work_metrics(self) -> dict[str, float]:
-        """Return the number of samples processed, or nothing without a simulated clock."""
+        """Return the number of processed samples as a metric, if the clock is simulated."""
         return {WORK: float(self.work or self._samples)} if self._is_simulated else {}
 
     def end(self, settings: TrainingSettings, loss: float | None) -> None:
@@ -91,7 +95,8 @@ class LocalTrainer:
         """
         models = self._state.models.values()
         for model in models:
-            model.zero_grad()  # an idle client's gradients would use as much memory as its weights
+            # The gradients of an idle client would use as much memory as its weights.
+            model.zero_grad()
         if not all(map(all_finite, models)) or not math.isfinite(loss or 0.0):
             raise StateError(
                 f"training diverged (loss {loss}). The client's last saved models are unchanged. "
@@ -107,9 +112,9 @@ class LocalTrainer:
     def round_optimization(
         self, settings: TrainingSettings, parameters: Iterable[nn.Parameter]
     ) -> Optimization:
-        """Create an optimizer with the round's learning rate, and restore its state if kept.
+        """Create an optimizer with the round's learning rate, and restore its state if it is kept.
 
-        Only the state for the private model is kept, because other models, such as a proxy, are
+        Only the state for the private model is kept, because other models, such as proxies, are
         replaced in each round.
         """
         factor = rate_factor(settings, self._round, self._rounds, self._plateau)
@@ -131,7 +136,7 @@ class LocalTrainer:
         augment: bool | Augment,
         chosen: TrainOptions,
     ) -> dict[str, Any]:
-        """Return the options of `train_epochs`, and add the samples to the work counter.
+        """Return options for `train_epochs`, and add the samples to the work counter.
 
         Options in `chosen` override the settings. `augment` is an augmentation function, or True to
         augment as set by `training.augment`.
@@ -145,7 +150,7 @@ class LocalTrainer:
 
     @property
     def augment(self) -> Augment | None:
-        """The function that augments the images of a batch, or None without augmentation."""
+        """Function that augments a batch of images, or None without augmentation."""
         change = self._augmentation
         if change is None:
             return None
@@ -160,7 +165,7 @@ class LocalTrainer:
         return Plateau(**saved)  # type: ignore[arg-type]
 
     def _save_optimizer(self, optimizer: str) -> None:
-        """Copy the state of the round's optimizer into the client's state, if it is to be kept."""
+        """Copy the optimizer's state into the client's state, if it is to be kept."""
         if self._optimizing is None:
             return
         saved = grouped(OPTIMIZER, self._optimizing.state(self._state.models["private"]))
@@ -171,14 +176,14 @@ class LocalTrainer:
 
 
 class FixMatch:
-    """FixMatch's loss (Eqs. 3 and 4) for one round of a client, selected by `training.semi`.
+    """FixMatch's loss (Eqs. 3 and 4) in one round on a client, selected by `training.semi`.
 
     Kihyuk Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and
     Confidence, NeurIPS 2020.
 
-    Each step uses one batch of labeled and one of unlabeled samples, in the same ratio as the
-    client's data. At least an eighth of the samples of a step are labeled: if the client has fewer
-    labels, it repeats them within an epoch.
+    Each step uses one batch of labeled and one batch of unlabeled samples, in the same ratio as in
+    the client's data. At least an eighth of the samples in a step are labeled. If the client has
+    fewer labels, it repeats labeled samples within an epoch.
     """
 
     def __init__(
@@ -192,7 +197,7 @@ class FixMatch:
         compute: Compute,
         draws: Generator,
     ) -> None:
-        """Prepare the batches of a round. Raises DataError if the samples cannot be augmented.
+        """Prepare the batches for a round. Raises DataError if the samples cannot be augmented.
 
         `model` predicts the pseudo-labels, in evaluation mode.
         """
@@ -209,7 +214,7 @@ class FixMatch:
         samples = labeled if self._has_labels else unlabeled
         rows = torch.arange(len(samples)).repeat(repeats)
         self.x, self.y = rows_of(samples.x, rows), rows_of(samples.y, rows)
-        """Labeled samples [N, ...] of an epoch, and their labels [N]."""
+        """Labeled samples [N, ...] for one epoch, and their labels [N]."""
         self.batch_size = max(MIN_BATCH, math.ceil(len(rows) / steps))
         """Number of labeled samples per step."""
         size = max(MIN_BATCH, math.ceil(len(unlabeled) / steps))
@@ -217,10 +222,11 @@ class FixMatch:
         epochs = (batches(len(unlabeled), size, draws, unlabeled.x.device) for _ in count())
         self._batches = chain.from_iterable(epochs)
         self._counts = torch.zeros(4, device=compute.device)
-        """Numbers of predictions, pseudo-labels, pseudo-labels with known truth, and errors."""
+        """Numbers of predictions, pseudo-labels, pseudo-labels with known true label, and
+        errors."""
 
     def augment(self, x: Tensor) -> Tensor:
-        """Apply the weak augmentation, as used for labeled samples, to x [N, ...]."""
+        """Apply the weak augmentation, which is also used for labeled samples, to x [N, ...]."""
         return self._compute.to_inputs(self._weak(x, self._draws))
 
     def combined_loss(
@@ -228,7 +234,7 @@ class FixMatch:
     ) -> BatchLoss:
         """Return the loss of a labeled batch plus the weighted loss of the next unlabeled batch.
 
-        If the client has only labeled or only unlabeled samples, the other loss is omitted.
+        If the client has only labeled or only unlabeled samples, only their loss is returned.
         `penalty` depends only on the weights, and is added to the supervised loss.
         """
         weight = self._settings.semi_weight
@@ -240,7 +246,7 @@ class FixMatch:
         return lambda x, y: labeled(x, y) + weight * self.loss(predict)
 
     def loss(self, predict: Predict) -> Tensor:
-        """Return the loss of the next batch of unlabeled samples (Eq. 4), a scalar."""
+        """Return the loss of the next batch of unlabeled samples, as a scalar (Eq. 4)."""
         rows = next(self._batches)
         x = self._compute.to_inputs(self._unlabeled.x[rows])
         with torch.no_grad(), evaluating(self._model):
@@ -256,14 +262,14 @@ class FixMatch:
         return unlabeled_loss(logits, labels, confident)
 
     def metrics(self) -> dict[str, float]:
-        """Return the fraction of predictions used as pseudo-labels, and the error rate of these."""
+        """Return the fraction of predictions used as pseudo-labels, and their error rate."""
         predicted, used, with_truth, wrong = self._counts.tolist()
         metrics = {"pseudo_labels": used / max(1, predicted)}
         return metrics | ({"pseudo_error": wrong / with_truth} if with_truth else {})
 
 
 class EpochMeans:
-    """Running means over the batches of an epoch, kept on the device until they are read."""
+    """Running means over the batches in an epoch, which stay on the device until they are read."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self._names, self._count = names, 0
@@ -276,7 +282,7 @@ class EpochMeans:
 
     @torch.no_grad()
     def add(self, means: Tensor, samples: int) -> None:
-        """Add the means of a batch of `samples` samples, in the order of the names."""
+        """Add the means over a batch of `samples` samples, in the order of the names."""
         self._count += samples
         self._sums += means.detach().float() * samples
 
@@ -288,12 +294,12 @@ class EpochMeans:
 
 
 def drops_out(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether the client is simulated to drop out of the round."""
+    """Return whether the client drops out of the round in the simulation."""
     return _is_hit(run, client, round, "drop-out", run.pace.drop_outs)
 
 
 def straggles(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether the client is simulated to be a straggler in the round."""
+    """Return whether the client is a straggler in the round in the simulation."""
     return _is_hit(run, client, round, "straggler", run.pace.stragglers)
 
 
@@ -301,9 +307,9 @@ def straggles(run: RunSettings, client: str, round: int) -> bool:
 def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]:
     """Inject the faults `pace.drop-outs` and `pace.stragglers` into the block.
 
-    A straggler's block takes `pace.slowdown` times as long. With a simulated clock, the clock
-    (`fedhet.server.pace`) adds this time instead. Raises DropOutError before the block if the
-    client drops out of the round.
+    On a straggler, the block takes `pace.slowdown` times as long. If the clock is simulated
+    (`fedhet.server.pace`), the clock adds this time instead. Raises DropOutError before the block
+    if the client drops out of the round.
     """
     if drops_out(run, client, round):
         raise DropOutError(f"dropped out of round {round} ('pace.drop-outs')")

@@ -36,14 +36,14 @@ ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
 """Training settings that a node may override."""
 MAX_BYTES = 2 * 2**30
-"""Maximum size of the tensors of cached clients in a process, without the client in use."""
+"""Maximum total size of the cached clients' tensors in a process, without the client in use."""
 _cached_assign = lru_cache(maxsize=1)(assign)
-"""`assign` with a cache, because it is called for each client with the same arguments."""
+"""Cached `assign`, because it is called with the same arguments for each client."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Privacy budget of a site's samples over all runs."""
+    """Privacy budget for a site's samples over all runs."""
 
     epsilon: float
     delta: float
@@ -71,15 +71,17 @@ class NodeSettings(Schema):
     partition_id: int = Field(-1, ge=-1, description="index of the node's data partition")
     num_partitions: CountOrNone = Field(0, description="number of nodes; set by Flower")
     name: str = Field("", description="client name; empty = client-<partition-id>")
-    data: str = Field("", description="the site's own data directory, used instead of a partition")
+    data: str = Field(
+        "", description="data directory of the site, which is used instead of a partition"
+    )
     model: str = Field("", description="model of the site; empty = assigned from the run's pool")
     optimizer: Literal["", "adam", "adamw", "sgd"] = Field(
-        "", description="optimizer of the site; empty = the run's"
+        "", description="optimizer of the site; empty = as in the run"
     )
-    lr: NonNegative = Field(0.0, description="learning rate of the site; 0 = the run's")
-    local_epochs: CountOrNone = Field(0, description="local epochs per round; 0 = the run's")
-    batch_size: CountOrNone = Field(0, description="batch size of the site; 0 = the run's")
-    device: str = Field("", description="device of the site; empty = the run's")
+    lr: NonNegative = Field(0.0, description="learning rate of the site; 0 = as in the run")
+    local_epochs: CountOrNone = Field(0, description="local epochs per round; 0 = as in the run")
+    batch_size: CountOrNone = Field(0, description="batch size of the site; 0 = as in the run")
+    device: str = Field("", description="device of the site; empty = as in the run")
     state_dir: str = Field(
         "", description=f"directory of the private state; empty = ${STATE_DIR_VARIABLE}"
     )
@@ -92,8 +94,8 @@ class NodeSettings(Schema):
     allow_downloads: bool = Field(False, description="whether a run may download data")
     min_samples_per_class: Count = Field(
         1,
-        description="minimum number of samples of a class whose mean is sent; a run may require "
-        "more",
+        description="minimum number of samples in a class for its mean to be sent; a run may "
+        "require more",
     )
     max_seconds: Count = Field(21_600, description="maximum duration of a round, in seconds")
     max_epochs: Count = Field(1000, description="maximum number of epochs per round")
@@ -121,7 +123,7 @@ class NodeSettings(Schema):
 
 @dataclass(frozen=True)
 class Node:
-    """Identity, model, training settings, device and directories of a client."""
+    """A client's identity, model, training settings, device and directories."""
 
     name: str
     partition: int
@@ -133,11 +135,12 @@ class Node:
     data: RunData = field(compare=False, repr=False)
     max_model_bytes: int = 2**60
     budget: Budget | None = None
-    """Privacy budget over all runs, or None if only the runs' budgets apply."""
+    """Privacy budget over all runs, or None if only the budget of each run applies."""
     declared: Declaration | None = None
-    """Declared data format of a private site; None for all other clients."""
+    """Declared data format of a private site, or None for all other clients."""
     is_site: bool = False
-    """Whether the client's private state outlives the run, unlike that of a simulated client."""
+    """Whether the client's private state outlives the run, unlike the state of a simulated
+    client."""
 
     def load_data(self, config: Config) -> ClientData:
         """Load the client's data from the site's directory or the run's dataset.
@@ -205,7 +208,7 @@ def _state_dir(setting: str) -> Path:
 
 
 class CachedClient(Protocol):
-    """Client side of a method, as used by its worker process."""
+    """Client of a method, as used by its worker process."""
 
     def held_bytes(self) -> int:
         """Return the size in bytes of the tensors that the client holds in memory."""
@@ -215,13 +218,13 @@ class CachedClient(Protocol):
 
 
 class ClientCache:
-    """Cache of clients whose tensors use at most `max_bytes`, without the client in use.
+    """Cache of clients, whose tensors use at most `max_bytes` without the client in use.
 
     Clients of other runs are evicted first, in least-recently-used order. Within the current run,
-    the most recently used client is evicted: rounds visit the clients in turn, so that this client
-    is needed last, and evicting the oldest would always evict the client needed next.
+    the most recently used client is evicted. Rounds visit the clients in turn, so this client will
+    be needed last, and the oldest client will be needed next.
 
-    The size of a client is updated when the next client is opened, since only the client in use
+    The size of a client is updated when the next client is opened, because only the client in use
     changes its size.
     """
 
@@ -233,8 +236,8 @@ class ClientCache:
         self._total = 0
 
     def open(self, run: Hashable, name: Hashable, new: Callable[[], CachedClient]) -> CachedClient:
-        """Return a client from the cache, or create it; evict other clients if needed."""
-        if self._runs:  # update the size of the client that was in use
+        """Return a client from the cache, or create it; evicts other clients if needed."""
+        if self._runs:  # Update the size of the client that was in use.
             last_run, clients = next(reversed(self._runs.items()))
             last_name, last_client = next(reversed(clients.items()))
             size = last_client.held_bytes()
@@ -245,7 +248,7 @@ class ClientCache:
         client = clients.pop(name, None) or new()
         self._runs.pop(run, None)
         self._runs[run] = clients
-        while self._total > self.max_bytes:  # evict a client
+        while self._total > self.max_bytes:  # Evict a client.
             oldest, candidates = next(iter(self._runs.items()))
             evicted = next(reversed(candidates) if oldest == run else iter(candidates))
             del candidates[evicted]
@@ -270,15 +273,15 @@ _cache = ClientCache(MAX_BYTES)
 
 
 def close_clients() -> None:
-    """Evict all clients of this process; they can be restored from their states on disk."""
+    """Evict all clients in this process; they can be restored from their states on disk."""
     _cache.clear()
 
 
 def open_client(config: Config, node: Node) -> CachedClient:
     """Return the client of `node`, from this process's cache if possible.
 
-    Before each use, the client compares its state in memory with its state on disk, since another
-    process may have trained it meanwhile.
+    Before each use, the client compares its state in memory with its state on disk, because another
+    process may have trained it in the meantime.
     """
     torch.set_num_threads(config.run.engine.threads)
     return _cache.open(config, node, lambda: config.method.client(config, node))

@@ -1,8 +1,8 @@
-"""Privacy mechanism of a client: differential privacy, or none.
+"""Privacy mechanism of a client: differential privacy or no protection.
 
-Every use of the client's samples passes through the mechanism: training, class means, measurements
-and error messages. `DifferentialPrivacy` also stores each reply, so that a repeated request does
-not consume the privacy budget twice.
+All uses of the client's samples pass through the mechanism: training, class means, measurements and
+error messages. `DifferentialPrivacy` also stores each reply, so that a repeated request does not
+consume the privacy budget twice.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ LOG = logging.getLogger("fedhet")
 REPLY, REPLIES = "answer-{:06d}.npz", "answer-*.npz"
 REDACTED = "{} at a private client; see the client's log for details"
 FromLogits = Callable[[Tensor], Tensor]
-"""Maps logits [N, C] to the values [N, C] that a method averages by class."""
+"""Function from logits [N, C] to the values [N, C] that a method averages by class."""
 Evaluate = Callable[[Knowledge], Evaluations]
-"""Evaluates the client's models, given the latest instruction."""
+"""Function that evaluates the client's models, given the latest instruction."""
 
 
 class NoPrivacy:
-    """No protection: samples and results are used unchanged."""
+    """Mechanism without protection, which uses samples and results unchanged."""
 
     is_on = False
 
@@ -71,12 +71,12 @@ class NoPrivacy:
         self._min_samples = config.run.engine.min_samples_per_class
         self._ledger = Ledger(node.state_dir, node.name)
         self._run, self._round = "", 0
-        # Compute the digest now because a method may split the samples later.
+        # Compute the digest now, because a method may split the samples later.
         own, is_needed = samples.own, self.is_on or node.is_site
         self._digest = digest_of(own.x, own.y) if is_needed else ""
 
     def public_info(self, info: ClientInfo) -> ClientInfo:
-        """Return the description of the client that may be sent."""
+        """Return the part of the client's description that may be sent."""
         return info
 
     def begin(self, run: str, round: int, charged: int = 0) -> None:
@@ -95,13 +95,13 @@ class NoPrivacy:
         epochs: int,
         batch_size: int,
     ) -> Iterator[Optimization]:
-        """Yield the optimizer for training `models` on `rows` samples of the client."""
+        """Yield the optimizer for training `models` on `rows` of the client's samples."""
         yield optimizing
 
     def class_means(
         self, sums: ClassSums, model: HetModel, from_logits: FromLogits | None = None
     ) -> ClassMeans:
-        """Return the class means that may be sent, from the sums accumulated while `model` trained.
+        """Return the class means to send, from the sums accumulated while `model` trained.
 
         `from_logits` transforms logits before they are averaged.
         """
@@ -112,18 +112,18 @@ class NoPrivacy:
         return reply
 
     def filter_measurements(self, measured: Measured) -> Measured:
-        """Return the measurements that may be sent."""
+        """Return the part of the measurements that may be sent."""
         return measured
 
     def stored_reply(self) -> NDArrays | None:
-        """Return the reply of this round if it must be sent again, or None."""
+        """Return this round's reply if it must be sent again, or None."""
         return None
 
     def store_reply(self, arrays: NDArrays) -> None:
-        """Store the reply of this round, if needed, before it is sent."""
+        """Store this round's reply before it is sent, if the mechanism needs it."""
 
     def error_report(self, error: FedhetError) -> dict[str, Scalar]:
-        """Return the metrics that report an error to the server."""
+        """Return metrics that report an error to the server."""
         return {"error": str(error)}
 
     def evaluate(self, evaluate: Evaluate, instruction: Knowledge) -> Evaluations:
@@ -131,7 +131,7 @@ class NoPrivacy:
         return evaluate(instruction)
 
     def handle_overlap(self, error: DataError) -> None:
-        """Handle the error that the public set contains samples of the client."""
+        """Handle the error that the public set contains some of the client's samples."""
         raise error
 
     @contextlib.contextmanager
@@ -148,15 +148,15 @@ class DifferentialPrivacy(NoPrivacy):
     def __init__(
         self, config: Config, node: Node, samples: ClientSamples, compute: Compute
     ) -> None:
-        """Check that delta is below 1 / samples. Raises PrivacyError.
+        """Check delta. Raises PrivacyError unless it is below 1 / samples.
 
-        At a site with a budget, the budget's delta is checked: a server could choose the run's
-        delta to find out the number of samples.
+        At a site with a budget, the budget's delta is checked, because a server could choose the
+        run's delta to find out the number of samples.
         """
         super().__init__(config, node, samples)
         self._charged = 0
         self._settings, self._compute = config.run.privacy, compute
-        if node.folder:  # hide the classes of the site's samples
+        if node.folder:  # Hide the classes of the site's samples.
             samples.space = torch.arange(samples.info.classes, device=compute.device)
         rows = len(samples.own.y)
         name, delta = "setting 'privacy.delta'", self._settings.delta
@@ -173,10 +173,10 @@ class DifferentialPrivacy(NoPrivacy):
         return replace(info, samples=MIN_SAMPLES)
 
     def begin(self, run: str, round: int, charged: int = 0) -> None:
-        """Begin a round. Its steps are charged to the round `charged` if given.
+        """Begin a round, whose steps are charged to the round `charged` if it is given.
 
-        Logs a warning at the start of a run if any earlier run had no privacy, whatever its digest.
-        Digests also differ if the same data were read or split differently, or if only a few
+        Logs a warning at the start of a run if any earlier run had no privacy, regardless of its
+        digest. Digests also differ if the same data was read or split differently, or if only a few
         samples have changed.
         """
         if run != self._run:
@@ -214,7 +214,7 @@ class DifferentialPrivacy(NoPrivacy):
 
     @property
     def plan(self) -> Plan:
-        """Planned releases of the client, assuming that it is sampled in every round."""
+        """Planned releases of the client, assuming that every round samples it."""
         config, protection = self._config, self._config.method.spec.privacy
         rounds = config.run.rounds + config.method.spec.learns_last
         passes = protection.passes(config.method_settings, self._node.training, rounds)
@@ -229,7 +229,7 @@ class DifferentialPrivacy(NoPrivacy):
         epochs: int,
         batch_size: int,
     ) -> Iterator[Optimization]:
-        """Charge the budget for all steps, then yield a DP-SGD optimizer."""
+        """Charge the budget for all steps, and then yield a DP-SGD optimizer."""
         noise, norm = self.noise.gradients, self._settings.max_grad_norm
         steps = epoch(rows, batch_size, noise)
         self._charge(replace(steps, count=steps.count * epochs))
@@ -245,7 +245,7 @@ class DifferentialPrivacy(NoPrivacy):
     ) -> ClassMeans:
         """Compute class means from clipped and noised sums, in a separate pass over the samples.
 
-        Sums accumulated during training are discarded, because each batch used other weights.
+        Sums accumulated during training are discarded, because each batch used different weights.
         """
         protection = self._config.method.spec.privacy
         norm = min(self._settings.class_clip, protection.norm)
@@ -265,11 +265,11 @@ class DifferentialPrivacy(NoPrivacy):
         return noised_means(*totals, self.noise, norm, self._min_samples, SecretNoise())
 
     def filter_reply(self, reply: Knowledge) -> Knowledge:
-        """Remove the scalars of a reply, which are metrics of the samples."""
+        """Remove the scalars from a reply, because they are metrics computed on the samples."""
         return Knowledge(reply.tensors)
 
     def filter_measurements(self, measured: Measured) -> Measured:
-        """Return the scores on the common test set, and epsilon.
+        """Return the scores on the common test set, and the consumed epsilon.
 
         The scores on the client's personal test split and the loss are only logged locally.
         """
@@ -285,12 +285,12 @@ class DifferentialPrivacy(NoPrivacy):
         return Measured(common, epsilon=self.epsilon(), majority=majority)
 
     def epsilon(self) -> float:
-        """Return the epsilon consumed by the run so far, at the run's delta."""
+        """Return the epsilon that the run has consumed so far, at the run's delta."""
         consumed = [each.release for each in self._ledger.entries() if each.run == self._run]
         return epsilon_of(consumed, self._settings.delta)
 
     def stored_reply(self) -> NDArrays | None:
-        """Return the reply of this round if it exists; a new reply would consume more budget."""
+        """Return this round's reply if it exists, because a new reply would consume more budget."""
         path = self._directory.path / REPLY.format(self._round)
         if not path.is_file():
             return None
@@ -298,9 +298,9 @@ class DifferentialPrivacy(NoPrivacy):
             return [arrays[name] for name in arrays.files]
 
     def store_reply(self, arrays: NDArrays) -> None:
-        """Store the reply of this round, and keep the replies of the last few rounds.
+        """Store this round's reply, and keep the replies from the last few rounds.
 
-        Replies of later rounds are deleted: the server has resumed from an earlier round.
+        Replies from later rounds are deleted, because the server has resumed from an earlier round.
         """
         directory, name = self._directory, REPLY.format(self._round)
         with directory.replacing(name, private=True) as path, path.open("wb") as file:
@@ -310,7 +310,7 @@ class DifferentialPrivacy(NoPrivacy):
         directory.remove([each for each in stored if each not in kept])
 
     def error_report(self, error: FedhetError) -> dict[str, Scalar]:
-        """Return metrics that report an error without revealing anything about the samples."""
+        """Return metrics that report an error without revealing information about the samples."""
         LOG.warning("%s: %s", self._node.name, error)
         if isinstance(error, PrivacyError):
             return {"error": str(error), BUDGET_EXHAUSTED: True}
@@ -319,7 +319,7 @@ class DifferentialPrivacy(NoPrivacy):
     def evaluate(self, evaluate: Evaluate, instruction: Knowledge) -> Evaluations:
         """Evaluate the client's models, or return no evaluations if an error occurs.
 
-        A site's test samples must not affect anything that it sends, not even whether it replies.
+        A site's test samples must not affect its messages, nor whether it replies at all.
         """
         try:
             return evaluate(instruction)
@@ -328,12 +328,12 @@ class DifferentialPrivacy(NoPrivacy):
             return Evaluations()
 
     def handle_overlap(self, error: DataError) -> None:
-        """Log the error and continue, since a failure would reveal samples to the server."""
+        """Log the error and continue, because a failure would reveal samples to the server."""
         LOG.warning("%s", error)
 
     @contextlib.contextmanager
     def redacting_errors(self) -> Iterator[None]:
-        """Replace unexpected errors by a StateError that names only the type of the error."""
+        """Replace unexpected errors with a StateError that names only their type."""
         try:
             yield
         except Exception as error:
@@ -344,7 +344,7 @@ class DifferentialPrivacy(NoPrivacy):
 
     @property
     def _directory(self) -> Folder:
-        """Directory of the client's private files of this run."""
+        """Directory for the client's private files in this run."""
         root = self._node.state_dir
         return Folder(root / self._run / self._node.name, root, private=True)
 
@@ -371,8 +371,9 @@ class DifferentialPrivacy(NoPrivacy):
             total = epsilon_of([*consumed, release], delta)
             if math.isinf(total):
                 raise PrivacyError(
-                    f"cannot guarantee {name}: the ledger contains entries of infinite epsilon, "
-                    "for example from versions whose noise can be removed. `fedhet privacy LEDGER` "
+                    f"cannot guarantee {name}: the ledger contains entries with infinite "
+                    "epsilon, for example from versions whose noise can be removed. `fedhet "
+                    "privacy LEDGER` "
                     "counts these entries. No further data was released."
                 )
             if epsilon and total > epsilon * (1 + 1e-9):
@@ -386,7 +387,7 @@ class DifferentialPrivacy(NoPrivacy):
 
 @contextlib.contextmanager
 def redact_errors() -> Iterator[None]:
-    """Replace each error in the block by a StateError that names only its type, and log it."""
+    """Replace each error in the block with a StateError that names only its type, and log it."""
     try:
         yield
     except Exception as error:
@@ -397,7 +398,7 @@ def redact_errors() -> Iterator[None]:
 def privacy_mechanism(
     config: Config, node: Node, samples: ClientSamples, compute: Compute
 ) -> NoPrivacy:
-    """Create the privacy mechanism of a client, as configured by the run."""
+    """Create a client's privacy mechanism, as configured in the run."""
     if config.run.privacy.is_on:
         return DifferentialPrivacy(config, node, samples, compute)
     return NoPrivacy(config, node, samples)

@@ -1,8 +1,8 @@
-"""Samples of a client on its device, and the client record for using its models after a run.
+"""A client's samples on its device, and its record for using its models after a run.
 
-A client writes its record to ROOT/<run>/<client>/client.json, next to its saved states. Together,
-they are sufficient to rebuild its models without the run's directory and, for networks, without
-the data.
+A client writes its record to ROOT/<run>/<client>/client.json, next to its saved states. The record
+and the states are sufficient to rebuild its models without the run's directory and, for networks,
+without the data.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from fedhet.settings.run import PLACE
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, class_names_digest
 
 LOG = logging.getLogger("fedhet")
-"""Logger of the node; its messages appear in the log of Flower's SuperNode."""
+"""Logger of the node, whose messages appear in the log of Flower's SuperNode."""
 FILE = "client.json"
 MAX_BYTES = 2**24
-"""Maximum size of a record; one with a hundred thousand classes is smaller."""
+"""Maximum size of a record; a record with a hundred thousand classes is smaller."""
 
 
 @dataclass
 class ClientSamples:
-    """Training and test samples of a client."""
+    """A client's training and test samples."""
 
     info: ClientInfo
     own: Split
-    """Labeled training samples on the device; `x` is on the host if it does not fit."""
+    """Labeled training samples on the device; `x` is on the host if the device has too little
+    memory."""
     unlabeled: Split
     """Unlabeled training samples, on the same device as the labeled samples.
 
@@ -52,11 +53,11 @@ class ClientSamples:
     tests: dict[str, Split]
     """Test splits by protocol, "personal" and "common"; one of them may be absent."""
     space: Tensor
-    """Label space of the client: its classes [P] in ascending order."""
+    """Label space of the client, i.e. its classes [P] in ascending order."""
     num_unused_unlabeled: int
     """Number of unlabeled samples that the method cannot use."""
     classes: tuple[str, ...] = ()
-    """Names of all classes of the run, in order."""
+    """Names of all classes in the run, in order."""
     stored: Stored = "given"
     """Storage format of the samples, which determines how new samples are scaled."""
     schema: TableSchema | None = None
@@ -75,7 +76,7 @@ class ClientSamples:
         return logits if len(self.space) == logits.shape[1] else logits[:, self.space]
 
     def warn_of_unused_unlabeled(self, method: str) -> None:
-        """Log a warning if there are unlabeled samples that the method does not use."""
+        """Log a warning if the method leaves unlabeled samples unused."""
         if self.num_unused_unlabeled:
             LOG.warning(
                 "%s: %d unlabeled samples are not used, because %s uses labeled samples only",
@@ -100,14 +101,14 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     run, data = config.run, node.load_data(config)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
     count, order = len(labeled) + len(unlabeled), class_names_digest(data.classes)
-    if data.schema is not None:  # clients must also agree on the features
+    if data.schema is not None:  # Clients must also agree on the features.
         order = class_names_digest([*data.classes, data.schema.digest])
     labeled, unlabeled = _placed(compute, labeled, unlabeled)
     tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
     if (common := data.common) is not None:
-        if len(data.space) < len(data.classes):  # the rows differ between clients
+        if len(data.space) < len(data.classes):  # The rows differ between clients.
             tests["common"] = _placed(compute, common)[0]
-        else:  # share one copy among the clients of the process
+        else:  # Share one copy among all clients in the process.
             key = f"test set on {compute.device}"
             tests["common"] = node.data.once(key, lambda: _placed(compute, common)[0])
     return ClientSamples(
@@ -137,7 +138,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
 def public_samples(
     config: Config, node: Node, samples: ClientSamples, *, labeled: bool
 ) -> tuple[Split, DataError | None]:
-    """Return the public set, and an error if it contains samples of this client.
+    """Return the public set, and an error if it contains samples from this client.
 
     Set `labeled` if the labels of the public set are used.
     """
@@ -156,19 +157,19 @@ def public_samples(
 
 
 def placed_public(public: Split, compute: Compute, data: RunData) -> Split:
-    """Return the public set on the device; the clients of a process share one copy."""
+    """Return the public set on the device; all clients in a process share one copy."""
     name = f"public set on {compute.device}"
     return data.once(name, lambda: Split(compute.to_device(public.x), compute.to_device(public.y)))
 
 
 def _placed(compute: Compute, *splits: Split) -> list[Split]:
-    """Move the labels of splits to the device, and also the samples if all of them fit."""
+    """Move the splits' labels to the device, and also their samples if all of them fit."""
     samples = compute.fit_on_device(*(split.x for split in splits))
     return [Split(x, compute.to_device(split.y)) for x, split in zip(samples, splits, strict=True)]
 
 
 class ClientRecord(BaseModel):
-    """Record of a client in one run: settings, model, inputs and classes."""
+    """Record of a client in one run, with its settings, model, inputs and classes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -181,9 +182,9 @@ class ClientRecord(BaseModel):
     settings: dict[str, JsonValue]
     """Settings with which the client trained, by full name."""
     classes: list[str] = Field(min_length=2, max_length=MAX_CLASSES)
-    """Names of all classes of the run, in order."""
+    """Names of all classes in the run, in order."""
     space: list[int] = Field(min_length=1)
-    """Label space of the client: its classes in ascending order."""
+    """Label space of the client, i.e. its classes in ascending order."""
     kind: str
     """Kind of the samples."""
     shape: list[int] = Field(min_length=1, max_length=4)
@@ -229,7 +230,8 @@ class ClientRecord(BaseModel):
     def config(self) -> Config:
         """Return the client's configuration, with a precision that CPUs support.
 
-        Sets the sample kind, which would otherwise be looked up by importing the user's dataset.
+        The configuration includes the sample kind, so that the user's dataset need not be imported
+        to find it.
         """
         config = resolve({**self.settings, "data.sample-kind": self.kind})
         if config.run.engine.precision != "float16":
@@ -239,7 +241,7 @@ class ClientRecord(BaseModel):
     def node(
         self, config: Config, state_dir: Path, device: str = "cpu", data: RunData | None = None
     ) -> Node:
-        """Create the client's node with the given state directory, as `read_node` does."""
+        """Create the client's node, like `read_node`, with the given state directory."""
         training = config.run.training
         return Node(
             self.client,
@@ -253,7 +255,7 @@ class ClientRecord(BaseModel):
         )
 
     def without_data(self, config: Config) -> ClientSamples:
-        """Return the client's task with empty splits, sufficient to build its networks."""
+        """Return the client's task with empty splits, which suffices to build its networks."""
         empty = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
         info = ClientInfo(
             self.client,
@@ -271,13 +273,16 @@ class ClientRecord(BaseModel):
 
 
 def write_record(directory: Path, record: ClientRecord) -> None:
-    """Write a client's record atomically into its directory of the run. Raises StateError."""
-    root = directory.parents[1]  # directory of the states of all runs
+    """Write a client's record atomically into its directory. Raises StateError if that fails."""
+    root = directory.parents[1]  # This is the directory with the states of all runs.
     write_text(directory / FILE, record.model_dump_json(indent=1), within=root, private=True)
 
 
 def read_record(directory: Path) -> ClientRecord | None:
-    """Read a client's record, or return None if the file does not exist. Raises StateError."""
+    """Read a client's record, or return None if the file does not exist.
+
+    Raises StateError if the record is unreadable or invalid.
+    """
     path = directory / FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Persistent state of a client across rounds: its models, and other data of the method."""
+"""Persistent state of a client across rounds: its models, and other data for the method."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedhet.models import Refitted
 from fedhet.runs.storage import ClientStore, Metadata, refuse_other
 
 METHOD_TENSORS = "kept"
-"""Group name of the method's tensors in a saved state; no model may have this name."""
+"""Group of the method's tensors in a saved state; no model may have this name."""
 UNSAVED = -1
 LOG = logging.getLogger("fedhet")
 
@@ -26,8 +26,9 @@ LOG = logging.getLogger("fedhet")
 class ClientState:
     """Private state of a client, kept in memory while the client is open and saved each round.
 
-    The state in memory is reused only if it equals the state on disk, since another process may
-    have trained the client meanwhile. The version of a state counts the saves in the run, from 1.
+    The state in memory is reused only if it equals the state on disk, because another process may
+    have trained the client in the meantime. The version of a state is its number of saves in the
+    run, starting from 1.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ClientState:
         """Create an empty state; call `restore` before using it.
 
         A saved state must match `identity`. `setup` creates new models, and `training_set` returns
-        the x and y on which a model without gradients was last fitted.
+        the samples x and labels y on which a model without gradients was last fitted.
         """
         self.models: dict[str, nn.Module] = {}
         """The client's models by kind, on the device."""
@@ -68,7 +69,7 @@ class ClientState:
 
     @property
     def folder(self) -> Path:
-        """Directory of the client's private files of this run."""
+        """Directory for the client's private files in this run."""
         return self._opened.folder
 
     def held_tensors(self) -> Iterator[Tensor]:
@@ -80,7 +81,7 @@ class ClientState:
     def restore(self, run: str, before: int) -> None:
         """Restore the last state saved before round `before`, or create new models.
 
-        States of later rounds are ignored because a resumed server may repeat rounds. A state is
+        States from later rounds are ignored, because a resumed server may repeat rounds. A state is
         skipped with a warning if it is damaged, contains NaN or infinity, or belongs to another
         run, client, method, model or task. Raises StateError if states exist but none is valid.
         """
@@ -145,7 +146,10 @@ class ClientState:
         self._version = self._newest = version
 
     def _load_last(self, rounds: Sequence[int]) -> int:
-        """Load the last valid state of `rounds`. Return its version, or 0 if the models are new."""
+        """Load the last valid state among `rounds`.
+
+        Returns its version, or 0 if the models are new.
+        """
         errors: dict[int, StateError] = {}
         for round in reversed(rounds):
             self._reset(round)
@@ -171,7 +175,7 @@ class ClientState:
         refuse_other(path, metadata, identity, "this client's")
         for kind, model in self.models.items():
             weights = group(tensors, kind)
-            for name, value in model.state_dict().items():  # PyTorch would cast silently
+            for name, value in model.state_dict().items():  # PyTorch would cast silently.
                 if name in weights and (dtype := weights[name].dtype) != value.dtype:
                     fault = f"tensor {name}: expected {value.dtype}, got {dtype}"
                     raise StateError(f"{path}: model {kind}: {fault}")
@@ -189,7 +193,7 @@ class ClientState:
         return version
 
     def _identity_in(self, store: ClientStore, round: int) -> dict[str, str | int]:
-        """Return the metadata that identify the client, run and round of a saved state."""
+        """Return the metadata that identifies the client, run and round of a saved state."""
         return {**self._identity, "run": store.run, "client": store.client, "round": round}
 
     @property

@@ -109,7 +109,7 @@ class Defense:
                 if len(group.clients) < MIN_CLIENTS:
                     continue
                 weights = None
-                # This includes all tensors of the field.
+                # The median is over all tensors of the field.
                 if self.settings.average == "geometric-median":
                     stacks = map(group.stack, group.names)
                     squares = [np.nan_to_num(mean_squares(flat(s))) * s[0].size for s in stacks]

@@ -1,8 +1,8 @@
-"""Contracts: declarations of the fields of a method's messages, and their validation.
+"""Contracts, which declare the fields of a method's messages, and their validation.
 
 The server side and the client side of a method each declare the fields that they send. Every
-message is validated against this declaration, which is also shown by `fedhet methods NAME` and in
-the reference documentation.
+message is validated against this declaration. `fedhet methods NAME` and the reference documentation
+also show it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fedhet.base.errors import KnowledgeError, nearest
 MAX_MAGNITUDE = 1e12
 """Maximum absolute value of a number in a message, unless its field sets another limit.
 
-Weights and logits are far smaller. Sums of squares of such numbers over a million clients are
-finite in float32, and sums of such integers fit into int64.
+Weights and logits are far smaller. With this limit, sums of squares over a million clients are
+finite in float32, and sums of integers fit into int64.
 """
 VARIANCES = "running_var"
 """Name of the variances of batch normalization in a state dict."""
 SUM_TOLERANCE = 1e-3
-"""Maximum deviation from 1 of the sum of a probability distribution in float32."""
+"""Maximum difference between 1 and the sum of a probability distribution in float32."""
 
 
 def require(owner: object, **expected: type | tuple[type, ...]) -> None:
-    """Raise TypeError if an attribute of a declaration does not have the expected type.
+    """Check the types of a declaration's attributes. Raises TypeError if one is wrong.
 
-    The error is raised when the method's module is imported, rather than in a later round.
+    The error is thus raised when the method's module is imported, rather than in a later round.
     """
     for name, types in expected.items():
         value = getattr(owner, name)
@@ -62,7 +62,7 @@ class TensorField:
 
     name: str
     dtype: str
-    """A NumPy dtype, or "uint" for the smallest unsigned type that can hold all valid values.
+    """NumPy dtype, or "uint" for the smallest unsigned type that can represent all valid values.
 
     For "uint", `ids` or `numbers` must be set.
     """
@@ -77,9 +77,9 @@ class TensorField:
     required: bool = True
     """Whether the message must contain the tensor."""
     ids: str = ""
-    """Letter of a size that bounds the values: unique integers in [0, size)."""
+    """Letter of a size that bounds the values, which must be unique integers in [0, size)."""
     numbers: str = ""
-    """Letter of a size that bounds the values: integers in [0, size), possibly repeated."""
+    """Letter of a size that bounds the values, which must be integers in [0, size)."""
     low: float | None = None
     """Minimum value, or None for -MAX_MAGNITUDE."""
     distribution: bool = False
@@ -88,7 +88,7 @@ class TensorField:
     """Fields that must be present if this field is present."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError if the declaration is invalid."""
+        """Check the declaration. Raises TypeError or ValueError if it is invalid."""
         require(self, name=str, dtype=str, axes=tuple, help=str, ids=str, numbers=str, needs=tuple)
         require(self, required=bool, distribution=bool, low=_LIMIT)
         if not all(isinstance(axis, int | str) for axis in self.axes):
@@ -101,13 +101,13 @@ class TensorField:
                 raise ValueError(_declared(self, "dtype", rule, self.dtype)) from None
 
     def describe(self) -> str:
-        """Return the dtype and axes, such as `float32 [P, D]`."""
+        """Return the dtype and the axes, e.g. `float32 [P, D]`."""
         return f"{self.dtype} [{', '.join(map(str, self.axes))}]"
 
 
 @dataclass(frozen=True)
 class WeightsField:
-    """Declaration of the weights of a model in a message.
+    """Declaration of a model's weights in a message.
 
     The tensors are named `name/<name in the state dict>`. A message contains either all tensors of
     the model or, if `required` is False, none.
@@ -130,7 +130,7 @@ class WeightsField:
     """Whether the tensors of a smaller model are leading slices of those of a larger model."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError if the declaration is invalid."""
+        """Check the declaration. Raises TypeError if it is invalid."""
         require(self, name=str, help=str, required=bool, stacked=str, nested=bool, low=_LIMIT)
 
     def describe(self) -> str:
@@ -138,11 +138,11 @@ class WeightsField:
         return f"weights [{self.stacked}, ...]" if self.stacked else "weights"
 
     def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
-        """Return the shapes and dtypes that the tensors of a message must have.
+        """Return the shapes and dtypes that the tensors in a message must have.
 
         Args:
             sender: Name of the sender in error messages.
-            received: The received tensors by their names after `name/`.
+            received: The received tensors, by their names after `name/`.
             shapes: Shapes and dtypes of the model's tensors.
         """
         return shapes
@@ -173,7 +173,7 @@ class ScalarField:
     """Maximum value, or None for MAX_MAGNITUDE."""
 
     def __post_init__(self) -> None:
-        """Raise TypeError if the declaration is invalid."""
+        """Check the declaration. Raises TypeError if it is invalid."""
         require(self, name=str, help=str, required=bool, low=_LIMIT, high=_LIMIT)
         if self.type not in (bool, int, float, str):
             raise TypeError(_declared(self, "type", "bool, int, float or str", self.type))
@@ -188,10 +188,10 @@ Field = TensorField | WeightsField | ScalarField
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes against which the fields of a message are validated."""
+    """Sizes against which the fields in a message are validated."""
 
     axes: Mapping[str, int]
-    """Sizes of the run by letter, e.g. {"C": 10, "D": 64}."""
+    """Sizes in the run by letter, e.g. {"C": 10, "D": 64}."""
     models: Mapping[str, Shapes] = dataclass_field(default_factory=dict)
     """Shapes and dtypes of the model's tensors, by WeightsField."""
     rows: Mapping[str, Array] = dataclass_field(default_factory=dict)
@@ -200,7 +200,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Contract:
-    """Fields of the messages that one side of a method sends, the server or the client.
+    """Fields of the messages that the server side or the client side of a method sends.
 
     Example:
         >>> Contract((
@@ -212,7 +212,10 @@ class Contract:
     fields: tuple[Field, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError unless all `fields` are fields with unique names."""
+        """Check the fields.
+
+        Raises TypeError or ValueError unless they are fields with unique names.
+        """
         require(self, fields=tuple)
         for index, field in enumerate(self.fields):
             if not isinstance(field, TensorField | WeightsField | ScalarField):
@@ -240,9 +243,9 @@ class Contract:
 
         Args:
             sender: Name of the sender in error messages.
-            tensors: Tensors of the message by name.
-            scalars: Scalars of the message by name.
-            sizes: Sizes of the run, of its models, and of its public samples.
+            tensors: Tensors in the message, by name.
+            scalars: Scalars in the message, by name.
+            sizes: Sizes in the run, of its models, and of its public samples.
 
         Raises:
             KnowledgeError: If the message violates the contract. The error describes the first
@@ -283,7 +286,7 @@ def all_or_none(first: TensorField, *others: TensorField) -> tuple[TensorField, 
 def poisonable(contract: Contract) -> tuple[Field, ...]:
     """Return the fields that contain logits, probabilities or weights.
 
-    Fields with a minimum value are excluded because poisoned values below it would be rejected.
+    Fields with a minimum value are excluded, because lower poisoned values would be rejected.
     """
     return tuple(
         field
@@ -411,7 +414,7 @@ def _check_weights(
         raise KnowledgeError(sender, name, fault)
     for name, (shape, dtype) in expected.items():
         value = tensors[name]
-        if field.stacked:  # the first field that uses the letter sets the number of models
+        if field.stacked:  # The first field that uses the letter sets the number of models.
             count = sizes.setdefault(field.stacked, value.shape[0] if value.ndim else 0)
             shape = (count, *shape)
         if value.shape != shape or value.dtype != np.dtype(dtype):
@@ -424,7 +427,8 @@ def _check_weights(
 def _check_range(sender: str, name: str, value: Array, low: float | None) -> None:
     if not value.size:
         return
-    # Compare Python numbers: numpy would convert the limit to the tensor's dtype, perhaps to inf.
+    # Compare Python numbers, because numpy would convert the limit to the tensor's dtype, perhaps
+    # to inf.
     smallest, largest = value.min().item(), value.max().item()
     if low is not None and smallest < low:
         raise KnowledgeError(sender, name, f"must be at least {low}, got {smallest}")
@@ -436,6 +440,6 @@ def _check_range(sender: str, name: str, value: Array, low: float | None) -> Non
 
 
 def check_finite(sender: str, name: str, value: Array) -> None:
-    """Raise KnowledgeError if a floating-point tensor contains NaN or infinity."""
+    """Check a floating-point tensor. Raises KnowledgeError if it contains NaN or infinity."""
     if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
         raise KnowledgeError(sender, name, "contains NaN or infinity")

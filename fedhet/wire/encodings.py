@@ -1,8 +1,8 @@
 """Compressed encodings of float32 tensors in messages, selected by `wire.encoding`.
 
-An encoding converts values to uint8 [bytes] and back. The number of bytes follows from the shape
-(for top-k, also from the leading bit mask). It is checked before any memory is allocated, and no
-data decode to more than 32 times their size.
+An encoding converts values to uint8 [bytes] and back. The number of bytes is determined by the
+shape (for top-k, also by the leading bit mask). It is checked before any memory is allocated, and
+decoded data is at most 32 times as large as its encoding.
 
 | encoding | bytes for a tensor of N values in R rows |
 |---|---|
@@ -13,8 +13,8 @@ data decode to more than 32 times their size.
 Top-k uses a bit mask rather than indices, so an index can be neither out of range nor repeated.
 
 Weights are encoded as differences from base weights that both sides have, because differences are
-small. Without a base, weights are sent in half precision: int8 weights would reduce accuracy. Other
-large tensors (class means, logits, features) are encoded directly.
+small. Without a base, weights are sent in half precision, because int8 weights would reduce
+accuracy. Other large tensors (class means, logits, features) are encoded directly.
 
 The following are never encoded: integers, fields with a minimum value, probabilities, statistics of
 batch normalization, tensors below 512 bytes, and values that the encoding cannot represent.
@@ -40,11 +40,11 @@ Shape = tuple[int, ...]
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
 """Number of set bits, by byte value."""
 MAX_MAGNITUDE = 1e12
-"""Maximum absolute value for int8, equal to the limit on all numbers in messages."""
+"""Maximum absolute value for int8, which equals the limit on all numbers in messages."""
 
 
 class EncodingError(ValueError):
-    """Raised if data are not a valid encoding of the declared tensor."""
+    """Raised if data is not a valid encoding of the declared tensor."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Encoded:
 
     encoding: str
     data: Array
-    """uint8 [bytes]."""
+    """Encoded data, as uint8 [bytes]."""
     difference: bool = False
-    """Whether the values are a difference to the tensor of the same name in the base weights."""
+    """Whether the values are a difference from the tensor of the same name in the base weights."""
     rounded: bool = False
     """Whether the receiver rounds the sum of base and difference to half precision."""
 
 
 class Encoding(ABC):
-    """Base class of the encodings of float32 tensors."""
+    """Base class for encodings of float32 tensors."""
 
     name: ClassVar[str]
     is_biased: ClassVar[bool] = False
@@ -76,13 +76,16 @@ class Encoding(ABC):
         """Encode float32 values as uint8 [bytes], or return None if they are out of range."""
 
     def decode(self, data: Array, shape: Shape) -> Array:
-        """Decode a float32 tensor. Raises EncodingError before allocating if the size is wrong."""
+        """Decode a float32 tensor.
+
+        Raises EncodingError, before allocating, if the size is wrong.
+        """
         expected = self._expected(data, shape)
         if data.size != expected:
             raise EncodingError(f"expected {expected} bytes for this shape, got {data.size}")
         try:
             return self._decoded(data, shape).reshape(shape)
-        except ValueError as error:  # numpy also limits the size of empty arrays
+        except ValueError as error:  # numpy also limits the size of empty arrays.
             raise EncodingError(str(error)) from None
 
     def _expected(self, data: Array, shape: Shape) -> int:
@@ -94,12 +97,12 @@ class Encoding(ABC):
 
 
 class Float16(Encoding):
-    """Half precision: values up to 65504, with a relative error of at most 2^-11 above 6e-5."""
+    """Half precision, for values up to 65504; the relative error is at most 2^-11 above 6e-5."""
 
     name = "float16"
 
     def size(self, shape: Shape) -> int:
-        """Return the size in bytes: two for each value."""
+        """Return the size: two bytes for each value."""
         return 2 * math.prod(shape)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
@@ -112,19 +115,19 @@ class Float16(Encoding):
 
 
 class Int8(Encoding):
-    """Integers in units of the row's scale, with unbiased stochastic rounding."""
+    """Integer encoding relative to a scale for each row, with unbiased stochastic rounding."""
 
     name = "int8"
 
     def size(self, shape: Shape) -> int:
-        """Return the size in bytes: four for each row, and one for each value."""
+        """Return the size: four bytes for each row, and one byte for each value."""
         return 4 * _num_rows(shape) + math.prod(shape)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
         """Return scales and integers, or None if a value is not finite or exceeds 1e12."""
         rows = _in_rows(values, values.shape)
         scales = scales_of(rows)
-        if not (scales <= MAX_MAGNITUDE / LEVELS).all():  # False for NaN
+        if not (scales <= MAX_MAGNITUDE / LEVELS).all():  # This comparison is False for NaN.
             return None
         numbers = rounded(rows, scales, rng)
         return np.concatenate([_as_bytes(scales.astype("<f4")), _as_bytes(numbers)])
@@ -147,10 +150,10 @@ class TopK(Encoding):
     name = "top-k"
     is_biased = True
     keep: float = 0.15
-    """Fraction of the values to keep, at least one value. Not needed for decoding."""
+    """Fraction of the values to keep, but at least one value. Decoding does not need it."""
 
     def size(self, shape: Shape) -> int:
-        """Return the size in bytes: one bit for each value, and two bytes for each value kept."""
+        """Return the size: one bit for each value, and two bytes for each kept value."""
         count = math.prod(shape)
         return _mask_bytes(count) + 2 * self._num_kept(count)
 
@@ -189,7 +192,7 @@ ENCODINGS: Mapping[str, Encoding] = {each.name: each for each in (Float16(), Int
 
 
 def to_half(values: Array) -> Array:
-    """Convert values to half precision. Values out of range become infinite."""
+    """Convert values to half precision; values out of range become infinite."""
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(values).astype("<f2")
 
@@ -221,7 +224,7 @@ def _check_finite(values: Array) -> Array:
 RngKey = tuple[str | int, ...]
 """Sender, round and purpose of a message, from which its random generators are derived."""
 STATISTICS = ("running_mean", VARIANCES)
-"""Suffixes of the names of batch normalization's statistics, which are averages, not weights."""
+"""Suffixes of the names of batch-norm statistics, which are averages instead of weights."""
 MIN_BYTES = 512
 """Minimum size of an encoded tensor; smaller tensors are sent unchanged."""
 HALF = Float16()
@@ -229,20 +232,20 @@ HALF = Float16()
 
 @dataclass(frozen=True)
 class Rules:
-    """Encodings of the tensors of a message, for one value of `wire.encoding`."""
+    """Encodings for the tensors in a message, for one value of `wire.encoding`."""
 
     sent: Encoding | None
-    """Encoding of weight differences in replies; None = unchanged."""
+    """Encoding for weight differences in replies; None = unchanged."""
     received: Encoding | None
-    """Encoding of weight differences in instructions; None = weights in half precision."""
+    """Encoding for weight differences in instructions; None = weights in half precision."""
     values: Encoding | None
-    """Encoding of tensors other than weights; None = unchanged."""
+    """Encoding for tensors other than weights; None = unchanged."""
     weights: Encoding | None = HALF
-    """Encoding of weights without a base; None = unchanged."""
+    """Encoding for weights without a base; None = unchanged."""
 
 
 def rules_of(settings: WireSettings) -> Rules | None:
-    """Return the encoding rules of the settings, or None if all tensors are sent unchanged."""
+    """Return the encoding rules in the settings, or None if all tensors are sent unchanged."""
     return {
         "float32": None if settings.resend else Rules(None, None, None, None),
         "float16": Rules(HALF, None, HALF),
@@ -261,7 +264,7 @@ class Coded:
 
 
 class Coder:
-    """Encodes the tensors of the messages of one side, server or client."""
+    """Encoder for the tensors in the messages from the server or from a client."""
 
     def __init__(self, rules: Rules, contract: Contract, seed: int) -> None:
         self.rules, self._seed = rules, seed
@@ -269,12 +272,12 @@ class Coder:
 
     @classmethod
     def of(cls, settings: WireSettings, contract: Contract, seed: int) -> Coder | None:
-        """Create the coder of a contract, or return None if all tensors are sent unchanged."""
+        """Create the coder for a contract, or return None if all tensors are sent unchanged."""
         rules = rules_of(settings)
         return cls(rules, contract, seed) if rules else None
 
     def weights_of(self, tensors: Arrays) -> dict[str, Array]:
-        """Return the tensors that can be base weights: the weights of single models."""
+        """Return the tensors that can be base weights, i.e. the weights of single models."""
         return {name: value for name, value in tensors.items() if self._is_one_model(name)}
 
     def reply(
@@ -302,7 +305,7 @@ class Coder:
         return encoded, errors
 
     def values(self, key: RngKey, tensors: Arrays) -> dict[str, Coded]:
-        """Encode tensors without base weights. Tensors that are not encoded are omitted."""
+        """Encode tensors without base weights, and omit tensors that are not encoded."""
         coded = {name: self._value(key, name, value) for name, value in self._encodable(tensors)}
         return {name: each for name, each in coded.items() if each}
 
@@ -328,7 +331,7 @@ class Coder:
         return encode_tensor(encoding, value, self._rng(key, name))
 
     def _encodable(self, tensors: Arrays) -> Iterator[tuple[str, Array]]:
-        """Yield the tensors that still satisfy the contract after encoding, except small ones."""
+        """Yield all but the small tensors, if they satisfy the contract after encoding."""
         for name, value in tensors.items():
             field = self._field(name)
             if isinstance(field, WeightsField):
@@ -348,14 +351,14 @@ class Coder:
         return self._fields.get(name.partition("/")[0])
 
     def _rng(self, key: RngKey, name: str) -> np.random.Generator:
-        """Return the random generator of a tensor, independent of other tensors in the message."""
+        """Return the random generator for a tensor, independent of other tensors in the message."""
         return numpy_rng(self._seed, "wire", *key, name)
 
 
 def encode_tensor(
     encoding: Encoding | None, values: Array, rng: np.random.Generator, base: Array | None = None
 ) -> Coded | None:
-    """Encode values, or their difference from `base` if given.
+    """Encode values, or their difference from `base` if it is given.
 
     Returns None if `encoding` is None or cannot represent the values; they are then sent unchanged.
     """

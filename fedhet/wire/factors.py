@@ -1,4 +1,4 @@
-"""Low-rank factorization of model updates in messages.
+"""Low-rank factorization for model updates in messages.
 
 A tensor with two or more axes is treated as a matrix [P, Q], where P is the size of its first axis.
 It may be sent as two factors, `<name>/left` [P, K] and `<name>/right` [K, Q]. Together they must be
@@ -25,14 +25,14 @@ Factors = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class FactorsField(WeightsField):
-    """Declaration of a model update: tensors `name/<name in the state dict>`, or their factors."""
+    """Declaration of a model update, as tensors `name/<name in the state dict>` or factors."""
 
     def describe(self) -> str:
         """Return a short description of the type."""
         return "weight updates; a matrix [P, Q] may be sent as factors [P, K] and [K, Q]"
 
     def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
-        """Return the shapes and dtypes of each tensor, or of its factors if these were received.
+        """Return the expected shape and dtype of each tensor, or of its factors if those were sent.
 
         Raises KnowledgeError if the factors are not smaller than the matrix, or if their product
         might exceed MAX_MAGNITUDE.
@@ -50,7 +50,7 @@ class FactorsField(WeightsField):
                 raise KnowledgeError(sender, f"{self.name}/{name}", fault)
             largest = [float(np.abs(factor).max(initial=0.0)) for factor in (left, right)]
             bound = rank * largest[0] * largest[1]
-            if not bound <= contract.MAX_MAGNITUDE:  # also true if the bound is NaN
+            if not bound <= contract.MAX_MAGNITUDE:  # This is also true if the bound is NaN.
                 fault = f"magnitude bound of the product must be at most {contract.MAX_MAGNITUDE:g}"
                 raise KnowledgeError(sender, f"{self.name}/{name}", f"{fault}, got {bound:.3g}")
             expected |= {name + LEFT: ((rows, rank), dtype), name + RIGHT: ((rank, columns), dtype)}
@@ -73,7 +73,7 @@ def max_rank(shape: tuple[int, ...]) -> int:
 
 
 def packed(changes: Arrays, factors_of: Callable[[Array], Factors]) -> dict[str, Array]:
-    """Replace each matrix of a model update by its factors if these are smaller."""
+    """Replace each matrix in a model update with its factors if they are smaller."""
     tensors: dict[str, Array] = {}
     for name, change in changes.items():
         if _is_matrix(change.shape, change.dtype.name):

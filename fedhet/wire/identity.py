@@ -1,4 +1,4 @@
-"""Client description at the start of a run: name, model and task."""
+"""Description of a client at the start of a run: its name, model and task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedhet.base.errors import KnowledgeError, safe_repr
 from fedhet.kinds import KINDS, Kind
 
 SERVER = "server"
-"""Sender name of the server, reserved: no client may use it."""
+"""Reserved sender name of the server, which no client may use."""
 MAX_CLASSES = 100_000
 MAX_SIDE = 65_536
 MAX_VALUES = 2**28
@@ -28,7 +28,7 @@ _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """Self-description of a client. Contains neither samples nor label counts."""
+    """A client's self-description, which contains neither samples nor label counts."""
 
     name: str
     model: str
@@ -36,17 +36,17 @@ class ClientInfo:
     """Number of training samples."""
     classes: int
     kind: str
-    """Kind of samples, a name in `fedhet.kinds.KINDS`."""
+    """Kind of samples, as a name in `fedhet.kinds.KINDS`."""
     shape: tuple[int, ...]
     """Shape of one sample, in the format of its kind."""
     order: str = ""
-    """Digest of the ordered class names (`class_names_digest`)."""
+    """Digest of the ordered class names, from `class_names_digest`."""
     training: str = ""
     """Optimizer, learning rate, epochs and batch size, as text for the run's records."""
     own_data: bool = False
-    """Whether the client reads its own data instead of a partition of the run's data set."""
+    """Whether the client reads its own data instead of a partition of the run's dataset."""
     base: str = ""
-    """Digest of the frozen base model on this machine, or "" for a model without adapters."""
+    """Digest of the frozen base model on this machine, or "" if the model has no adapters."""
 
     def properties(self) -> dict[str, int | str | bool]:
         """Return the description as a flat dictionary (inverse of `read_properties`)."""
@@ -66,7 +66,7 @@ def client_name(index: int, clients: int) -> str:
 def class_names_digest(classes: Sequence[str]) -> str:
     """Return a digest of the ordered class names, or "" if they are 0, 1, … or absent.
 
-    Equal digests show that two clients assign the same labels to the same classes.
+    If the digests of two clients are equal, both assign the same labels to the same classes.
     """
     if list(classes) == [str(number) for number in range(len(classes))]:
         return ""
@@ -74,7 +74,10 @@ def class_names_digest(classes: Sequence[str]) -> str:
 
 
 def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
-    """Validate a client's description. Raises KnowledgeError naming the node and the field."""
+    """Validate a client's description.
+
+    Raises KnowledgeError, with the node and the field, if it is invalid.
+    """
     if "error" in properties:
         raise KnowledgeError(node, "properties", str(properties["error"])[:300])
     name = properties.get("name")
@@ -131,7 +134,7 @@ def _shape(sender: str, kind: Kind, text: object) -> tuple[int, ...]:
 
 
 def capped(infos: Iterable[ClientInfo], max_ratio: float) -> dict[str, int]:
-    """Return the number of samples by which each client is weighted, by client name.
+    """Return the number of samples with which each client is weighted, by client name.
 
     A server cannot verify the reported numbers. They are therefore limited to `max_ratio` times the
     lower median of all clients; 0 = no limit.

@@ -1,8 +1,8 @@
 """Serialization of messages: converts `Knowledge` to Flower's arrays and back.
 
-The first array is the manifest (proto/fedhet/v1/knowledge.proto). It is followed by the tensors
-that it lists, either unchanged or encoded, and either as values or as differences to base weights.
-A message identifies its base weights by their digest, which both sides compute from their own copy.
+The first array is the manifest (proto/fedhet/v1/knowledge.proto). The tensors that it lists follow,
+either unchanged or encoded, and either as values or as differences from base weights. A message
+identifies its base weights by their digest, which both sides compute from their own copy.
 
 Decoding never unpickles, never trusts a header's size before allocating memory, and does not depend
 on the order of the tensors.
@@ -34,15 +34,15 @@ DTYPES = frozenset(
 )
 MAX_RANK = 8
 DIGEST_BITS = 59
-"""Bits of a digest of weights: at most 18 decimal digits, short enough for a file name."""
+"""Number of bits in a digest of weights, which has at most 18 decimal digits in a file name."""
 SCHEMA_VERSION = 2
 """Schema version of messages with encoded tensors."""
 PLAIN_VERSION = 1
 """Schema version of messages without encoded tensors, which older peers can also read."""
 MAX_MANIFEST_BYTES = 2**16
-"""Maximum size of a manifest without tensors: parsed fields need many times their size."""
+"""Maximum size of a manifest without tensors, as parsed fields need many times their size."""
 MAX_SPEC_BYTES = 1024
-"""Additional size allowed for a manifest per tensor in the message."""
+"""Additional size of a manifest permitted for each tensor in the message."""
 MAX_HEADER_BYTES = 1024
 """Maximum size of an .npy header, checked before parsing; numpy usually writes 118 bytes."""
 _DTYPES = {np.dtype(name).str.encode(): np.dtype(name) for name in DTYPES}
@@ -51,10 +51,10 @@ _HEADER = re.compile(
     rb"\{'descr': '(..\d)', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,18}, ?)*(?:\d{1,18})?)\), \} *\n"
 )
-"""Header as written by numpy for the supported dtypes; any other valid header is rejected."""
+"""Header as written by numpy for the supported dtypes; all other headers are rejected."""
 
 _SCALARS = {bool: "flag", int: "integer", float: "real", str: "text"}
-"""Protobuf field of a scalar by type. bool comes first because it is a subclass of int."""
+"""Protobuf field for a scalar, by type. bool comes first, because it is a subclass of int."""
 
 Scalars = Mapping[str, bool | int | float | str]
 
@@ -85,7 +85,7 @@ class Knowledge:
     """Numbers, booleans and strings by name."""
 
     def group(self, name: str) -> Arrays:
-        """Return the weights of one model: the tensors named `name/<key>`, by key.
+        """Return the weights of one model, i.e. the tensors named `name/<key>`, by key.
 
         If the reply is stored on disk, each access reads the tensor again. The file is deleted at
         the end of the round.
@@ -112,14 +112,14 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Packing:
-    """Encoded tensors of a message, and the base weights of its differences."""
+    """Encoded tensors of a message, and the base weights for its differences."""
 
     encoded: Mapping[str, Encoded] = field(default_factory=dict)
     """Encoded tensors by name; tensors not listed here are sent unchanged."""
     base: int = 0
     """Digest of base weights that the receiver must have; 0 if it needs none."""
     held: bool = False
-    """Whether the message contains all tensors of the base without sending them again."""
+    """Whether the message refers to all tensors in the base instead of sending them again."""
 
     @property
     def is_plain(self) -> bool:
@@ -131,7 +131,7 @@ PLAIN = Packing()
 
 
 Bases = Callable[[Envelope, int], Arrays | None]
-"""Returns the base weights with a given digest, or None if this side does not have them."""
+"""Function that returns the base weights with a given digest, or None if they are missing."""
 
 
 class MissingBaseError(KnowledgeError):
@@ -139,11 +139,11 @@ class MissingBaseError(KnowledgeError):
 
 
 def no_bases(envelope: Envelope, digest: int) -> None:
-    """Return None: the default if no base weights are available."""
+    """Return None, as the default if no base weights are available."""
 
 
 def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -> list[Array]:
-    """Serialize a message to arrays: the manifest as uint8 [bytes], then each tensor.
+    """Serialize a message to arrays: the manifest as uint8 [bytes], and then each tensor.
 
     Raises KnowledgeError if a tensor or a scalar has an unsupported type.
     """
@@ -179,7 +179,7 @@ def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -
 def decode(
     arrays: Sequence[Array], sender: str, bases: Bases = no_bases, max_bytes: int | None = None
 ) -> tuple[Envelope, Knowledge]:
-    """Deserialize a message from its arrays. The method's fields are checked by its Contract.
+    """Deserialize a message from its arrays; its Contract checks the method's fields.
 
     `bases` returns base weights by their digest. `max_bytes` limits the total size of the decoded
     tensors, and is checked before decoding. Raises KnowledgeError if the manifest is invalid or
@@ -197,7 +197,7 @@ def decode(
     if base is None:
         fault = f"weights with digest {manifest.base} not found"
         raise MissingBaseError(sender, "base", fault)
-    if max_bytes is not None:  # all encoded tensors decode to float32
+    if max_bytes is not None:  # All encoded tensors decode to float32.
         size = sum(4 * math.prod(spec.shape) for spec in specs if spec.encoding)
         check_size(size, sender, max_bytes)
     tensors: dict[str, Array] = dict(base) if manifest.held else {}
@@ -216,7 +216,7 @@ def decode(
 def expect(
     envelope: Envelope, *, run: str | None, method: str, round: int | None, sender: str
 ) -> None:
-    """Raise KnowledgeError unless a message is from this run, method, round and sender.
+    """Check an envelope. Raises KnowledgeError if the run, method, round or sender differs.
 
     `run=None` accepts any valid name, and `round=None` any round from 1.
     """
@@ -250,7 +250,7 @@ def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Arr
 
 
 def check_size(size: int, sender: str, max_bytes: int) -> None:
-    """Raise KnowledgeError if a payload of `size` bytes is larger than `max_bytes`."""
+    """Check a payload's size. Raises KnowledgeError if `size` is larger than `max_bytes`."""
     if size > max_bytes:
         fault = f"must be at most {max_bytes / 1e6:.1f} MB, got {size / 1e6:.1f} MB"
         raise KnowledgeError(sender, "payload", fault)
@@ -320,7 +320,7 @@ def digest_of(weights: Arrays) -> int:
 
 
 def _tensor(spec: wire.TensorSpec, array: Array, sender: str, base: Arrays) -> Array:
-    """Decode one tensor from the received array. Raises KnowledgeError."""
+    """Decode one tensor from the received array. Raises KnowledgeError if it is invalid."""
 
     def fault(text: str) -> KnowledgeError:
         return KnowledgeError(sender, spec.name, text)
