@@ -1,11 +1,8 @@
 """Sample kinds: images, table rows, texts, and signals.
 
-| kind | shape | values |
-|---|---|---|
-| image | [C, H, W] | float32 or uint8 |
-| table | [F] | float32 or uint8 |
-| signal | [C, T]: channels, time steps | float32 |
-| text | [0, L, V]: at most L tokens from a vocabulary of size V | int64 [L] |
+| kind | shape | values | |---|---|---| | image | [C, H, W] | float32 or uint8 | | table | [F] |
+float32 or uint8 | | signal | [C, T]: channels, time steps | float32 | | text | [0, L, V]: at most L
+tokens from a vocabulary of size V | int64 [L] |
 
 The kind of a dataset is declared by name, because shapes are ambiguous. Everything that depends on
 the kind is an attribute of its `Kind` object. PyTorch is imported lazily, because settings and
@@ -24,7 +21,7 @@ import numpy.typing as npt
 
 from fedhet.base.errors import DataError
 
-if TYPE_CHECKING:  # avoid importing PyTorch
+if TYPE_CHECKING:  # Avoid importing PyTorch.
     from torch import Generator, Tensor
 
 Shape = tuple[int, ...]
@@ -33,7 +30,7 @@ PADDING = 0
 """Token that pads a text to length L; every text has at least one other token."""
 Array = npt.NDArray[Any]
 Change = Callable[["Tensor", "Generator"], "Tensor"]
-"""(samples [N, ...], generator) -> augmented samples of the same shape."""
+"""Function from samples [N, ...] and a generator to augmented samples of the same shape."""
 Generate = Callable[[Array, Sequence[int], int, np.random.Generator], Array]
 """(samples [N, ...], number of features of each table column, M, generator) -> samples [M, ...]."""
 _EXPECTED = (
@@ -56,8 +53,8 @@ def images_or_rows(x: Array, where: Path | str) -> Array:
 
 
 def finite(x: Array, where: Path | str, expected: str) -> npt.NDArray[np.float32]:
-    """Convert numbers to float32. Raises DataError with the text `expected` for NaN or infinity."""
-    with np.errstate(over="ignore"):  # overflow is reported below
+    """Convert numbers to float32. Raises DataError, with `expected`, for NaN or infinity."""
+    with np.errstate(over="ignore"):  # Overflow is reported below.
         samples = np.ascontiguousarray(x.astype(np.float32))
     if not np.isfinite(samples).all():
         raise DataError(f"{where}: {expected}, got NaN or infinite values")
@@ -75,49 +72,52 @@ def signals(x: Array, where: Path | str) -> Array:
 
 @dataclass(frozen=True)
 class Kind:
-    """Sample kind, with everything that depends on it."""
+    """Sample kind, with all attributes and functions that depend on it."""
 
     name: str
     """Name of the kind, a value of `data.sample-kind`."""
     plural: str
-    """Plural of the samples, for messages."""
+    """Plural noun for the samples, for messages."""
     wanted: str
     """Description of a model's input, for messages."""
     fits: Callable[[Shape], bool]
-    """(shape) -> whether samples of this kind can have this shape."""
+    """Function that returns whether samples of this kind can have a shape."""
     example: Shape
-    """A shape that all models of this kind support."""
+    """Shape that all models of this kind support."""
     pool: tuple[str, ...]
     """Default model pool."""
     model: str
-    """Default model of methods with a single client architecture, and of small auxiliary models."""
+    """Default model for methods with a single client architecture, and for small auxiliary
+    models."""
     large_model: str
-    """Default of a method's model that is larger than the client models, such as a server model."""
+    """Default for a method's model that is larger than the client models, such as a server
+    model."""
     pool_of_any: tuple[str, ...] = ()
-    """Default pool of methods that do not need gradients; () = `pool`."""
+    """Default pool for methods that do not need gradients; () = `pool`."""
     is_numeric: bool = True
-    """Whether samples are numbers instead of tokens; models without a kind support them."""
+    """Whether samples are numbers instead of tokens, so that models without a kind support them."""
     describe: Callable[[Shape], str] = lambda shape: f"shape {list(shape)}"
-    """(shape) -> description of the shape, for messages."""
+    """Function that describes a shape, for messages."""
     sizes: Callable[[Shape], Shape] = lambda shape: shape
-    """(shape) -> the sizes that must be at least 1."""
+    """Function that returns the sizes in a shape that must be at least 1."""
     side: Callable[[Shape], int] = min
-    """(shape) -> the size to compare with the minimum size of a model."""
+    """Function that returns the size in a shape to compare with a model's minimum size."""
     minimum: str = ""
-    """Description of a minimum size `{}`, for messages."""
+    """Description of a minimum size, written as `{}`, for messages."""
     checked: Callable[[Array, Path | str], Array] = images_or_rows
-    """(array, prefix of messages) -> samples [N, ...]. Raises DataError if the array is invalid."""
+    """Function from an array and a prefix for messages to samples [N, ...]. Raises DataError if the
+    array is invalid."""
     generated: Generate | None = None
-    """Generator of public samples for `data.public-dataset = generated`; None = unsupported."""
+    """Generator of public samples for `data.public-dataset = generated`, or None if unsupported."""
     augmentations: tuple[str, ...] = ()
     """Values of `training.augment` for this kind, in addition to "none"."""
     changeable: str = ""
-    """Description of the samples that support `changes`, for messages; "" = none."""
+    """Description of the samples that support `changes`, for messages, or "" if there are none."""
     is_changeable: Callable[[Shape], bool] = lambda shape: True
-    """(shape) -> whether samples of this shape support `changes`."""
+    """Function that returns whether samples of a shape support `changes`."""
 
     def blank(self, count: int, shape: Shape) -> Tensor:
-        """Return zeros, or texts of one token, on the default device of torch."""
+        """Return samples of zeros, or texts of one token, on torch's default device."""
         import torch
 
         if self.is_numeric:
@@ -169,7 +169,7 @@ def permuted_columns(
     """Generate rows [size, F] by permuting each column of x [N, F] independently.
 
     CoFED, Section 5.7: "randomly generated with valid values". As in the authors' published script,
-    no value of a column is repeated before all values of the column have been used.
+    no value in a column is repeated before all of its values have been used.
     """
     parts = np.split(x, np.cumsum(columns or (1,) * x.shape[1])[:-1], axis=1)
     passes = -(-size // len(x))
@@ -184,7 +184,8 @@ TABLE = Kind(
     fits=lambda shape: len(shape) == 1,
     example=(8,),
     pool=("mlp", "mlp2", "mlp3"),
-    pool_of_any=("sk-tree", "sk-svm", "sk-gam", "sk-mlp"),  # the four models of CoFED, Section 5.7
+    # These are the four models in CoFED, Section 5.7.
+    pool_of_any=("sk-tree", "sk-svm", "sk-gam", "sk-mlp"),
     model="mlp",
     large_model="mlp3",
     generated=permuted_columns,
@@ -199,7 +200,7 @@ def text_shape(tokens: int, vocabulary: int) -> Shape:
 def shuffled_tokens(x: Array, columns: Sequence[int], size: int, rng: np.random.Generator) -> Array:
     """Generate texts [size, L] by sampling tokens and lengths from the texts x [N, L].
 
-    Each token is as frequent as in x, and its position carries no information.
+    Each token has the same frequency as in x, and its position carries no information.
     """
     lengths = rng.choice((x != PADDING).sum(1), size)
     inside = np.arange(x.shape[1]) < lengths[:, None]
@@ -229,13 +230,14 @@ TEXT = Kind(
 KINDS = {kind.name: kind for kind in (IMAGE, TABLE, TEXT, SIGNAL)}
 """All kinds by name."""
 AUGMENTATIONS = {name: kind for kind in KINDS.values() for name in kind.augmentations}
-"""Kind of the samples that each value of `training.augment` supports."""
+"""Sample kind that each value of `training.augment` supports."""
 
 
 def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:
-    """Return the kind of samples that were read from arrays.
+    """Return the kind of samples read from arrays.
 
-    If `stated` is None, IMAGE, or TABLE, shape [F] is a table row, and any other shape an image.
+    If `stated` is None, IMAGE, or TABLE, samples of shape [F] are table rows, and all others are
+    images.
     """
     if stated in (None, IMAGE, TABLE):
         return TABLE if len(shape) == 1 else IMAGE
@@ -243,7 +245,7 @@ def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:
 
 
 def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
-    """Return the augmentation of a value of `training.augment`, or None for "none".
+    """Return the augmentation for a value of `training.augment`, or None for "none".
 
     Raises DataError if it does not support samples of this kind and shape.
     """
@@ -257,7 +259,7 @@ def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
 
 
 def check_changeable(kind: Kind, shape: Shape, what: str) -> None:
-    """Raise DataError, prefixed with `what`, unless such samples can be augmented."""
+    """Check that samples can be augmented. Raises DataError, prefixed with `what`, if not."""
     if not (kind.changeable and kind.is_changeable(shape)):
         supported = " or ".join(filter(None, (k.changeable for k in KINDS.values())))
         _raise_unsupported(what, kind.changeable or supported, kind, shape)

@@ -29,7 +29,7 @@ NUM_OPERATIONS = 2
 STRENGTH = 1 / 3
 """RandAugment's magnitude: 10 on a scale of 30."""
 DIRECTED, UNDIRECTED = 9, 5
-"""Number of RandAugment operations with and without a direction."""
+"""Numbers of RandAugment operations with and without a direction."""
 WEAK, STRONG = 0.1, 0.3
 """Fraction of tokens deleted by the weak and the strong augmentation."""
 REACH = 3
@@ -39,14 +39,15 @@ REACH = 3
 def shift(x: Tensor, generator: Generator, *, reflect: bool = False) -> Tensor:
     """Shift each image by up to an eighth of its height, vertically and horizontally.
 
-    New pixels are black, or mirrored at the border if `reflect` is set.
+    New pixels are black or, if `reflect` is set, mirrored at the border.
     """
     count, _, height, width = x.shape
     reach = max(1, height // 8)
     edges = (reach, reach, reach, reach)
     wide = F.pad(x, edges, "reflect") if reflect else F.pad(x, edges, value=BLACK)
     top, left = to_device(torch.randint(2 * reach + 1, (2, count), generator=generator), x.device)
-    windows = wide.unfold(2, height, 1).unfold(3, width, 1)  # view [N, C, top, left, H, W]
+    # The view has the shape [N, C, top, left, H, W].
+    windows = wide.unfold(2, height, 1).unfold(3, width, 1)
     return windows[torch.arange(count, device=x.device), :, top, left]
 
 
@@ -65,10 +66,10 @@ def rand_augment(x: Tensor, generator: Generator) -> Tensor:
 
 
 def erase(x: Tensor, generator: Generator) -> Tensor:
-    """Blacken a rectangle of 2 to 20 % of the area of each image, with aspect ratio 0.3 to 3.3.
+    """Blacken a rectangle in each image, with 2 to 20 % of its area and aspect ratio 0.3 to 3.3.
 
-    Zhong et al., Random Erasing Data Augmentation, 2020. The ranges are torchvision's, except for
-    the maximum area, which is a third in torchvision.
+    Zhong et al., Random Erasing Data Augmentation, 2020. The ranges are those in torchvision,
+    except for the maximum area, which is a third there.
     """
     count, _, height, width = x.shape
     area, ratio, down, right = torch.rand(4, count, generator=generator)
@@ -89,7 +90,7 @@ def _between(place: Tensor, length: Tensor, side: int) -> Tensor:
 
 
 def compose(*changes: Change) -> Change:
-    """Compose augmentations, applied in the given order."""
+    """Compose augmentations, which are applied in the given order."""
 
     def change(x: Tensor, generator: Generator) -> Tensor:
         for one in changes:
@@ -128,7 +129,8 @@ def random_operation(x: Tensor, generator: Generator) -> Tensor:
 def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
     """Return the RandAugment operations on images in [0, 1], with torchvision's ranges.
 
-    Directed operations come first in the positive and last in the negative direction.
+    The directed operations come first in the positive direction, and last in the negative
+    direction.
     """
     from torchvision.transforms.v2 import functional as V
 
@@ -165,7 +167,7 @@ def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
 
 
 def delete_tokens(x: Tensor, generator: Generator, fraction: float) -> Tensor:
-    """Delete a random `fraction` of the tokens of each text, keeping at least one."""
+    """Delete a random `fraction` of the tokens in each text, but keep at least one token."""
     drawn = to_device(torch.rand(x.shape, generator=generator), x.device)
     drawn = drawn.masked_fill(x == PADDING, -1.0)
     remains = drawn >= fraction
@@ -203,5 +205,5 @@ CHANGES: Mapping[str, Mapping[str, Change]] = MappingProxyType(
         },
     }
 )
-"""Augmentations by kind and name: the values of `training.augment`, and FixMatch's "weak" and
-"strong"; the paper of FixMatch covers only images."""
+"""Augmentations by kind and name. The names are values of `training.augment`, and FixMatch's "weak"
+and "strong". The FixMatch paper covers only images."""

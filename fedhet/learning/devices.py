@@ -1,4 +1,4 @@
-"""Device, precision, input conversion, and evaluation batch size."""
+"""Devices, precision, input conversion, and evaluation batch sizes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ Loss = TypeVar("Loss", bound=Callable[..., Tensor])
 
 CPU_BYTES, ACCELERATOR_BYTES = 8 * 2**20, 256 * 2**20
 """Maximum size of a layer's output for one batch, in bytes. On CPUs, larger batches are slower with
-some models, because tensors leave the cache and glibc returns their pages to the system."""
+some models, because tensors no longer fit into the cache and glibc returns their pages to the
+system."""
 MIN_BATCH, MAX_BATCH_CPU, MAX_BATCH_ACCELERATOR = 32, 1024, 8192
 """Limits of the evaluation batch size, in samples."""
 
 
 class _DeferredCompiler(ModuleType):
-    """Placeholder for `torch._dynamo` that imports it on the first use of an undefined attribute.
+    """Placeholder for `torch._dynamo` that imports it when an undefined attribute is first used.
 
     PyTorch's optimizers and torchvision import PyTorch's compiler, although only compiled graphs
     need it, and the import takes longer than a small run.
@@ -49,7 +50,7 @@ class _DeferredCompiler(ModuleType):
         """Import the compiler, and return its attribute."""
         is_package = self.__name__ == "torch._dynamo"
         if name.startswith("__") and not (is_package and name in ("__path__", "__all__")):
-            raise AttributeError(name)  # `inspect` requests `__file__` of every module
+            raise AttributeError(name)  # `inspect` requests `__file__` from every module.
         for each, module in list(sys.modules.items()):
             if isinstance(module, _DeferredCompiler):
                 del sys.modules[each]
@@ -85,7 +86,7 @@ class Compute:
     channels_last: bool = False
     """Whether images and convolutions use the channels-last memory format."""
     eval_batch: int | None = None
-    """Evaluation batch size; None = automatic (see `evaluation_batch`)."""
+    """Evaluation batch size, or None to let `evaluation_batch` determine it."""
     sample_bytes: int = 0
     """Maximum accelerator memory for the samples of all clients in a process, in bytes."""
     compiles: bool = False
@@ -125,11 +126,11 @@ class Compute:
         return cast(Loss, torch.compile(loss_of, mode=mode))
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Copy `x` [N, ...] to the device without conversion. On a CPU, no copy is made."""
+        """Copy `x` [N, ...] to the device without conversion; on a CPU, no copy is made."""
         return to_device(x, self.device)
 
     def fit_on_device(self, *parts: Tensor) -> list[Tensor]:
-        """Copy samples [N, ...] to the device if all of them fit, or return them unchanged.
+        """Copy samples [N, ...] to the device if all of them fit; otherwise return them unchanged.
 
         They fit if the total size of samples on the device does not exceed `sample_bytes`, and if
         they need at most half of the free memory. Otherwise, batches are copied one by one.
@@ -159,7 +160,7 @@ def move(module: nn.Module, device: torch.device) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if any(each.device.type != device.type for each in tensors.values()):
         for name, each in all_to_device(tensors, device).items():
-            tensors[name].data = each.clone()  # separate, aligned memory
+            tensors[name].data = each.clone()  # Each tensor gets separate, aligned memory.
     module.to(device)
 
 
@@ -197,7 +198,10 @@ def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
 
 
 def compute_for(settings: ComputeSettings) -> Compute:
-    """Create the `Compute` of engine settings. Raises SettingsError."""
+    """Create the `Compute` for engine settings.
+
+    Raises SettingsError if the device or the precision is unavailable.
+    """
     device, precision = find_device(settings.device), settings.precision
     if precision == "float16" and device.type == "cpu":
         raise SettingsError(
@@ -215,7 +219,8 @@ def compute_for(settings: ComputeSettings) -> Compute:
     if device.type == "cuda" and settings.deterministic:
         # PyTorch warns about operations without a deterministic algorithm, for example in a
         # custom model.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        # cuBLAS requires this variable.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # only to find errors
         torch.backends.cudnn.benchmark = False
@@ -238,9 +243,9 @@ def compute_for(settings: ComputeSettings) -> Compute:
 
 
 def resolve_precision(settings: EngineSettings) -> EngineSettings:
-    """Replace the values `auto` of precision and memory format by their values on this machine.
+    """Replace the value `auto` of precision and memory format with the choice for this machine.
 
-    Raises SettingsError.
+    Raises SettingsError if the device is not found.
     """
     compute = compute_for(settings)
     name = str(compute.autocast_dtype or torch.float32).removeprefix("torch.")
@@ -266,7 +271,7 @@ def find_device(name: str) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Return the reason why PyTorch finds no GPU on this machine."""
+    """Return a description of why PyTorch finds no GPU on this machine."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     try:
@@ -283,7 +288,7 @@ def why_no_cuda() -> str:
 
 
 def available_devices() -> list[str]:
-    """Return the names of the devices of this machine, starting with the CPU."""
+    """Return the names of this machine's devices, starting with the CPU."""
     names = ["cpu"]
     if torch.cuda.is_available():
         names += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]

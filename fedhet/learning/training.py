@@ -22,11 +22,11 @@ from fedhet.learning.devices import CPU, Compute, evaluation_batch
 from fedhet.settings.run import TrainingSettings
 
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
-"""(x [N, ...], y [N]) -> mean loss of a batch, a scalar with gradient."""
+"""Function from a batch x [N, ...], y [N] to its mean loss, a scalar with gradient."""
 Penalty = Callable[[], Tensor | float]
-"""() -> loss term that depends only on the weights: a scalar with gradient, or 0.0."""
+"""Function that returns a loss term of the weights alone: a scalar with gradient, or 0.0."""
 Augment = Callable[[Tensor], Tensor]
-"""(images [N, C, H, W] or tokens [N, L]) -> randomly augmented samples."""
+"""Function that randomly augments images [N, C, H, W] or tokens [N, L]."""
 
 
 class CrossEntropy(nn.Module):
@@ -45,7 +45,7 @@ class CrossEntropy(nn.Module):
 
 
 class LabelSpace(nn.Module):
-    """Module that restricts logits and labels to the label space of a client.
+    """Module that restricts logits and labels to a client's label space.
 
     A loss computed from its outputs has no gradient with respect to the logits of other classes.
     """
@@ -81,11 +81,11 @@ class Optimization:
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
     ) -> Iterable[Tensor]:
-        """Return the sample indices of each batch of an epoch, using `batches`."""
+        """Return the sample indices of each batch in an epoch, from the function `batches`."""
         return batches(samples, batch_size, generator, device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Take one optimizer step on `loss + penalty`; None (an empty batch) is skipped."""
+        """Take one optimizer step on `loss + penalty`, or none if `loss` is None (empty batch)."""
         if loss is None:
             return
         loss = loss + penalty if isinstance(penalty, Tensor) else loss
@@ -102,7 +102,7 @@ class Optimization:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def decay_schedule(self, factor: float) -> Callable[[int], None]:
-        """Return a function that sets the learning rate of an epoch to `lr * factor**epoch`."""
+        """Return a function that sets the learning rate for an epoch to `lr * factor**epoch`."""
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
 
@@ -113,7 +113,7 @@ class Optimization:
         return set_rate
 
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the optimizer state of the parameters of `model`, by `<parameter>/<name>`."""
+        """Return the optimizer state for the parameters of `model`, by `<parameter>/<name>`."""
         return {
             f"{name}/{key}": value
             for name, parameter in model.named_parameters()
@@ -122,7 +122,7 @@ class Optimization:
         }
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state`, unless it does not match the parameters of `model`."""
+        """Restore the result of `state` if it matches the parameters of `model`."""
         parameters = dict(model.named_parameters())
         entries = [(*name.rpartition("/")[::2], value) for name, value in state.items()]
         for name, _, value in entries:
@@ -130,7 +130,7 @@ class Optimization:
                 return
         for name, key, value in entries:
             parameter = parameters[name]
-            if value.shape == parameter.shape:  # copy in the memory format of the parameter
+            if value.shape == parameter.shape:  # Copy in the memory format of the parameter.
                 value = torch.empty_like(parameter, requires_grad=False).copy_(value)
             else:
                 value = value.clone()
@@ -175,7 +175,7 @@ def batches(
 
 
 class TrainOptions(TypedDict, total=False):
-    """Options of `train_epochs` that a method may set."""
+    """Options for `train_epochs` that a method may set."""
 
     epochs: int
     batch_size: int
@@ -201,22 +201,22 @@ def train_epochs(
     augment: Augment | None = None,
     penalty: Penalty | None = None,
 ) -> float:
-    """Train with mini-batches, and return the mean loss of the last epoch.
+    """Train with mini-batches, and return the mean loss over the last epoch.
 
     Args:
         x: Samples [N, ...] on the device, or on the host. Bytes are scaled batch by batch.
         y: Labels [N] on the device.
-        loss_of: Mean loss of a batch.
-        optimizing: Optimizer of the trained parameters.
+        loss_of: Function that returns the mean loss of a batch.
+        optimizing: Optimizer for the trained parameters.
         epochs: Number of passes over the samples.
-        batch_size: Samples in a batch; see `batches`.
-        generator: Source of the random order.
+        batch_size: Number of samples in a batch; see `batches`.
+        generator: Random generator for the order of the samples.
         compute: Device and precision.
-        steps: Optimizer steps on each batch.
+        steps: Number of optimizer steps on each batch.
         after_batch: Called after the steps on each batch.
         before_epoch: Called with the number of each epoch, from 0.
-        augment: Changes the samples of each batch.
-        penalty: Term of the loss that depends only on the weights.
+        augment: Function that augments the samples in each batch.
+        penalty: Function that returns a loss term of the weights alone.
     """
     loss_of = compute.compiled(loss_of) if optimizing.compiles else loss_of
     mean = math.nan
@@ -250,7 +250,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics by name; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
-    """Accuracy of always predicting the most frequent class of the split."""
+    """Accuracy from always predicting the most frequent class in the split."""
 
 
 @torch.inference_mode()
@@ -265,7 +265,8 @@ def evaluate(
 
     If `all_logits` is not None, the logits of each batch are appended to it.
     """
-    most_frequent = int(torch.bincount(y).max())  # first, so that it does not wait for batches
+    # Copy the labels first, so that the copy does not wait for batches.
+    most_frequent = int(torch.bincount(y).max())
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)
     with evaluating(model):
@@ -275,12 +276,12 @@ def evaluate(
             target = compute.to_device(y[part])
             with compute.autocast():
                 logits = model(compute.to_inputs(x[part])).float()
-            top, predicted = logits.max(1)  # unlike argmax, max is NaN if a logit is NaN
+            top, predicted = logits.max(1)  # Unlike argmax, max is NaN if a logit is NaN.
             correct += ((predicted == target) & top.isfinite()).sum()
             loss += nn.functional.cross_entropy(logits, target, reduction="sum")
             if all_logits is not None:
                 all_logits.append(logits)
-    num_correct, total = torch.stack([correct, loss]).tolist()  # synchronizes once for all batches
+    num_correct, total = torch.stack([correct, loss]).tolist()  # Synchronize once for all batches.
     return Evaluation(num_correct / len(y), total / len(y), majority=most_frequent / len(y))
 
 

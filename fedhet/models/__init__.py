@@ -1,4 +1,4 @@
-"""Models by name: an extractor and a classifier for any input shape and number of classes."""
+"""Registry of models by name, each for any input shape and number of classes it supports."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in vision.DRAWN})
-"""Pool names for which each client draws a model."""
+"""Names in a pool for which each client draws a model."""
 EXTERNAL = (
     (is_user_model, import_user_model, assemble_user_model),
     (is_adapted, check_adapted, assemble_adapted),
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
-"""Custom models and models from other libraries: (matches name, check name, build model)."""
+"""Functions for custom and library models: (matches name, checks name, builds model)."""
 NO_SAMPLE_GRADIENTS = frozenset(
     {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
 )
@@ -98,9 +98,9 @@ NO_SAMPLE_GRADIENTS = frozenset(
 MAX_COMPUTED = 2**16
 """Maximum number of values in a sample for which the feature width is computed on the CPU."""
 GROUPED = "-gn"
-"""Suffix of models with group norms instead of batch norms."""
+"""Name suffix of models with group norms instead of batch norms."""
 GROUPS = 8
-"""Maximum number of groups of a group norm; must divide the number of channels."""
+"""Maximum number of groups in a group norm; the number used must divide the number of channels."""
 _NARROW = re.compile(r"(.+)-x(0\.[0-9]{1,6})")
 _NETWORKS = {**MODELS, **{k: v for drawn in vision.DRAWN for k, v in drawn.models.items()}}
 
@@ -116,7 +116,7 @@ def describe() -> list[ModelInfo | ClassicalInfo | DrawnInfo]:
 
 
 def narrow_name(name: str, width: float) -> str:
-    """Return the name of a model with a fraction `width` of its channels, such as cnn2-x0.5."""
+    """Return the name of a model with a fraction `width` of the channels, such as cnn2-x0.5."""
     return name if width == 1 else f"{name}-x{width:.6f}".rstrip("0")
 
 
@@ -199,7 +199,7 @@ def _with_group_norms(
 
 
 class _Copy(nn.Module):
-    """Copy of the input, because torchvision blocks modify the output of a norm in place."""
+    """Layer that copies its input, because torchvision blocks modify a norm's output in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Copy a tensor of any shape."""
@@ -207,7 +207,7 @@ class _Copy(nn.Module):
 
 
 def find(name: str) -> ModelInfo:
-    """Return the entry of a registered network. Raises ModelError if it is unknown."""
+    """Return the entry of a registered network. Raises ModelError if the name is unknown."""
     if (info := _lookup(name)) is not None:
         return info
     if name in WITHOUT_GRADIENTS:
@@ -223,7 +223,7 @@ def find(name: str) -> ModelInfo:
 
 
 def check_name(name: str) -> None:
-    """Raise ModelError if `name` is neither a known model nor an importable function."""
+    """Check a model name. Raises ModelError if it is neither a known model nor importable."""
     for matches, check_external, _ in EXTERNAL:
         if matches(name):
             check_external(name)
@@ -233,9 +233,9 @@ def check_name(name: str) -> None:
 
 
 def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) -> None:
-    """Raise ModelError unless a model in a pool can be built for the given samples.
+    """Check that a model can be built for the samples. Raises ModelError if it cannot.
 
-    `any_model` also allows models without gradients.
+    `any_model` also permits models without gradients.
     """
     if name in DRAWN:
         for info in DRAWN[name].models.values():
@@ -253,7 +253,7 @@ def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) 
 def build_any(
     name: str, shape: Shape, classes: int, *, seed: int, kind: str = ""
 ) -> HetModel | Refitted:
-    """Build a model with or without gradients; its weights depend only on seed and name."""
+    """Build a model with or without gradients, whose weights depend only on seed and name."""
     shape, model_seed = tuple(shape), derive(seed, "model", name)
     if not _is_classical(name, shape, classes):
         return build(name, shape, classes, seed=seed, kind=kind)
@@ -282,20 +282,21 @@ def build(
     feature_dim: int | None = None,
     kind: str = "",
 ) -> HetModel:
-    """Build a model; its weights depend only on seed and name.
+    """Build a model, whose weights depend only on the seed and the name.
 
     Args:
         name: Model name.
         shape: Shape of a sample.
         classes: Number of classes.
-        seed: Seed of the initial weights.
-        feature_dim: Feature width D between extractor and classifier; None = native width.
-        kind: Sample kind; "" = the kind that the model supports, or numbers.
+        seed: Seed for the initial weights.
+        feature_dim: Feature width D between extractor and classifier, or None for the native width.
+        kind: Sample kind, or "" for the kind that the model supports (numbers if it supports
+            several).
 
     Raises:
         ModelError: If the model is unknown or does not support the samples.
     """
-    # Models that differ only in the rank of their adapters start from the same function.
+    # Models that differ only in the rank of their adapters initially compute the same function.
     with seeded(seed, "model", without_rank(name)):
         return _assemble(name, tuple(shape), classes, feature_dim, kind)
 
@@ -308,9 +309,10 @@ def shapes(
     kind: str = "",
     part: Part = "all",
 ) -> Shapes:
-    """Return the shape and NumPy dtype name of each tensor in a part of a model's state dict.
+    """Return the shape and NumPy dtype name of each tensor in part of a model's state dict.
 
-    Registered models are not allocated; custom models are built and discarded. Results are cached.
+    This does not allocate registered models, but builds and discards custom models. Results are
+    cached.
     """
     return dict(_shapes(name, tuple(shape), classes, feature_dim, kind, part))
 
@@ -350,11 +352,12 @@ def _assemble(
 
 @lru_cache(maxsize=1024)
 def _native_width(name: str, shape: Shape) -> int:
-    """Compute the feature width D of a registered extractor from a pass of two samples.
+    """Compute the feature width D of a registered extractor with a forward pass of two samples.
 
-    Uses the meta device for large shapes, because the shape claimed by a client must not allocate
+    The meta device is used for large shapes, because a shape claimed by a client must not allocate
     memory, and for pretrained networks, to avoid loading weights. For other models, the meta device
-    is slower, because it imports PyTorch's compiler. Text models need the CPU to read text lengths.
+    would be slower, because it imports PyTorch's compiler. Text models need the CPU to read text
+    lengths.
     """
     on_meta = prod(shape) > MAX_COMPUTED or is_pretrained(name)
     info = find(name)
@@ -364,18 +367,18 @@ def _native_width(name: str, shape: Shape) -> int:
 
 
 def assign(pool: Sequence[str], clients: int, seed: int, rule: str = "cycle") -> list[str]:
-    """Assign a model of the pool to each client.
+    """Assign a model from the pool to each client.
 
     Args:
         pool: Model names.
         clients: Number of clients.
-        seed: Seed of the random draws.
-        rule: "cycle" = client k gets pool[k % len(pool)], so all models have equally many clients;
-            "shuffle" = the same names in random order. Names in DRAWN are replaced by a random
-            model for each client.
+        seed: Seed for the random draws.
+        rule: With "cycle", client k gets pool[k % len(pool)], so the clients are distributed evenly
+            over the models. With "shuffle", the same names are assigned in random order. Names in
+            DRAWN are replaced with a random model for each client.
 
     Returns:
-        Model name of each client.
+        The model name for each client.
 
     Raises:
         SettingsError: If the pool is empty.
@@ -415,11 +418,11 @@ class AllocationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation of PyTorch, unless it would exceed the limit."""
+        """Run a PyTorch operation, unless it would exceed the limit."""
         if func.overloadpacket in self._factories and args and isinstance(args[0], list | tuple):
             device = (kwargs or {}).get("device") or "cpu"
-            if torch.device(device).type != "meta":  # as for the skeleton of a base model
-                self._remaining -= 4 * prod(args[0])  # size in float32
+            if torch.device(device).type != "meta":  # Tensors on the meta device use no memory.
+                self._remaining -= 4 * prod(args[0])  # Compute the size in float32.
                 if self._remaining < 0:
                     raise ModelError(f"the model would need more than {self._max_bytes:,} bytes")
         return func(*args, **(kwargs or {}))

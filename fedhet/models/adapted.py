@@ -1,12 +1,14 @@
-"""Foundation models with LoRA adapters: `encoder-1-lora8:NAME`, for texts and for images.
+"""Foundation models with LoRA adapters for texts and images, e.g. `encoder-1-lora8:NAME`.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models. NAME is a directory in
-$FEDHET_ENCODERS with `config.json` and `model.safetensors`, as the library `transformers` saves it.
+$FEDHET_ENCODERS with `config.json` and `model.safetensors`, as saved by the library `transformers`.
 The number after `lora` is the rank r. The adapter of a layer W [P, Q] adds s B A, with B [P, r] and
-A [r, Q]. The scale s is 2, or the number after `-scale`, as in `encoder-1-lora8-scale4:NAME`.
+A [r, Q]. The scaling factor s is 2, or the number after `-scale`, as in
+`encoder-1-lora8-scale4:NAME`.
 
-The base model is frozen: it is neither sent nor saved, and a process keeps one copy per device and
-precision. Adapters are nested by rank: a new model of rank 8 has the first 8 rows of A of rank 16.
+The base model is frozen. It is neither sent nor saved, and a process keeps one copy per device and
+precision. Adapters are nested by rank: in a new model of rank 8, A has the first 8 rows of A in a
+model of rank 16.
 """
 
 from __future__ import annotations
@@ -35,28 +37,29 @@ from fedhet.models.base import HetModel
 from fedhet.models.libraries import TextEncoder, config_size, with_layers
 
 SCALE = 2.0
-"""Default of s. It is the same for all ranks, so that a part of an adapter adds a part of its
-product: with s = alpha / r and one alpha, s would differ between clients of one average."""
+"""Default scaling factor s. It is the same for all ranks, so that a part of an adapter contributes
+a part of its product. With s = alpha / r for a fixed alpha, s would differ between clients whose
+adapters are averaged."""
 TARGETS = frozenset({"query", "value", "q_proj", "v_proj", "q_lin", "v_lin"})
-"""Last names of the layers that get an adapter: the projections to queries and values."""
+"""Names of the layers that get an adapter, i.e. the projections to queries and values."""
 UNUSED = ("pooler.",)
-"""Start of the names of weights that features do not depend on, and that files may lack."""
+"""Name prefixes of weights that do not affect the features, and that files may lack."""
 _ADAPTED = re.compile(r"encoder-[1-5]-lora.*:")
 _NAME = re.compile(r"encoder-([1-5])-lora([1-9][0-9]{0,2})(?:-scale([0-9]+(?:\.[0-9]+)?))?:(.+)")
 _IGNORED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-"""Entries of config.json that do not change what a model computes."""
+"""Entries in config.json that do not affect a model's outputs."""
 
 
 @dataclass(frozen=True)
 class AdapterName:
-    """Parts of the name of a model with adapters."""
+    """Parsed name of a model with adapters."""
 
     layers: int
     """Number of linear layers after the encoder, of which the last is the classifier."""
     rank: int
     scale: float
     base: str
-    """Name of the base model, a directory in $FEDHET_ENCODERS."""
+    """Name of the base model, which is a directory in $FEDHET_ENCODERS."""
 
     @classmethod
     def of(cls, name: str) -> AdapterName | None:
@@ -73,7 +76,7 @@ def is_adapted(name: str) -> bool:
 
 
 def rank_of(name: str) -> int:
-    """Return the rank of a model's adapters, or 0 if the model has none."""
+    """Return the rank of a model's adapters, or 0 if the model has no adapters."""
     found = AdapterName.of(name)
     return found.rank if found else 0
 
@@ -85,13 +88,13 @@ def base_of(name: str) -> str:
 
 
 def without_rank(name: str) -> str:
-    """Return the name of a model without its rank: equal for models that differ only in rank."""
+    """Return a model's name without the rank, which models that differ only in rank share."""
     found = AdapterName.of(name)
     return f"encoder-{found.layers}-lora-scale{found.scale:g}:{found.base}" if found else name
 
 
 def check_adapted(name: str) -> None:
-    """Raise a FedhetError unless the base model's directory holds weights as safetensors."""
+    """Check the base model. Raises FedhetError if its directory has no safetensors weights."""
     base = _parsed(name).base
     configuration(base)
     _weight_files(base)
@@ -102,7 +105,7 @@ def assemble_adapted(
 ) -> HetModel:
     """Return the base model with adapters and linear layers. Raises ModelError if it is unsuitable.
 
-    The weights of the base model are read when the model first computes.
+    The weights of the base model are read in the first forward pass.
     """
     parts = _parsed(name)
     config = configuration(parts.base)
@@ -117,7 +120,7 @@ def assemble_adapted(
 
 
 class ImageReader:
-    """Images [N, C, H, W] in [-1, 1] -> the features [N, D] of an image model."""
+    """Input and output of an image model: images [N, C, H, W] in [-1, 1] -> features [N, D]."""
 
     def __init__(self, base: str, config: Mapping[str, Any]) -> None:
         size = config["image_size"]
@@ -127,10 +130,14 @@ class ImageReader:
         path = Path(encoder_directory(base)) / "preprocessor_config.json"
         given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         self.mean, self.std = given.get("image_mean"), given.get("image_std")
-        """Statistics of the channels, from 0 to 1; None: the model takes values in [-1, 1]."""
+        """Channel statistics for values from 0 to 1, or None if the model expects values in [-1,
+        1]."""
 
     def check(self, model: str, shape: Shape, kind: Kind | None) -> None:
-        """Raise ModelError unless samples of `shape` are images that the model can read."""
+        """Check the sample shape.
+
+        Raises ModelError unless it is an image shape the model supports.
+        """
         if kind not in (None, IMAGE) or not IMAGE.fits(shape):
             raise ModelError(f"model '{model}': expected {IMAGE.wanted}, got shape {shape}")
         if shape[0] not in (1, self.channels):
@@ -138,7 +145,7 @@ class ImageReader:
             raise ModelError(f"model '{model}': expected {channels} channels, got {shape[0]}")
 
     def features(self, network: nn.Module, x: Tensor) -> Tensor:
-        """Return the last state of the class token, or the mean of all states without one."""
+        """Return the last state of the class token or, without such a token, the mean state."""
         x = x.expand(-1, self.channels, -1, -1)
         if tuple(x.shape[2:]) != self.size:
             x = F.interpolate(x, size=self.size, mode="bilinear")
@@ -151,13 +158,13 @@ class ImageReader:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer with an adapter: x -> W x + b + s B A x."""
+    """Frozen linear layer with an adapter: x -> W x + b + s B A x."""
 
     def __init__(self, base_layer: nn.Linear, rank: int, scale: float, draws: torch.Generator):
         super().__init__()
         self.base_layer, self.scale = base_layer, scale
         columns, rows = base_layer.in_features, base_layer.out_features
-        with torch.device("meta"):  # draws nothing from PyTorch's generator
+        with torch.device("meta"):  # Draw nothing from PyTorch's generator.
             self.lora_A = nn.Linear(columns, rank, bias=False)
             self.lora_B = nn.Linear(rank, rows, bias=False)
         bound = columns**-0.5
@@ -173,7 +180,7 @@ class LoraLinear(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen base model with trained adapters, of which only the adapters are registered.
+    """Frozen base model with trained adapters, of which only the adapters are registered.
 
     Example:
         The adapter of the layer `encoder.layer.0.attention.self.query` has the state-dict names
@@ -195,19 +202,21 @@ class Adapted(nn.Module):
                 f"base model {name.base!r}: found no linear layer named {names}, which adapters "
                 "need. Use another base model."
             )
-        seed = int(torch.randint(2**62, ()))  # one draw for all ranks: the head is the same
+        # Use one draw for all ranks, so that the head is the same.
+        seed = int(torch.randint(2**62, ()))
         for path, layer in layers.items():
             draws = torch_generator(seed, "adapter", path)
             adapted = LoraLinear(layer, name.rank, name.scale, draws)
             network.set_submodule(path, adapted)
             _add_nested(self, f"{path}.lora_A", adapted.lora_A)
             _add_nested(self, f"{path}.lora_B", adapted.lora_B)
-        self._hidden = (network,)  # in a tuple, because a module would be registered
+        self._hidden = (network,)  # Store it in a tuple, because a module would be registered.
         self._bound: tuple[torch.device, torch.dtype] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features [N, D]. Under autocast, the base model has the type of autocast."""
-        # transformers' attention takes no empty batch; an exported program must not depend on it.
+        """Return the features [N, D]. Under autocast, the base model has autocast's dtype."""
+        # transformers' attention does not support empty batches, on which an exported program must
+        # not depend.
         if not torch.compiler.is_exporting() and not len(x):
             return x.new_zeros((0, self._width), dtype=torch.float32)
         dtype = next(self.parameters()).dtype
@@ -230,7 +239,7 @@ class Adapted(nn.Module):
         return network
 
     def extra_repr(self) -> str:
-        """Name the base model, which is no submodule."""
+        """Describe the base model, which is not a submodule."""
         return f"base={self.name.base}, rank={self.name.rank}, scale={self.name.scale:g}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapted:
@@ -257,7 +266,7 @@ def merged_base(model: Adapted) -> nn.Module:
 
 
 def peft_config(model: Adapted) -> dict[str, Any]:
-    """Return the adapter_config.json with which the library peft loads the adapters."""
+    """Return the adapter_config.json from which the library peft loads the adapters."""
     rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
     return {
         "peft_type": "LORA",
@@ -272,9 +281,9 @@ def peft_config(model: Adapted) -> dict[str, Any]:
 
 
 def base_digest(name: str) -> str:
-    """Return a digest of the base model of a model with adapters, or "" for other models.
+    """Return a digest of an adapted model's base model, or "" for models without adapters.
 
-    Clients whose base models differ have different models under one name.
+    If the digests of two clients differ, their models differ although the name is the same.
     """
     parts = AdapterName.of(name)
     if parts is None:
@@ -316,7 +325,7 @@ def _is_target(path: str, module: nn.Module) -> bool:
 
 
 def _add_nested(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Register `module` under `path`, with empty modules as the parents that are missing."""
+    """Register `module` under `path`, and create missing parents as empty modules."""
     *parents, last = path.split(".")
     for each in parents:
         if each not in root._modules:
@@ -341,8 +350,9 @@ def _share_frozen(
 def _skeleton(folder: str) -> nn.Module:
     """Return a base model without weights, in evaluation mode.
 
-    Raises ModelError if adapters would have no effect: `nn.MultiheadAttention` reads the weights of
-    its projections without calling the layers, in evaluation mode even within its encoder layer.
+    Raises ModelError if adapters would have no effect. For example, `nn.MultiheadAttention` reads
+    the weights of its projections without calling the layers. In evaluation mode, PyTorch's encoder
+    layer does the same.
     """
     transformers, name = _transformers(folder), Path(folder).name
     try:
@@ -351,7 +361,7 @@ def _skeleton(folder: str) -> nn.Module:
         )
         with torch.device("meta"):
             network: nn.Module = transformers.AutoModel.from_config(config, trust_remote_code=False)
-    except Exception as error:  # the library's own, for each fault of the directory
+    except Exception as error:  # The library raises its own exceptions for faults in the directory.
         raise ModelError(f"base model {name!r}: cannot be built ({error_reason(error)})") from error
     for path, module in network.named_modules():
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
@@ -365,10 +375,10 @@ def _skeleton(folder: str) -> nn.Module:
 
 @lru_cache(maxsize=4)
 def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a base model on a device.
+    """Return a base model's parameters and buffers on a device.
 
-    In half precision, vectors stay in float32: layer normalization takes no vectors of half
-    precision on a CPU, and they need little memory.
+    In half precision, vectors stay in float32, because layer normalization on a CPU does not
+    support half-precision vectors, and vectors need little memory.
     """
     with torch.inference_mode(False), torch.no_grad():
         network = _loaded(folder)
@@ -392,7 +402,7 @@ def _loaded(folder: str) -> nn.Module:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # the library's own, for each fault of the directory
+    except Exception as error:  # The library raises its own exceptions for faults in the directory.
         raise ModelError(
             f"base model {name!r}: cannot be loaded ({error_reason(error)})"
         ) from error

@@ -1,8 +1,9 @@
 """Common parts of all models: registry entries, the model interface, and evaluation.
 
 A torch model consists of an extractor and a classifier (head). Methods that exchange features
-(Felo, Velo) use the two parts separately and require the same feature width for all clients, which
-an adapter provides. Weights are sent and stored as named arrays, for the entire model or a part.
+(Felo, Velo) use the two parts separately. They require the same feature width on all clients, which
+a linear adapter provides. Weights are sent and stored as named arrays, for the entire model or a
+part.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class ModelInfo:
     min_side: int | None
     """Minimum image side, or number of time steps of a signal; None = any shape."""
     extractor: Callable[..., nn.Module] = field(repr=False, compare=False)
-    """(shape) -> extractor [N, *shape] -> [N, D], where D is its native width; (shape, width=...)
-    if `narrows` is set."""
+    """Function from a shape to an extractor [N, *shape] -> [N, D], where D is its native width. If
+    `narrows` is set, it also has an argument `width`."""
     narrows: bool = False
     """Whether the model supports other widths, with names such as cnn2-x0.5."""
     takes: Kind | None = None
     """Supported sample kind; None = images, or any kind if `min_side` is None."""
 
     def check(self, shape: Shape, kind: Kind | None = None) -> None:
-        """Raise ModelError if the model does not support samples of this shape and kind.
+        """Check the samples. Raises ModelError if the model does not support their shape and kind.
 
         If `kind` is None, the kind that the model supports is assumed.
         """
@@ -87,7 +88,7 @@ class DrawnInfo:
     line: str
     source: str
     draw: Callable[[int, int], str] = field(repr=False, compare=False)
-    """(seed, client index) -> the model name, a key of `models`."""
+    """Function from a seed and a client index to a model name, which is a key of `models`."""
     models: Mapping[str, ModelInfo] = field(repr=False, compare=False)
 
 
@@ -114,7 +115,7 @@ class HetModel(nn.Sequential):
         self.feature_dim = feature_dim
 
     def features_and_logits(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the features [N, D] and the logits [N, C] of one forward pass."""
+        """Return the features [N, D] and the logits [N, C] from one forward pass."""
         features = self.extractor(x)
         return features, self.classifier(features)
 
@@ -136,17 +137,17 @@ def output_shape(
 ) -> tuple[int, ...]:
     """Return the output shape of `module` in evaluation mode for two samples of `shape`.
 
-    If `kind` is None, the samples are numbers. Runs on the default device of torch, which may be
-    "meta" except for texts, because text models use the lengths of texts.
+    If `kind` is None, the samples are numbers. The forward pass runs on torch's default device,
+    which may be "meta" except for texts, because text models read the lengths of texts.
     """
     with evaluating(module), torch.no_grad():
         return tuple(module((kind or IMAGE).blank(2, tuple(shape))).shape)
 
 
 class LabelSpaceModel(nn.Module):
-    """Wrapper that restricts the logits [N, C] of a network to a label space.
+    """Wrapper that restricts a network's logits [N, C] to a label space.
 
-    Other classes are never predicted, and their outputs get no gradient.
+    Classes outside the label space are never predicted, and their outputs get no gradient.
     """
 
     def __init__(self, network: nn.Module, outside: Tensor) -> None:
@@ -161,13 +162,13 @@ class LabelSpaceModel(nn.Module):
         self.outside = outside
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [N, C], with minus infinity for classes outside the label space."""
+        """Return the logits [N, C], which are -inf for classes outside the label space."""
         logits: Tensor = self.network(x)
         return logits.masked_fill(self.outside, float("-inf"))
 
 
 def part_names(model: HetModel, part: Part) -> frozenset[str]:
-    """Return the names of a part of a model's state dict.
+    """Return the names of the tensors in a part of a model's state dict.
 
     "all-but-norms" excludes the weights and running statistics of batch norms (FedBN, Li et al.
     2021).
@@ -187,7 +188,7 @@ def part_names(model: HetModel, part: Part) -> frozenset[str]:
 
 
 def part_arrays(model: HetModel, part: Part) -> dict[str, Array]:
-    """Return the tensors of a part of a model as arrays, in the order of the state dict."""
+    """Return the tensors in a part of a model as arrays, in the order of the state dict."""
     names = part_names(model, part)
     return {name: array for name, array in to_arrays(model).items() if name in names}
 
@@ -208,7 +209,8 @@ def to_host_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
 def load_weights(model: Model, weights: Arrays) -> Model:
     """Load `weights` into the state dict of `model`, on any device, and return `model`."""
     state = {
-        name: torch.from_numpy(np.require(value, requirements="W"))  # copies only read-only arrays
+        # This copies only read-only arrays.
+        name: torch.from_numpy(np.require(value, requirements="W"))
         for name, value in weights.items()
     }
     device = next((each.device for each in model.state_dict().values()), HOST)
@@ -239,7 +241,7 @@ def evaluate_model(
 ) -> Evaluation:
     """Evaluate a model on a split with at least one sample, and compute `metrics`.
 
-    If an output is not finite, the result has no metrics other than the accuracy.
+    If any output is not finite, the result contains only the accuracy.
     """
     batches: list[Tensor] | None = None if set(metrics) <= {ACCURACY} else []
     score = evaluate(model, split.x, split.y, compute, batches)
@@ -258,7 +260,7 @@ def evaluate_model(
 
 
 LEVELS = 256
-"""Number of values of a random byte."""
+"""Number of values that a random byte can have."""
 
 
 class Dropout(nn.Dropout):
@@ -270,7 +272,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero each element with probability p, and scale the remaining ones by 1/(1 - p)."""
+        """Zero each element with probability p, and scale all other elements by 1/(1 - p)."""
         threshold = self.p * LEVELS
         if not self.training or x.device.type != "cpu" or threshold not in range(1, LEVELS):
             return super().forward(x)
@@ -280,7 +282,7 @@ class Dropout(nn.Dropout):
 def random_bytes(like: Tensor) -> Tensor:
     """Return random integers from 0 to 255 with the shape, dtype, and layout of `like`.
 
-    They are drawn from the global generator of torch, eight at a time.
+    They are drawn from torch's global generator, eight at a time.
     """
     drawn = torch.empty(-(-like.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
     values = torch.empty_like(like, requires_grad=False)

@@ -1,8 +1,8 @@
 """Classifiers without gradients: scikit-learn models by name, or custom classifiers.
 
 A custom classifier is any object with `fit` and `predict`, returned by a user's function.
-Classifiers are fitted again each time and never pickled. If a classifier has `predict_proba`, its
-probabilities are used.
+Classifiers are never pickled, but refitted when they are restored. If a classifier has
+`predict_proba`, its probabilities are used.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fedhet.learning.devices import scaled
 
 @runtime_checkable
 class Classifier(Protocol):
-    """Interface of a model without gradients, as implemented by scikit-learn's classifiers."""
+    """Interface of a model without gradients, which scikit-learn's classifiers implement."""
 
     def fit(self, x: Array, y: Array) -> object:
         """Fit to flattened samples x [N, F] float32 and labels y [N] int64."""
 
     def predict(self, x: Array) -> Array:
-        """Return the predicted labels [N] of x [N, F]."""
+        """Return the predicted labels [N] for x [N, F]."""
 
 
 @runtime_checkable
 class Probabilistic(Protocol):
-    """Interface of a fitted classifier with probabilities, as in scikit-learn."""
+    """Interface of a fitted scikit-learn classifier with probabilities."""
 
     classes_: Array
     """Labels [P] of the columns of `predict_proba`."""
 
     def predict_proba(self, x: Array) -> Array:
-        """Return the label probabilities [N, P] of x [N, F]."""
+        """Return the label probabilities [N, P] for x [N, F]."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ClassicalInfo:
 
 
 class Refitted(nn.Module):
-    """Module that wraps a classifier without gradients, fitted again on each training set.
+    """Module that wraps a classifier without gradients, which is refitted on each training set.
 
     The forward pass returns the predicted class as one-hot logits [N, C]. The module has no
     parameters or state; to restore it, fit it on the same data.
@@ -79,9 +79,9 @@ class Refitted(nn.Module):
 
         Args:
             name: Model name, for messages.
-            make: Returns a new, unfitted classifier.
+            make: Function that returns a new, unfitted classifier.
             classes: Number of classes C.
-            seed: Seed of the global random state while the classifier is used.
+            seed: Seed for the global random state while the classifier is used.
             error: Exception type to raise if the classifier fails.
         """
         super().__init__()
@@ -98,7 +98,7 @@ class Refitted(nn.Module):
         self._pending = None
         labels = y.cpu().numpy()
         if len(np.unique(labels)) == 1:
-            # scikit-learn does not support a single class, so always predict it.
+            # scikit-learn does not support training data with a single class, so always predict it.
             self._fitted = int(labels[0])
             return
         with _reproducible(self._seed):
@@ -114,7 +114,7 @@ class Refitted(nn.Module):
         self._pending = (x, y)
 
     def predict(self, x: Tensor) -> Tensor:
-        """Return the predicted classes [N] of x [N, ...].
+        """Return the predicted classes [N] for x [N, ...].
 
         Raises ModelError if a predicted class is invalid.
         """
@@ -133,10 +133,11 @@ class Refitted(nn.Module):
         return torch.from_numpy(self._checked(predicted, len(x))).to(x.device)
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Return the class probabilities [N, C] of x [N, ...].
+        """Return the class probabilities [N, C] for x [N, ...].
 
-        They come from the classifier's `predict_proba`. A classifier without it, such as an SVM, is
-        assumed to be certain. Raises ModelError if a class or a probability is invalid.
+        Uses the classifier's `predict_proba`. A classifier without this method, such as an SVM, has
+        the probability 1 for its prediction. Raises ModelError if a class or a probability is
+        invalid.
         """
         one_hot: Tensor = self(x)
         fitted = self._fitted
@@ -202,21 +203,23 @@ def _reproducible(seed: int) -> Iterator[None]:
 
 
 def numeric_columns(x: Array) -> Array:
-    """Return the indices [M] of the columns of x [N, F] with values other than 0 and 1.
+    """Return the indices [M] of columns in x [N, F] with values other than 0 and 1.
 
-    The remaining columns are assumed to be one-hot. If they were standardized, a rare category
-    would be as far from the others as an extreme number and would dominate the distances of an SVM.
+    All other columns are assumed to be one-hot. If they were standardized, a rare category would be
+    as far from other categories as an extreme number is from the mean, and would dominate an SVM's
+    distances.
     """
     return np.flatnonzero(((x != 0) & (x != 1)).any(0))
 
 
 def _scikit_learn(name: str, seed: int) -> Any:
-    """Return a new classifier. Pipelines leave one-hot columns unchanged."""
+    """Return a new classifier, whose pipeline leaves one-hot columns unchanged."""
     if name == "sk-tree":
         from sklearn.tree import DecisionTreeClassifier
 
         return DecisionTreeClassifier(random_state=seed)
-    if name == "sk-boosted-gam":  # additive, because each tree splits on a single feature
+    # The model is additive, because each tree splits on a single feature.
+    if name == "sk-boosted-gam":
         from sklearn.ensemble import HistGradientBoostingClassifier
 
         return HistGradientBoostingClassifier(

@@ -9,7 +9,7 @@
   `model.safetensors`, as saved by `transformers`.
 - `timm:NAME`: networks from timm, without pretrained weights.
 
-The weights of a frozen network are not part of the model: they are neither trained nor sent, and
+The weights of a frozen network are not part of the model. They are neither trained nor sent, and
 each process keeps a single copy.
 """
 
@@ -33,7 +33,7 @@ from fedhet.models.sequences import masked_mean, token_mask, trim_padding
 from fedhet.models.vision import TORCHVISION
 
 MIN_SIDE = 64
-"""Side to which smaller images are enlarged, because the networks downsample by 32."""
+"""Side length to which smaller images are enlarged, because the networks downsample by 32."""
 _NAME = re.compile(r"(.+)-(pretrained|frozen)")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Channel statistics of ImageNet, for images in [0, 1]."""
@@ -105,7 +105,7 @@ def _cached_network(base: str, device: torch.device) -> nn.Module:
 
 
 def _network(base: str) -> nn.Module:
-    """Build a network without its last linear layer. On the meta device, no weights are loaded."""
+    """Build a network without its last linear layer; no weights are loaded on the meta device."""
     from torchvision.models import get_model
 
     net: Any = get_model(TORCHVISION[base], weights=None)
@@ -121,17 +121,17 @@ def _network(base: str) -> nn.Module:
 
 
 def check_weights(name: str) -> None:
-    """Raise ModelError if the weights of a pretrained network are not in the cache of torch."""
+    """Check a pretrained network. Raises ModelError if its weights are not in torch's cache."""
     _weights_file(name.rsplit("-", 1)[0])
 
 
 @lru_cache(maxsize=4)
 def _weights(base: str) -> Mapping[str, Tensor]:
-    """Load weights from the cache of torch. Raises ModelError if they are missing or invalid."""
+    """Load weights from torch's cache. Raises ModelError if they are missing or invalid."""
     path = _weights_file(base)
     try:
         weights: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zipfile, and torch raise many exception types
+    except Exception as error:  # pickle, zipfile, and torch raise many exception types.
         raise ModelError(
             f"model '{base}': {path} cannot be read ({error_reason(error)})"
         ) from error
@@ -139,7 +139,7 @@ def _weights(base: str) -> Mapping[str, Tensor]:
 
 
 def _weights_file(base: str) -> Path:
-    """Return the weights file in the cache of torch. Raises ModelError if it is missing."""
+    """Return the weights file in torch's cache. Raises ModelError if it is missing."""
     from torchvision.models import get_model_weights
 
     tv_name = TORCHVISION[base]
@@ -162,7 +162,7 @@ def is_timm(name: str) -> bool:
 
 
 def check_timm(name: str) -> None:
-    """Raise ModelError unless timm is installed and has the model."""
+    """Check a timm model. Raises ModelError if timm is not installed or has no such model."""
     try:
         import timm
     except ImportError:
@@ -192,10 +192,10 @@ def assemble_timm(
     try:
         try:
             network: nn.Module = create_model(timm_name, img_size=shape[1:], **options)
-        except TypeError:  # convolutional networks support any image size
+        except TypeError:  # Convolutional networks support any image size.
             network = create_model(timm_name, **options)
         features = output_shape(network, shape)
-    except Exception as error:  # timm networks raise many exception types
+    except Exception as error:  # timm networks raise many exception types.
         raise ModelError(
             f"model '{name}' failed for images of shape {list(shape)}: {error}"
         ) from error
@@ -209,7 +209,7 @@ HIDDEN_WIDTH = 128
 
 
 def check_encoder(name: str) -> None:
-    """Raise a FedhetError unless the configuration of the encoder is readable."""
+    """Check an encoder. Raises FedhetError if its configuration is unreadable."""
     configuration(encoder_parts(name)[2])
 
 
@@ -229,7 +229,7 @@ def assemble_encoder(
 def with_layers(
     encoder: nn.Module, width: int, layers: int, classes: int, feature_dim: int | None
 ) -> HetModel:
-    """Append linear layers to an encoder of features [N, `width`]; the last is the classifier."""
+    """Append linear layers to an encoder with features [N, `width`]; the last is the classifier."""
     widths = [width] + [HIDDEN_WIDTH] * (layers - 1)
     hidden: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
@@ -247,13 +247,13 @@ class TextEncoder(nn.Module):
         self.vocabulary = config_size(config, name, "vocab_size")
         self.max_tokens = config_size(config, name, "max_position_embeddings")
         self.padding = int(config.get("pad_token_id") or 0)
-        if self.padding:  # positions then start after the padding token
+        if self.padding:  # Positions then start after the padding token.
             self.max_tokens -= self.padding + 1
         self.name = name
         self.network = None if frozen else _encoder(name)
 
     def check(self, model: str, shape: Shape, kind: Kind | None) -> None:
-        """Raise ModelError unless samples of `shape` are texts of supported length and tokens."""
+        """Check the shape. Raises ModelError unless it is a text shape that the model supports."""
         if kind not in (None, TEXT) or not TEXT.fits(shape):
             raise ModelError(f"model '{model}': expected {TEXT.wanted}, got shape {shape}")
         if shape[2] > self.vocabulary or shape[1] > self.max_tokens:
@@ -282,7 +282,7 @@ class TextEncoder(nn.Module):
 
 
 def config_size(config: dict[str, Any], name: str, *keys: str) -> int:
-    """Return the first existing integer among `keys`. Raises ModelError if none exists."""
+    """Return the first integer that exists under `keys`. Raises ModelError if none exists."""
     for key in keys:
         if isinstance(config.get(key), int):
             return int(config[key])
@@ -310,8 +310,8 @@ def _encoder(name: str) -> nn.Module:
         network: nn.Module = AutoModel.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
-    except Exception as error:  # transformers raises many exception types
+    except Exception as error:  # transformers raises many exception types.
         raise ModelError(
             f"encoder {name!r}: {directory} cannot be loaded ({error_reason(error)})"
         ) from error
-    return network.float()  # the file may be in half precision, in which models are not trained
+    return network.float()  # The file may be in half precision, in which models are not trained.

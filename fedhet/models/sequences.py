@@ -1,4 +1,4 @@
-"""Small networks for signals [N, C, T], texts [N, L] int64, and tables [N, F], with output [N, D].
+"""Small networks from signals [N, C, T], texts [N, L], and tables [N, F] to features [N, D].
 
 Token 0 is padding. Batches are trimmed to their longest text. The features of a text do not depend
 on padding: its embeddings are zero and are excluded from means, maxima, and attention. A text
@@ -28,7 +28,7 @@ HIDDEN = 64
 class DeterministicAvgPool1d(nn.AdaptiveAvgPool1d):
     """Variant of `nn.AdaptiveAvgPool1d` with a deterministic gradient on CUDA."""
 
-    def forward(self, input: Tensor) -> Tensor:  # the parameter name is PyTorch's
+    def forward(self, input: Tensor) -> Tensor:  # The parameter has PyTorch's name.
         """Map [N, C, T] to [N, C, P]."""
         pieces = cast(int, self.output_size)
         return adaptive_means(input, pieces) if input.is_cuda else super().forward(input)
@@ -51,7 +51,7 @@ def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Seque
 def signal_cnn(
     shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float = 1.0
 ) -> nn.Module:
-    """Build a CNN with kernel size 5 and output [N, 64].
+    """Build a CNN with kernel size 5 and outputs [N, 64].
 
     Each layer halves the number of time steps and is followed by dropout. `width` scales all
     numbers of channels, rounded up.
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 def signal_resnet(shape: Shape, width: float = 1.0) -> nn.Module:
-    """Build a ResNet with three blocks and output [N, 64]; the stem halves the time steps."""
+    """Build a ResNet with three blocks and outputs [N, 64]; the stem halves the time steps."""
     stem, *widths = (scale_channels(channels, width) for channels in (16, 32, HIDDEN, HIDDEN))
     blocks = [Block(i, o) for i, o in zip((stem, *widths[:-1]), widths, strict=True)]
     first = conv_bn(shape[0], stem, 7, 2)
@@ -126,7 +126,7 @@ def trim_padding(x: Tensor) -> Tensor:
 
 
 def token_mask(x: Tensor) -> Tensor:
-    """Return a boolean mask [N, L] of tokens other than padding; at least the first in each row."""
+    """Return a boolean mask [N, L] of non-padding tokens and of each row's first token."""
     mask = x != PADDING
     mask[:, 0] |= ~mask.any(1)
     return mask
@@ -190,7 +190,7 @@ class TextCnn(nn.Module):
         channels = vectors.transpose(1, 2)
         maxima = []
         for size, conv in zip(KERNELS, self.convs, strict=True):
-            padded = F.pad(channels, (0, size - 1))  # each position sees itself and later tokens
+            padded = F.pad(channels, (0, size - 1))  # Each position sees itself and later tokens.
             maxima.append(masked_max(F.relu(conv(padded)).transpose(1, 2), mask))
         # Interleave the kernels, so that a narrower model has the first features of a wider model.
         features: Tensor = self.dropout(torch.stack(maxima, 2).flatten(1))
@@ -313,7 +313,7 @@ TEXTS = (
     ),
 )
 FIXED_WIDTH = ("ft-transformer", "signal-gru", "text-gru", "text-lstm", "text-transformer")
-"""Models without other widths; the leading channels of LSTM gates, for example, are not a model."""
+"""Models without other widths. For example, the leading channels of LSTM gates are not a model."""
 MODELS = tuple(
     ModelInfo(name, kind.name, line, source, side, build, name not in FIXED_WIDTH, kind)
     for kind, side, models in ((TABLE, None, TABLES), (SIGNAL, 8, SIGNALS), (TEXT, None, TEXTS))

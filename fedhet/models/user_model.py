@@ -1,4 +1,4 @@
-"""Custom models, named by an import path "package.module:function".
+"""Custom models, which are named by an import path "package.module:function".
 
 The function is called with (shape, classes). It returns a HetModel, or two modules: an extractor
 [N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]. For methods that support any model, it may
@@ -32,7 +32,7 @@ def is_user_model(name: str) -> bool:
 
 
 def import_user_model(name: str) -> Callable[..., Any]:
-    """Import the function `name`. Raises ModelError."""
+    """Import the function `name`. Raises ModelError if that fails."""
     path, _, attribute = name.partition(":")
     if not path or not attribute or path.startswith("."):
         raise ModelError(f"model '{name}' must have the form 'package.module:function'")
@@ -55,7 +55,10 @@ def import_user_model(name: str) -> Callable[..., Any]:
 def assemble_user_model(
     name: str, shape: Shape, classes: int, feature_dim: int | None, kind: Kind | None
 ) -> HetModel:
-    """Build a custom model, check it, and adapt its feature width. Raises ModelError."""
+    """Build a custom model, check it, and adapt its feature width.
+
+    Raises ModelError if the model cannot be built or is unsuitable.
+    """
     result = call_user_model(name, shape, classes)
     if is_classifier(result):
         raise ModelError(no_gradients(name))
@@ -108,7 +111,7 @@ def assemble_user_model(
 
 
 def call_user_model(name: str, shape: Shape, classes: int) -> Any:
-    """Import and call the function `name`. Raises ModelError."""
+    """Import and call the function `name`. Raises ModelError if that fails."""
     function = import_user_model(name)
     try:
         return function(shape, classes)
@@ -129,7 +132,7 @@ def no_gradients(name: str) -> str:
 
 
 def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:
-    """Raise ModelError if the state of a model cannot be sent or saved.
+    """Check that a model's state can be sent and saved. Raises ModelError if it cannot.
 
     Before its first forward pass (`is_built` is false), a model may have lazy parameters.
     """
@@ -138,7 +141,7 @@ def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None
     for key, value in {**state, **parameters}.items():
         if not key.isprintable():
             raise ModelError(f"model '{name}': {key!r}: unsupported name, expected printable text")
-        # Some methods train the classifier on class means of the server, which are float32.
+        # Some methods train the classifier on the server's class means, which are float32.
         types = ("float32",) if key.startswith("classifier.") else ("float32", "float64")
         fault = _fault_of(value, types if key in parameters else (), is_built=is_built)
         if fault:
@@ -151,9 +154,9 @@ def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None
 
 
 def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) -> str:
-    """Return the reason why an entry of a state dict cannot be sent or saved, or "".
+    """Return why an entry in a state dict cannot be sent or saved, or "" if it can.
 
-    `trained_types` are the supported types of a trained parameter; () for a buffer.
+    `trained_types` contains the supported types of a trained parameter; it is () for a buffer.
     """
     if not isinstance(value, Tensor):
         return (
@@ -188,10 +191,11 @@ def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) ->
 def check_use(
     name: str, model: nn.Module, another: nn.Module, shape: Shape, kind: Kind | None
 ) -> None:
-    """Raise ModelError if a custom model cannot be copied, restored, or trained for one step.
+    """Check that a custom model can be copied, restored, and trained for one step.
 
-    The step uses blank samples. `another` is the result of a second call of the user's function,
-    which must return a new model with the same layout. Neither model is used afterwards.
+    The step uses blank samples. `another` is the result of a second call to the user's function,
+    which must return a new model with the same layout. Neither model can be used afterwards. Raises
+    ModelError if the check fails.
     """
     before = {key: value.clone() for key, value in model.state_dict().items()}
     samples = (kind or IMAGE).blank(2, tuple(shape))

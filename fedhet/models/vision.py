@@ -1,13 +1,13 @@
 """Networks for images, and multilayer perceptrons for samples of any shape.
 
-Contains small networks (CNNs, LeNet-5, ResNet-9), FedGEMS' bottleneck ResNets, MobileNet-V1, and
-torchvision networks without pretrained weights. The extractor is the network without its last
-linear layer, including dropout. torchvision is imported lazily, because every message of a deployed
-run starts a process.
+The networks are small networks (CNNs, LeNet-5, ResNet-9), FedGEMS' bottleneck ResNets,
+MobileNet-V1, and torchvision networks without pretrained weights. The extractor is the network
+without its last linear layer, including dropout. torchvision is imported lazily, because every
+message of a deployed run starts a process.
 
 Networks in torchvision downsample a 224-pixel image by 4 before the first stage and by 32 overall,
-which is too much for an 8-pixel image. Here, small images (smaller side below 64) are downsampled
-by 8 overall, because the first convolution and the next strided layer keep their size.
+which is too much for an 8-pixel image. Here, small images (with a side below 64) are downsampled by
+8 overall, because the first convolution and the next strided layer preserve the image size.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def lenet5(shape: Shape) -> nn.Module:
 
 
 def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
-    """Build a CNN of CoFED, pooled after the first two convs: [N, C, H, W] -> [N, widths[-1]].
+    """Build a CoFED CNN, with pooling after two convs: [N, C, H, W] -> [N, widths[-1]].
 
     The widths are from the paper; batch norm, max-pooling, and global average pooling follow the
     authors' published code.
@@ -179,7 +179,7 @@ def vision_resnet(
         net.bn1 = nn.BatchNorm2d(net.inplanes)
         for number, blocks in enumerate(layers):
             planes, stride = scale_channels(64 * 2**number, width), 1 if number == 0 else 2
-            # Use a private method, because the constructor cannot change all widths.
+            # Call a private method, because the constructor cannot change all widths.
             stage = net._make_layer(block_type, planes, blocks, stride)
             setattr(net, f"layer{number + 1}", stage)
         he_init(net)
@@ -204,7 +204,7 @@ def gems_stage(inputs: int, planes: int, blocks: int, stride: int) -> nn.Module:
 
 
 def gems_resnet(shape: Shape, layers: Sequence[int]) -> nn.Module:
-    """Build a ResNet of FedGEMS, with stage widths 64, 128, and 256: [N, C, H, W] -> [N, 256]."""
+    """Build a FedGEMS ResNet, with stage widths 64, 128, 256: [N, C, H, W] -> [N, 256]."""
     net = nn.Sequential(
         *(nn.Conv2d(shape[0], 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         gems_stage(16, 16, layers[0], 1),
@@ -233,7 +233,7 @@ MOBILENET_LAYERS = (
 def mobilenet_v1(shape: Shape) -> nn.Module:
     """Build MobileNet-V1 of width 1.0 without its head: [N, C, H, W] -> [N, 1024].
 
-    For small images, the first convolution and the first strided layer keep the image size.
+    For small images, the first convolution and the first strided layer preserve the image size.
     """
     small = is_small(shape)
     layers = [*_conv_bn_relu(shape[0], 32, stride=1 if small else 2)]
@@ -271,7 +271,7 @@ def shufflenet(shape: Shape, name: str) -> nn.Module:
 def inverted(shape: Shape, name: str) -> nn.Module:
     """Build a MobileNet or EfficientNet without its last linear layer: [N, C, H, W] -> [N, D].
 
-    For small images, the first convolution and the first strided stage keep the image size.
+    For small images, the first convolution and the first strided stage preserve the image size.
     """
     from torchvision.models import get_model
 
@@ -288,8 +288,8 @@ def inverted(shape: Shape, name: str) -> nn.Module:
 def vgg(shape: Shape, layout: str) -> nn.Module:
     """Build a VGG with batch norm, without its last linear layer: [N, C, H, W] -> [N, 4096].
 
-    For small images, it has no hidden linear layers (output [N, 512]), and no max-pooling after one
-    side has reached 1 pixel.
+    For small images, it has no hidden linear layers (output [N, 512]), and no max-pooling once a
+    side is 1 pixel long.
     """
     from torchvision.models import vgg as tv_vgg
 
@@ -413,9 +413,9 @@ TORCHVISION: Mapping[str, str] = MappingProxyType(
         "efficientnet-b0": "efficientnet_b0",
     }
 )
-"""Names of networks in torchvision; each is also available with pretrained weights."""
+"""Names of torchvision networks, each of which is also available with pretrained weights."""
 SMALL_DROPOUT = 0.25
-"""Dropout rate of small networks; the 0.5 of ResNet-9 is too high for 16 and 32 filters
+"""Dropout rate of small networks; ResNet-9's rate of 0.5 is too high for 16 and 32 filters
 (docs/results.md)."""
 CNN2 = partial(cnn, widths=(16, 32), pools=(True, True), features=64)
 CNN3 = partial(cnn, widths=(32, 64, 64), pools=(True, True, True), features=128)

@@ -1,1 +1,1 @@
-"""Differential privacy for client samples: noise mechanisms, accounting, and the budget ledger."""
+"""Differential privacy for client samples: noise mechanisms, accounting, and a budget ledger."""

@@ -1,7 +1,7 @@
-"""Privacy accounting with dp-accounting: epsilon at a given delta, and the noise for an epsilon.
+"""Privacy accounting with dp-accounting: epsilon at a given delta, and noise for a given epsilon.
 
-Uses Renyi differential privacy (Mironov 2017; for Poisson sampling, Mironov, Talwar and Zhang
-2019), with one accountant for all mechanisms of a client.
+The accounting uses Renyi differential privacy (Mironov 2017; for Poisson sampling, Mironov, Talwar
+and Zhang 2019), with one accountant for all of a client's mechanisms.
 
 Two datasets are adjacent if one sample is replaced by a null sample, which contributes to no
 gradient, sum or count (zero-out adjacency, Kairouz et al. 2021). The number of rows is the same.
@@ -24,15 +24,15 @@ from fedhet.settings.defense import MIN_NOISE, PrivacySettings
 
 EXTRA = "pip install 'fedhet[privacy]'"
 CLASS_FRACTION = 0.25
-"""Maximum fraction of epsilon consumed by the class sums of all rounds."""
+"""Maximum fraction of epsilon that the class sums of all rounds may consume."""
 DEFAULT_CLASS_NOISE = 4.0
 MAX_NOISE = 1e6
 MAX_COUNT = 10**15
 MIN_SAMPLING = 1e-6
-"""Minimum sampling rate for accounting, in units of the noise.
+"""Minimum sampling rate for accounting, relative to the noise.
 
-A lower rate is accounted at this rate, an upper bound. The Renyi divergence of a step is about
-(sampling / noise)^2, and below 1e-12 rounding errors could make it negative.
+For a lower rate, the accountant uses this rate, which gives an upper bound. The Renyi divergence of
+a step is about (sampling / noise)^2, and below 1e-12 rounding errors could make it negative.
 """
 
 
@@ -41,15 +41,15 @@ class Release:
     """A sequence of `count` identical Gaussian mechanisms on Poisson samples of the rows."""
 
     noise: float
-    """Standard deviation in units of the L2 sensitivity (noise multiplier)."""
+    """Noise multiplier, i.e. the standard deviation relative to the L2 sensitivity."""
     sampling: float = 1.0
-    """Probability of each row to be in a Poisson sample; 1 = all rows."""
+    """Probability that a row is in the Poisson sample; 1 = all rows."""
     count: int = 1
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise multipliers of a client in a run."""
+    """A client's noise multipliers in a run."""
 
     gradients: float
     sums: float = 0.0
@@ -60,7 +60,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Plan:
-    """Planned releases of a client in a run."""
+    """A client's planned releases in a run."""
 
     rows: int
     """Number of training samples."""
@@ -69,7 +69,7 @@ class Plan:
     rounds: int = 0
     """Number of rounds in which class sums are released."""
     vectors: int = 0
-    """Number of class sums released per round, for example one of features and one of logits."""
+    """Number of class sums released per round, for example 2 for features and logits."""
 
     def steps(self, noise: float) -> list[Release]:
         """Return the releases of all DP-SGD steps."""
@@ -84,22 +84,22 @@ class Plan:
 
 
 def epoch(rows: int, batch_size: int, noise: float) -> Release:
-    """Return the release of an epoch of DP-SGD: ceil(rows / batch_size) Poisson samples."""
+    """Return the release for one epoch of DP-SGD, with ceil(rows / batch_size) Poisson samples."""
     return Release(noise, min(1.0, batch_size / rows), math.ceil(rows / batch_size))
 
 
 def combined_noise(sums: float, counts: float, vectors: int) -> float:
-    """Return the noise of a single mechanism equivalent to `vectors` class sums and a class count.
+    """Return the noise of a single mechanism that is equivalent to `vectors` sums and a count.
 
-    A sample changes one row of each sum by at most the clipping norm, and one count by 1. The
-    inverse squares of the noise multipliers add up, as for all Gaussian mechanisms on the same
-    samples.
+    A sample changes one row of each class sum by at most the clipping norm, and one class count by
+    1. As for all Gaussian mechanisms on the same samples, the inverse squares of the noise
+    multipliers add up.
     """
     return math.sqrt(1 / (vectors * sums**-2 + counts**-2))
 
 
 def epsilon_of(releases: Iterable[Release], delta: float) -> float:
-    """Return epsilon at `delta` for the composition of all releases on the same samples.
+    """Return epsilon at `delta` for all releases composed on the same samples.
 
     Returns infinity if the noise, sampling or count of a release is out of range, such as 0 or NaN.
     """
@@ -127,9 +127,10 @@ def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float)
             raise SettingsError(
                 f"setting 'privacy.epsilon' requires dp-accounting: {EXTRA} ({error})"
             ) from None
-        logging.getLogger("absl").setLevel(logging.ERROR)  # silence warnings on skipped RDP orders
+        # Silence warnings about skipped RDP orders.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         accountant = rdp.RdpAccountant()
-        bound = 0.0  # Renyi divergence at order 2, in closed form
+        bound = 0.0  # The Renyi divergence at order 2 has a closed form.
         for (noise, sampling), count in counted:
             event = dp.GaussianDpEvent(noise)
             if sampling < 1:
@@ -138,7 +139,7 @@ def _epsilon(counted: tuple[tuple[tuple[float, float], int], ...], delta: float)
             bound += count * math.log1p(sampling**2 * math.expm1(noise**-2))
         epsilon = float(accountant.get_epsilon(delta))
     # Epsilon 0 is only valid if the total variation is at most delta. Check this for Gaussians of
-    # equal divergence, because the accountant may return 0 by numerical error.
+    # equal divergence, because the accountant may return 0 due to numerical errors.
     may_be_zero = math.erf(math.sqrt(bound / 8)) <= 1.01 * delta
     return epsilon if epsilon > 0 or (epsilon == 0 and may_be_zero) else math.inf
 
@@ -148,8 +149,8 @@ def calibrate_noise(
 ) -> Noise:
     """Return the smallest noise such that `plan` fits the budget after the `consumed` releases.
 
-    Noise multipliers that are set are used unchanged. If `epsilon` is 0, default multipliers are
-    used for the others. Raises SettingsError if no noise is sufficient.
+    Noise multipliers in the settings are used unchanged. If `epsilon` is 0, all other multipliers
+    have default values. Raises SettingsError if no noise is sufficient.
     """
     sums, counts = settings.class_noise or DEFAULT_CLASS_NOISE, settings.count_noise
     if plan.vectors and epsilon and not settings.class_noise:
@@ -168,7 +169,7 @@ def calibrate_noise(
 
 
 def _min_noise(releases: Callable[[float], list[Release]], epsilon: float, delta: float) -> float:
-    """Return the smallest noise, up to 0.1 %, with which `releases` consume at most `epsilon`."""
+    """Return the smallest noise, within 0.1 %, for which `releases` consume at most `epsilon`."""
     if epsilon_of(releases(MAX_NOISE), delta) > epsilon:
         raise SettingsError(
             f"setting 'privacy.epsilon': {epsilon:.3g} is too small for the rounds of this run, "
@@ -190,7 +191,7 @@ def _min_noise(releases: Callable[[float], list[Release]], epsilon: float, delta
 
 @contextlib.contextmanager
 def root_handlers_kept() -> Iterator[None]:
-    """Remove handlers that the block adds to Python's root logger, as Opacus and absl do."""
+    """Remove handlers that the block, like Opacus and absl, adds to Python's root logger."""
     handlers = list(logging.root.handlers)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Privacy ledger of a client: the privacy budget consumed by each run, over all runs.
+"""Privacy ledger of a client, which records the privacy budget consumed by each run.
 
 The ledger is a file with one JSON object per line, in the client's private state and outside the
-directories of runs. A line is written and synced before the step that it accounts for begins. The
-ledger is therefore complete even if the process is killed, and includes releases that were never
-sent. A site also records runs without privacy, since they void the guarantee of all runs.
+directories of runs. A line is written and synced to disk before the corresponding step begins. The
+ledger is therefore complete even if the process is killed, and may include releases that were never
+sent. A site also records runs without privacy, because they void the guarantee of all runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedhet.privacy.accounting import Release
 from fedhet.privacy.noise import CIPHER
 
 FOLDER = "_privacy"
-"""Directory of the ledgers within the private state; no run has this name."""
+"""Directory of the ledgers within the private state; no run may have this name."""
 MAX_BYTES = 256 * 2**20
 
 
@@ -43,17 +43,17 @@ class Entry(BaseModel):
     method: str
     client: str
     data: str
-    """Digest of the samples (`digest_of`)."""
+    """Digest of the samples, from `digest_of`."""
     noise: float
     """Noise multiplier; 0 for a round without privacy."""
     sampling: float
     count: int
     source: str = ""
-    """Source of the noise; empty in entries of versions whose noise can be removed."""
+    """Source of the noise; empty in entries from versions whose noise can be removed."""
 
     @property
     def release(self) -> Release:
-        """The accounted release, with zero noise if its noise can be removed.
+        """The release to account for, with zero noise if its noise can be removed.
 
         Invalid values such as NaN are kept, because `epsilon_of` returns infinity for them.
         """
@@ -70,7 +70,7 @@ class Ledger:
     """Privacy ledger of one client."""
 
     def __init__(self, root: Path, client: str) -> None:
-        """Set the path of the ledger below `root`, the directory of the private state."""
+        """Set the path of the ledger, below the private state's directory `root`."""
         self._folder = Folder(root / FOLDER, root, private=True)
         self._name = f"{client}.jsonl"
         self.path = root / FOLDER / self._name
@@ -81,7 +81,8 @@ class Ledger:
         """Append entries for `releases`, and return when they are synced to disk.
 
         `check` is called with all earlier entries, and raises an error to reject the releases.
-        `fields` are the other fields of `Entry`. Raises StateError if the file cannot be used.
+        `fields` contains the remaining fields of `Entry`. Raises StateError if the file cannot be
+        used.
         """
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
         entries = [Entry(at=at, source=CIPHER, **fields, **asdict(each)) for each in releases]
@@ -97,7 +98,7 @@ class Ledger:
         return read_ledger(self.path) if self.path.exists() else []
 
     def record_unprotected(self, run: str, round: int, method: str, client: str, data: str) -> None:
-        """Record a round of a run without privacy, unless it is already recorded.
+        """Record a round in a run without privacy, unless it is already recorded.
 
         Raises StateError if the file cannot be used.
         """
@@ -108,11 +109,11 @@ class Ledger:
             self.charge([Release(0.0)], lambda past: None, **fields)
 
     def merge(self, others: Sequence[Entry]) -> int:
-        """Append entries of another copy of this ledger that are missing here.
+        """Append entries from another copy of this ledger that are missing in this copy.
 
         Entries may have been added to either copy. An entry that occurs several times in one copy
-        occurs equally often in the result. Returns the number of entries added.
-        Raises StateError if the file cannot be used.
+        occurs at least as often in the result. Returns the number of added entries. Raises
+        StateError if the file cannot be used.
         """
         with self._locked() as (entries, append):
             missing = [*(Counter(others) - Counter(entries)).elements()]
@@ -151,12 +152,12 @@ class Ledger:
             yield entries, append
         finally:
             os.close(file)
-        with self._folder.opened() as directory:  # the file may be new
+        with self._folder.opened() as directory:  # The file may be new.
             os.fsync(directory)
 
 
 def read_ledger(path: Path) -> list[Entry]:
-    """Return all entries of a ledger. Raises StateError if the file is absent or damaged."""
+    """Return all entries of a ledger. Raises StateError if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

@@ -4,18 +4,18 @@ All bits come from AES-256 in counter mode, with a fresh key from the operating 
 noise cannot be removed by searching for the seed. PyTorch's generators are not cryptographic, and
 the CPU generator uses only 32 bits of its seed.
 
-Noise is added on a grid, because the floating-point sum of a value and noise reveals information
-about both in its last bits (Ilya Mironov, On Significance of the Least Significant Bits for
-Differential Privacy, CCS 2012). `SecretNoise.add` rounds the values to multiples of a power of two,
-rounds the noise to the same grid, and adds both without rounding error. For values q on the grid
-and Gaussian noise Z, q + round(Z) = round(q + Z), so that rounding the noise is a postprocessing
-step of the Gaussian mechanism. Rounding the values increases the L2 sensitivity of d values by at
-most sqrt(d) grid widths, which is compensated by a larger standard deviation.
+Noise is added on a grid, because the last bits of a floating-point sum of value and noise reveal
+information about both (Ilya Mironov, On Significance of the Least Significant Bits for Differential
+Privacy, CCS 2012). `SecretNoise.add` rounds the values to multiples of a power of two, rounds the
+noise to the same grid, and adds both without rounding error. For values q on the grid and Gaussian
+noise Z, q + round(Z) = round(q + Z), so rounding the noise is a postprocessing step of the Gaussian
+mechanism. Rounding the values increases the L2 sensitivity of d values by at most sqrt(d) grid
+widths, for which a larger standard deviation compensates.
 
 Felo, Velo, FedHe and FedProto send private class means, computed from clipped and noised sums. For
-every class c, present or not, S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I) and
-n_c = count + N(0, z_n^2). The mean S_c / n_c is postprocessing and consumes no further budget.
-Classes with a small n_c are omitted.
+every class c, present or not, S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I) and n_c = count +
+N(0, z_n^2). Computing the mean S_c / n_c is postprocessing and consumes no further budget. Classes
+with a small n_c are omitted.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from fedhet.privacy.accounting import Noise
 CIPHER = "AES-256-CTR"
 """Name of the noise source in the ledger."""
 GRID = 1024
-"""Reciprocal of the maximum relative increase of the noise that compensates for rounding."""
+"""Reciprocal of the maximum relative increase in noise that compensates for rounding."""
 HOST_PART, DEVICE_PART = 2**14, 2**22
-"""Number of values processed at a time, on the host (within the CPU cache) and on a device."""
+"""Number of values processed at a time, on the host (to fit into the CPU cache) and on a device."""
 DEVIATIONS = 3.0
-"""Minimum noised count of a class, in standard deviations of the noise, to be sent."""
+"""Minimum noised count of a class that is sent, in standard deviations of the noise."""
 
 
 class SecretNoise:
     """Cryptographic stream of Gaussian noise and Poisson samples.
 
-    Create a new object for each use. Do not share it between processes, which would then draw the
-    same bits.
+    Create a new object for each use. Do not share an object between processes, because they would
+    draw the same bits.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        """Start a stream with `key` (32 bytes), by default a random key that is never stored."""
+        """Start a stream with `key` (32 bytes); the default key is random and never stored."""
         cipher = Cipher(algorithms.AES256(key or secrets.token_bytes(32)), modes.CTR(bytes(16)))
         self._stream = cipher.encryptor()
 
@@ -64,7 +64,7 @@ class SecretNoise:
         flat = torch.cat([value.flatten() for value in values])
         root = math.sqrt(len(flat))
         grid = 2.0 ** math.floor(math.log2(norm / (GRID * root)))
-        width = noise * (norm / grid + root)  # in units of the grid
+        width = noise * (norm / grid + root)  # The values are now in units of the grid.
         # MPS has no float64.
         device = flat.device if flat.device.type in ("cpu", "cuda") else torch.device("cpu")
         for part in torch.split(flat, HOST_PART if device.type == "cpu" else DEVICE_PART):
@@ -79,11 +79,11 @@ class SecretNoise:
     def sample(self, rows: int, rate: float) -> Tensor:
         """Draw a Poisson sample of row indices [B], each included with probability `rate`.
 
-        The probability is `rate` rounded down to a multiple of 2**-64.
+        The exact probability is `rate`, rounded down to a multiple of 2**-64.
         """
         if rate >= 1:
             return torch.arange(rows)
-        bound = int(rate * 2**64) - 2**63  # relative to the smallest int64
+        bound = int(rate * 2**64) - 2**63  # The threshold is relative to the smallest int64.
         return (self._bits(rows) < bound).nonzero().flatten()
 
     def _gaussians(self, count: int, device: torch.device) -> Tensor:

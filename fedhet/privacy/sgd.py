@@ -1,8 +1,9 @@
 """DP-SGD with Poisson samples, clipped per-sample gradients from Opacus, and secret noise.
 
 Martin Abadi et al., Deep Learning with Differential Privacy, CCS 2016, Algorithm 1. Noise and
-samples are drawn from `SecretNoise`, since the server knows the run's seed and PyTorch's generators
-are not cryptographic. Only Opacus' per-sample gradients are used, not its optimizer.
+samples are drawn from `SecretNoise`, because the server knows the run's seed and PyTorch's
+generators are not cryptographic. From Opacus, only the per-sample gradients are used, not the
+optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class PrivateOptimization(Optimization):
     compiles = False  # torch.compile would skip Opacus' hooks.
 
     def __init__(self, plain: Optimization, noise: float, norm: float, batch_size: int) -> None:
-        """Wrap `plain`; `noise` is in units of `norm`, the maximum norm of a sample's gradient."""
+        """Wrap `plain`; `noise` is relative to `norm`, the maximum norm of a sample's gradient."""
         super().__init__(plain.optimizer, plain.scaler)
         self._secret = SecretNoise()
         self._noise, self._norm, self._batch_size = noise, norm, batch_size
@@ -45,9 +46,9 @@ class PrivateOptimization(Optimization):
             yield self._secret.sample(samples, rate).to(device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Perform a noised step on the mean loss of a Poisson sample, or None for an empty sample.
+        """Take a noised step on the mean loss of a Poisson sample, or on None for an empty sample.
 
-        `penalty` depends only on the weights; its gradient is added after the noise.
+        `penalty` must depend only on the weights; its gradient is added after the noise.
         """
         parameters = [p for p in self.parameters() if p.requires_grad]
         for parameter in parameters:
@@ -73,7 +74,7 @@ class PrivateOptimization(Optimization):
         """
         per_sample: list[Any] = [getattr(p, "grad_sample", None) for p in parameters]
         used = [grads for grads in per_sample if grads is not None]
-        if not used:  # an empty sample
+        if not used:  # The Poisson sample is empty.
             return [torch.zeros_like(parameter) for parameter in parameters]
         norms = torch.stack([grads.flatten(1).norm(dim=1) for grads in used]).norm(dim=0)
         scale = (self._norm / (norms + 1e-6)).clamp(max=1.0)
@@ -100,7 +101,7 @@ def dp_sgd(
 ) -> Iterator[PrivateOptimization]:
     """Convert an optimizer to DP-SGD, with per-sample gradients of `models` in the block.
 
-    Each trained parameter must belong to one of the models. `noise` is in units of `norm`, the
+    Each trained parameter must belong to one of the models. `noise` is relative to `norm`, the
     maximum L2 norm of a sample's gradient. Raises ModelError if a sample's gradient depends on
     other samples (see `check_supports_dp`).
     """
@@ -124,7 +125,7 @@ def dp_sgd(
 def check_supports_dp(
     model: nn.Module, kind: str = "", shape: Shape | None = None, name: str = ""
 ) -> None:
-    """Raise ModelError if a model does not process each sample independently.
+    """Check that a model processes samples independently. Raises ModelError if it does not.
 
     Rejects layers that Opacus does not support. If the kind and shape of a sample are given, a
     network is also tested on random inputs, once for each architecture in a process.
@@ -144,7 +145,7 @@ def check_supports_dp(
 
 
 _TESTED: dict[tuple[object, ...], str] = {}
-"""Test results of this process by architecture: a fault, or "" if samples are independent."""
+"""Test results in this process by architecture: a fault, or "" if samples are independent."""
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -176,14 +177,14 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
             fault = _dependence_on_random_inputs(
                 tested, kind, shape, secret, torch.float64, tolerance
             )
-        except Exception:  # perhaps the model only supports float32
+        except Exception:  # The model may only support float32.
             tested, tolerance = copy.deepcopy(model).cpu().float(), 1e-3
             buffers = [each.clone() for each in tested.buffers()]
             try:
                 fault = _dependence_on_random_inputs(
                     tested, kind, shape, secret, torch.float32, tolerance
                 )
-            except Exception as error:  # such as batch normalization of a single sample
+            except Exception as error:  # An example is batch normalization of a single sample.
                 fault = f"it fails on random samples ({type(error).__name__})"
         pairs = zip(buffers, tested.buffers(), strict=True)
         if not fault and any(_differ(before, after, tolerance) for before, after in pairs):
@@ -202,8 +203,9 @@ def _dependence_on_random_inputs(
     """Return a description of how random samples depend on other samples, or "" if they do not.
 
     Compares the outputs of each sample alone, in batches of several sizes, in reverse order, next
-    to other samples, and on a repeated call. They must be equal up to rounding errors. Forward
-    passes are tested in training and evaluation mode, per-sample gradients in training mode.
+    to other samples, and on a repeated call. The outputs must be equal up to rounding errors.
+    Forward passes are tested in training and evaluation mode, and per-sample gradients in training
+    mode.
     """
 
     def inputs(count: int) -> Tensor:
