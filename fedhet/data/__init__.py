@@ -1,1 +1,1 @@
-"""Datasets: sources, partitions among clients, the data of a run, and the data of a site."""
+"""Data: sources of datasets, partitions among clients, data of a run, and data of a site."""

@@ -1,9 +1,10 @@
-"""Readers of row files: CSV with or without a header, TSV, JSON lines, and Parquet; plain or .gz.
+"""Readers of row files: CSV with or without a header, TSV, JSON lines, and Parquet.
 
-`read_rows` reads labeled texts row by row; `read_table` reads a table as text, column by column.
-Values are interpreted in `fedhet.data.values`; here, only Parquet types are converted to text.
-Python's csv module is used because pandas and pyarrow silently truncate long rows, pad short rows,
-or accept broken quotes. They also do not report the line of an error.
+Text files may be compressed (.gz). `read_rows` reads labeled texts row by row; `read_table` reads a
+table as text, column by column. This module only converts Parquet types to text;
+`fedhet.data.values` interprets the values. Python's csv module is used because pandas and pyarrow
+silently truncate long rows, pad short rows, or accept broken quotes. In addition, they do not
+report the line of an error.
 """
 
 from __future__ import annotations
@@ -37,39 +38,39 @@ TEXT_ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", "
 ENDINGS = (*TEXT_ENDINGS, ".parquet")
 """File name extensions of tables."""
 NO_NAME = re.compile(r"|Unnamed: \d+|__index_level_\d+__")
-"""Names of unnamed columns, in CSV files, in pandas, and in Parquet files."""
+"""Names of columns without a name in CSV files, in pandas, and in Parquet files."""
 _CHUNK = 4096
-"""Number of CSV rows that are split into columns at once."""
+"""Number of CSV rows to split into columns at once."""
 _BUFFER_BYTES = 2**20
 _MAX_LINE = 2**24
 """Maximum number of characters in a line of JSON."""
 _BYTES_PER_CHARACTER = 24
-"""Maximum memory of a parsed character of JSON, in bytes: "[]," becomes a list."""
+"""Maximum memory per parsed character of JSON, in bytes; for example, "[]," becomes a list."""
 _SEPARATORS = ",;\t|"
-"""Separators of CSV files, in order of preference."""
+"""Possible separators in CSV files, in order of preference."""
 _NUM_SAMPLED = 20
-"""Number of lines from which the separator of a CSV file is detected."""
+"""Number of lines from which a CSV file's separator is detected."""
 _REFERENCE = 8
 NumberedRows = Iterator[tuple[int, Mapping[str, object]]]
-"""Rows with the numbers of their first lines."""
+"""Rows, each with the number of its first line."""
 
 
 @dataclass(frozen=True)
 class TextRows:
-    """N texts with their labels and, if `data.by` names a column, their owners."""
+    """N texts with their labels and, if `data.by` names a column, with their owners."""
 
     texts: list[str]
     labels: list[str]
     groups: list[str] | None
     lines: array[int]
-    """First line of each row in the file, counted from 1."""
+    """First line of each row in the file, starting at 1."""
 
 
 def read_rows(path: Path, spec: DataSpec) -> TextRows:
     """Read the text and label columns named in the settings.
 
-    Several text columns are joined by spaces. If the settings name columns by their numbers, from
-    1, the file has no header. Raises DataError for an invalid file, or if the rows exceed
+    Several text columns are joined with spaces. If the settings name columns by number, starting at
+    1, the file has no header. Raises DataError if the file is invalid, or if the rows exceed
     `data.max-bytes`.
     """
     texts, label, by = spec.text_column, spec.label_column.strip(), spec.by.strip()
@@ -95,12 +96,12 @@ def read_rows(path: Path, spec: DataSpec) -> TextRows:
 
 
 def bytes_of(texts: Iterable[str]) -> int:
-    """Return the memory of a list of texts, in bytes."""
+    """Return the memory that a list of texts uses, in bytes."""
     return sum(sys.getsizeof(text) + _REFERENCE for text in texts)
 
 
 class _BoundedFile(io.RawIOBase):
-    """File reader that raises DataError after `data.max-bytes`."""
+    """File reader that raises DataError if it has read more than `data.max-bytes`."""
 
     def __init__(self, file: IO[bytes], spec: DataSpec, path: Path) -> None:
         self._file, self._spec, self._path, self._size = file, spec, path, 0
@@ -121,7 +122,7 @@ class _BoundedFile(io.RawIOBase):
 
 
 def _open(path: Path, spec: DataSpec) -> io.RawIOBase:
-    """Open a file and decompress .gz; the limit also applies to the decompressed content."""
+    """Open a file and decompress .gz content, to which the limit also applies."""
     file: Any = gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
     return _BoundedFile(file, spec, path)
 
@@ -133,7 +134,7 @@ def read_bounded(path: Path, spec: DataSpec) -> bytes:
 
 
 def open_bounded(path: Path, spec: DataSpec, newline: str = "") -> IO[str]:
-    """Open a text file, plain or .gz. Reading raises DataError beyond `data.max-bytes`."""
+    """Open a text file, plain or .gz. Reading more than `data.max-bytes` raises DataError."""
     buffered: Any = io.BufferedReader(_open(path, spec), _BUFFER_BYTES)
     return io.TextIOWrapper(buffered, encoding="utf-8-sig", newline=newline)
 
@@ -145,7 +146,7 @@ def is_json(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path, spec: DataSpec) -> Iterator[IO[str]]:
-    """Open a row file. Raises DataError for any fault while it is read."""
+    """Open a row file in the block. Raises DataError for any error while it is read."""
     if not path.name.lower().removesuffix(".gz").endswith(_FORMATS):
         raise DataError(f"{path}: unsupported format, expected {', '.join(TEXT_ENDINGS)}")
     with (
@@ -156,7 +157,7 @@ def _opened(path: Path, spec: DataSpec) -> Iterator[IO[str]]:
 
 
 def read_objects(path: Path, spec: DataSpec) -> NumberedRows:
-    """Yield the objects of a JSON lines file. Raises DataError."""
+    """Yield the objects in a JSON lines file. Raises DataError if a line is invalid."""
     most = max(_BUFFER_BYTES // 16, spec.max_bytes // _BYTES_PER_CHARACTER)
     number, most = 0, min(_MAX_LINE, most)
     with _opened(path, spec) as file:
@@ -178,9 +179,9 @@ def read_objects(path: Path, spec: DataSpec) -> NumberedRows:
 
 
 def read_fields(path: Path, spec: DataSpec) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV or TSV file with their line numbers, starting with the header.
+    """Yield the rows in a CSV or TSV file with their line numbers, starting with the header.
 
-    Quotes have no meaning in TSV files. Raises DataError.
+    Quotes have no meaning in TSV files. Raises DataError if a row is invalid.
     """
     with _opened(path, spec) as file:
         sample = list(islice(file, _NUM_SAMPLED))
@@ -188,7 +189,7 @@ def read_fields(path: Path, spec: DataSpec) -> Iterator[tuple[int, list[str]]]:
         separator = sample[0].strip("\r\n").lower().removeprefix("sep=") if sample else ""
         if path.name.lower().removesuffix(".gz").endswith(".tsv"):
             lines = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        elif len(separator) == 1 and "=" in sample[0]:  # Excel's line "sep=;"
+        elif len(separator) == 1 and "=" in sample[0]:  # Skip Excel's line "sep=;".
             lines = csv.reader(lines, delimiter=separator, strict=True)
             next(lines)
         else:
@@ -201,9 +202,9 @@ def read_fields(path: Path, spec: DataSpec) -> Iterator[tuple[int, list[str]]]:
 
 
 def _separator(sample: Sequence[str]) -> str:
-    """Detect the separator of a CSV file: the separator with the most columns.
+    """Detect a CSV file's separator, i.e. the separator with the most columns.
 
-    Separators for which all rows have as many columns as the header are preferred.
+    Separators for which all rows have the same number of columns as the header are preferred.
     """
 
     def fit(separator: str) -> tuple[bool, int]:
@@ -217,7 +218,7 @@ def _separator(sample: Sequence[str]) -> str:
 
 
 def _rows(path: Path, spec: DataSpec, names: Sequence[str]) -> NumberedRows:
-    """Yield the fields of each row by column name, or by column number if `names` are numbers."""
+    """Yield each row's fields by column name, or by column number if `names` are numbers."""
     if is_json(path):
         yield from read_objects(path, spec)
         return
@@ -244,14 +245,14 @@ def missing_column_error(
     """Return the error for a column that does not exist."""
     available = ", ".join(map(repr, islice(columns, 50)))[:200]
     close = nearest(name, columns)
-    hint = hint.removeprefix(".") if close else hint  # `close` ends with a question mark
+    hint = hint.removeprefix(".") if close else hint  # `close` ends with a question mark.
     return DataError(
         f"{where}: column {one_line(name)!r} not found, expected one of {available}{close}{hint}"
     )
 
 
 def check_unique_columns(path: Path, header: Sequence[str]) -> None:
-    """Raise DataError if two columns have the same name."""
+    """Check the column names. Raises DataError if two columns have the same name."""
     for name, count in Counter(header).items():
         if name and count > 1:
             raise DataError(f"{path}: duplicate column {name!r}")
@@ -260,7 +261,7 @@ def check_unique_columns(path: Path, header: Sequence[str]) -> None:
 def _field(
     row: Mapping[str, object], name: str, path: Path, line: int, *, is_label: bool = False
 ) -> str:
-    """Return a field as text. JSON integers are converted, and any JSON scalar in a label."""
+    """Return a field as text; converts JSON integers and, for labels, all JSON scalars."""
     value = row.get(name)
     text = str(value) if isinstance(value, str) or type(value) is int else None
     if text is None and is_label:
@@ -285,20 +286,20 @@ class Cells:
     spec: DataSpec
     """Data settings with which the table was read."""
     size: int = 0
-    """Memory of this table and the tables read before it, in bytes."""
+    """Memory used by this table and the tables read before it, in bytes."""
     parts: tuple[int, ...] = ()
-    """Number of rows of each concatenate file; () = a single file."""
+    """Number of rows in each concatenated file; () = a single file."""
     unusable: Mapping[str, str] = field(default_factory=dict)
-    """Columns with unsupported values, such as lists, and a description of the values."""
+    """Columns with unsupported values, such as lists, with a description of the values."""
     typed: frozenset[str] = frozenset()
-    """Columns with a numeric type in the file."""
+    """Columns that have a numeric type in the file."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.lines)
 
     def column(self, name: str) -> list[str]:
-        """Return the values of a column. Raises DataError if it does not exist or is unusable."""
+        """Return a column's values. Raises DataError if it does not exist or is unusable."""
         if name in self.unusable:
             raise DataError(
                 f"{self.path}: column {one_line(name)!r}: expected numbers, dates, or words, got "
@@ -309,7 +310,7 @@ class Cells:
         return self.columns[name]
 
     def fault(self, column: str, row: int, fault: str) -> DataError:
-        """Return the error for one value."""
+        """Return the error for an invalid value."""
         line = self.lines[row]
         return DataError(f"{self.path}: line {line}, column {one_line(column)!r}: {fault}")
 
@@ -362,7 +363,7 @@ def read_table(path: Path, spec: DataSpec, size: int = 0) -> Cells:
     Args:
         path: CSV, TSV, JSON lines, or Parquet file.
         spec: Data settings.
-        size: Memory of the tables already read, in bytes.
+        size: Memory used by the tables already read, in bytes.
 
     Raises:
         DataError: If the file is invalid, or if all tables together exceed `data.max-bytes`.
@@ -377,8 +378,8 @@ def read_table(path: Path, spec: DataSpec, size: int = 0) -> Cells:
 def _read_fields(path: Path, spec: DataSpec, size: int) -> Cells:
     """Read a CSV or TSV file.
 
-    Empty rows are skipped, and unnamed columns get a name. If the header is one shorter than the
-    rows, the first column holds R's row names, unless the last column is empty.
+    Empty rows are skipped, and unnamed columns get a name. If the header has one field less than
+    the rows, the first column contains R's row names, unless the last column is empty.
     """
     rows = read_fields(path, spec)
     _, header = next(rows, (0, []))
@@ -417,7 +418,7 @@ def _read_fields(path: Path, spec: DataSpec, size: int) -> Cells:
         raise DataError(f"{path}: no rows found")
     if skipped:
         LOG.warning("%s: skipped %d empty rows", path, skipped)
-    if quoted:  # R quotes names and words in TSV files
+    if quoted:  # R quotes names and words in TSV files.
         header = [_unquoted(name) for name in header]
         for column in columns:
             if any(value.startswith('"') for value in column):
@@ -436,7 +437,7 @@ def _unquoted(text: str) -> str:
 
 
 def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
-    """Read a JSON lines file; absent keys are missing values."""
+    """Read a JSON lines file, in which absent keys are missing values."""
     columns: dict[str, list[str]] = {}
     lines: list[int] = []
     unusable: dict[str, str] = {}
@@ -477,8 +478,8 @@ def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
 def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
     """Read a Parquet file column by column, and convert the values to text.
 
-    The decoded size is limited before decoding: dictionary values are not repeated, and pages with
-    shared prefixes are decoded a few rows at a time.
+    The decoded size is checked before decoding. For this, dictionary values are not repeated, and
+    pages with shared prefixes are decoded a few rows at a time.
     """
     with reading(path, "Parquet file", ""):
         import pyarrow as pa
@@ -492,7 +493,7 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
         metadata = pq.read_metadata(path)
         groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
         chunks = [group.column(k) for group in groups for k in range(group.num_columns)]
-        delta_encoded = {  # pyarrow cannot read these as dictionaries
+        delta_encoded = {  # pyarrow cannot read these types as dictionaries.
             each.path_in_schema for each in chunks if any("DELTA" in e for e in each.encodings)
         }
         repeated = [name for name in repeated if name not in delta_encoded]
@@ -521,7 +522,7 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
             ):
                 typed.add(key)
             batch_size = 2**16
-            if name in delta_encoded:  # each DELTA_BYTE_ARRAY row may be as long as all pages
+            if name in delta_encoded:  # Each DELTA_BYTE_ARRAY row may be as long as all pages.
                 sizes = [c.total_uncompressed_size for c in chunks if c.path_in_schema == name]
                 batch_size = max(1, min(batch_size, spec.max_bytes // max(1, *sizes)))
             column = columns[key] = []
@@ -549,8 +550,8 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
 def _texts(values: Any, distinct: dict[str, str]) -> list[str]:
     """Convert an Arrow array to texts; equal texts share one object in `distinct`.
 
-    Durations and times of day become seconds, timestamps are converted to UTC, and null and NaN
-    become "". Raises UnicodeDecodeError for bytes that are not UTF-8.
+    Durations and times of day are converted to seconds, timestamps to UTC, and null and NaN to "".
+    Raises UnicodeDecodeError for bytes that are not UTF-8.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

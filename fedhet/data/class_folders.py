@@ -1,7 +1,7 @@
-"""Directory trees with one directory for each class, for images and texts.
+"""Directory trees of images or texts, with one directory for each class.
 
 The layout is PATH/train/<class>/* and PATH/test/<class>/*, or PATH/<class>/* without a test set.
-docs/data.md lists the supported layouts, and the layouts that are rejected as ambiguous.
+docs/data.md lists the supported layouts and the layouts that are rejected as ambiguous.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOOLS = {
 }  # fmt: skip
 """Directories and files created by other programs, in lower case."""
 _DOCUMENTS = {"readme", "license", "copying", "changelog", "cmds"}
-"""Names of files without an extension that describe a dataset and are not samples."""
+"""Names of files without an extension that describe a dataset instead of being samples."""
 _OF_SITES = ("classes.txt", "schema.toml", "site.toml")
 """Files that describe a site's data."""
 _IMAGES = {"images", "image", "imgs", "img"}
@@ -65,20 +65,21 @@ _TOOL_REASON, _LOOSE_REASON = "created by other programs", "outside of the class
 
 @dataclass(frozen=True)
 class Files:
-    """File type with one sample per file, and its reader."""
+    """File type with one sample per file, including its reader."""
 
     noun: str
-    """Name of the files in messages."""
+    """Noun for the files, for messages."""
     endings: tuple[str, ...]
     """File extensions, in lower case."""
     read: Callable[[Sequence[str], DataSpec, Shape | None], Tensor]
-    """(paths, settings, required shape or None) -> samples [N, ...]."""
+    """Function from paths, settings, and a required shape (or None) to samples [N, ...]."""
     kind: str
     """Kind of the samples."""
     shape: Callable[[DataSpec], Shape] = lambda spec: ()
-    """(settings) -> the shape of a sample; () = the shape of the array that was read."""
+    """Function from settings to the shape of a sample; () = the shape of the array that was
+    read."""
     bare: bool = False
-    """Whether to read files without an extension if no file in the tree has an extension above."""
+    """Whether to read files without an extension if no file in the tree has one of `endings`."""
 
     def accepts_bare(self, name: str) -> bool:
         """Return whether a file without an extension may be a sample."""
@@ -87,13 +88,13 @@ class Files:
 
 
 class Unused:
-    """Counts of unused files, by name or extension and by reason."""
+    """Counts of unused files, by name or extension, and by reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def add(self, name: str, reason: str = "", count: int = 1) -> None:
-        """Count files by `name` and reason, or by extension if the reason is empty."""
+        """Count files by `name` and reason, or by file extension if the reason is empty."""
         if not reason:
             extension = _ENDING.search(name.lower())
             name = extension[0] if extension else "without an extension"
@@ -123,7 +124,7 @@ class Unused:
         return ", ".join(listed) + (f", and {more} other kinds" if more > 0 else "")
 
     def report(self, root: Path, files: Files) -> None:
-        """Log the counts in one line, unless they are empty. The log stays on this machine."""
+        """Log the counts in one line, unless they are empty; the log stays on this machine."""
         if len(self):
             are = "file is" if len(self) == 1 else "files are"
             _warn_once(f"{root}: {len(self)} {are} not used as {files.noun}: {self}")
@@ -137,15 +138,15 @@ def _warn_once(line: str) -> None:
 
 @dataclass
 class Folder:
-    """Directory in a tree, with its files and subdirectories except ignored entries."""
+    """Directory in a tree, with its files and subdirectories, but without ignored entries."""
 
     path: str
     files: list[str] = field(default_factory=list)
-    """Names of the samples."""
+    """Names of the sample files."""
     bare: list[str] = field(default_factory=list)
-    """Files without an extension, which may or may not be samples."""
+    """Names of files without an extension, which may be samples."""
     others: list[str] = field(default_factory=list)
-    """Files that are not samples."""
+    """Names of files that are not samples."""
     folders: dict[str, Folder] = field(default_factory=dict)
     ignored: Unused = field(default_factory=Unused)
 
@@ -182,7 +183,7 @@ def is_ignored(name: str) -> bool:
 def part_of(name: str, any_word: bool = False) -> str:
     """Return the part that a directory name refers to, or "" if there is none.
 
-    With `any_word`, one word of the name is enough, as in seg_train or training_set.
+    With `any_word`, one matching word in the name is enough, as in seg_train or training_set.
     """
     words = re.split(r"[\W_]+", name.lower()) if any_word else [name.lower()]
     parts = {PARTS[word] for word in words if word in PARTS}
@@ -199,9 +200,9 @@ class Scan:
     unused: Unused = field(default_factory=Unused)
     """Counts of unused files above the class directories."""
     _bare: bool | None = None
-    """Whether files without an extension are samples; None before the first `read`."""
+    """Whether files without an extension are samples, or None before the first `read`."""
     _seen: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Real path of each visited directory -> (its path, whether it was reached by a symlink)."""
+    """By real path of each visited directory: its path, and whether a symlink led to it."""
     _folders: dict[str, Folder] = field(default_factory=dict)
 
     def listed(self, path: str | Path) -> Folder:
@@ -219,7 +220,7 @@ class Scan:
             if is_ignored(name):
                 if entry.is_dir(follow_symlinks=False):
                     folder.ignored.add(name, _TOOL_REASON, _count_files(entry.path))
-                else:  # count hidden files together, since there may be one for each sample
+                else:  # Count hidden files together, because there may be one for each sample.
                     label = name if name.lower() in _TOOLS else "hidden files"
                     folder.ignored.add(label, _TOOL_REASON)
             elif os.path.isdir(entry.path) if is_link else entry.is_dir():
@@ -227,7 +228,7 @@ class Scan:
                     folder.ignored.add(f"in {name}", "a symlink")
                 else:
                     folder.folders[name] = Folder(entry.path)
-            elif not is_link and not entry.is_file():  # reading a broken symlink is an error
+            elif not is_link and not entry.is_file():  # Reading a broken symlink is an error.
                 folder.ignored.add(name, "not a regular file")
             elif name.lower().endswith(self.files.endings):
                 folder.files.append(name)
@@ -238,9 +239,9 @@ class Scan:
     def read(self, root: str | Path) -> Folder:
         """Read the directory `root` recursively.
 
-        Symlinks to other directories are followed. Symlinks back into the tree are an error,
-        because their files would get a second label. Files without an extension are samples if the
-        first directory that is read contains no other samples.
+        Symlinks to directories outside the tree are followed. A symlink back into the tree is an
+        error, because its files would get a second label. Files without an extension are samples if
+        the first directory that is read contains no other samples.
         """
         tree = self._read(str(root), os.path.realpath(root), (), False)
         if self._bare is None:
@@ -273,7 +274,7 @@ class Scan:
         """Find the training, test, and validation directories in `root`, by part.
 
         Names with several words, such as "train_station", may be classes. They count as parts only
-        if both a training and another part exist, and each contains directories.
+        if the training part and another part exist, and if both contain directories.
         """
         exact: dict[str, list[Path]] = {TRAIN: [], TEST: [], VALIDATION: []}
         by_word: dict[str, list[Path]] = {TRAIN: [], TEST: [], VALIDATION: []}
@@ -287,7 +288,7 @@ class Scan:
         return exact
 
     def unwrapped(self, root: Path) -> Path:
-        """Skip directories with a single subdirectory, as archives often unpack into them.
+        """Skip directories with a single subdirectory, which archives often unpack to.
 
         The subdirectory must contain directories and no samples, as in archive/archive/train.
         """
@@ -307,7 +308,7 @@ class Scan:
         return root
 
     def parts(self, top: Path) -> tuple[Path, Path | None]:
-        """Return the directories of the training files and of the test files (or None)."""
+        """Return the directories of the training files and of the test files, if any."""
         parts = self.find_parts(top)
         if not any(parts.values()):
             return top, None
@@ -335,7 +336,7 @@ class Scan:
                     f"got only {first.name}. Rename the directory, or use it as the path."
                 )
         train = self._unwrapped_part(path_of[TRAIN], set())
-        # Without class directories, a test part has no labels, so prefer the validation part.
+        # A test part without class directories has no labels, so prefer the validation part.
         candidates = [part for part in (TEST, VALIDATION) if part in path_of]
         labeled = [part for part in candidates if path_of[part] not in flat]
         test = (labeled or candidates or [""])[0]
@@ -358,7 +359,7 @@ class Scan:
     def _unwrapped_part(self, part: Path, classes: set[str]) -> Path:
         """Find the directory with the class directories of a part, as in train/train/<class>.
 
-        In the test part, a directory with the name of a training class is a class directory.
+        In the test part, a directory that has the name of a training class is a class directory.
         """
         while not classes & set(self.listed(part).folders):
             below = self.unwrapped(part)
@@ -378,7 +379,7 @@ class Scan:
     def class_folders(
         self, part: Folder, level: int, classes: Sequence[str], root: Path
     ) -> dict[str, list[Folder]]:
-        """Find the directories of each class of a part, and count the files above them.
+        """Find the directories of each class in a part, and count the files above them.
 
         Raises DataError if there are no class directories, if a name is not in `classes` (unless
         `classes` is empty), or if a name is not printable.
@@ -409,7 +410,7 @@ class Scan:
                 f"{part.path}: expected one directory of {noun} for each class, got {got}.{table}"
             )
         for name, folders in sorted(by_class.items()):
-            if not name.isprintable():  # Python escapes bytes that are not UTF-8
+            if not name.isprintable():  # Python escapes bytes that are not UTF-8.
                 rule = "the name of a class directory must be printable UTF-8 text"
                 raise DataError(f"{folders[0].path}: {rule}")
             if classes and name not in classes:
@@ -420,7 +421,7 @@ class Scan:
         return by_class
 
     def samples_of(self, folders: Sequence[Folder]) -> list[str]:
-        """Return the sample paths of a class, and count the other files in its directories."""
+        """Return the paths of a class's samples, and count the other files in its directories."""
         paths: list[str] = []
         for folder in folders:
             for name in [each for each in folder.folders if each.lower() in _MASKS]:
@@ -442,7 +443,7 @@ def _is_used(folders: Sequence[Folder]) -> bool:
 
 
 def contains_samples(root: Path, files: Files) -> bool:
-    """Return whether a directory below `root`, at most eight levels deep, contains a sample."""
+    """Return whether `root` contains a sample, at a depth of at most eight levels."""
     for path, directories, names in os.walk(root, followlinks=True):
         # The depth is limited, because symlinks may form cycles.
         depth = len(Path(path).relative_to(root).parts)
@@ -586,7 +587,7 @@ def _class_level(folder: Folder, files: Files) -> int:
                 f"{setting} if its files belong to the class {name}."
             )
     nested = [each for each in classes.values() if not each.files]
-    # Some nested directories add no level: cat/cat/*, and cat/images/* next to cat/masks.
+    # Some nested directories do not add a level: cat/cat/*, and cat/images/* next to cat/masks.
     redundant = [
         each
         for each in nested

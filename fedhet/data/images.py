@@ -1,8 +1,8 @@
 """Image decoding with Pillow, and an on-disk cache of decoded image files.
 
 The cache stores arrays [N, C, H, W] uint8 as .npy files in FEDHET_CACHE_DIR (or ~/.cache/fedhet),
-named by a hash of their sources. They are memory-mapped, so all processes of a machine share their
-pages. Files are written under a temporary name and then renamed; they may be deleted at any time.
+named by a hash of their sources. They are memory-mapped, so all processes on a machine share their
+pages. Files are written under a temporary name and then renamed. They may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _FORMAT = 2
-"""Part of the cache key; increase it when decoding changes."""
+"""Version of the decoder, which is part of the cache key; increase it when decoding changes."""
 _ROWS = 256
-"""Number of images that one thread decodes at a time."""
+"""Number of images that a thread decodes at a time."""
 _THREADS = 8
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Pillow names of the supported formats, independent of the file extension. Other formats are
-unsupported, because some of them run programs or contain code, such as EPS."""
+unsupported, because some of them, such as EPS, run programs or contain code."""
 GRAY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
 """Pillow modes of grayscale images."""
 _BACKGROUND = 255
-"""Background of transparent pixels: white."""
+"""Background for transparent pixels, which is white."""
 MODES = {1: "L", 3: "RGB"}
-"""Pillow modes by number of channels."""
+"""Pillow modes, by number of channels."""
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -82,9 +82,9 @@ class Form:
 def to_pixels(image: Image, form: Form, where: str) -> Pixels:
     """Convert an image to an array [C, H, W], as image viewers display it.
 
-    Applies the EXIF orientation, puts transparent images on white, scales 16-bit values by their
-    full range, and reads only the first frame. Color profiles are ignored. Raises DataError,
-    prefixed with `where`, for an unsupported image or size.
+    Applies the EXIF orientation, adds a white background to transparent images, scales 16-bit
+    values by their full range, and reads only the first frame. Color profiles are ignored. Raises
+    DataError, prefixed with `where`, for an unsupported image or size.
     """
     import PIL.Image
 
@@ -125,13 +125,14 @@ def apply_orientation(image: Image) -> Image:
 
 
 def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> Tensor:
-    """Decode image files to [N, C, H, W] uint8, using the cache.
+    """Decode image files to a uint8 array [N, C, H, W], using the cache.
 
     Args:
         files: Paths of the images.
         spec: Data settings. If `image_size` is 0, all images must have the same size.
-        like: Shape [C, H, W] of the result. None = the size from `image_size` or the first image;
-            grayscale if all images are grayscale, or else RGB.
+        like: Required shape [C, H, W] of each image. If it is None, the size is `image_size` or the
+            size of the first image, and the images are grayscale if all files are, or RGB
+            otherwise.
 
     Raises:
         DataError: If a file is not a valid image, or if the images exceed `data.max-bytes`.
@@ -143,7 +144,7 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
             from filelock import FileLock
 
             target.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{target}.lock"):  # other processes wait until the array is complete
+            with FileLock(f"{target}.lock"):  # Other processes wait until the array is complete.
                 pixels = _open(target, len(files))
                 if pixels is None:
                     _build(target, files, spec, like)
@@ -174,7 +175,8 @@ def _cache_file(files: Sequence[str], image_size: int, like: Shape | None) -> Pa
 def _open(target: Path, count: int) -> Pixels | None:
     """Map the cached array into memory, or return None if it is missing or incomplete.
 
-    The map is copy-on-write: torch accepts it without a warning, and writes never reach the file.
+    The map is copy-on-write, so that torch accepts it without a warning and writes never reach the
+    file.
     """
     try:
         pixels = np.load(target, mmap_mode="c", allow_pickle=False)
@@ -210,16 +212,16 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
 
 
 def open_image(source: str | IO[bytes]) -> Image:
-    """Open an image in one of the FORMATS, reading only its header."""
+    """Open an image in one of the FORMATS; only its header is read."""
     import PIL.Image
 
-    PIL.Image.init()  # some formats are missing if Pillow was built without their libraries
+    PIL.Image.init()  # Some formats are missing if Pillow was built without their libraries.
     return PIL.Image.open(source, formats=[each for each in FORMATS if each in PIL.Image.OPEN])
 
 
 @contextmanager
 def open_checked(path: str) -> Iterator[Image]:
-    """Open an image file, and convert any exception raised in the block to DataError."""
+    """Open an image file, and convert all exceptions raised in the block to DataError."""
     with reading(path, "image"), open_image(path) as image:
         yield image
 
@@ -230,7 +232,7 @@ def _is_gray(path: str) -> bool:
 
 
 def decode_blocks(files: Sequence[str], form: Form) -> Iterator[Pixels]:
-    """Decode image files in order, yielding blocks [up to _ROWS, C, H, W].
+    """Decode image files in order, and yield blocks of up to _ROWS images [N, C, H, W].
 
     Raises DataError for a file that is not an image or does not match the format.
     """
@@ -239,7 +241,8 @@ def decode_blocks(files: Sequence[str], form: Form) -> Iterator[Pixels]:
     def pixels(path: str) -> Pixels:
         with open_checked(path) as image:
             needed = 4 * _THREADS * image.width * image.height
-            if needed > form.max_bytes:  # even if it is resized afterwards
+            # The limit applies even if the image is resized afterwards.
+            if needed > form.max_bytes:
                 raise DataError(
                     f"{path}: expected at most data.max-bytes = {form.max_bytes} bytes in memory, "
                     f"got {needed} to decode {_THREADS} images of {image.width} x {image.height} "
@@ -260,4 +263,4 @@ IMAGES = Files(
     decode,
     "image",
 )  # fmt: skip
-"""Image files, by the common extensions."""
+"""Image files, which have common extensions."""

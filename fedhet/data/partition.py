@@ -1,9 +1,9 @@
 """Partitions of a training set among clients, test splits, and hidden labels.
 
 The partition `superclasses` implements the heterogeneous tasks of CoFED (Sections 4.7 and 5.2).
-Classes are merged into superclasses, and the label space of a client is a few superclasses. In the
-IID case, a client has samples of all their subclasses. In the non-IID case, it has samples of one
-or two subclasses, and is tested on all of them.
+Classes are merged into superclasses, and the label space of a client consists of a few
+superclasses. In the IID case, a client has samples of all their subclasses. In the non-IID case, it
+has samples of one or two subclasses, but is tested on all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedhet.data.spec import (
 from fedhet.settings.run import DataSettings
 
 _DRAWS = 20
-"""Maximum number of draws of a partition until it satisfies the constraints."""
+"""Maximum number of draws until a partition satisfies the constraints."""
 _DIRICHLET_DRAWS = 11
 """Number of Dirichlet draws with one seed, as in flwr-datasets."""
 _MIN_TRAIN = 2
@@ -38,17 +38,17 @@ _MIN_TRAIN = 2
 def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     """Partition the training set, except with `superclasses` (see `assign`).
 
-    All rows are assigned, with two exceptions: the remainder of equally sized `shards` and, with
-    `classes`, the rows of classes that no client drew. The second exception occurs only if
-    clients x classes-per-client hardly exceeds the number of classes.
+    All rows are assigned, with two exceptions: the remainder after equally sized `shards` and, with
+    `classes`, the rows of classes that no client drew. The second exception occurs only if clients
+    x classes-per-client hardly exceeds the number of classes.
 
     Returns:
-        Row numbers of each client, sorted and disjoint.
+        The row numbers of each client, sorted and disjoint.
 
     Raises:
         DataError: If no draw satisfies the constraints.
     """
-    if (parts := dataset.parts) is not None:  # one contiguous range of rows for each client
+    if (parts := dataset.parts) is not None:  # Each client has one contiguous range of rows.
         if spec.clients != len(parts):
             raise DataError(
                 f"clients must be {len(parts)}, the number of clients in {spec.dataset}, got "
@@ -78,10 +78,10 @@ def is_natural(dataset: Dataset) -> bool:
 
 
 def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
-    """Draw the test split of the `count` rows of client `name`.
+    """Draw the test split from the `count` rows of client `name`.
 
-    Returns (training, test) positions, sorted. If `spec.test_fraction` is 0, the test split is
-    empty. Raises DataError if too few training samples remain.
+    Returns the sorted positions of training and test rows. If `spec.test_fraction` is 0, the test
+    split is empty. Raises DataError if too few training samples remain.
     """
     test = max(1, round(spec.test_fraction * count)) if spec.test_fraction else 0
     if count - test < _MIN_TRAIN:
@@ -97,7 +97,7 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
 def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     """Return the first draw with enough samples per client that covers all classes.
 
-    If no draw covers all classes, returns the draw that covers the most. Raises DataError if no
+    If no draw covers all classes, returns the draw that covers most classes. Raises DataError if no
     draw has enough samples per client.
     """
     rows, num_classes = len(labels), len(np.unique(labels))
@@ -159,8 +159,8 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     )
 
 
-# These functions draw the same partitions as flwr-datasets 0.6, whose import takes longer than a
-# small run.
+# These functions draw the same partitions as flwr-datasets 0.6, which would take longer to import
+# than a small run.
 
 
 def _dirichlet(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
@@ -199,7 +199,7 @@ def _shards(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Ind
 
 
 def _some_classes(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
-    """Draw `data.classes-per-client` classes per client; clients with a class share its rows.
+    """Draw `data.classes-per-client` classes per client; clients with equal classes share rows.
 
     Li et al., *Federated Learning on Non-IID Data Silos: An Experimental Study*, ICDE 2022.
     """
@@ -258,29 +258,29 @@ CIFAR100_NAMES = tuple(
 )
 GROUPINGS = {"cifar100": dict(zip(CIFAR100_NAMES, CIFAR100, strict=True))}
 Superclasses = str | tuple[tuple[str, ...], ...]
-"""Name of a known grouping, or the classes of each superclass."""
+"""Name of a known grouping, or the classes in each superclass."""
 _ASSIGNMENTS = 50
 _TASKS = 5
-"""Maximum number of draws of the label spaces, which are redrawn if there is too little data."""
+"""Maximum number of draws for the label spaces, which are redrawn if there is too little data."""
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Rows and label space of each client, both sorted."""
+    """Sorted rows and sorted label space of each client."""
 
     rows: tuple[Index, ...]
     spaces: tuple[tuple[int, ...], ...]
 
 
 def classes_by_superclass(superclasses: Superclasses) -> dict[str, tuple[str, ...]]:
-    """Return the classes by superclass; a custom superclass of classes a and b is named "a+b"."""
+    """Return the classes by superclass; a custom superclass with classes a and b is named "a+b"."""
     if isinstance(superclasses, str):
         return GROUPINGS[superclasses]
     return {"+".join(group): group for group in superclasses}
 
 
 def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
-    """Replace the classes of a dataset with superclasses; `subclasses` keeps the original labels.
+    """Replace a dataset's classes with superclasses; `subclasses` stores the original labels.
 
     Raises SettingsError unless every class is in exactly one superclass.
     """
@@ -314,7 +314,7 @@ def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
 
 
 def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
-    """Draw `samples-per-class` rows of each class in a client's label space.
+    """Draw `samples-per-class` rows for each class in each client's label space.
 
     The rows of different clients are disjoint. Raises DataError if the training set is too small.
     """
@@ -339,7 +339,7 @@ def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
 
 
 def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Draw the label space of each client, of `label-space` classes."""
+    """Draw the label space of each client, with `label-space` classes."""
     low, high = spec.label_space
     if high > classes:
         raise DataError(
@@ -360,8 +360,8 @@ def _draw_class(
 ) -> list[Index]:
     """Draw the rows of one class for each client, divided evenly among its subclasses.
 
-    A draw that runs out of a subclass is discarded. If no draw succeeds, for example because the
-    clients need almost all rows, only subclasses with enough remaining rows are drawn.
+    A draw is discarded if the rows of a subclass do not suffice. If no draw succeeds, for example
+    because the clients need almost all rows, only subclasses with enough remaining rows are drawn.
     """
     present = np.unique(subclasses)
     for attempt in range(2 * _ASSIGNMENTS):
@@ -391,8 +391,8 @@ def _draw_subclasses(
 ) -> Index:
     """Draw the subclasses of one client: all (IID), or the number in `data.subclasses`.
 
-    With `only_enough`, draws only subclasses with enough remaining rows; their number may differ
-    from the setting.
+    With `only_enough`, only subclasses with enough remaining rows are drawn, and their number may
+    differ from the setting.
     """
     present = np.array(sorted(remaining))
     if spec.subclasses == "all":
@@ -412,10 +412,10 @@ def _draw_subclasses(
 def labeled_parts(
     data: ClientData, table: DataSettings, seed: int, client: str
 ) -> tuple[Split, Split]:
-    """Return the labeled and the unlabeled training samples of a client.
+    """Return a client's labeled and unlabeled training samples.
 
     If the client has separate unlabeled samples, the settings have no effect. Otherwise,
-    `split_labels` hides labels.
+    `split_labels` hides the labels of some samples.
     """
     if data.unlabeled is not None:
         return data.train, data.unlabeled
@@ -428,8 +428,9 @@ def split_labels(
     """Split training samples at random into a labeled and an unlabeled part.
 
     The labeled fraction is drawn from Dir_2(`alpha`) (UM-pFSSL, section VI-A), with at least
-    `min_labeled` samples in each part; `alpha` = 0 labels all samples. The unlabeled part keeps its
-    labels for measurements only, never for training. Raises DataError if there are too few samples.
+    `min_labeled` samples in each part; with `alpha` = 0, all samples are labeled. The labels of the
+    unlabeled part are used only for measurements, never for training. Raises DataError if there are
+    too few samples.
     """
     if alpha == 0:
         return train, train.take(np.arange(0))
@@ -438,7 +439,7 @@ def split_labels(
             f"{client}: expected at least {2 * min_labeled} training samples with "
             f"data.labeled-alpha = {alpha} and data.min-labeled = {min_labeled}, got {len(train)}"
         )
-    rng = numpy_rng(seed, "labelled", client)  # the spelling seeds the draws of published tables
+    rng = numpy_rng(seed, "labelled", client)  # The spelling seeds the draws of published tables.
     fraction = rng.dirichlet([alpha, alpha])[0]
     count = min(max(round(fraction * len(train)), min_labeled), len(train) - min_labeled)
     order = rng.permutation(len(train))

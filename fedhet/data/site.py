@@ -1,4 +1,4 @@
-"""Data of a deployment's site, read from a directory on that site."""
+"""Data of a site in a deployment, which is read from a directory on that site."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fedhet.settings.schema import build, invalid_setting, kebab
 
 LOG = logging.getLogger("fedhet")
 SCHEMA = "schema.toml"
-"""Schema file of a site's table; all sites share the same schema."""
+"""Schema file for a site's table; all sites share the same schema."""
 DECLARATION = "site.toml"
 """Declaration file of a private site: data settings, number of classes, and shape."""
 CLASSES = "classes.txt"
@@ -47,7 +47,7 @@ READING = (
 """Settings in `[data]` that a site may declare. A private site uses the defaults of all other data
 settings and ignores the values of the run."""
 _UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
-"""Setting values that mean: determined by the data."""
+"""Values with which a setting is determined from the data."""
 _DECLARE = (
     f"A private site declares its data in {DECLARATION}: see docs/privacy.md, "
     "'Declaration of a private site'."
@@ -59,13 +59,13 @@ class Declaration:
     """Declaration of a private site's data, independent of any run.
 
     The site reads and checks its data using only this declaration. A run is compared with the
-    declaration, never with the data, so an error message reveals nothing about a sample.
+    declaration and never with the data, so an error message reveals nothing about any sample.
     """
 
     path: str
     """Path of the declaration file, for messages."""
     spec: DataSpec
-    """Data settings of the site; the settings of a run are ignored."""
+    """Data settings of the site, which take precedence over the settings of a run."""
     names: tuple[str, ...]
     """Class names, in order."""
     kind: Kind
@@ -77,7 +77,7 @@ class Declaration:
 
         Args:
             directory: Data directory of the site.
-            max_bytes: Size limit of the site's data, in bytes.
+            max_bytes: Size limit for the site's data, in bytes.
 
         Raises:
             DataError: If the files do not declare the classes and the shape.
@@ -122,13 +122,13 @@ class Declaration:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The declared values of run settings, by full setting name."""
+        """Declared values for run settings, by full setting name."""
         flat = self.spec.flat()
         values = {f"data.{kebab(name)}": flat[kebab(name)] for name in READING}
         return values | {"models.num-classes": len(self.names)}
 
     def check(self, run: RunSettings) -> None:
-        """Raise SettingsError if the run has other classes or another sample kind.
+        """Check a run. Raises SettingsError if it has other classes or another sample kind.
 
         Other settings that differ are logged, and the declared values are used.
         """
@@ -147,12 +147,12 @@ class Declaration:
             )  # fmt: skip
 
     def read_data(self, directory: str, name: str) -> ClientData:
-        """Read and check the site's data. Raises DataError for any error."""
+        """Read and check the site's data; converts all errors to DataError."""
         try:
             return site_data(
                 directory, spec=self.spec, classes=len(self.names), name=name, declared=self
             )
-        except Exception as error:  # the type of an error is sent, so it must always be the same
+        except Exception as error:  # The type of an error is sent, so it must always be the same.
             raise DataError(f"{type(error).__name__}: {error}") from error
 
 
@@ -176,16 +176,16 @@ def site_data(
     - with schema.toml, a table in train.csv (or .parquet) and test.csv.
 
     If there is no test part, `spec.test_fraction` of the samples is held out. classes.txt lists the
-    classes of the run in order, one per line. It is required only if the site lacks some of them.
-    train/unlabeled/ contains samples without a label.
+    classes of the run in order, one per line. This file is required only if the site lacks some
+    classes. train/unlabeled/ contains samples without a label.
 
     Args:
         directory: Data directory of the site.
         spec: Data settings.
-        classes: Number of classes of the run.
+        classes: Number of classes in the run.
         name: Name of the site.
         unlabeled: Whether to read the samples without a label.
-        declared: Declaration of a private site, which defines all names and the shape.
+        declared: Declaration of a private site, which defines all class names and the shape.
 
     Raises:
         DataError: If the directory is invalid or has too few samples.
@@ -209,7 +209,7 @@ def site_data(
             f"{root}: expected at least 2 training samples and 1 test sample, got {len(train)} "
             f"and {len(test)}"
         )
-    # The label space of a site contains the classes of its samples; the run may have more.
+    # The label space of a site contains the classes of its samples; the run may have more classes.
     space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     if declared is not None:
         if (shape := dataset.shape) != declared.shape:
@@ -226,7 +226,7 @@ def site_data(
 def _read(
     root: Path, classes: int, spec: DataSpec, unlabeled: bool, declared: Declaration | None
 ) -> tuple[Dataset, Split | None, int]:
-    """Read the directory of a site in any supported layout.
+    """Read a site's directory in any supported layout.
 
     Returns the labeled samples, the unlabeled samples if requested, and the number of unlabeled
     samples that were not read. Raises DataError for an unsupported layout.
@@ -266,7 +266,8 @@ def _read(
         table = Dataset(f"{root}", train, test, schema.classes, kind=TABLE.name, schema=schema)
         return table, None, 0
 
-    # A text file next to an image describes the image, so only a tree without images holds texts.
+    # A text file next to an image describes the image, so only a tree without images contains
+    # texts.
     texts = stated is TEXT or (not contains_samples(root, IMAGES) and contains_samples(root, TEXTS))
     files = TEXTS if texts else IMAGES
     if reserved := [name for name in names if name.lower() in UNLABELED]:
@@ -299,7 +300,7 @@ def _read(
 def _read_class_names(root: Path, classes: int | None) -> tuple[str, ...]:
     """Return the names in classes.txt, or () if the file does not exist.
 
-    Raises DataError if the number of names is not `classes` (None = any number, at least 2).
+    Raises DataError if the number of names is not `classes`; None = at least 2.
     """
     path = root / CLASSES
     if not path.exists():

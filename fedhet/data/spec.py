@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 Index = npt.NDArray[np.int64]
 
 Stored = Literal["bytes", "scaled", "given"]
-"""Storage format of samples: uint8 images ("bytes"), float32 images in [-1, 1] ("scaled"), or
-other float32 values that models use unchanged ("given")."""
+"""Storage format of samples: uint8 images ("bytes"), float32 images in [-1, 1] ("scaled"), or other
+float32 values that models use unchanged ("given")."""
 UNKNOWN = -1
-"""Label of a sample of unknown class."""
+"""Label of a sample whose class is unknown."""
 FIXED_SEED = 0
-"""Seed of draws that must not depend on the seed of the run, such as the common test set."""
+"""Seed for draws that must not depend on the run's seed, such as the common test set."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,18 +47,18 @@ class Split:
     y: Tensor
 
     def __len__(self) -> int:
-        """Return the number of samples, N."""
+        """Return the number N of samples."""
         return len(self.y)
 
     def take(self, index: Index | Tensor) -> Split:
-        """Return a copy of the rows `index` [M], in that order."""
+        """Return a copy of the rows `index` [M], in the given order."""
         import torch
 
         rows = torch.as_tensor(index, dtype=torch.int64)
         return Split(self.x.index_select(0, rows), self.y.index_select(0, rows))
 
     def subset(self, size: int, rng: np.random.Generator) -> Split:
-        """Return a subset of `size` rows, stratified by class; 0 or `size` >= N returns all."""
+        """Return `size` rows, stratified by class, or all rows if `size` is 0 or >= N."""
         if not 0 < size < len(self):
             return self
         return self.take(stratified(self.y.numpy(), size, rng))
@@ -72,7 +72,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset: a training set to partition among clients, and optionally a common test set."""
+    """Dataset with a training set to partition among clients and, optionally, a common test set."""
 
     name: str
     train: Split
@@ -82,31 +82,31 @@ class Dataset:
     classes: tuple[str, ...]
     """Class names, in the order of the labels."""
     parts: tuple[tuple[int, int], ...] | None = None
-    """Number of (training, test) rows of each client, for datasets that are already partitioned;
-    the rows of a client are contiguous in `train`."""
+    """Numbers of training and test rows of each client, if the dataset is already partitioned. The
+    rows of a client are contiguous in `train`."""
     public: Split | None = None
-    """Public samples, removed from the training set."""
+    """Public samples, which have been removed from the training set."""
     columns: tuple[int, ...] = ()
-    """Number of features of each column of a table, in order; () = one each."""
+    """Number of features for each column of a table, in order; () = one feature for each column."""
     subclasses: Index | None = None
     """Original labels [N] of the training set, if `data.superclasses` replaced them."""
     kind: str = ""
-    """Sample kind, a name in `fedhet.kinds.KINDS`; "" = rows of a table if a sample has one
-    dimension, or else images."""
+    """Sample kind, as a name in `fedhet.kinds.KINDS`; "" = table rows if samples have one
+    dimension, or images otherwise."""
     shape: Shape = ()
     """Shape of one sample; () = the shape of a row of `train.x`."""
     groups: Index | None = None
     """Index [N] of the person or site of each training sample, in the order of their names; None
     if the dataset has no natural clients and `data.by` is not set."""
     scaled_images: bool = False
-    """Whether `x` holds float32 images already scaled to [-1, 1]."""
+    """Whether `x` contains float32 images that are already scaled to [-1, 1]."""
     schema: TableSchema | None = None
     """Schema of a user's table."""
     notes: tuple[str, ...] = ()
-    """Log lines with the type of each column of a table, and the evidence for it."""
+    """Log lines with the type of each table column and the evidence for it."""
 
     def __post_init__(self) -> None:
-        """Infer the shape if it is not set, and check the kind."""
+        """Infer the shape if it is not set, and check the sample kind."""
         shape = self.shape or tuple(self.train.x.shape[1:])
         kind = KINDS.get(self.kind) if self.kind else kind_of_arrays(shape)
         if kind is None or not kind.fits(shape):
@@ -120,7 +120,7 @@ class Dataset:
 
     @property
     def stored(self) -> Stored:
-        """The storage format, which determines the scaling of new samples."""
+        """Storage format, which determines how new samples are scaled."""
         import torch
 
         if self.scaled_images:
@@ -128,7 +128,7 @@ class Dataset:
         return "bytes" if self.train.x.dtype == torch.uint8 else "given"
 
     def with_train_rows(self, rows: Index) -> Dataset:
-        """Return a copy with only these rows of the training set."""
+        """Return a copy with only the given rows of the training set."""
         subclasses, groups = self.subclasses, self.groups
         return replace(
             self,
@@ -140,34 +140,35 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """Data of one client, in storage format (uint8 images are scaled batch by batch)."""
+    """Data of one client in storage format, in which uint8 images are scaled batch by batch."""
 
     name: str
     train: Split
     test: Split
-    """Personal test split (protocol "personal"); empty if the run has none."""
+    """Personal test split (protocol "personal"), which is empty if the run has none."""
     common: Split | None
     """Rows of the common test set in the client's label space."""
     classes: tuple[str, ...]
-    """Names of all classes of the run."""
+    """Names of all classes in the run."""
     space: tuple[int, ...]
-    """Label space of the client: its classes, ascending."""
+    """Label space of the client, i.e. its classes, ascending."""
     kind: str
-    """Sample kind, a name in `fedhet.kinds.KINDS`."""
+    """Sample kind, as a name in `fedhet.kinds.KINDS`."""
     shape: Shape
     """Shape of one sample."""
     unlabeled: Split | None = None
-    """Samples without a label, with class UNKNOWN; None if the client has no separate samples."""
+    """Separate samples with the label UNKNOWN, or None if the client has no such samples."""
     num_unused_unlabeled: int = 0
-    """Number of unlabeled samples that were not requested; `unlabeled` is then empty."""
+    """Number of unlabeled samples if they were not requested, in which case `unlabeled` is
+    empty."""
     stored: Stored = "given"
-    """Storage format, which determines the scaling of new samples."""
+    """Storage format, which determines how new samples are scaled."""
     schema: TableSchema | None = None
     """Schema of a user's table."""
 
 
 class DataSpec(DataSettings):
-    """Data settings of a run, with its number of clients and its seed."""
+    """A run's data settings, with its number of clients and its seed."""
 
     clients: Count = 10
     seed: CountOrNone = 0
@@ -206,7 +207,7 @@ def reading(
     absent: str | None = None,
     describe: Callable[[Exception], str] = error_reason,
 ) -> Iterator[None]:
-    """Convert any exception raised in the block to DataError, "not a readable `what`".
+    """Convert exceptions raised in the block to DataError, with "not a readable `what`".
 
     This also covers the many exception types of third-party libraries. If `absent` is not None, a
     missing file is reported as "file not found", followed by `absent`.
@@ -223,7 +224,7 @@ def reading(
 
 
 def check_max_bytes(size: int, spec: DataSettings, where: object) -> None:
-    """Raise DataError if data read from `where` exceeds `data.max-bytes` in memory."""
+    """Check the size of data from `where`. Raises DataError if it exceeds `data.max-bytes`."""
     if size > spec.max_bytes:
         raise DataError(
             f"{where}: expected at most data.max-bytes = {spec.max_bytes} bytes in memory, got "
@@ -240,7 +241,7 @@ def no_test_error(owner: str, spec: DataSpec) -> DataError:
 
 
 def concatenate(*parts: Tensor) -> Tensor:
-    """Concatenate samples; if their storage formats differ, they are scaled first."""
+    """Concatenate samples, and scale them first if their storage formats differ."""
     import torch
 
     from fedhet.base.transfer import to_device
@@ -253,7 +254,8 @@ def concatenate(*parts: Tensor) -> Tensor:
 def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
     """Sample `size` row numbers, stratified by `labels` [N] (up to one row per class), sorted.
 
-    The shuffled rows of each class are spread evenly over (0, 1); the `size` lowest are selected.
+    The shuffled rows of each class are spread evenly over (0, 1), and the `size` lowest rows are
+    selected.
     """
     rows = rng.permutation(len(labels))
     _, codes, counts = np.unique(labels[rows], return_inverse=True, return_counts=True)
@@ -265,7 +267,7 @@ def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
 
 
 def subset_rows(labels: Index, size: int, rng: np.random.Generator) -> Index:
-    """Sample `size` row numbers using `stratified`; 0 or `size` >= N returns all rows."""
+    """Sample `size` row numbers with `stratified`, or return all rows if `size` is 0 or >= N."""
     return stratified(labels, size, rng) if 0 < size < len(labels) else np.arange(len(labels))
 
 
@@ -275,12 +277,12 @@ def encode_labels(names: Sequence[str] | npt.NDArray[Any]) -> Index:
 
 
 def no_path(path: str, table: DataSettings) -> None:
-    """Return None, for sources that read no files of the user."""
+    """Return None, because the source reads no user files."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Location of a dataset: a local path or a name on a hub, and an optional suffix."""
+    """Location of a dataset, i.e. a local path or a name on a hub, with an optional suffix."""
 
     path: str = ""
     hub: str = ""
@@ -295,27 +297,30 @@ class Source:
     line: str
     """One-line description."""
     read: Callable[[str, DataSpec], Dataset]
-    """(place, settings) -> the decoded dataset. Raises DataError if the data is invalid."""
+    """Function from a place and settings to the decoded dataset. Raises DataError if the data is
+    invalid."""
     place: str = ""
     """Placeholder of the location, such as DIR; "" = the source has no location."""
     kind: Kind = IMAGE
     """Kind of the samples."""
     infer_kind: Callable[[str], Kind] | None = None
-    """(place) -> the sample kind, if it depends on the data; IMAGE if the data is unreadable."""
+    """Function from a place to the sample kind, if the kind depends on the data. Returns IMAGE if
+    the data is unreadable."""
     parse: Callable[[str], Location] = Location
-    """(place) -> its location. All code that permits, reads, or copies data uses this function."""
+    """Function from a place to its location, which all code that permits, reads, or copies data
+    uses."""
     files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
-    """(path in the location, settings) -> the file or directory to read, or None."""
+    """Function from a location's path and settings to the file or directory to read, or None."""
     imports: bool = False
     """Whether the location names Python code to import instead of a path."""
     whole_clients: bool = False
-    """Whether a file may hold all samples of a client, so 'data.max-samples' must be 0."""
+    """Whether a file may contain all samples of a client, so that 'data.max-samples' must be 0."""
     is_mapped: bool = False
     """Whether the decoded samples are cached on disk and mapped by all processes."""
     owners: str = ""
-    """Locations that support 'data.by', in words; "" = none."""
+    """Description of the locations that support 'data.by', or "" if none does."""
 
     @property
     def form(self) -> str:
-        """The form in `data.dataset`, such as `npz:DIR`."""
+        """Form of the source in `data.dataset`, such as `npz:DIR`."""
         return f"{self.name}:{self.place}" if self.place else self.name

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class RunData:
-    """Lazily loaded data of one run: the dataset, the parts of the clients, and the public set.
+    """Lazily loaded data of one run: the dataset, the clients' parts, and the public set.
 
     The process that runs a federation creates one instance and passes it to the server and to all
     clients that it trains.
@@ -80,7 +80,7 @@ class RunData:
 
     @classmethod
     def of(cls, run: RunSettings, shared: Path | None = None) -> RunData:
-        """Create the store of a run."""
+        """Create the store for a run."""
         return cls(DataSpec.of(run), shared)
 
     def forget(self) -> None:
@@ -90,7 +90,7 @@ class RunData:
 
     @property
     def dataset(self) -> Dataset:
-        """The decoded dataset. Raises DataError if it has fewer than two classes."""
+        """Decoded dataset. Raises DataError if it has fewer than two classes."""
         return self.once("dataset", lambda: self._read(self.spec, "0"))
 
     def partition(self) -> tuple[Index, ...]:
@@ -99,14 +99,14 @@ class RunData:
 
     @property
     def common_test(self) -> Split | None:
-        """The common test set, or None if it does not exist."""
+        """Common test set, or None if it does not exist."""
         return self.dataset.test
 
     def common_test_of(self, kind: str, shape: Shape) -> Split | None:
         """Return the common test set, or None if it does not exist or has another kind or shape."""
         try:
             dataset = self.dataset
-        except DataError:  # the sites have their own data, so the server may lack the dataset
+        except DataError:  # The sites have their own data, so the server may lack the dataset.
             return None
         return dataset.test if (dataset.kind, dataset.shape) == (kind, shape) else None
 
@@ -189,7 +189,11 @@ class RunData:
         return public.train
 
     def validate(self) -> None:
-        """Check all data before a run starts. Raises DataError or SettingsError."""
+        """Check all data before a run starts.
+
+        Raises DataError if data is missing or invalid, and SettingsError if a setting does not
+        match the data.
+        """
         spec, no_common_test = self.spec, self.common_test is None
         for index in range(spec.clients):
             if not len(self.split_rows(index)[1]) and no_common_test:
@@ -200,7 +204,10 @@ class RunData:
                 check_no_overlap(public, self.dataset.train, spec.dataset)
 
     def share(self, folder: Path) -> None:
-        """Write the data to a directory, to be mapped by other processes. Raises StateError."""
+        """Write the data to a directory, from which other processes can map it.
+
+        Raises StateError if a file cannot be written.
+        """
         try:
             with Folder(folder, folder.parent).writing() as written:
                 for place, source in enumerate((self.spec, public_source(self.spec))):
@@ -217,7 +224,7 @@ class RunData:
                     "fortran_order": False,
                     "shape": (sum(map(len, parts)), *x.shape[1:]),
                 }
-                with (written / _SAMPLES).open("wb") as file:  # ordered by client
+                with (written / _SAMPLES).open("wb") as file:  # The samples are ordered by client.
                     np.lib.format.write_array_header_1_0(file, header)
                     for index in range(self.spec.clients):
                         for part in self.split_rows(index):
@@ -228,7 +235,7 @@ class RunData:
 
     @property
     def _source(self) -> Dataset:
-        """The dataset from which the public samples are drawn, if it is not `dataset`."""
+        """Dataset from which the public samples are drawn, if it is not `dataset`."""
         spec = public_source(self.spec)
         assert spec is not None
         return self.once("source", lambda: self._read(spec, "1", min_classes=1))
@@ -258,7 +265,7 @@ class RunData:
             # This has no effect if the reader has already applied the limit.
             return replace(source, train=source.train.subset(spec.public_samples, rng), test=None)
         labels = source.train.y.numpy() if source.subclasses is None else source.subclasses
-        # Repeat the draw of the rows that are used.
+        # Repeat the draw of the rows that the training set uses.
         used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
         rows = np.setdiff1d(np.arange(len(labels)), used)
         if not spec.max_samples or not len(rows):
@@ -294,7 +301,7 @@ class RunData:
         if shared is None:
             return dataset.take(train), dataset.take(test)
         with _mapping("samples of the clients", path := shared / _SAMPLES):
-            # Map copy-on-write, because torch does not support read-only arrays.
+            # Map the file copy-on-write, because torch does not support read-only arrays.
             x = self.once("samples", lambda: torch.from_numpy(np.load(path, mmap_mode="c")))
         counts = map(len, self.partition())
         start = self.once("starts", lambda: (0, *accumulate(counts)))[index]
@@ -305,7 +312,7 @@ class RunData:
         )
 
     def once(self, part: str, make: Callable[[], T]) -> T:
-        """Return a cached part of the data, calling `make` on the first access (thread-safe)."""
+        """Return a cached part of the data; thread-safe, and calls `make` on the first access."""
         with self._lock:
             if part not in self._parts:
                 self._parts[part] = make()
@@ -359,15 +366,15 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
 
 
 GENERATED = "generated"
-"""Value of `public-dataset`: samples generated from the training set (see `Kind.generated`)."""
+"""Value of `public-dataset` for samples generated from the training set (see `Kind.generated`)."""
 UNUSED = "unused"
-"""Value of `public-dataset`: the training rows that `data.max-samples` excludes."""
+"""Value of `public-dataset` for the training rows that `data.max-samples` excludes."""
 DERIVED = (GENERATED, UNUSED)
-"""Values of `public-dataset` that are derived from the training set instead of another dataset."""
+"""Values of `public-dataset` for samples from the training set instead of another dataset."""
 
 
 def check_no_overlap(public: Split, private: Split, owner: str) -> None:
-    """Raise DataError if the public set contains a sample of `private`, in any storage format."""
+    """Check for overlap. Raises DataError if the public set contains a sample from `private`."""
     if public.x.dtype != private.x.dtype:
         public, private = public.scaled(), private.scaled()
 
@@ -387,7 +394,7 @@ def check_no_overlap(public: Split, private: Split, owner: str) -> None:
 
 
 def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
-    """Generate public samples that resemble a dataset; their labels have no meaning."""
+    """Generate public samples that resemble a dataset; their labels are meaningless."""
     size, kind = spec.public_samples, KINDS[dataset.kind]
     if size < 1:
         raise SettingsError(
@@ -407,7 +414,7 @@ def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
 
 
 def public_source(spec: DataSpec) -> DataSpec | None:
-    """Return the spec of the dataset from which public samples are drawn, or None if it is `spec`.
+    """Return the spec of the dataset with the public samples, or None if it is `spec`.
 
     None is also returned if the samples are generated.
     """
@@ -415,7 +422,7 @@ def public_source(spec: DataSpec) -> DataSpec | None:
         return spec.replace(max_samples=0)
     if spec.public_dataset in ("", GENERATED):
         return None
-    # Files with whole clients are read completely, and the samples are drawn later.
+    # Files that contain whole clients are read completely, and samples are drawn later.
     whole_clients = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
     return spec.replace(
         dataset=spec.public_dataset,
@@ -433,7 +440,7 @@ _PARTS = ("train", "test", "public")
 
 @dataclass(frozen=True)
 class _Metadata:
-    """Fields of a `Dataset` other than its arrays."""
+    """Fields of a `Dataset`, except its arrays."""
 
     name: str
     classes: tuple[str, ...]
@@ -450,10 +457,10 @@ _METADATA = TypeAdapter(_Metadata)
 
 @contextlib.contextmanager
 def _mapping(what: str, path: Path) -> Iterator[None]:
-    """Convert any exception raised in the block to StateError."""
+    """Convert exceptions raised in the block to StateError."""
     try:
         yield
-    except Exception as error:  # safetensors raises its own exception type
+    except Exception as error:  # safetensors raises its own exception type.
         raise StateError(f"cannot read the {what} in {path}: {error_reason(error)}") from None
 
 
@@ -472,7 +479,10 @@ def write_dataset(dataset: Dataset, path: Path) -> None:
 
 
 def read_dataset(path: Path) -> Dataset:
-    """Map a dataset written by `write_dataset` into memory. Raises StateError."""
+    """Map a dataset written by `write_dataset` into memory.
+
+    Raises StateError if the file is unreadable or invalid.
+    """
     with _mapping("decoded data", path), safe_open(path, framework="pt") as file:
         metadata = _METADATA.validate_json(file.metadata()["dataset"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

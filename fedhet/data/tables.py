@@ -1,8 +1,8 @@
-"""Table schemas: inferred from training rows, and used to encode rows as features.
+"""Table schemas, which are inferred from training rows and used to encode rows as features.
 
-A schema defines the features of each column, so that all clients encode the same value alike.
-Numbers and dates (in days) are standardized; words are one-hot encoded. A missing value becomes
-the mean, or no category, and sets an indicator feature. Simulations infer the schema from the
+A schema defines the features of each column, so that all clients encode a value in the same way.
+Numbers and dates (in days) are standardized; words are one-hot encoded. A missing value is encoded
+as the mean or as no category, and sets an indicator feature. Simulations infer the schema from the
 training rows; the sites of a deployment share a schema file. `fedhet.data.values` recognizes
 numbers, dates, and words.
 """
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("fedhet")
 MAX_CATEGORIES, MAX_CLASSES = 200, 1000
 MIN_ROWS = 10
-"""Minimum number of rows to conclude that a column only numbers the rows."""
+"""Minimum number of rows from which to conclude that a column only numbers the rows."""
 _FLOAT = 4
 _ROW_NAME = re.compile(
     r"index|level_\d+|rownames?|row[ _.-]?(names?|ids?|numbers?|nr|no|num|index)?|(.+[ _.-])?id|#",
     re.IGNORECASE,
 )
-"""Names of columns that identify a row if all their values differ."""
+"""Names of columns that identify a row if all values in the column differ."""
 
 
 class _Frozen(BaseModel):
@@ -68,24 +68,24 @@ class Column(_Frozen):
     name: str
     kind: Literal["number", "date", "category"]
     mean: float = Field(0.0, allow_inf_nan=False)
-    """Mean of the column; for dates, in days since 1970."""
+    """Mean of the column, in days since 1970 for dates."""
     deviation: float = Field(1.0, gt=0, allow_inf_nan=False)
     categories: tuple[str, ...] = Field((), max_length=MAX_CATEGORIES)
     missing: bool = False
     """Whether an additional feature indicates missing values."""
     written: str = ""
-    """Notation of numbers or dates, such as 1.234,5 or dd/mm/yyyy; "" = 1234.5 and ISO 8601."""
+    """Notation of numbers or dates, such as 1.234,5 or dd/mm/yyyy; "" = 1234.5 or ISO 8601."""
     unit: str = ""
     """Unit before or after each number, such as %."""
 
     @property
     def width(self) -> int:
-        """The number of features."""
+        """Number of features."""
         return (len(self.categories) if self.kind == "category" else 1) + self.missing
 
     @property
     def summary(self) -> str:
-        """The mean and standard deviation, or the categories, as text."""
+        """Mean and standard deviation, or categories, as text."""
         if self.kind == "category":
             return ", ".join(self.categories)
         if self.kind == "date":
@@ -107,12 +107,12 @@ class TableSchema(_Frozen):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The number of features of each column."""
+        """Number of features of each column."""
         return tuple(column.width for column in self.columns)
 
     @property
     def digest(self) -> str:
-        """A hash of the features and classes."""
+        """Hash of the features and classes."""
         text = self.model_dump_json(exclude={"max_unknown"})
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -125,7 +125,7 @@ class TableSchema(_Frozen):
 
 
 def read_schema(path: Path) -> TableSchema:
-    """Read a schema file. Raises DataError."""
+    """Read a schema file. Raises DataError if it is unreadable or invalid."""
     try:
         return TableSchema.model_validate(read_toml_tables(path))
     except (OSError, StateError) as error:
@@ -144,7 +144,7 @@ def infer_schema(
 ) -> TableSchema:
     """Infer the schema of a table from its training rows.
 
-    The features are `data.columns`. If it is empty, they are all columns except the target,
+    `data.columns` names the features. If it is empty, all columns are features, except the target,
     `data.by`, and columns that only number or name the rows.
 
     Args:
@@ -238,7 +238,7 @@ def _infer_column(
         rows = reading.numbers[values.codes]
         rows = rows[~np.isnan(rows)]
         mean = float(rows[0])
-        if rows.min() < rows.max():  # rounding would make a tiny deviation of equal values
+        if rows.min() < rows.max():  # Rounding errors would give equal values a tiny deviation.
             mean, deviation = float(rows.mean()), float(rows.std())
     column = Column(
         name=name,
@@ -259,7 +259,7 @@ def _infer_column(
 
 
 def _names_rows(name: str, cells: Cells) -> str:
-    """Return the reason if a column only numbers or names the rows, or "".
+    """Return why a column only numbers or names the rows, or "" if it does not.
 
     The rule does not use other columns, so it does not depend on `data.by`.
     """
@@ -304,7 +304,8 @@ def encode(schema: TableSchema, cells: Cells, *, strict: bool = False) -> torch.
     Args:
         schema: Schema of the table.
         cells: Rows of the table.
-        strict: Whether a fraction of unknown values above `schema.max_unknown` is an error.
+        strict: Whether it is an error if the fraction of unknown values exceeds
+            `schema.max_unknown`.
 
     Returns:
         Features of shape [N, F], float32.
@@ -344,7 +345,7 @@ def _features(
     """Return the features [N, width], the counts of unknown values, and respelled categories.
 
     Unknown values are words outside the categories, which set no feature, and missing values in a
-    column without a missing indicator. Raises DataError for an invalid number or date.
+    column without a missing-value indicator. Raises DataError for an invalid number or date.
     """
     values = Distinct.of(cells.column(column.name))
     absent = np.array([is_missing(text, schema.missing) for text in values.texts], bool)

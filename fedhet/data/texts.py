@@ -1,8 +1,8 @@
-"""Tokenization, readers of labeled texts, and the configuration of pretrained encoders.
+"""Tokenization, readers of labeled texts, and configurations of pretrained encoders.
 
-Texts are tokenize by hashing each word, or with the tokenizer of a pretrained encoder. Hashing
-needs no vocabulary shared between sites, because a word has the same token everywhere. Two words
-may collide; with a vocabulary of 8192, few words of a text do.
+Texts are tokenized by hashing each word, or with the tokenizer of a pretrained encoder. With
+hashing, sites need not share a vocabulary, because a word has the same token everywhere. Two words
+may collide, but with a vocabulary of 8192, few words in a text do.
 
 Encoders are directories in $FEDHET_ENCODERS, as saved by `transformers`. Runs refer to encoders by
 name, not by path, because each machine has its own encoder directory. Weights are loaded only from
@@ -55,7 +55,11 @@ def encoder_parts(model: str) -> tuple[int, bool, str]:
 
 
 def encoder_directory(name: str) -> str:
-    """Return the directory of an encoder. Raises SettingsError, or DataError if it is missing."""
+    """Return the directory of an encoder.
+
+    Raises SettingsError if the name or $FEDHET_ENCODERS is invalid, and DataError if the directory
+    is missing.
+    """
     if not _NAME.fullmatch(name):
         raise SettingsError(
             f"encoder {name!r}: a name must consist of letters, digits, '.', '_', and '-'"
@@ -73,7 +77,7 @@ def encoder_directory(name: str) -> str:
 
 
 def configuration(name: str) -> dict[str, Any]:
-    """Read the config.json of an encoder. Raises DataError if it is not readable."""
+    """Read the config.json of an encoder. Raises DataError if it is unreadable."""
     return _configuration(Path(encoder_directory(name)) / "config.json")
 
 
@@ -94,18 +98,21 @@ _TOKEN_BYTES = 8
 
 
 def words(text: str) -> list[str]:
-    """Split a text into lower-case words and punctuation marks; [""] if there are none."""
+    """Split a text into lower-case words and punctuation marks, or [""] if there are none."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold()) or [""]
 
 
 def hash_token(word: str, vocabulary: int) -> int:
-    """Return the token of a word: its 8-byte BLAKE2b hash, mapped to 1 .. `vocabulary` - 1."""
+    """Return the token of a word, i.e. its 8-byte BLAKE2b hash mapped to 1 .. `vocabulary` - 1."""
     digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return 1 + int.from_bytes(digest, "big") % (vocabulary - 1)
 
 
 def vocabulary_size(spec: DataSpec) -> int:
-    """Return the vocabulary size V of a run's tokenizer. Raises SettingsError or DataError."""
+    """Return the vocabulary size V of a run's tokenizer.
+
+    Raises SettingsError or DataError if the encoder is invalid or missing.
+    """
     if spec.tokenizer == WORDS:
         return spec.vocabulary
     size: int = _tokenizer(spec.tokenizer).get_vocab_size(with_added_tokens=True)
@@ -113,12 +120,15 @@ def vocabulary_size(spec: DataSpec) -> int:
 
 
 def text_sample_shape(spec: DataSpec) -> Shape:
-    """Return the sample shape of texts in a run. Raises SettingsError or DataError."""
+    """Return the sample shape of texts in a run.
+
+    Raises SettingsError or DataError if the encoder is invalid or missing.
+    """
     return text_shape(spec.max_tokens, vocabulary_size(spec))
 
 
 def tokenize(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
-    """Tokenize texts as int64 tokens [N, L], L = `data.max-tokens`, padded with PADDING.
+    """Tokenize texts as int64 tokens [N, L], padded with PADDING to L = `data.max-tokens`.
 
     Longer texts are truncated. The padding token of an encoder's tokenizer is swapped with PADDING;
     `fedhet.models.libraries` swaps them back. Each text has at least one token other than PADDING.
@@ -170,13 +180,13 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
-_MARKS = {  # the byte order mark of UTF-32 begins with that of UTF-16, so it comes first
+_MARKS = {  # UTF-32 comes first, because its byte order mark begins with that of UTF-16.
     BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
     BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 _WESTERN = 0.1
 """Maximum fraction of non-ASCII bytes in a text that is decoded as Windows-1252. Texts in other
-alphabets have far more, so they are rejected instead of misread."""
+alphabets have far more such bytes, so they are rejected instead of misread."""
 _LATIN = {0xDC00 + byte: byte for byte in range(128, 256)}
 """Latin-1 characters of the five bytes that Windows-1252 leaves undefined."""
 
@@ -184,7 +194,7 @@ _LATIN = {0xDC00 + byte: byte for byte in range(128, 256)}
 def read_texts(
     train: Path, test: Path | None, spec: DataSpec, names: Sequence[str] = (), classes: int = 0
 ) -> Dataset:
-    """Read row files of labeled texts as a dataset. `groups` is set if `data.by` names a column.
+    """Read row files with labeled texts as a dataset.
 
     Args:
         train: File of the training rows.
@@ -192,7 +202,7 @@ def read_texts(
         spec: Data settings.
         names: Class names in order; () = the distinct labels, or the numbers 0 to `classes` - 1 if
             all labels are such numbers.
-        classes: Number of classes of the run; 0 = any.
+        classes: Number of classes in the run; 0 = any number.
 
     Raises:
         DataError: If a file is invalid, or the number of classes differs from `classes`.
@@ -235,8 +245,8 @@ def _tokenized_split(rows: TextRows, classes: Sequence[str], spec: DataSpec, pat
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:
     """Read and tokenize text files [N, L]. `like` is ignored.
 
-    Supported encodings are UTF-8, and UTF-16 and UTF-32 with a byte order mark. Other files whose
-    characters are almost all ASCII are decoded as Windows-1252, with a warning.
+    Supported encodings are UTF-8, and UTF-16 and UTF-32 with a byte order mark. All other files in
+    which almost all characters are ASCII are decoded as Windows-1252, with a warning.
     """
     texts, size, western = [], 0, []
     for path in map(Path, files):
@@ -260,7 +270,8 @@ def _decoded(content: bytes, path: Path) -> tuple[str, str]:
     """Return a text and its encoding. Raises DataError if the encoding is unknown."""
     marked = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "")
     if not marked and content[:4000].count(0) * 10 > len(content[:4000]):
-        even = content[:4000:2].count(0)  # binary data, or UTF-16 without a byte order mark
+        # The file contains binary data, or UTF-16 without a byte order mark.
+        even = content[:4000:2].count(0)
         odd = content[1:4000:2].count(0)
         marked = "utf-16-be" if even > 4 * odd else "utf-16-le" if odd > 4 * even else "ascii"
     try:
@@ -275,4 +286,4 @@ def _decoded(content: bytes, path: Path) -> tuple[str, str]:
 
 
 TEXTS = Files(".txt files", (".txt",), read_files, TEXT.name, text_sample_shape, bare=True)
-"""Text files; files without an extension are read only if a tree has no .txt file."""
+"""Text files. Files without an extension are read only if a tree has no .txt file."""

@@ -1,8 +1,9 @@
-"""Recognition of the values in a column: missing values, numbers, dates, and words.
+"""Recognition of the values in a column as missing values, numbers, dates, or words.
 
 All distinct values of a column are parsed together, because one value can resolve the others. For
-example, "13/02/2024" shows that "01/02/2024" begins with the day. An ambiguous column is an error,
-whose message names the setting that resolves it. docs/data.md documents the rules for users.
+example, "13/02/2024" shows that "01/02/2024" begins with the day. An ambiguous column causes an
+error whose message names the setting that resolves the ambiguity. docs/data.md documents the rules
+for users.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Numbers = npt.NDArray[np.float64]
 MISSING = frozenset(
     """? na n/a nan null <na> nat \\n #n/a #na #nv #n/d (null) <null> <missing> <nan>""".split()
 ) | {"", "#n/a n/a"}
-"""Markers of missing values in any column, in lower case, from pandas, R, SQL, and spreadsheets."""
+"""Markers of missing values in all columns, in lower case, from pandas, R, SQL, and
+spreadsheets."""
 MISSING_NUMBER = frozenset(
     """- -- --- – — . .. ... … * ** / _ ._ none nil undef undefined missing unknown unk blank
     (blank) empty nd n.d. n/d nr n.r. n.a. n.a s/d s.d. n/v n/k n/s nc n.c. n.n. k.a. k.a na. -nan
@@ -38,17 +40,19 @@ MISSING_NUMBER = frozenset(
     "not available", "no data", "not known", "not recorded", "not done", "not applicable",
     "no disponible", "non disponible", "sin dato", "keine angabe", "0000-00-00 00:00:00",
 }  # fmt: skip
-"""Additional markers in columns of numbers or dates. In other columns they are words."""
+"""Additional markers in columns of numbers or dates. In other columns, they are words."""
 _MISSING_FORM = re.compile(r"#[¡¿]?[^\W\d]\S*|err:\d+|\.[a-z]", re.IGNORECASE)
-"""Spreadsheet errors in all languages (#DIV/0!, #WERT!), and .A to .Z from SAS and Stata."""
+"""Pattern for spreadsheet errors in all languages (#DIV/0!, #WERT!), and for .A to .Z from SAS and
+Stata."""
 MAX_NUMBER = 1e15
 """Maximum magnitude of a number, so that sums of squares are finite."""
 MAX_ODD = 0.1
 """Fraction of non-numeric values in a numeric column below which they are treated as mistakes."""
 FEW = 5
-"""Minimum number of numeric values to call the other values of the column mistakes."""
+"""Minimum number of numeric values needed to treat a column's other values as mistakes."""
 MANY_CLASSES = 20
-"""Maximum number of distinct numbers in a target; a column with more holds measurements."""
+"""Maximum number of distinct numbers in a target; a column with more numbers contains
+measurements."""
 MAX_WORD = 1000
 """Maximum number of characters in a category or a class."""
 DAY = 86_400.0
@@ -57,7 +61,7 @@ DAY = 86_400.0
 class UnclearError(Exception):
     """Raised if a column is ambiguous or unreadable.
 
-    `place` is the index of the distinct value that shows it, or None.
+    `place` is the index of the distinct value that causes the error, or None.
     """
 
     def __init__(self, fault: str, place: int | None = None) -> None:
@@ -71,7 +75,7 @@ class Distinct:
 
     texts: Sequence[str]
     codes: npt.NDArray[np.int64]
-    """Index [N] of the value of each row in `texts`."""
+    """Index in `texts` of each row's value, of shape [N]."""
 
     @classmethod
     def of(cls, values: Sequence[str]) -> Distinct:
@@ -86,7 +90,7 @@ class Distinct:
         return np.bincount(self.codes, minlength=len(self.texts))
 
     def row(self, place: int) -> int:
-        """Return the first row with a distinct value."""
+        """Return the first row with the distinct value at index `place`."""
         return int((self.codes == place).argmax())
 
 
@@ -98,11 +102,11 @@ class Reading:
     missing: npt.NDArray[np.bool_]
     """Whether each distinct value [D] is missing."""
     evidence: str
-    """Reason for this reading, shown to the user."""
+    """Reason for this result, which is shown to the user."""
     numbers: Numbers | None = None
-    """Numeric value of each distinct value [D], NaN if missing; None for categories."""
+    """Numeric value of each distinct value [D], or NaN if it is missing; None for categories."""
     written: str = ""
-    """Notation, a key of NUMBERS or DATES; "" = Python's notation, or ISO 8601."""
+    """Notation, as a key of NUMBERS or DATES; "" = Python's notation or ISO 8601."""
     unit: str = ""
     """Unit before or after every number, such as %."""
     words: tuple[str, ...] = ()
@@ -135,7 +139,7 @@ NUMBERS: Mapping[str, re.Pattern[str]] = {
         ("1.234,5", ",", r"|\d{1,3}(?:\.\d{3})+"),
     )
 }
-"""Notations of numbers. Each also accepts spaces and apostrophes between thousands."""
+"""Notations of numbers, each of which also accepts spaces and apostrophes between thousands."""
 _POINT, _POINT_GROUPS, _COMMA, _COMMA_GROUPS = NUMBERS
 CLOCK = "h:mm:ss"
 _CLOCK_FORM = re.compile(
@@ -168,10 +172,11 @@ def _parts(text: str) -> tuple[str, str]:
     """Split a value into number and unit, or return ("", "") if it contains no number."""
     text = text.translate(_SIGNS)
     sign = ""
-    if match := _WRAPPED.fullmatch(text):  # spreadsheets write ="12" and '12, accountants (12)
+    # Spreadsheets write ="12" and '12, and accountants write (12).
+    if match := _WRAPPED.fullmatch(text):
         sign = "-" if match[3] is not None else ""
         text = next(part for part in match.groups() if part is not None).strip()
-    if len(text) > 1 and text[-1] == "-" and text[-2].isdigit():  # SAP writes 12-
+    if len(text) > 1 and text[-1] == "-" and text[-2].isdigit():  # SAP writes 12-.
         sign, text = "-", text[:-1]
     match = _AFFIXED.fullmatch(text)
     if match is None:
@@ -190,7 +195,7 @@ def _value(number: str, written: str) -> float:
 
 
 def _clock(text: str) -> float:
-    """Parse a duration or a time of day, such as 1 days 02:30:00, in seconds, or return NaN."""
+    """Parse a duration or time of day, such as 1 days 02:30:00, as seconds, or return NaN."""
     match = _CLOCK_FORM.fullmatch(text)
     if match is None or not (match[2] or match[3]):
         return math.nan
@@ -222,7 +227,7 @@ def decimal_sign(texts: Sequence[str]) -> str:
     if not any("," in text for text in signed):
         return ""
     numbers = [number for number, _ in map(_parts, signed) if number]
-    if 2 * len(numbers) < len(signed):  # most values are words
+    if 2 * len(numbers) < len(signed):  # Most values are words.
         return ""
     return _better({sign: _values(numbers, written) for sign, (_, written) in _SIGNED.items()})
 
@@ -237,7 +242,7 @@ def _fits(numbers: Numbers) -> int:
 
 
 def _better(readings: Mapping[str, Numbers]) -> str:
-    """Return the name of the reading that fits more values, or "" if both fit equally."""
+    """Return the name of the reading that fits more values, or "" if both fit equally many."""
     (one, first), (two, second) = readings.items()
     more = _fits(first) - _fits(second)
     return "" if not more else one if more > 0 else two
@@ -292,13 +297,13 @@ def _numbers(
 
 
 _SIGNED = {".": (_POINT, _POINT_GROUPS), ",": (_COMMA, _COMMA_GROUPS)}
-"""Notations with each decimal sign: without and with separators between thousands."""
+"""Notations for each decimal sign, without and with separators between thousands."""
 _GROUPED_BY_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+").fullmatch
 
 # --- dates --------------------------------------------------------------------------------------
 
 DATES = {"dd/mm/yyyy": "dmy", "mm/dd/yyyy": "mdy"}
-"""Notations of dates, and their order of day, month, and year. Each also accepts ISO 8601."""
+"""Notations of dates with their order of day, month, and year. Each also accepts ISO 8601."""
 _NAME = r"[^\W\d_]{3,10}\.?"
 _DATE_FORM = re.compile(
     rf"(?:[^\W\d_]{{2,10}},? )?(\d{{1,4}}|{_NAME})(?:[-/ ]|\.\s?)(\d{{1,2}}|{_NAME}),?"
@@ -385,7 +390,7 @@ def _dates(
     Raises UnclearError if day and month could be swapped.
     """
     iso = parse_dates(texts, "")
-    other = []  # values in another form of a date, with a year of two or four digits
+    other = []  # These values have another date format, with a year of two or four digits.
     for place in np.flatnonzero(np.isnan(iso)).tolist():
         form = _DATE_FORM.fullmatch(texts[place])
         if form and (
@@ -401,7 +406,7 @@ def _dates(
             "day. Correct it, or name the column in data.categories if it holds words.",
             other[0],
         )
-    if not other or set(fits.values()) == {_fits(iso)}:  # the other values are mistakes
+    if not other or set(fits.values()) == {_fits(iso)}:  # The other values are mistakes.
         return iso, "", "all values are ISO 8601 dates"
     both = ~np.isnan(parsed["dmy"] + parsed["mdy"])
     differ = np.flatnonzero(both & (parsed["dmy"] != parsed["mdy"])).tolist()
@@ -433,8 +438,8 @@ _YES, _NO = frozenset({"yes", "y", "true", "t", "1"}), frozenset({"no", "n", "fa
 def normalized(word: str) -> str:
     """Return a normalized form that all spellings of a word share.
 
-    It ignores case, whitespace, compatible Unicode forms, and the `.0` of integers: "Yes" and
-    "YES" are the same word, and so are "1" and "1.0".
+    The form ignores case, whitespace, compatible Unicode forms, and the `.0` of integers. For
+    example, "Yes" and "YES" are the same word, and so are "1" and "1.0".
     """
     word = " ".join(normalize("NFKC", word).casefold().split())
     match = _WHOLE.fullmatch(word)
@@ -452,7 +457,7 @@ def merge_spellings(texts: Sequence[str], counts: Sequence[int], *, exact: bool)
     for text, count in zip(texts, counts, strict=True):
         match = _WHOLE.fullmatch(text)
         key = (match[1] if match else text) if exact else normalized(text)
-        if numeric:  # 1, 01, and 1e0
+        if numeric:  # 1, 01, and 1e0 are the same integer.
             key = f"{_plain(text):.17g}"
         if len(text) > MAX_WORD:
             raise UnclearError(
@@ -475,7 +480,7 @@ def merge_spellings(texts: Sequence[str], counts: Sequence[int], *, exact: bool)
 
 
 class Words:
-    """List of known words that also finds other spellings."""
+    """List of known words, in which other spellings are also found."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._exact = {name: place for place, name in enumerate(names)}
@@ -484,7 +489,7 @@ class Words:
         self._ambiguous = {key for key, count in keys.items() if count > 1}
         numbers = {_plain(name): place for place, name in enumerate(names)}
         distinct = len(numbers) == len(names) and not any(map(math.isnan, numbers))
-        self._numbers = numbers if distinct else {}  # 01 and 1e0 then equal 1
+        self._numbers = numbers if distinct else {}  # 01 and 1e0 are then equal to 1.
 
     def place(self, word: str) -> int | None:
         """Return the index of a word, or None if it is unknown."""
@@ -515,9 +520,10 @@ def class_words(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the sorted classes, and the class of each distinct label.
 
-    Integers are sorted numerically, other labels alphabetically. `exact` keeps different spellings
-    apart (`data.categories`). Raises DataError for an unprintable label, or for more than
-    `max_numbers` different numbers, because these are measurements.
+    Integers are sorted numerically, and other labels alphabetically. With `exact`
+    (`data.categories`), different spellings are different classes. Raises DataError if a label is
+    unprintable, or if there are more than `max_numbers` different numbers, because such labels are
+    measurements.
     """
     counts = Counter(labels)
     for name in sorted(counts):
@@ -564,12 +570,12 @@ def recognize(
     Args:
         values: Distinct values of the column.
         marks: Custom markers of missing values.
-        words: Whether the column holds words even if all of them are numbers (`data.categories`).
+        words: Whether the values are words even if all of them are numbers (`data.categories`).
         typed: Whether the file declares the column numeric.
         decimal: Setting `data.decimal`.
         order: Setting `data.date-order`.
-        decimal_evidence: Returns the decimal sign of other columns, or "".
-        order_evidence: Returns the date order of other columns, or "".
+        decimal_evidence: Function that returns the decimal sign in other columns, or "".
+        order_evidence: Function that returns the date order in other columns, or "".
 
     Raises:
         UnclearError: If the column is ambiguous.
@@ -624,14 +630,15 @@ def _fault(
     texts: Sequence[str],
     rows: npt.NDArray[np.int64],
 ) -> str:
-    """Return the fault of a column that mixes numbers (or dates) and words, or "".
+    """Return the error for a column that mixes numbers (or dates) and words, or "".
 
     A few words among numbers are mistakes. Many words are codes if the column has few distinct
-    integers, each of them frequent (1, 2, 3, X). Next to measurements, they are unknown markers.
+    integers that are all frequent (1, 2, 3, X). Among measurements, many words are unknown markers
+    of missing values.
     """
     odd = np.isnan(numbers)
     num_numeric, num_odd, distinct = int(rows[~odd].sum()), int(rows[odd].sum()), _fits(numbers)
-    if not num_numeric or (unit and distinct <= FEW):  # such as 1st, next to 2nd
+    if not num_numeric or (unit and distinct <= FEW):  # An example is 1st, next to 2nd.
         return ""
     nouns = {"number": f"number up to ±{MAX_NUMBER:g}", "date": "date such as 2026-01-31"}
     noun = nouns.get(attempt, "time such as 12:30:00")

@@ -422,7 +422,7 @@ def _transformers(folder: str) -> Any:
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
         raise ModelError(
-            f"base model {Path(folder).name!r}: needs the package 'transformers'. Run: "
+            f"base model {Path(folder).name!r}: package 'transformers' not found. Install it with: "
             "pip install 'fedhet[lora]'"
         ) from None
     disable_progress_bar()

@@ -1,7 +1,7 @@
-"""Data sources: named datasets, and data formats with a location.
+"""Data sources, i.e. named datasets and data formats with a location.
 
-Each module in this package declares its `SOURCES` and is discovered automatically. Slow libraries
-are imported lazily by the functions that read data.
+Each module in this package declares its `SOURCES` and is discovered automatically. Functions that
+read data import slow libraries lazily.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sample_kind(table: DataSettings) -> Kind:
         return KINDS[table.sample_kind]
     name, _, place = table.dataset.partition(":")
     source = SOURCES.get(name)
-    if source is None:  # reported elsewhere
+    if source is None:  # The error is reported elsewhere.
         return IMAGE
     return source.infer_kind(place) if source.infer_kind and place else source.kind
 
@@ -81,7 +81,7 @@ def absolute(dataset: str, table: DataSettings) -> str:
 
 
 def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
-    """Return the local path of a dataset, if it has one, and the suffix of its location."""
+    """Return the local path of a dataset, if it has one, and its location's suffix."""
     name, _, place = dataset.partition(":")
     if name not in SOURCES:
         return None, ""

@@ -1,4 +1,4 @@
-"""Sources for the user's own data: files with images, arrays, signals, tables, texts, and Python.
+"""Sources for user data: images, arrays, signals, tables, texts, and Python functions.
 
 - `imagefolder:PATH`: images, one directory for each class.
 - `npz:DIR`: one .npz file for each client, with images or table rows.
@@ -48,7 +48,7 @@ from fedhet.data.texts import TEXTS, read_texts
 from fedhet.data.values import is_missing
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind
 
-# The largest label determines the number of classes, so a stray label must not use much memory.
+# The largest label determines the number of classes, so a wrong label must not use much memory.
 MAX_CLASSES = 65_536
 _BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
 PYTHON = "python"
@@ -67,18 +67,18 @@ def read_arrays(
     source: str = "",
     scaled: bool = False,
 ) -> Arrays:
-    """Read arrays of an .npz file unchanged.
+    """Read arrays from an .npz file unchanged.
 
-    Sizes are checked before the arrays are decompressed, using their headers and the index of the
-    archive. Pickled arrays are rejected.
+    Before the arrays are decompressed, their sizes are checked with their headers and the archive's
+    index. Pickled arrays are rejected.
 
     Args:
         path: The .npz file.
         names: Names of the arrays to read.
         spec: Data settings.
-        hint: Appended to the message if an array is missing.
-        source: Appended to the message if the file is missing.
-        scaled: Whether uint8 values will be scaled, so they count as float32.
+        hint: Text appended to the message if an array is missing.
+        source: Text appended to the message if the file is missing.
+        scaled: Whether uint8 values will be scaled, so that their size is computed as float32.
 
     Raises:
         DataError: If the file is invalid, or if the arrays exceed `data.max-bytes`, either in the
@@ -189,8 +189,8 @@ def check_no_subset(spec: DataSpec) -> None:
 def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     """Read DIR/train/<k>.npz, DIR/test/<k>.npz, and optionally DIR/common.npz as one dataset.
 
-    The rows of each client are contiguous, training rows before test rows; `Dataset.parts` holds
-    their counts.
+    The rows of each client are contiguous, with training rows before test rows; `Dataset.parts`
+    contains their numbers.
     """
     check_no_subset(spec)
     root = expanded(directory)
@@ -228,21 +228,21 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
 
 
 _MIN_SAMPLES = {"train": 2, "test": 1}
-"""Parts of a client, and the minimum number of samples of each."""
+"""Parts of a client's data, and the minimum number of samples in each."""
 
 
 def kind_of_clients(directory: str) -> Kind:
-    """Return the sample kind of DIR/train/0.npz: TABLE if x has two dimensions, or else IMAGE.
+    """Return the sample kind of DIR/train/0.npz: TABLE if x has two dimensions, or IMAGE.
 
-    Reads only the array header.
+    Only the array header is read.
     """
     path = expanded(directory) / "train" / "0.npz"
     try:
         with zipfile.ZipFile(path) as file, file.open("x.npy") as x:
-            if np.lib.format.read_magic(x) != (1, 0):  # headers of later versions may be large
+            if np.lib.format.read_magic(x) != (1, 0):  # Headers of later versions may be large.
                 return IMAGE
             shape, _, _ = np.lib.format.read_array_header_1_0(x)
-    except Exception:  # reported when the file is read
+    except Exception:  # The error is reported when the file is read.
         return IMAGE
     return TABLE if len(shape) == 2 else IMAGE
 
@@ -251,7 +251,7 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
     """Read DIR/train.npz and optionally DIR/test.npz, or one file per client as in `npz:DIR`.
 
     If `data.by` is set, it names an array in train.npz with an integer or a word for each sample,
-    which becomes `Dataset.groups`.
+    from which `Dataset.groups` is read.
     """
     root = expanded(directory)
     path = root / "train.npz"
@@ -277,7 +277,7 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
 
 
 def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
-    """Return "0", "1", ... up to the highest label as class names."""
+    """Return the class names "0", "1", ..., up to the highest label."""
     highest = max(int(split.y.max()) for split in splits if split is not None and len(split))
     return tuple(map(str, range(highest + 1)))
 
@@ -294,7 +294,7 @@ def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
-    """Return a path, and its files of training and test rows, if they exist."""
+    """Return a path, and its files with training and test rows, if they exist."""
     path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: file or directory not found")
@@ -304,9 +304,10 @@ def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Pat
 
 
 def read_own_table(place: str, spec: DataSpec) -> Dataset:
-    """Read `table:PATH`. `Dataset.groups` is set if `data.by` is set, or with one file per client.
+    """Read `table:PATH`.
 
-    Raises DataError if a file is invalid, or if the columns of several files differ.
+    `Dataset.groups` is set if `data.by` is set or if there is one file per client. Raises DataError
+    if a file is invalid, or if the columns of several files differ.
     """
     path, first, test = _located(place, ENDINGS)
     if first is not None:
@@ -346,7 +347,11 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_own_texts(place: str, spec: DataSpec) -> Dataset:
-    """Read `text:PATH`. `Dataset.groups` is set if `data.by` names a column. Raises DataError."""
+    """Read `text:PATH`.
+
+    `Dataset.groups` is set if `data.by` names a column. Raises DataError if a file is invalid or
+    `data.by` is unsupported.
+    """
     _, train, test = _located(place, TEXT_ENDINGS)
     if train is not None:
         return read_texts(train, test, spec)
@@ -367,14 +372,17 @@ _EXPECTED = (
 
 @lru_cache(maxsize=4)
 def read_user_dataset(path: str) -> Dataset:
-    """Import and call the function `path`, "module:function". Raises DataError. Cached."""
+    """Import and call the function `path`, "module:function", and cache its result.
+
+    Raises DataError if the function cannot be called or returns an invalid result.
+    """
     name = f"{PYTHON}:{path}"
     module, _, attribute = path.partition(":")
     if not module or not attribute:
         raise DataError(f"data.dataset: expected {PYTHON}:module:function, got {name!r}")
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything
+    except Exception as error:  # A user's module may raise any exception.
         raise DataError(f"data.dataset = {name!r}: cannot import '{module}': {error!r}") from error
     function = getattr(imported, attribute, None)
     if not callable(function):
@@ -412,7 +420,7 @@ def read_user_dataset(path: str) -> Dataset:
         split = make_split(x, y, where)
         if not len(split):
             raise DataError(f"{where}: no samples found")
-        splits[part] = Split(split.x.clone(), split.y.clone())  # the user may change the arrays
+        splits[part] = Split(split.x.clone(), split.y.clone())  # The user may change the arrays.
     train, test = splits["train"], splits.get("test")
     if test is not None:
         check_same_form(train, test, "train", f"{name}: test")
@@ -427,7 +435,7 @@ def read_user_dataset(path: str) -> Dataset:
 
 
 def _kind_of_function(path: str) -> Kind:
-    with contextlib.suppress(DataError):  # reported when the dataset is read
+    with contextlib.suppress(DataError):  # The error is reported when the dataset is read.
         return KINDS[read_user_dataset(path).kind]
     return IMAGE
 

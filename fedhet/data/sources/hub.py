@@ -1,8 +1,8 @@
-"""Datasets from the Hugging Face Hub: `hf:NAME` or `hf:NAME@SUBSET`, loaded with flwr-datasets.
+"""Datasets from the Hugging Face Hub, loaded with flwr-datasets: `hf:NAME` or `hf:NAME@SUBSET`.
 
 A NAME that begins with `/`, `~` or `.` is a local directory that the library `datasets` can read.
-The split `train` is the training set; `test`, or else `validation`, is the common test set. Only
-data files are read; code in a dataset is never executed.
+The split `train` is the training set, and the split `test`, or `validation` if there is no `test`,
+is the common test set. Only data files are read; code in a dataset is never executed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ TESTS = ("test", "validation")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SUBSET = re.compile(r"\w[\w.-]*")
 _FORMATS = ("parquet", "arrow", "csv", "json", "text", "imagefolder", "webdataset")
-"""Readers of `datasets` for formats that cannot refer to other files."""
+"""Readers in the library `datasets` for formats that cannot refer to other files."""
 _LOCAL = ("file", "local", "zip", "tar", "gzip", "bz2", "xz", "lz4", "zstd")
-"""fsspec protocols of local files and archives."""
+"""fsspec protocols for local files and archives."""
 
 
 def read_hub(name: str, spec: DataSpec) -> Dataset:
     """Read a dataset from the local cache, or download it if `data.download` is set.
 
     The samples are images, or texts if `data.sample-kind` is "text". The labels are in the column
-    `data.label-column`, or else in the only column of type ClassLabel. Raises DataError if the
-    dataset cannot be read or lacks a column.
+    `data.label-column` or, if it is not set, in the only column with the type ClassLabel. Raises
+    DataError if the dataset cannot be read or lacks a column.
     """
     splits, where = _splits(name, spec), f"hf:{name}"
     train, test = splits["train"], next((splits[part] for part in TESTS if part in splits), None)
@@ -111,7 +111,7 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
             splits = {"train": federated.load_split("train")}
         except DataError:
             raise
-        except Exception as error:  # the libraries raise many exception types
+        except Exception as error:  # The libraries raise many exception types.
             fault = " ".join(str(error).split())[:200] or type(error).__name__
             message = f"not found on this machine, or not readable ({fault})"
             message += ". Use --set download=true to download it from the Hugging Face Hub."
@@ -120,16 +120,16 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
                 message = f"cannot be read{also} ({fault})"
             raise DataError(f"data.dataset = 'hf:{name}': {message}") from error
         for part in TESTS:
-            with contextlib.suppress(ValueError):  # the split does not exist
+            with contextlib.suppress(ValueError):  # The split does not exist.
                 splits[part] = federated.load_split(part)
-    for part, rows in splits.items():  # to decode an image, the library would open any path
+    for part, rows in splits.items():  # To decode an image, the library would open any path.
         for column in [key for key, kind in rows.features.items() if isinstance(kind, Image)]:
             splits[part] = splits[part].cast_column(column, Image(decode=False))
     return splits
 
 
 def _check_files(where: str, subset: str | None, root: Path | None) -> None:
-    """Raise DataError if a dataset refers to files outside of itself.
+    """Check a dataset's files. Raises DataError if it refers to files outside of itself.
 
     A README.md or .huggingface.yaml may name any path or URL as `data_files`. For a local
     directory, the files must be inside it after resolving symlinks; for the Hub, they must be
@@ -155,7 +155,7 @@ def _check_files(where: str, subset: str | None, root: Path | None) -> None:
 
 
 def _check_card(root: Path) -> None:
-    """Raise DataError if a metadata file of the dataset in `root` refers to a path outside."""
+    """Check metadata files. Raises DataError if one refers to a path outside of `root`."""
     import yaml
     from huggingface_hub import DatasetCard
 
@@ -183,7 +183,7 @@ def _check_card(root: Path) -> None:
 
 
 def _patterns(value: Any, key: str = "configs") -> Iterator[str]:
-    """Yield all strings in `data_files` and `data_dir` of a card's `configs`."""
+    """Yield all strings in the entries `data_files` and `data_dir` of a card's `configs`."""
     if isinstance(value, str) and key != "configs":
         yield value
     elif isinstance(value, dict):
@@ -202,9 +202,9 @@ def _inside(file: str, root: Path) -> bool:
 
 @contextlib.contextmanager
 def _confined(*, network: bool, local: bool) -> Iterator[None]:
-    """Block network access of the libraries unless `network` is set.
+    """Block the libraries' network access in the block, unless `network` is set.
 
-    With `local`, also block all file systems except local files and archives.
+    With `local`, all file systems other than local files and archives are also blocked.
     """
     import datasets.config
     import huggingface_hub.constants
@@ -232,7 +232,7 @@ def _confined(*, network: bool, local: bool) -> Iterator[None]:
 
 
 def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
-    """Convert the rows of a split to tokens or images."""
+    """Convert the rows in a split to tokens or images."""
     if spec.sample_kind == TEXT.name:
         if absent := [column for column in spec.text_column if column not in rows.features]:
             hint = ". Set data.text-column to the text columns."
@@ -253,8 +253,8 @@ def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
 def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
     """Decode images to [N, C, H, W] uint8, resized to `data.image-size`.
 
-    If `data.image-size` is 0, all images must have the same size. Each image is a mapping of file
-    content and path, as in `datasets`. Raises DataError for a path outside of the dataset.
+    If `data.image-size` is 0, all images must have the same size. As in `datasets`, each image is a
+    mapping with its file content and path. Raises DataError for a path outside of the dataset.
     """
     import datasets.config
 

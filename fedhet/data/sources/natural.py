@@ -5,8 +5,8 @@ The files are DIR/train/*.json and optionally DIR/test/*.json, which is the comm
 DIR/*.json. A file maps `user_data` to `{user: {"x": [...], "y": [...]}}`.
 
 WILDS (`camelyon17:DIR`, `iwildcam:DIR`): Koh et al., WILDS: A Benchmark of in-the-Wild Distribution
-Shifts. DIR contains `metadata.csv` and the unpacked images. The test part of WILDS is the common
-test set.
+Shifts. DIR contains `metadata.csv` and the unpacked images. WILDS' test part is the common test
+set.
 
 Fed-ISIC2019 (`fed-isic2019:DIR`): Ogier du Terrail et al., FLamby: Datasets and Benchmarks for
 Cross-Silo Federated Learning in Realistic Healthcare Settings. DIR contains FLamby's
@@ -62,7 +62,7 @@ LETTERS = _MARKS + string.ascii_uppercase + "[]" + string.ascii_lowercase + "}"
 """Shakespeare's letters, in LEAF's order."""
 LENGTH = 80
 OTHER = len(LETTERS) + 1
-"""Token of letters that are not in LETTERS."""
+"""Token for letters that are not in LETTERS."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,16 @@ class LeafForm:
     """Sample format of a LEAF dataset."""
 
     samples: Callable[[Sequence[Any], str], npt.NDArray[Any]]
-    """(`x` of a user, prefix of messages) -> samples [N, ...]. Raises ValueError or TypeError."""
+    """Function from a user's `x` and a prefix for messages to samples [N, ...]. Raises ValueError
+    or TypeError if `x` is invalid."""
     labels: Callable[[Sequence[Any], str], Index]
-    """(`y` of a user, prefix of messages) -> labels [N]."""
+    """Function from a user's `y` and a prefix for messages to labels [N]."""
     classes: tuple[str, ...]
     kind: Kind = IMAGE
     shape: Shape = ()
 
     def source(self, name: str, line: str) -> Source:
-        """Return the source of the dataset."""
+        """Return the data source with the given name and one-line description."""
         return Source(name, line, partial(read_leaf, form=self), "DIR", self.kind)
 
 
@@ -93,7 +94,7 @@ def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
 
 
 def _read_leaf(directory: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
-    """Read the user of each sample, and the samples, in the order of files and users."""
+    """Read the samples and the user of each sample, in the order of files and users."""
     users: list[str] = []
     parts: list[tuple[npt.NDArray[Any], Index]] = []
     size = 0
@@ -143,7 +144,7 @@ TOKENS: Mapping[str, int] = {letter: number for number, letter in enumerate(LETT
 
 
 def _texts(x: Sequence[Any], where: str) -> Index:
-    """Convert texts to tokens [N, 80], one token per letter, from 1."""
+    """Convert texts to tokens [N, 80], with one token per letter, starting at 1."""
     tokens = np.full((len(x), LENGTH), PADDING, np.int64)
     for row, text in enumerate(x):
         if not isinstance(text, str) or not 0 < len(text) <= LENGTH:
@@ -169,23 +170,24 @@ SHAKESPEARE = LeafForm(
 
 
 TEST_CENTER = 2
-"""Hospital that WILDS uses for testing; it is not a client."""
+"""Hospital that WILDS uses for testing, so it is not a client."""
 
 
 @dataclass(frozen=True)
 class SitesForm:
-    """Layout of an image directory with a table of labels and owners."""
+    """Layout of an image directory that has a table with labels and owners."""
 
     label: str
-    """Label column."""
+    """Name of the label column."""
     owner: str
-    """Column of the hospital or camera."""
+    """Name of the column with the hospital or the camera."""
     needs: tuple[str, ...]
     """Additional required columns."""
     part: Callable[[pd.DataFrame], Any]
-    """(metadata) -> for each row: 1 = training set, 2 = test set, 0 = unused."""
+    """Function from the metadata to a code for each row: 1 = training set, 2 = test set, 0 =
+    unused."""
     file: Callable[[pd.DataFrame], list[str]]
-    """(metadata) -> the image path of each row, relative to DIR."""
+    """Function from the metadata to the image path of each row, relative to DIR."""
     classes: tuple[str, ...] = ()
     """Class names; () = numbers up to the highest label."""
     table: str = "metadata.csv"
@@ -194,7 +196,7 @@ class SitesForm:
     """Whether each client has personal test images, instead of a common test set."""
 
     def source(self, name: str, line: str) -> Source:
-        """Return the source of the dataset."""
+        """Return the data source with the given name and one-line description."""
         read = partial(read_sites, form=self)
         return Source(name, line, read, "DIR", whole_clients=self.own_tests, is_mapped=True)
 
@@ -294,19 +296,19 @@ Numbers = npt.NDArray[np.float32]
 HAR_CHANNELS = tuple(
     f"{what}_{axis}" for what in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"
 )
-"""Channels in the units of the files: accelerations in g, angular velocities in rad/s."""
+"""Channels, in the units of the files: accelerations in g, and angular velocities in rad/s."""
 PAMAP2_ACTIVITIES = {
     1: "lying", 2: "sitting", 3: "standing", 4: "walking", 5: "running", 6: "cycling",
     7: "Nordic walking", 12: "ascending stairs", 13: "descending stairs", 16: "vacuum cleaning",
     17: "ironing", 24: "rope jumping",
 }  # fmt: skip
-"""Activities of the protocol by number."""
+"""Activities in the protocol, by number."""
 PAMAP2_COLUMNS = 54
 _FIRST = np.array([4, 21, 38]) - 1
-"""Columns of the temperature of hand, chest, and ankle, from 0."""
+"""Columns with the temperatures of hand, chest, and ankle, starting at 0."""
 _UNITS = {1: 9.81, 7: 1.0, 10: 50.0}
-"""Offset, from the temperature, of the acceleration (16 g), gyroscope, and magnetometer columns,
-and the unit of their features: g, rad/s, and 50 microtesla."""
+"""Offset of the acceleration (16 g), gyroscope, and magnetometer columns from the temperature
+column, and the unit of their features: g, rad/s, and 50 microtesla."""
 WINDOW = 256
 """Number of samples in a window, at 100 Hz."""
 
@@ -331,7 +333,7 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
 
 
 def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
-    """Read the windows of a part, and the person of each window."""
+    """Read the windows in a part, and the person of each window."""
     directory = root / part
     labels = _integers(directory / f"y_{part}.txt", spec)
     persons = _integers(directory / f"subject_{part}.txt", spec)
@@ -424,7 +426,7 @@ def _table(path: Path, spec: DataSpec, hint: str = "", **options: Any) -> pd.Dat
         return pd.read_csv(path, **options)
     except DataError:
         raise
-    except Exception as error:  # pandas raises many exception types
+    except Exception as error:  # pandas raises many exception types.
         raise DataError(f"{path}: not a readable table ({error_reason(error)}{hint})") from error
 
 

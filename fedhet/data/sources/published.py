@@ -1,11 +1,11 @@
-"""Published datasets: included in libraries, MedMNIST, and UCI Adult.
+"""Published datasets: datasets included in libraries, MedMNIST, and UCI Adult.
 
 - `digits`, `breast-cancer`: scikit-learn's 1,797 handwritten digits, and 569 rows on breast cancer.
 - `mnist`, `fashion-mnist`, `cifar10`, `cifar100`: torchvision's files in `data.data-dir`.
-- `medmnist:FILE`: the .npz file of a 2D dataset of MedMNIST. `train_images` and `val_images` are
-  the training set, `test_images` is the common test set.
+- `medmnist:FILE`: the .npz file of a 2D dataset from MedMNIST. `train_images` and `val_images` are
+  the training set, and `test_images` is the common test set.
 - `adult:DIR`: a table, encoded with scikit-learn encoders fitted on the full training set.
-  Categorical columns are one-hot encoded, numeric columns are standardized.
+  Categorical columns are one-hot encoded, and numeric columns are standardized.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ _TEST_FRACTION = 0.2
 
 
 def held_out(labels: Index, fraction: float, use: str) -> tuple[Index, Index]:
-    """Return the training rows and the common test rows, independent of the seed of the run."""
+    """Return the training rows and the common test rows, independent of the run's seed."""
     test = stratified(labels, round(fraction * len(labels)), numpy_rng(FIXED_SEED, use, "common"))
     return np.setdiff1d(np.arange(len(labels)), test), test
 
 
 def read_digits(place: str, spec: DataSpec) -> Dataset:
-    """Read the digits, [N, 1, 8, 8] float32 in [-1, 1]; a fixed fifth is the common test set.
+    """Read the digits [N, 1, 8, 8] float32 in [-1, 1]; a fixed fifth is the common test set.
 
     Raises DataError if the file is missing.
     """
-    module = find_spec("sklearn")  # importing it would take a second
+    module = find_spec("sklearn")  # Importing it would take a second.
     file = Path((module and module.origin) or "").parent / "datasets" / "data" / "digits.csv.gz"
     if module is None or not file.is_file():
         raise DataError("data.dataset = 'digits': file digits.csv.gz of scikit-learn not found")
-    rows = np.loadtxt(file, delimiter=",")  # 64 pixels from 0 to 16, then the label
+    # Each row has 64 pixels from 0 to 16, and then the label.
+    rows = np.loadtxt(file, delimiter=",")
     x = torch.from_numpy(rows[:, :-1]).to(torch.float32).div_(8.0).sub_(1.0).view(-1, 1, 8, 8)
     y = torch.from_numpy(rows[:, -1]).to(torch.int64)
     train, test = held_out(y.numpy(), _TEST_FRACTION, "digits")
@@ -78,7 +79,7 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
-    """Read the rows of 30 standardized numbers; a fixed fifth is the common test set."""
+    """Read rows with 30 standardized numbers; a fixed fifth of them is the common test set."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.preprocessing import StandardScaler
 
@@ -179,11 +180,12 @@ def read_medmnist(file: str, spec: DataSpec) -> Dataset:
 
 _OPENML_TEST_FRACTION = 1 / 3
 _OPENML_ADULT = 1590
-_ADULT_NUMBERS = [0, 2, 4, 10, 11, 12]  # indices into the 14 columns in adult.names
+_ADULT_NUMBERS = [0, 2, 4, 10, 11, 12]  # These are indices into the 14 columns in adult.names.
 _ADULT_WORDS = [1, 3, 5, 6, 7, 8, 9, 13]
-_ADULT_COLUMNS = 15  # the last is the class
+_ADULT_COLUMNS = 15  # The last column is the class.
 _CHARACTER_BYTES = 4  # size of a character in a NumPy text array
-_MAX_CHARACTERS = 200  # per field, because NumPy allocates the longest length for every field
+# The limit is per field, because NumPy allocates the longest length for every field.
+_MAX_CHARACTERS = 200
 
 Rows = npt.NDArray[np.str_]
 
@@ -211,7 +213,7 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
             frame: Any = fetch_openml(
                 data_id=_OPENML_ADULT, data_home=str(root), as_frame=True, parser="auto"
             ).frame
-        except Exception as error:  # urllib and openml raise many exception types
+        except Exception as error:  # urllib and openml raise many exception types.
             raise DataError(
                 f"data.dataset = {name!r}: cannot be downloaded from OpenML ({error})"
             ) from error
@@ -253,7 +255,7 @@ def _read_rows(path: Path, spec: DataSpec) -> Rows:
     with reading(path, "table"), open_bounded(path, spec) as text:
         lines = csv.reader(text, skipinitialspace=True)
         for row in lines:
-            if len(row) <= 1:  # skip a comment at the start of adult.test, and empty lines
+            if len(row) <= 1:  # Skip a comment at the start of adult.test, and empty lines.
                 continue
             where, length = f"{path}: line {lines.line_num}", max(map(len, row))
             if len(row) != _ADULT_COLUMNS:
