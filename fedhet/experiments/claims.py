@@ -37,6 +37,8 @@ from fedhet.runs.directory import read_validated
 
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 """Directory of the finished tables that come with fedhet."""
+USUAL_HARDWARE = "Two cores of an AMD EPYC."
+"""Hardware that a page does not repeat in each section, because docs/tables.md names it."""
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """Possible verdicts on a claim, over all comparisons of its table."""
 WORDS = dict(zip(VERDICTS, ("holds", "inconclusive", "does not hold", "not measured"), strict=True))
@@ -185,7 +187,8 @@ def paper_part(results: Sequence[TableResult]) -> str:
 def _section(result: TableResult, others: Sequence[TableResult]) -> str:
     table = read_table(result.table)
     part = re.split(r", (?=Table|Fig|Section)", table.source, maxsplit=1)[-1]
-    about = [f"{part}. {result.about(table)}", f"{result.hardware} {result.made}.".strip()]
+    hardware = "" if result.hardware == USUAL_HARDWARE else f"{result.hardware} "
+    about = f"{part}. {result.about(table)} {hardware}{result.made}."
     claims = [
         f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({_places(claim.counts)})."
         for claim in claims_in([result])
@@ -198,7 +201,7 @@ def _section(result: TableResult, others: Sequence[TableResult]) -> str:
     digits = 1 if table.unit == "percent" else 2
     parts = [
         f"## {escape_markdown(table.title)}\n",
-        f"{escape_markdown(' '.join(about))}\n",
+        f"{escape_markdown(about)}\n",
         f"```bash\n{result.command}\n```\n",
         markdown(cells(result, table, digits)),
         "\n".join(claims) + "\n" if claims else "",
