@@ -48,7 +48,7 @@ SETTING_COLUMNS = ("setting", "default", "allowed values", "description")
 REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
 METHOD_COLUMNS = ("method", "description", "requires")
-LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("method", "with privacy")
+LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("methods", "with privacy")
 LATE: Mapping[Late, str] = {
     "averaged": "averaged, with a weight that depends on its age",
     "kept": "used unchanged: it is the client's own model, or its own class means",
@@ -68,7 +68,10 @@ def reference(root: Path) -> dict[Path, str]:
             LATE_COLUMNS,
             {m.name: words for late, words in LATE.items() for m in methods if m.spec.late == late},
         ),
-        docs / "privacy.md": _grouped(PRIVACY_COLUMNS, {m.name: _private(m) for m in methods}),
+        docs / "privacy.md": _grouped(
+            PRIVACY_COLUMNS,
+            {m.name: m.spec.privacy.mechanism or "unsupported" for m in methods},
+        ),
         **{docs / "methods" / f"{method.name}.md": _method(method) for method in methods},
     }
     papers = {docs / "methods" / f"{method.name}.md": method.spec.paper for method in methods}
@@ -236,27 +239,12 @@ def privacy(method: Method) -> str:
     rule = method.spec.privacy
     if rule.unsupported:
         return f"Privacy (`privacy.epsilon`): unsupported, because {rule.unsupported}."
-    needs = ", ".join(_private_needs(method))
-    requirement = f"; requires {needs}" if needs else ""
-    return f"Privacy (`privacy.epsilon`): {rule.mechanism}{requirement}."
-
-
-def _private_needs(method: Method) -> list[str]:
-    """Return the method settings that privacy requires, as NAME=VALUE."""
-    return [
+    needs = ", ".join(
         f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
-        for name, allowed in method.spec.privacy.needs.items()
-    ]
-
-
-def _private(method: Method) -> str:
-    """Return the cell of a method in the table of privacy support."""
-    rule, needs = method.spec.privacy, [f"`{each}`" for each in _private_needs(method)]
-    if rule.unsupported:
-        return f"unsupported: {rule.unsupported}"
-    if not needs:
-        return rule.mechanism
-    return f"{rule.mechanism}; requires {', '.join(needs)} ({rule.reason})"
+        for name, allowed in rule.needs.items()
+    )
+    requirement = f"; requires {needs}, because {rule.reason}" if needs else ""
+    return f"Privacy (`privacy.epsilon`): {rule.mechanism}{requirement}."
 
 
 def defenses(method: Method) -> str:
