@@ -176,15 +176,13 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
 def paper_part(results: Sequence[TableResult]) -> str:
     """Return a section for each table of a paper: numbers, verdicts on claims, and the command.
 
-    The section shows the largest size that was made, and counts the verdicts of the other sizes.
+    The section shows the largest size that was made.
     """
-    by_table: dict[str, list[TableResult]] = {}
-    for result in results:
-        by_table.setdefault(result.table, []).append(result)
-    return "\n".join(_section(sizes[-1], sizes[:-1]) for sizes in by_table.values())
+    largest = {result.table: result for result in results}
+    return "\n".join(_section(result) for result in largest.values())
 
 
-def _section(result: TableResult, others: Sequence[TableResult]) -> str:
+def _section(result: TableResult) -> str:
     table = read_table(result.table)
     part = re.split(r", (?=Table|Fig|Section)", table.source, maxsplit=1)[-1]
     hardware = "" if result.hardware == USUAL_HARDWARE else f"{result.hardware} "
@@ -193,17 +191,12 @@ def _section(result: TableResult, others: Sequence[TableResult]) -> str:
         f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({_places(claim.counts)})."
         for claim in claims_in([result])
     ]
-    for other in others:
-        verdicts = Counter(claim.verdict for claim in claims_in([other]))
-        listed = ", ".join(f"{verdicts[v]} {WORDS[v]}" for v in VERDICTS if verdicts[v])
-        if listed:
-            claims.append(f"- Size {other.size}: {listed}.")
     digits = 1 if table.unit == "percent" else 2
     parts = [
         f"## {escape_markdown(table.title)}\n",
         f"{escape_markdown(about)}\n",
         f"```bash\n{result.command}\n```\n",
-        markdown(cells(result, table, digits)),
+        markdown(cells(result, table, digits, measured_only=True)),
         "\n".join(claims) + "\n" if claims else "",
         f"{result.remark}\n" if result.remark else "",
     ]

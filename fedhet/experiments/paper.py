@@ -349,12 +349,21 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
     return "\n".join(parts)
 
 
-def cells(result: TableResult, table: PaperTable, digits: int = 2) -> Cells:
-    """Return the measured and printed numbers.
+def cells(
+    result: TableResult, table: PaperTable, digits: int = 2, *, measured_only: bool = False
+) -> Cells:
+    """Return the measured and printed numbers, without unmeasured rows if `measured_only`.
 
     The last row shows the agreement with the paper, if a column has it.
     """
     rows = table.rows_in(result.size)
+    if measured_only:
+        measured = {
+            name
+            for name, columns in result.cells.items()
+            if any(mean is not None for mean, _ in columns.values())
+        }
+        rows = [row for row in rows if row.name in measured]
     agrees = any(tau is not None for tau in result.agreement.values())
     names = [*(row.name for row in rows), *(["Kendall's τ"] if agrees else [])]
     columns: dict[str, Sequence[Cell]] = {result.table: [Cell(name) for name in names]}
