@@ -103,9 +103,9 @@ SPEC = MethodSpec(
         (TensorField("logits", "float32", ("Q", "C"), "logits on the requested samples"),)
     ),
     metrics={
-        "s1": "public samples that the server predicts correctly (S1)",
-        "s2": "wrongly predicted samples with logits in the pool (S2)",
-        "s3": "wrongly predicted samples without logits in the pool (S3)",
+        "s1": "S1, public samples that the server predicts correctly",
+        "s2": "S2, wrongly predicted samples with logits in the pool",
+        "s3": "S3, wrongly predicted samples without logits in the pool",
         "asked": "samples requested from the clients",
         "nobody_right": "requested samples that no client predicts correctly",
         "upload_ratio": "fraction of the public set that is requested",
