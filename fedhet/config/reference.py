@@ -143,7 +143,7 @@ def _method(method: Method) -> str:
     if paper := paper_settings().get(method.name):
         how = f"There is no preset, because {paper.get('without')}"
         if "preset" in paper:
-            how = f"To run it, use `fedhet run {method.name} --preset {paper['preset']}`"
+            how = f"Run it with `fedhet run {method.name} --preset {paper['preset']}`"
         parts += [f"\nThe paper's experiment uses {paper['what']}. {how}."]
     return "\n".join(parts) + "\n"
 
