@@ -64,6 +64,7 @@ DESCRIBED = {
     "order": "a digest of the task's class names",
     "training": "settings",
     "own_data": "whether it is a site with a folder",
+    "base": "a digest of the pretrained model",
 }
 SENT = {
     "weights": "trained by DP-SGD",
@@ -89,7 +90,8 @@ def weights_for(client):
 
 def private(method, **changes):
     """Return a small private federation."""
-    one = find_method(method).spec.one_model or find_method(method).spec.submodels
+    spec = find_method(method).spec
+    one = spec.one_model or spec.submodels or method == "fedlora"
     pool = ["cnn2-gn"] if one else ["mlp", "cnn2-gn"]
     found = find_method(method)
     own = {

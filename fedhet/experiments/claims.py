@@ -242,7 +242,8 @@ def tables_listed() -> list[tuple[str, str, str, str]]:
         table = read_table(name)
         counts = {size: len(plan(name, table, size, [0], Path()).runs) for size in table.sizes}
         rows.append((name, table.title, table.source, counts))
-    field, methods = read_field(), sorted(shipped_names())
+    field = read_field()
+    methods = sorted(set(shipped_names()) - set(field.excluded))
     counts = {s: len(plan_field(field, s, methods, [0], Path()).runs) for s in field.sizes}
     rows.append((FIELD, field.title, "no paper", counts))
     return [

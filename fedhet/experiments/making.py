@@ -37,7 +37,7 @@ from fedhet.experiments.plan import (
     read_table,
     tables_of,
 )
-from fedhet.methods.registry import all_methods, find_method
+from fedhet.methods.registry import find_method
 from fedhet.report.tables import Cells
 from fedhet.runs.directory import delete_models, make_directory
 from fedhet.runs.log import Watcher
@@ -121,12 +121,11 @@ def make_field(methods: Sequence[str], wanted: Wanted) -> None:
     size = wanted.size
     if size not in SIZES:
         raise SettingsError(f"'--size': expected one of {', '.join(SIZES)}, got {size!r}")
-    methods = methods or [*all_methods()[0]]
+    field_table = read_field()
+    methods = methods or field_table.methods()
     for name in methods:
         find_method(name)
-    planned = plan_field(
-        read_field(), size, methods, wanted.seeds, wanted.out / "runs", wanted.over
-    )
+    planned = plan_field(field_table, size, methods, wanted.seeds, wanted.out / "runs", wanted.over)
     if wanted.dry_run:
         show_plan(planned.runs)
         return

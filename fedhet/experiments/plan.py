@@ -222,6 +222,12 @@ class FieldTable(_Part):
     sizes: dict[Size, Scale]
     architectures: list[Architectures] = Field(min_length=1)
     splits: list[Line] = Field(min_length=1)
+    excluded: list[str] = Field(default_factory=list)
+    """Methods that are not run unless named, because their models are not in this table."""
+
+    def methods(self) -> list[str]:
+        """Return the names of the methods that are run by default, custom methods included."""
+        return [name for name in all_methods()[0] if name not in self.excluded]
 
 
 def read_field() -> FieldTable:
@@ -519,7 +525,7 @@ def command_of(plan: FieldPlan) -> str:
     """Return the command that makes the table of all methods."""
     seeds = ",".join(map(str, plan.seeds))
     words = [f"fedhet table {plan.name} --size {plan.size} --seeds {seeds}"]
-    if set(plan.methods) != set(all_methods()[0]):
+    if set(plan.methods) != set(plan.table.methods()):
         words.append(f"--methods {','.join(plan.methods)}")
     return " ".join([*words, *as_options(plan.over)])
 
