@@ -1,4 +1,4 @@
-"""Which tests run side by side: a file is one worker's, and process-starting tests take turns."""
+"""Parallel test runs: one worker per file, and one process-starting test at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ PROCESSES = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Set what a test may have changed: on the number of threads depend sums, and time."""
+    """Reset settings that a test may have changed.
+
+    The number of threads affects sums and times.
+    """
     torch.set_num_threads(1)
 
 
@@ -72,7 +75,7 @@ def steady_adam(monkeypatch):
 
 @pytest.fixture
 def encoders(tmp_path, monkeypatch):
-    """A folder of encoders, with no more of them than the check of settings reads."""
+    """A directory of encoders with only the files that the check of settings reads."""
     for name in ("distilbert", "unilm", "unilm-4"):
         folder = tmp_path / "encoders" / name
         folder.mkdir(parents=True)
@@ -82,7 +85,7 @@ def encoders(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """A function that runs `fedhet` in this process; it returns the status, and what is printed."""
+    """A function that runs `fedhet` in this process, and returns the exit status and the output."""
 
     def ended(status):  # in place of this process, the Ray that is starting ends
         connection._stop_if_unused()

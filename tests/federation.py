@@ -38,10 +38,10 @@ SMALL = {
 
 
 def each(names: Iterable[str]) -> list[object]:
-    """Return methods to test one by one; a method that shares another's round is a slow test.
+    """Return methods as test parameters; a method that shares a round is marked slow.
 
-    Its server keeps the state and its clients train as in the method that it extends, which shows
-    in the ordinary tests what every method must do.
+    Its server keeps state and its clients train like the method that it extends. The ordinary tests
+    of that method therefore cover it.
     """
 
     def shares(name: str) -> bool:
@@ -57,9 +57,10 @@ LONG = ("epochs", "steps", "passes", "warm-up")
 
 
 def fast(method: str, *, models: bool = True) -> dict[str, object]:
-    """Return settings with which a method trains for a short time: few epochs, small own models.
+    """Return settings with few epochs and small models, so that a method trains quickly.
 
-    They follow from its declaration. Without `models`, its own models are those by default.
+    They follow from the declaration of the method. Without `models`, the method uses its default
+    models.
     """
     found, chosen = find_method(method), {}
     own = {f"{found.table}.{kebab(name)}" for name in found.spec.model_settings if models}
@@ -87,7 +88,7 @@ def small(method: str = "felo", **changes: object) -> Config:
 
 
 def training(run: RunSettings, **changes: object) -> RunSettings:
-    """Return the settings of a run with other ones of training."""
+    """Return the settings of a run with changed training settings."""
     table = {name: getattr(run.training, name) for name in changes}  # each is there
     assert table
     return run.model_copy(update={"training": run.training.model_copy(update=changes)})
@@ -95,7 +96,7 @@ def training(run: RunSettings, **changes: object) -> RunSettings:
 
 @contextlib.contextmanager
 def without_figures() -> Iterator[None]:
-    """Let runs end without figures and pages, which take longer than such a small run."""
+    """Let runs end without figures and reports, which take longer than such a small run."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("write_figures", "write_report"):
             patch.setattr(f"fedhet.report.{name}", lambda run: None)
@@ -115,14 +116,14 @@ def records(directory: Path) -> list[dict]:
 
 
 def without_times(summary: dict) -> dict:
-    """Return what of a summary must not depend on where and how fast a run ran."""
+    """Return the part of a summary that must not depend on the machine and its speed."""
     kept = {k: v for k, v in summary.items() if k not in {"seconds", "peak_memory_mb"}}
     rounds = [{k: v for k, v in r.items() if k != "seconds"} for r in kept["history"]]
     return {**kept, "history": rounds}
 
 
 class Server:
-    """A strategy and its clients, driven by hand."""
+    """A strategy and its clients, which a test drives round by round."""
 
     def __init__(self, config: Config, directory: Path, clients: int | None = None) -> None:
         method = config.method
@@ -140,7 +141,7 @@ class Server:
         return self.strategy.configure_fit(round, None, self.manager)
 
     def close(self, round: int) -> None:
-        """End a round: let those evaluate who have to."""
+        """End a round, and let the sampled clients evaluate."""
         asked = self.strategy.configure_evaluate(round, None, self.manager)
         if asked:
             results = [(proxy, proxy.evaluate(ins, None, 0)) for proxy, ins in asked]
@@ -154,7 +155,7 @@ class Server:
         return asked, answers
 
     def answers(self, asked) -> list[tuple[object, FitRes]]:
-        """Let every client train; a reply on disk can be read here after the round, too."""
+        """Let every client train. A reply on disk can still be read after the round."""
         answers = [(proxy, proxy.fit(ins, None, 0)) for proxy, ins in asked]
         for _, result in answers:
             if isinstance(stored := result.parameters, SpooledPayload):
@@ -163,5 +164,5 @@ class Server:
 
 
 def client_of(proxy) -> HetClient:
-    """Return the client that a strategy's proxy leads to in this process."""
+    """Return the client behind a strategy's proxy in this process."""
     return open_client(proxy._proxy._config, proxy._proxy._node)

@@ -1,4 +1,4 @@
-"""Runs that are watched, waited for, cut off as by a crash, and then resumed."""
+"""Helpers to watch runs, wait for them, interrupt them like a crash, and resume them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedhet.runs.log import Watcher
 
 
 def until(condition, seconds=600.0):
-    """Wait until `condition` holds; return what it gives."""
+    """Wait until `condition` returns a true value, and return this value."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "waited in vain"
@@ -23,7 +23,7 @@ def until(condition, seconds=600.0):
 
 
 class Notices(Watcher):
-    """Keeps what a run tells its user."""
+    """Stores the notices of a run."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -33,11 +33,11 @@ class Notices(Watcher):
 
 
 class CutError(Exception):
-    """The server is gone."""
+    """Raised in place of a crash of the server."""
 
 
 class CutOff(Notices):
-    """Ends the run at some moment of some round, as a crash would."""
+    """Ends the run at a given point of a given round, like a crash."""
 
     def __init__(self, round: int, moment: str) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def resumed(config: Config, directory: Path) -> Config:
 
 
 def same_but_for_the_name(directory, other):
-    """Compare all that two runs left behind, except times."""
+    """Compare all files of two runs, except times."""
     one, two = (json.loads((d / "summary.json").read_text()) for d in (directory, other))
     assert without_times(one) == without_times(two)
     for left, right in zip(records(directory), records(other), strict=True):
@@ -69,9 +69,9 @@ def same_but_for_the_name(directory, other):
 def cut_and_resumed(
     config: Config, directory: Path, round: int = 3, moment: str = "before", watchers=()
 ) -> dict[str, object]:
-    """Make a run, the same run cut off and resumed, and compare both; return the summary.
+    """Compare an uninterrupted run with an interrupted and resumed run; return the summary.
 
-    They are in the folders `whole` and `cut` of `directory`.
+    They are in the directories `whole` and `cut` of `directory`.
     """
     summary = run(config, directory / "whole", watchers)
     with pytest.raises(CutError):

@@ -1,4 +1,4 @@
-"""Hosts on this machine: network namespaces, each with addresses of its own."""
+"""Simulated hosts on this machine: network namespaces, each with its own addresses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def host(name: str) -> str:
 
 @contextlib.contextmanager
 def namespaces(names: Iterable[str]) -> Iterator[None]:
-    """A namespace for each name; skips, and says why, where there can be none."""
+    """Create a namespace for each name, or skip the test and state the reason."""
     if shutil.which("ip") is None:
         pytest.skip("`ip` is not installed: no network namespaces")
     made: list[str] = []

@@ -1,6 +1,7 @@
-"""Kit for the tests of methods: references, a round by hand, replies, and clients on disk.
+"""Helpers for tests of methods: references, rounds by hand, replies, and clients on disk.
 
-The references share no code with fedhet: formulas in NumPy or PyTorch, and gradient descent.
+The references share no code with fedhet. They are formulas in NumPy or PyTorch, and gradient
+descent.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def cross_entropy(logits: Tensor, labels) -> Tensor:
 
 
 def step(parameters, gradients, lr: float) -> None:
-    """Take a step of gradient descent; parameters without a gradient stay."""
+    """Take a step of gradient descent; parameters without a gradient do not change."""
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -93,7 +94,7 @@ def assert_close(model: nn.Module, expected: nn.Module, rtol=1e-4, atol=1e-6) ->
 
 
 def of_classes(classes, **rows) -> Knowledge:
-    """Return knowledge with a row for each class."""
+    """Return knowledge with one row per class."""
     tensors = {name: np.asarray(values, np.float32) for name, values in rows.items()}
     return Knowledge({"classes": np.array(classes, np.int64), **tensors})
 
@@ -104,18 +105,18 @@ def normal(seed: int, *shape: int) -> Array:
 
 
 def reply_from(server: Server, name: str, knowledge: Knowledge) -> Reply:
-    """Return a client's reply as a strategy aggregates it."""
+    """Return a client's reply in the form that a strategy aggregates."""
     return Reply(server.strategy.members[name].info, knowledge, Measured({}))
 
 
 def features_from(server: Server, name: str, classes, value: float = 1.0) -> Reply:
-    """Return a client's reply of random class means; `value` scales them."""
+    """Return a client's reply with random class means, scaled by `value`."""
     features = value * normal(0, len(classes), server.strategy.settings.feature_dim)
     return reply_from(server, name, of_classes(classes, features=features))
 
 
 def assert_class_means(reply: Mapping[str, Array], features: Tensor, labels: Tensor) -> None:
-    """Check that a reply has the mean of the features of each class."""
+    """Check that a reply contains the mean features of each class."""
     assert reply["classes"].tolist() == sorted(set(labels.tolist()))
     for row, c in enumerate(reply["classes"]):
         mean = features[labels == c].detach().mean(0)
@@ -123,19 +124,19 @@ def assert_class_means(reply: Mapping[str, Array], features: Tensor, labels: Ten
 
 
 def instruction_of(asked) -> Knowledge:
-    """Return the knowledge of a client's instruction; `asked`: its proxy and its `FitIns`."""
+    """Return the knowledge in a client's instruction; `asked` is its proxy and its `FitIns`."""
     proxy, ins = asked
     make = getattr(proxy, "make_payload", None)  # of a large message, which is made when sent
     return decode(parameters_to_ndarrays(make() if make else ins.parameters), "test")[1]
 
 
 def reply_of(result) -> Knowledge:
-    """Return the knowledge of a client's reply."""
+    """Return the knowledge in a client's reply."""
     return decode(parameters_to_ndarrays(result.parameters), "test")[1]
 
 
 def altered(result, change: Callable[[dict[str, Array]], None], **signed: object):
-    """Return a reply whose tensors `change` has changed in place, and `signed` its envelope."""
+    """Return a reply after `change` has modified its tensors; `signed` is its envelope."""
     envelope, knowledge = decode(parameters_to_ndarrays(result.parameters), "test")
     tensors = {name: value.copy() for name, value in knowledge.tensors.items()}
     change(tensors)
@@ -152,12 +153,12 @@ def learn(server: Server, number: int) -> dict[str, Arrays]:
 
 
 def clients(server: Server) -> dict[str, HetClient]:
-    """Return the clients as they are now."""
+    """Return the clients in their current state."""
     return {proxy.name: client_of(proxy) for proxy, _ in server.ask(99)}
 
 
 def same(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """Tell whether two messages or models are equal, bit for bit."""
+    """Return whether two messages or models are bit-for-bit equal."""
     return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
 
 
@@ -167,14 +168,14 @@ def state_of(model) -> dict[str, Array]:
 
 
 def inside_of(client: HetClient) -> Array:
-    """Return which classes [C] are in a client's label space; some are, and some are not."""
+    """Return a mask of classes [C] that is true for some, but not all classes."""
     inside = np.isin(np.arange(client.info.classes), client.space.numpy())
     assert 0 < inside.sum() < len(inside)
     return inside
 
 
 def moved_outputs(client: HetClient, before: Mapping[str, Array]) -> Array:
-    """Return how far the weights [C] of each class's output have moved since `before`."""
+    """Return the change in each class's output weights [C] since `before`."""
     now = state_of(client.network)["classifier.weight"]
     return np.abs(now - before["classifier.weight"]).sum(1)
 
@@ -182,9 +183,9 @@ def moved_outputs(client: HetClient, before: Mapping[str, Array]) -> Array:
 def opened(
     config: Config, directory: Path, before: int = 1, partition: int = 1, **own: object
 ) -> HetClient:
-    """Return a new client, with the state on disk as it was before a round of the run `run`.
+    """Return a new client with the state on disk from before a round of the run `run`.
 
-    `own`: further settings of its node.
+    `own` contains additional settings of its node.
     """
     node_config = {"partition-id": partition, "num-partitions": config.run.clients, **own}
     client = config.method.client(config, read_node(node_config, config.run, str(directory)))

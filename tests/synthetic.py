@@ -1,4 +1,4 @@
-"""Directories of synthetic runs, and what tests read from the reports of them."""
+"""Directories of synthetic runs, and helpers that read their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNSAFE = "<script>alert('x')</script>"
 
 @dataclass
 class Spec:
-    """What a synthetic run is to be like."""
+    """Specification of a synthetic run."""
 
     method: str = "felo"
     dataset: str = "digits"
@@ -127,7 +127,7 @@ def config(spec: Spec) -> str:
 
 
 def make(root: Path, **changes: Any) -> Path:
-    """Write a run's directory as a run would."""
+    """Write the directory of a run like a real run."""
     spec = Spec(**changes)
     root.mkdir(parents=True)
     names = list(spec.names) or [f"client-{n}" for n in range(spec.clients)]

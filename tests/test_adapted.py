@@ -90,7 +90,7 @@ def test_only_the_adapters_and_the_head_are_sent_saved_and_trained(base):
 
 @pytest.mark.parametrize("base", ["bert", "vit"])
 def test_the_model_is_the_base_model_with_products_added_to_its_weights(home, base):
-    """Compares with the plain model of transformers, whose weights become W + 2 B A."""
+    """Compare with the unmodified model of transformers, whose weights become W + 2 B A."""
     from transformers import AutoModel
 
     model = trained(built(4, base)).eval()

@@ -43,7 +43,7 @@ def stacked(parts):
 
 
 def averaged_products(parts):
-    """The sum of p_k B_k A_k, entry by entry."""
+    """Compute the sum of p_k B_k A_k, entry by entry."""
     total, found = sum(n for _, n in parts), np.zeros((P, Q))
     for (b, a), n in parts:
         for i in range(P):
@@ -53,13 +53,13 @@ def averaged_products(parts):
 
 
 def best(matrix, rank):
-    """The dense truncated SVD."""
+    """Compute the truncated SVD of the dense matrix."""
     u, sigma, v = np.linalg.svd(matrix)
     return (u[:, :rank] * sigma[:rank]) @ v[:rank]
 
 
 def averaged_factors(parts, rank, old):
-    """`average`, level by level: the factors of every method that pads with zeros."""
+    """Compute `average` level by level, with the factors of every method that pads with zeros."""
     total = sum(n for _, n in parts)
     b, a = np.zeros((P, rank)), np.zeros((rank, Q))
     for (own_b, own_a), n in parts:
@@ -134,7 +134,7 @@ def test_the_svd_through_qr_is_the_dense_one(rank, rule):
 
 
 def test_a_direction_that_the_sum_lacks_can_still_be_trained():
-    """A has the previous row there, and B a zero: a gradient reaches B."""
+    """A keeps its previous row and B is zero in this direction, so a gradient reaches B."""
     old = before(8)
     b, a = product_average(clients((2,)), old)
     np.testing.assert_array_equal(b[:, 2:], 0)
@@ -164,7 +164,7 @@ IDLE = (2, 4, 8, 16, 32)
 
 
 def idle_rounds(rule, rounds=10):
-    """Ten rounds of clients that send back what they have received, each at its own rank."""
+    """Simulate ten rounds in which clients return their adapters unchanged, each at its rank."""
     rng = np.random.default_rng(0)
     u, _ = np.linalg.qr(rng.normal(size=(48, 32)))
     v, _ = np.linalg.qr(rng.normal(size=(40, 32)))
@@ -185,7 +185,7 @@ def idle_rounds(rule, rounds=10):
 
 
 def fraction_with(level):
-    """P_j: the fraction of the clients whose rank includes level j, from 1."""
+    """Return P_j, the fraction of the clients whose rank includes level j, counted from 1."""
     return sum(r >= level for r in IDLE) / len(IDLE)
 
 

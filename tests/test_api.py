@@ -1,4 +1,4 @@
-"""fedhet from Python, as a person in a script or a notebook meets it."""
+"""The Python interface, as used in a script or a notebook."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ class OwnClient(LocalClient):
 
 
 def quick(method="local", **given):
-    """Run a federation of two clients and one round, without a sign."""
+    """Run a federation of two clients and one round, without output."""
     usual = {"clients": 2, "rounds": 1, "backend": "inline", "settings": QUICK, "progress": False}
     with without_figures():
         return fedhet.run(method, **{**usual, **given})
@@ -340,7 +340,7 @@ def test_a_site_imports_no_data_that_it_does_not_allow():
 
 
 class Page(ModuleType):
-    """IPython.display, as far as the display uses it."""
+    """Replacement for the part of IPython.display that the display uses."""
 
     def __init__(self):
         super().__init__("IPython.display")

@@ -62,7 +62,7 @@ def test_z_max_of_equations_8_and_9(benign, malicious):
 
 
 def test_z_max_of_sixteen_clients():
-    """Fifteen benign and one malicious: s = 8 - 1, Phi(z) = 8 / 15."""
+    """With fifteen benign clients and one malicious client, s = 8 - 1 and Phi(z) = 8 / 15."""
     assert z_max(15, 1) == pytest.approx(0.0837, abs=1e-4)
     assert phi(0.0837) == pytest.approx(8 / 15, abs=1e-4)
 
@@ -155,7 +155,10 @@ def test_another_direction_each_round():
 
 
 def theta(poisoned, benign):
-    """Return theta' of Eq. 7 as a unit vector: what was added to the mean of the benign."""
+    """Return theta' in Eq.
+
+    7 as a unit vector, which was added to the mean of the benign clients.
+    """
     honest = [each.tensors["logits"].astype(np.float64) for each in benign]
     added = poisoned.tensors["logits"].astype(np.float64) - sum(honest) / len(honest)
     return added / np.linalg.norm(added)
@@ -163,7 +166,7 @@ def theta(poisoned, benign):
 
 @pytest.mark.parametrize("kind", ["paf", "ofom"])
 def test_one_direction_for_the_run(kind):
-    """Eq. 7 and 11 have one theta'; another seed has another, and so has each round by default."""
+    """Eqs. 7 and 11 have one theta'. By default, it differs by seed and round."""
     found = {}
     for direction, seed in (("run", 0), ("run", 1), ("round", 0)):
         strike = attack(kind, direction=direction, seed=seed)
@@ -184,7 +187,7 @@ def test_one_direction_for_the_run(kind):
 
 
 def test_the_runs_direction_is_of_the_samples_whichever_are_asked():
-    """Which of the public samples a reply is about changes from round to round."""
+    """A reply is about different public samples in each round."""
     strike, every = attack("paf", direction="run"), np.arange(6, dtype=np.uint16)
     replies = logits_of("abc")
     benign = [replies[name] for name in "bc"]
@@ -250,7 +253,7 @@ def test_models_are_met_by_those_of_their_architecture():
 
 @pytest.mark.parametrize("kind", ["paf", "ofom"])
 def test_running_variances_stay_variances(kind):
-    """Below 0 a model has no outputs at all, which none of the attacks is about."""
+    """With a negative variance, a model has no outputs, which is not the aim of any attack."""
     rng = np.random.default_rng(0)
     replies = {
         name: Knowledge(
@@ -301,7 +304,7 @@ def test_what_makes_no_sense_is_refused(settings, message):
 
 
 def played(tmp_path, **changes):
-    """Return a strategy after a round, what it was told, and what its method then saw."""
+    """Return a strategy after a round, its replies, and the replies that its method received."""
     server = Server(small(**changes), tmp_path / "run")
     seen = []
     aggregate = server.strategy.aggregate
@@ -347,7 +350,7 @@ def test_the_method_sees_poison_and_the_clients_know_nothing(tmp_path, changes, 
 
 @pytest.mark.parametrize("method", ["fedtype", "um-pfssl", "fedavg", "pfedbayes"])
 def test_the_honest_go_on_under_attack(tmp_path, method):
-    """Whatever the poison does to accuracy, nobody who is honest drops out of the run."""
+    """No honest client drops out of the run, even if the accuracy suffers."""
     run(small(method, attack="paf", evaluate_every=2), tmp_path / "run")
     assert [record["failed"] for record in records(tmp_path / "run")] == [{}] * 2
 
@@ -389,7 +392,10 @@ def gem_under(tmp_path, seed, **changes):
 
 
 def test_an_attack_harms(tmp_path):
-    """FedGEM learns a poisoned mean where it has three quarters of the loss of Eq. 5."""
+    """FedGEM learns a poisoned mean, which has three quarters of the weight in the loss of Eq.
+
+    5.
+    """
     struck = {"attack": "paf", "attack.direction": "run"}
     honest, poisoned = gem_under(tmp_path, 0), gem_under(tmp_path, 0, **struck)
     assert honest > 0.6
@@ -397,7 +403,7 @@ def test_an_attack_harms(tmp_path):
 
 
 def test_who_only_looks_for_helpers_is_not_struck(tmp_path, monkeypatch):
-    """Of UM-pFSSL's clients many are asked, few train and upload: it is these that are poisoned."""
+    """In UM-pFSSL, many clients are called, but few train and upload. Only these are poisoned."""
     chosen = {"clients": 6, "min_samples": 5, "fraction": 0.3, "rounds": 6, "evaluate_every": 6}
     server = Server(small("um-pfssl", attack="paf", **chosen), tmp_path / "run")
     struck = []

@@ -22,7 +22,7 @@ def exact_mean(values, weights):
 
 
 def exact_average(models):
-    """Element by element, in fractions: no rounding at all."""
+    """Average element by element with fractions, without rounding."""
     weights = [weight for _, weight in models]
     result = {}
     for name, first in models[0][0].items():

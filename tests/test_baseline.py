@@ -1,4 +1,4 @@
-"""`--against METHOD`: a baseline that is trained besides, and shown with the run."""
+"""`--against METHOD`: a baseline that is trained and shown in addition to the run."""
 
 from __future__ import annotations
 

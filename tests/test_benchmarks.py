@@ -1,4 +1,4 @@
-"""Benchmarks that are seldom run: do they run?"""
+"""Check that benchmarks that are rarely run still work."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Files that somebody else has made: what they may take of memory and time is bounded."""
+"""Untrusted files: reading them uses bounded memory and time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ main()
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory):
-    """A run whose second round is still to come."""
+    """An interrupted run before its second round."""
     directory = tmp_path_factory.mktemp("cut") / "run"
     config = small("local", rounds=2, clients=2, models="mlp")
     with pytest.raises(CutError):
@@ -53,7 +53,7 @@ def words_of(received, command):
 
 
 def line_of(status, error):
-    """Return the one line with which a command ends."""
+    """Return the single line of output of a failed command."""
     assert status == 2
     (line,) = (line for line in error.splitlines() if line.startswith("fedhet: "))
     assert "Traceback" not in error
@@ -62,7 +62,7 @@ def line_of(status, error):
 
 @pytest.fixture
 def in_one_line(call):
-    """A function that runs a command in this process and returns the line with which it ends."""
+    """A function that runs a command in this process, and returns its single line of output."""
 
     def run(received, command):
         status, _, error = call(*words_of(received, command))
@@ -72,7 +72,7 @@ def in_one_line(call):
 
 
 def within_two_gigabytes(received, command, seconds=60):
-    """Run a command on a run within 2 GB; return the one line with which it ends."""
+    """Run a command within 2 GB of memory, and return its single line of output."""
     words = words_of(received, command)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *words], capture_output=True, text=True, check=False,
@@ -180,7 +180,7 @@ def test_a_state_of_which_nothing_is_on_the_disk(received, command, in_one_line)
 
 @pytest.mark.parametrize("odd", ["integers", "text for a number", "negative version"])
 def test_a_checkpoint_or_state_of_odd_numbers_is_passed_over(received, odd, in_one_line):
-    """Of weights that are integers, and facts that are no numbers."""
+    """The weights are integers, or the metadata contains no numbers."""
     path = state_of(received) / "round-000001.safetensors"
     tensors, facts = load(path)
     tensors = {k: v.to(torch.int64) if odd == "integers" else v for k, v in tensors.items()}

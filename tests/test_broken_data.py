@@ -1,4 +1,4 @@
-"""Data files that are damaged or made to harm: each costs one line, and little memory."""
+"""Damaged and malicious data files: each causes one line of output, and uses little memory."""
 
 import contextlib
 import gzip
@@ -32,7 +32,7 @@ def cache_dir(tmp_path, monkeypatch):
 
 
 def fault(call):
-    """The one printable line of the DataError."""
+    """Return the single printable line of the DataError."""
     with pytest.raises(DataError) as caught:
         call()
     assert str(caught.value).isprintable()
@@ -150,7 +150,7 @@ def test_whatever_a_library_raises_names_the_file(tmp_path, monkeypatch, error):
 
 
 def test_a_small_archive_of_much_is_refused_before_it_is_unpacked(tmp_path):
-    """Zeros compress to a thousandth."""
+    """Zeros compress to a thousandth of their size."""
     rows = 100_000
     path = tmp_path / "train.npz"
     np.savez_compressed(path, x=np.zeros((rows, 1, 8, 8), np.uint8), y=np.zeros(rows, np.uint8))
@@ -206,7 +206,7 @@ def test_a_number_that_is_none(tmp_path, number):
 
 
 def test_a_field_without_end(tmp_path):
-    """Each of 15 x 30 fields would take four bytes a character of the longest."""
+    """Each of the 15 x 30 fields would use four bytes per character of the longest field."""
     dataset = write_adult(tmp_path)
     with (tmp_path / "adult.data").open("a") as file:
         file.write(", ".join(["w" * 100_000] * 15) + "\n")
@@ -286,7 +286,7 @@ def test_a_link_to_the_other_part(tmp_path, part, other):
 
 
 def test_many_links_to_a_parent_are_not_followed_at_all(tmp_path):
-    """Each level would double the walk, down to the system's limit of forty."""
+    """Each level would double the number of visited files, up to the system limit of 40 links."""
     root = tree(tmp_path / "tree")
     for number in range(6):
         (root / "ant" / f"more{number}").symlink_to("..")
@@ -350,7 +350,7 @@ def test_images_larger_than_allowed_are_not_decoded(tmp_path, monkeypatch):
 
 
 def test_an_image_of_many_pixels_is_not_decoded(tmp_path):
-    """Black pixels compress to a thousandth, and `data.image-size` would make them few again."""
+    """Black pixels compress to a thousandth, and `data.image-size` would reduce them again."""
     root = tree(tmp_path / "tree")
     PIL.Image.new("L", (2000, 1500)).save(root / "cat" / "9.png")
     assert (root / "cat" / "9.png").stat().st_size < 10_000
@@ -372,7 +372,7 @@ def test_a_side_has_a_limit():
 
 @pytest.mark.parametrize("suffix", ["png", "bmp", "tiff", "webp", "jpeg", "ppm"])
 def test_a_damaged_image_of_any_format_is_named(tmp_path, suffix, monkeypatch):
-    """Damaged anywhere, it is decoded or refused; nothing else is raised."""
+    """A damaged image is decoded or rejected, and no other error is raised."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     rng = np.random.default_rng(0)
     image = PIL.Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""Open clients: which are kept, and that keeping many costs no more for each."""
+"""The cache of open clients: which clients it keeps, and its cost per client."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ MOST = 100
 
 @dataclass(eq=False)
 class Sized:
-    """A client that holds so many bytes, and counts how often it is asked."""
+    """A client with a given size, which counts the calls."""
 
     size: int
     asked: int = 0
@@ -25,7 +25,10 @@ class Sized:
 
 
 def kept_by_hand(uses):
-    """Which clients are kept after each use: those of other runs go first, then the latest."""
+    """Return the cached clients after each use.
+
+    Clients of other runs are closed first, and then the most recently used clients.
+    """
     kept = []
     for run, name, size in uses:
         others = [each for each in kept if each[:2] != (run, name)]
@@ -38,7 +41,7 @@ def kept_by_hand(uses):
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 7), st.integers(0, 60)), max_size=40))
 def test_what_is_needed_last_is_closed_for_room(uses):
-    """A client's size changes with each use."""
+    """The size of a client changes with each use."""
     clients, cache = {}, ClientCache(MOST)
     for (run, name, size), expected in zip(uses, kept_by_hand(uses), strict=True):
         fresh, key = Sized(0), (run, name)

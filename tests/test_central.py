@@ -1,4 +1,4 @@
-"""Centralized training: one model on all clients' data, which with one client is `local`."""
+"""Centralized training: one model on all clients' data, equal to `local` for one client."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_with_one_client_it_is_local_bit_for_bit(tmp_path, recipe):
 
 
 def by_hand(config):
-    """Return the samples of all clients, one after the other."""
+    """Return the samples of all clients, concatenated."""
     store, parts = RunData.of(config.run), []
     for k in range(config.run.clients):
         data = store.client(k)
@@ -159,7 +159,7 @@ def test_only_the_trainer_is_asked_and_its_instruction_is_empty(tmp_path):
 
 
 def test_a_round_is_gradient_descent_on_all_samples(tmp_path):
-    """Full batches, in float64, with nothing of the code's."""
+    """Train with full batches in float64, without code from fedhet."""
     plain = {
         "training.optimizer": "sgd", "training.momentum": 0.0, "training.lr": 0.05,
         "training.batch-size": 10_000, "training.local-epochs": 3,
@@ -193,7 +193,7 @@ def test_what_is_evaluated_is_the_trainers_model(tmp_path):
 
 
 def test_a_label_space_of_its_own(tmp_path):
-    """The trainer learns all clients' classes; each client is judged among its own."""
+    """The trainer learns all classes; each client is evaluated on its own classes."""
     chosen = {**SPACES, "clients": 2, "max-samples": 0}
     server = Server(federation(**chosen), tmp_path)
     asked = server.ask(1)

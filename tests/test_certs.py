@@ -1,4 +1,4 @@
-"""Keys and certificates: what TLS and Flower make of them, and that none is ever replaced."""
+"""Keys and certificates: TLS and Flower accept them, and no file is ever replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made(tmp_path_factory):
 
 
 def handshake(server_folder, authority, hostname):
-    """Do a TLS handshake over a socket; return what the client says of it."""
+    """Do a TLS handshake over a socket, and return the client's message."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(
         server_folder / certs.SERVER_CERTIFICATE, server_folder / certs.SERVER_KEY

@@ -44,7 +44,7 @@ def comparison(outcome, claim="a is better", **changes):
 
 
 def write(folder, size, *outcomes, **changes):
-    """Write a finished `felo-2`: a comparison for each claim's number and outcome."""
+    """Write a finished `felo-2`, with one comparison per claim, by number and outcome."""
     claims = claims_of("felo-2")
     found = [comparison(outcome, claims[number]) for number, outcome in outcomes]
     content = {"table": "felo-2", "size": size, "seeds": [0, 1], "runs": 4, "finished": 4}
@@ -56,7 +56,7 @@ def write(folder, size, *outcomes, **changes):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of finished tables, of `felo-2` in two sizes and another file."""
+    """A directory with finished tables, namely `felo-2` in two sizes, and another file."""
     write(tmp_path, "tiny", (0, "holds"), (0, "holds"), (1, "within noise"), (1, "holds"))
     write(tmp_path, "small", (0, "holds"), (0, "does not hold"), (1, "not measured"))
     (tmp_path / "notes.json").write_text("{}")
@@ -201,7 +201,7 @@ def cells(line):
 
 
 def section(result):
-    """The section of a table on its paper's page."""
+    """Return the section of a table on its paper's page."""
     page = (DOCS / "tables" / f"{paper_of(result.table)}.md").read_text()
     start = page.index(f"\n## {read_table(result.table).title}\n".replace("_", r"\_"))
     return page[start : page.find("\n## ", start + 1)].splitlines()
@@ -213,7 +213,7 @@ LARGEST = list({each.table: each for each in read_finished(MEASURED)}.values())
 
 @pytest.mark.parametrize("result", LARGEST, ids=lambda each: each.file_name)
 def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
-    """By the files of the results and of the table, read here without the project's code."""
+    """Compare with the files of the results and of the table, which this test reads itself."""
     lines = section(result)
     source = tomllib.loads((TABLES / f"{result.table}.toml").read_text())
     digits = 1 if source.get("unit", "percent") == "percent" else 2

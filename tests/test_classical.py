@@ -1,4 +1,4 @@
-"""Models without gradients: one small interface, whoever wrote what is behind it."""
+"""Models without gradients: one small interface for all libraries and custom models."""
 
 import textwrap
 import warnings
@@ -51,7 +51,7 @@ def drawn(seed=0, samples=120, classes=3, shape=(2, 2)):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Write a user's module and return the name of a model in it."""
+    """Write a user module, and return the name of a model in it."""
 
     def write(name, body, function):
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(body))
@@ -102,7 +102,7 @@ def test_they_are_scikit_learns():
 
 
 def mixed(samples=160):
-    """Two numbers, far from 0 and wide, and a word of four categories, one-hot; two classes."""
+    """Two numeric columns with large means and spreads, one one-hot column, and two classes."""
     rng = np.random.default_rng(0)
     numbers = rng.normal(50, 20, (samples, 2))
     word = np.eye(4)[rng.choice(4, samples, p=[0.6, 0.3, 0.07, 0.03])]
@@ -113,7 +113,7 @@ def mixed(samples=160):
 
 @pytest.mark.parametrize("name", ["sk-svm", "sk-gam", "sk-mlp"])
 def test_numbers_alone_are_scaled_and_one_hot_columns_are_not(name):
-    """Against the same by hand: z-scores of columns 2 and 3, for the additive model in splines."""
+    """Compare with z-scores of columns 2 and 3; the additive model uses splines."""
     x, y = mixed()
     flat = x.numpy()
     numbers = flat[:, 2:4]
@@ -136,7 +136,7 @@ def test_numbers_alone_are_scaled_and_one_hot_columns_are_not(name):
 
 
 def test_the_boosted_model_is_additive_and_the_tree_is_not():
-    """f(a, b) - f(a, b') is the same at every a, in log-odds, if no tree has both features."""
+    """If no tree uses both features, f(a, b) - f(a, b') is equal for every a, in log-odds."""
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.uniform(-1, 1, (400, 2)).astype(np.float32))
     y = ((x[:, 0] > 0) ^ (x[:, 1] > 0)).long()

@@ -1,4 +1,4 @@
-"""The command line, as a person meets it."""
+"""The command line, as users see it."""
 
 import re
 import signal
@@ -130,7 +130,7 @@ def test_a_mistake_earns_one_line(call, words, says):
     ],
 )
 def test_what_can_be_shown(call, words, says):
-    """The other lists are shown in test_start.py."""
+    """test_start.py tests the other lists."""
     status, out, error = call(*words.split())
     assert status == 0, error
     assert says in out
@@ -177,7 +177,7 @@ def test_a_file_of_version_01_is_refused_with_the_new_name(call, tmp_path):
 
 
 def trained_in(folder, options, before):
-    """Run `fedhet` in a process of its own, after some lines of Python; return its output."""
+    """Run `fedhet` in a new process after some lines of Python, and return its output."""
     words = ["fedhet", "run", *options, "--out", str(folder / "r")]
     code = f"import sys\n{before}\nsys.argv = {words!r}\nfrom fedhet.cli import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Who is asked: clients that are refused, silent or gone, round after round."""
+"""Sampling of clients that are refused, silent, or disconnected, round after round."""
 
 import json
 
@@ -17,7 +17,7 @@ def standing(max_refusals=3, max_silences=2):
 
 
 def play(found, outcomes, rounds=range(1, 40), members=NAMES):
-    """Ask whoever may be asked, each answering as `outcomes` says; return who was asked when."""
+    """Call all clients that may be called, with replies from `outcomes`; return them by round."""
     asked, forgotten = {}, []
     for round in rounds:
         asked[round] = found.eligible(round, members)
@@ -109,7 +109,7 @@ def test_if_all_are_set_aside_the_run_ends():
 
 
 def test_what_is_saved_decides_as_what_was():
-    """As a checkpoint: through JSON; in the middle of a rest, of refusals and of an absence."""
+    """Restore a checkpoint from JSON during a backoff, refusals, and an absence."""
     outcomes = {"a": "refused", "b": "silent"}
     for cut in range(1, 12):
         whole, _ = standing()

@@ -1,4 +1,4 @@
-"""What a client keeps over rounds: it comes back, and no process overwrites another's."""
+"""Client state: it is restored after each round, and no process overwrites another's state."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def network():
 
 
 def opened(root, identity=IDENTITY, setup=None, training_set=None, client="client-0"):
-    """A client's state as a process of its own would have it."""
+    """Open a client's state like a separate process."""
     return ClientState(
         root,
         client,
@@ -38,7 +38,7 @@ def weight(state):
 
 
 def play(state, round, value, run="run-1"):
-    """Take part in a round: the weights become `value`."""
+    """Take part in a round that sets the weights to `value`."""
     state.restore(run, before=round)
     state.begin_round()
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_a_state_that_could_not_be_read_is_not_taken_for_the_one_before(tmp_path
 
 
 def spoil(path, fault):
-    """Damage a state, or put another in its place."""
+    """Damage a state, or replace it by another state."""
     folder, root = path.parent, path.parents[2]
     if fault == "cut":
         path.write_bytes(path.read_bytes()[:-5])
@@ -268,7 +268,7 @@ def test_other_files_among_the_states_are_left_alone(tmp_path):
 
 
 class Majority:
-    """A classifier that predicts the commonest class; `fitted` counts how often it was fitted."""
+    """A classifier that predicts the most frequent class; `fitted` counts its fits."""
 
     fitted = 0
 

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, as far as it needs none: settings, questions, faults, the pool."""
+"""Ray clusters without Ray: settings, requests, faults, and the worker pool."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_where_data_lies(tmp_path):
 
 
 def answering(monkeypatch, **answers):
-    """Let a task that is sent to a machine return the answer of its address."""
+    """Let a task on a machine return the result for its address."""
     pinned = lambda machine: SimpleNamespace(remote=lambda _: machine.address)  # noqa: E731
     ray = SimpleNamespace(
         remote=lambda **_: (
@@ -325,7 +325,7 @@ def test_workers_are_dealt_to_machines_in_turn():
 
 
 class Actor:
-    """Plays an actor; its reference to `is_ready` is itself."""
+    """Fake actor, whose reference to `is_ready` is itself."""
 
     def __init__(self, machine):
         self.machine = machine
@@ -338,7 +338,7 @@ def count_release():
 
 
 class Ray:
-    """Plays Ray: tasks are done when they are waited for; a machine may be gone."""
+    """Fake Ray: tasks finish when a caller waits for them, and a machine may be lost."""
 
     class exceptions:  # noqa: N801
         class RayError(Exception): ...
@@ -383,7 +383,7 @@ def pool(ray, *machines):
 
 
 def test_who_finds_too_little_memory_is_asked_while_nobody_else_is(ray):
-    """The others end first, give back their memory, and no new one begins before it has ended."""
+    """The other clients finish first and release their memory. No client starts before it ends."""
     workers, said = pool(ray, A, B)
     events, free, first = [], threading.Event(), threading.Event()
 

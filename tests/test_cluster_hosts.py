@@ -1,7 +1,7 @@
-"""Runs on a Ray cluster: of this machine, and of two machines that are network namespaces.
+"""Runs on a Ray cluster of this machine, and of two machines that are network namespaces.
 
-Every machine has processors of its own as Ray counts them, and the second may have a file system of
-its own where the first keeps its runs.
+In Ray's view, every machine has its own CPUs. The second machine may have a separate file system in
+place of the directory for runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ENVIRONMENT = {
 def call(
     *words: str, private: Path | None = None, within: str = "", environment: dict | None = None
 ) -> None:
-    """Run a command on a host, there with an empty file system at `private`."""
+    """Run a command on a host, with an empty file system at `private`."""
     command = list(words)
     if private is not None:
         mount = f"mount -t tmpfs tmpfs {shlex.quote(str(private))} && exec {shlex.join(words)}"
@@ -70,7 +70,7 @@ def kill(numbers: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[str]:
-    """A folder for Ray's sockets, whose paths may have no more than 107 characters."""
+    """A directory for Ray's sockets, whose paths may have at most 107 characters."""
     folder = tempfile.mkdtemp(prefix="fhray")
     try:
         yield folder
@@ -80,7 +80,7 @@ def short_folder() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[str]:
-    """Two hosts and a link between them; Ray's head, with one processor, is on the first."""
+    """Two connected hosts, with Ray's head on the first host (one CPU)."""
     with namespaces(("head", "second")), short_folder() as sockets:
         near, far = f"{TAG}a", f"{TAG}b"
         ip("link", "add", near, "netns", host("head"), "type", "veth",
@@ -103,7 +103,7 @@ def head() -> Iterator[str]:
 def second(
     address: str, private: Path | None = None, environment: dict | None = None
 ) -> Iterator[None]:
-    """The second machine of the cluster, with one processor."""
+    """The second machine of the cluster, with one CPU."""
     try:
         call(
             str(RAY), "start", f"--address={address}", f"--node-ip-address={SECOND}",
@@ -117,7 +117,7 @@ def second(
 def started(
     config: Config, address: str, out: Path, environment: dict | None = None
 ) -> subprocess.Popen[str]:
-    """Start a run on the first machine, by the command line."""
+    """Start a run on the first machine with the command line."""
     settings = out.parent / f"{out.name}.toml"
     settings.write_text(config.to_toml())
     words = [
@@ -196,7 +196,7 @@ def test_two_machines_give_the_numbers_of_one(head, tmp_path):
 
 
 def test_a_machine_with_another_fedhet_and_without_the_users_modules_gets_both(head, tmp_path):
-    """The folders of the first machine's code are empty on the second."""
+    """The code directories of the first machine are empty on the second machine."""
     mine, other = tmp_path / "mine", tmp_path / "other"
     shutil.copytree(ROOT / "fedhet", mine / "fedhet")
     shutil.copy(ROOT / "examples" / "mymodels.py", mine / "mymodels.py")

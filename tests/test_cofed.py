@@ -1,4 +1,4 @@
-"""CoFED: what travels, what is trained on what, what is kept, what is reported."""
+"""CoFED: messages, training data, state, and metrics."""
 
 import re
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_the_last_round_sends_nothing_back(tmp_path):
 
 
 def vote_by_hand(votes, alpha):
-    """Algorithm 1 and Eq. 19 once more, for what came over the wire."""
+    """Apply Algorithm 1 and Eq. 19 to the messages that were sent."""
     instances = len(votes[0][0])
     sets = {c: set() for _, space in votes for c in space}
     for index in range(instances):
@@ -238,7 +238,7 @@ def test_a_weight_of_one_who_may_still_come_is_noted(tmp_path, monkeypatch):
 
 
 def two_best_by_hand(model, client):
-    """The best class of each public instance, and by how much it is ahead of the second."""
+    """Return the best class of each public instance, and its lead over the second-best class."""
     space = client.space.tolist()
     with torch.no_grad():
         logits = model.eval()(client.public)[:, space].double().numpy()
@@ -348,7 +348,10 @@ SITES = {
 
 @pytest.mark.parametrize("site", SITES)
 def test_both_trainings_are_with_a_participants_own_process(tmp_path, site):
-    """Sections 4.5 and 5.2: its optimizer, rate and epochs in both, its minibatch in the first."""
+    """Sections 4.5 and 5.2: both trainings use its optimizer, rate, and epochs.
+
+    The first training also uses its batch size.
+    """
     index, own_settings, optimizer, lr, size, epochs = SITES[site]
     config = cofed(models="mlp", **ASSIGNED, **{"cofed.update-batch-size": 40})
     client = rounds.opened(config, tmp_path, partition=index, **own_settings)

@@ -91,7 +91,7 @@ def test_adult_gives_each_client_two_hundred_rows_and_each_kind_25_clients():
 @pytest.mark.parametrize("name", ["cofed-cifar100-iid", "cofed-cifar100-non-iid", "cofed-femnist"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_hundred_randomly_generated_cnns_of_two_or_three_layers(name, seed):
-    """Section 5.1, and the widths that Table 1 shows."""
+    """Compare with Section 5.1, and with the widths in Table 1."""
     run = resolve({**read_preset(name), "seed": seed}).run
     assigned = models.assign(run.models.pool, run.clients, run.seed, run.models.assignment)
     filters = [np.array(name.split("-")[1:], int) for name in assigned]

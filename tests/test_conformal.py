@@ -1,4 +1,4 @@
-"""FedType's conformal sets and losses against per-sample references, written from the paper.
+"""FedType's conformal sets and losses against references that follow the paper.
 
 The references loop over samples and labels in plain Python, with exact fractions where the paper
 counts or compares.
@@ -49,7 +49,7 @@ DEVICES = [
 
 
 def reference_rho(row, y):
-    """Section 3.2.3: the mass of the labels strictly more likely than y."""
+    """Return the mass of the labels strictly more likely than y (Section 3.2.3)."""
     return sum(p for p in row if p > row[y])
 
 
@@ -71,7 +71,7 @@ def reference_softmax(row, temperature=1.0):
 
 
 def reference_quantile(scores, theta):
-    """Algorithm 3, step 3: the least score that at least (n + 1)(1 - theta) of the n reach."""
+    """Return the smallest score that at least (n + 1)(1 - theta) of n scores reach."""
     need = (len(scores) + 1) * (1 - theta)
     for score in sorted(scores):
         if sum(s <= score for s in scores) >= need:
@@ -80,7 +80,7 @@ def reference_quantile(scores, theta):
 
 
 def reference_temperature(logits, labels):
-    """Appendix F: autograd and torch's own SGD on the mean negative log-likelihood."""
+    """Appendix F with autograd and torch's SGD on the mean negative log-likelihood."""
     temperature = nn.Parameter(torch.tensor(1.3))
     optimizer = torch.optim.SGD([temperature], lr=0.01)
     for _ in range(10):
@@ -105,7 +105,7 @@ def members(mask):
 
 @st.composite
 def exact_rows(draw, least=1, most=50):
-    """Draw up to 4 rows of eighths, sixteenths... that add up to exactly 1, with many ties."""
+    """Draw up to 4 rows of fractions (eighths, sixteenths, ...) that sum to 1, with many ties."""
     classes = draw(st.integers(least, most))
     rows = []
     for _ in range(draw(st.integers(1, 4))):
@@ -426,7 +426,7 @@ def synthetic_pool(seed, size):
 
 @pytest.fixture(scope="module")
 def digits_pool():
-    """Return logits and labels of the half of the digits that the regression did not see."""
+    """Return logits and labels for the half of the digits that were not used for the regression."""
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(y))
     seen, unseen = order[: len(y) // 2], order[len(y) // 2 :]
@@ -436,7 +436,7 @@ def digits_pool():
 
 
 def draws(pool, samples, tests, seed):
-    """Yield calibration and test data, each logits, labels, u: all drawn from the pool anew."""
+    """Yield calibration and test data (logits, labels, and u), newly drawn from the pool."""
     logits, labels = pool
     generator = torch.Generator().manual_seed(seed)
     for _ in range(DRAWS):
@@ -449,20 +449,20 @@ def draws(pool, samples, tests, seed):
 
 
 def holds(mask, labels):
-    """Return in what share of rows the mask holds the label."""
+    """Return the fraction of rows in which the mask contains the label."""
     return mask.gather(1, labels.unsqueeze(1)).float().mean().item()
 
 
 def standard_error(samples, tests, theta):
-    """Return the exact one of the mean coverage over the draws: covered is beta-binomial."""
+    """Return the exact standard error of the mean coverage, which is beta-binomial."""
     need = math.ceil((samples + 1) * (1 - Fraction(theta)))
     return betabinom(tests, need, samples + 1 - need).std() / tests / math.sqrt(DRAWS)
 
 
 def exact_coverage(pool, samples, tests, theta, seed, temperature=1.0):
-    """Return the coverage of each draw before and after the mending of empty sets, [DRAWS, 2].
+    """Return the coverage of each draw before and after the repair of empty sets, [DRAWS, 2].
 
-    The temperature is given: only then is coverage exactly ceil((n + 1)(1 - theta)) / (n + 1).
+    With a given temperature only, the coverage is exactly ceil((n + 1)(1 - theta)) / (n + 1).
     """
     found = []
     for (logits, labels, u), (new, truth, v) in draws(pool, samples, tests, seed):
@@ -479,7 +479,7 @@ def exact_coverage(pool, samples, tests, theta, seed, temperature=1.0):
 @pytest.mark.parametrize("samples", [9, 30, 100, 101])
 @pytest.mark.parametrize("real", [False, True])
 def test_coverage_is_exact(digits_pool, samples, theta, real):
-    """On calibrated logits, and on those of a classifier."""
+    """Test calibrated logits and the logits of a classifier."""
     pool, heat = (digits_pool, 1.3) if real else (synthetic_pool(samples, 20_000), 1.0)
     raw, mended = exact_coverage(pool, samples, 300, theta, seed=1, temperature=heat).T
     need = math.ceil((samples + 1) * (1 - Fraction(theta)))
@@ -496,7 +496,10 @@ def test_coverage_is_exact(digits_pool, samples, theta, real):
 @pytest.mark.parametrize("samples", [30, 100])
 @pytest.mark.parametrize("factor", [1.0, 3.0, None])
 def test_plain_sets_after_calibrate_hold_the_truth(digits_pool, samples, theta, factor):
-    """Calibration as in training, temperature and all: calibrated, overconfident, real logits."""
+    """Calibrate as in training, with the temperature.
+
+    The logits are calibrated, overconfident, or real.
+    """
     logits, labels = digits_pool if factor is None else synthetic_pool(3, 20_000)
     pool = (logits if factor is None else factor * logits), labels
     found = []

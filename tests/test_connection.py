@@ -1,4 +1,4 @@
-"""What Flower's command line says, as a person gets to read it."""
+"""Messages of Flower's command line, as users see them."""
 
 import contextlib
 import os
@@ -106,7 +106,7 @@ insecure = true
 
 @pytest.mark.parametrize("where", [".", control.CONNECTION])
 def test_a_project_of_the_current_folder_changes_nothing(monkeypatch, tmp_path, where):
-    """Flower reads a project in its old form wherever it runs, and rewrites its configuration."""
+    """Flower reads an old project file in any working directory, and rewrites its configuration."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(control, "START_SECONDS", 0)
     project = tmp_path / where / "pyproject.toml"
@@ -140,7 +140,7 @@ def test_a_server_that_does_not_listen_is_said_at_once(monkeypatch, tmp_path):
 
 @contextlib.contextmanager
 def listening(keys):
-    """A server with the TLS certificate in a directory, or without TLS; yields its address."""
+    """Start a server with or without the TLS certificate in a directory, and yield its address."""
 
     def serve():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What several models agree on, against slow transcriptions; distillation losses and gradients."""
+"""The consensus of several models, distillation losses, and gradients, against slow versions."""
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ def soft(clients, samples, classes, seed=0, concentration=1.0):
 
 
 def alike(clients, samples, classes, spread=0.02):
-    """Soft labels that differ little between clients."""
+    """Return soft labels that differ little between clients."""
     base, own = soft(1, samples, classes), soft(clients, samples, classes, 1)
     return ((1 - spread) * base + spread * own).astype(np.float32)
 
 
 def test_simple_aggregation_is_fedmds_mean_and_era_goes_to_uniform():
-    """At T to infinity ERA is uniform; its first-order deviation is that of the plain mean."""
+    """As T grows to infinity, ERA becomes uniform, with the first-order deviation of the mean."""
     answers = soft(5, 7, 4)
     mean = np.array([[np.mean([a[r, c] for a in answers]) for c in range(4)] for r in range(7)])
     np.testing.assert_allclose(mean_scores(answers), mean, rtol=1e-6)
@@ -49,7 +49,7 @@ def test_the_filter_leaves_the_mean_of_those_who_agree():
 
 
 def slow_filter(points, sigma):
-    """One sample's K vectors, with the covariance written out."""
+    """Filter the K vectors of one sample with the explicit covariance."""
     weights = np.ones(len(points))
     while True:
         mean = (weights[:, None] * points).sum(0) / weights.sum()
@@ -75,7 +75,7 @@ def test_the_filter_is_its_algorithm():
 
 @pytest.mark.parametrize("malicious", range(5))
 def test_one_of_ten_moves_the_filtered_mean_by_no_more_than_sigma(malicious):
-    """Kept, it lies so near that it moves the mean by sigma at most; else its weight is 0."""
+    """If it is kept, it moves the mean by at most sigma. Otherwise, its weight is 0."""
     answers = alike(10, 300, 5)
     honest = answers[1:].mean(0)
     answers[0] = np.eye(5, dtype=np.float32)[malicious]

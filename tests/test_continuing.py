@@ -1,4 +1,4 @@
-"""Runs that go on beyond their last round, end early, or keep the models of their best round."""
+"""Runs that continue after their last round, stop early, or keep the best models."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_the_last_round_follows_from_the_records(means, patience, last):
 
 
 def stubborn(**changes):
-    """Return a run whose accuracy stays as it is: it learns next to nothing."""
+    """Return a run with constant accuracy, because it learns next to nothing."""
     return small("felo", rounds=8, clients=2, models="mlp", lr=1e-9, **changes)
 
 
@@ -160,7 +160,7 @@ def test_the_state_of_the_best_round_is_kept(tmp_path):
 
 
 def test_the_models_of_the_best_round_can_be_used(tmp_path):
-    """The training is so coarse that the models get worse."""
+    """The training is so coarse that the models get worse over rounds."""
     config = small("local", rounds=6, clients=2, optimizer="sgd", lr=3.0, models="mlp",
                    keep_best=True, seed=1)  # fmt: skip
     run(config, tmp_path / "run")

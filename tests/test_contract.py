@@ -38,7 +38,7 @@ CONTRACT = Contract(
 
 
 def sound():
-    """A message with every field, and nothing wrong."""
+    """Return a valid message with every field."""
     tensors = {
         "classes": np.array([3, 0, 2]),
         "features": np.arange(6, dtype=np.float32).reshape(3, 2),
@@ -55,7 +55,7 @@ def check(tensors, scalars, contract=CONTRACT, shapes=MODEL):
 
 
 def refusal(field, tensors, scalars, **options):
-    """The one line of the KnowledgeError, which names the sender and this field."""
+    """Return the single line of the KnowledgeError, which names the sender and this field."""
     with pytest.raises(KnowledgeError) as caught:
         check(tensors, scalars, **options)
     assert (caught.value.sender, caught.value.field) == (SENDER, field)
@@ -66,7 +66,7 @@ def refusal(field, tensors, scalars, **options):
 
 
 def changed(tensors=(), scalars=()):
-    """A sound message with some fields in another form; None takes a field away."""
+    """Return a valid message with changed fields; None removes a field."""
     base_tensors, base_scalars = sound()
     for base, changes in ((base_tensors, tensors), (base_scalars, scalars)):
         for name, value in dict(changes).items():
@@ -192,7 +192,7 @@ def test_ids_beyond_int64_are_shown_as_they_are():
 
 
 def test_ids_may_number_an_axis_that_the_message_fixes():
-    """`ids` is the letter of an axis; only letters of the run are known before the message."""
+    """`ids` is the letter of an axis. Before the message, only the letters of the run are known."""
     contract = Contract(
         (
             TensorField("rows", "float32", ("N", "D"), "rows"),
@@ -243,7 +243,7 @@ def test_a_number_without_range_is_finite_and_bounded():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_variance_is_not_negative(stacked):
-    """A batch norm takes its root: one below 0 makes every logit NaN."""
+    """A batch norm takes the root of the variance, so a negative value makes all logits NaN."""
     contract = Contract((WeightsField("weights", "model", stacked="N" if stacked else ""),))
     shapes = {
         "bn.running_mean": ((2,), "float32"),
@@ -388,7 +388,7 @@ def test_felos_averages_come_together(present):
     ids="+".join,
 )
 def test_felos_averages_never_come_in_part(present):
-    """Features without their classes say nothing; classes without features cannot be read."""
+    """Features without classes have no meaning, and classes without features cannot be read."""
     with pytest.raises(KnowledgeError):
         check({name: PARTS[name] for name in present}, {}, contract=FELO.instructions)
 
@@ -397,7 +397,7 @@ def test_felos_averages_never_come_in_part(present):
 
 
 def oracle(tensors, scalars):
-    """Is a message of CONTRACT sound? From the declarations, by hand, in plain Python."""
+    """Return whether a message satisfies CONTRACT, by hand and in plain Python."""
     if set(scalars) - {"loss", "steps", "done", "note"}:
         return False
     weights = {name for name in tensors if name.startswith("weights/")}
@@ -489,7 +489,7 @@ def some_tensors(draw):
 
 @st.composite
 def near_sound(draw):
-    """A sound message with a random number of entries, changed in up to two places."""
+    """Return a valid message with a random number of entries, changed in up to two places."""
     rows = draw(st.integers(0, 4))
     tensors, scalars = sound()
     tensors["classes"] = np.array(draw(st.permutations(range(4)))[:rows], np.int64)

@@ -1,4 +1,4 @@
-"""The conditional VAE against Eq. 2 written out feature by feature, and on features of digits."""
+"""The conditional VAE against Eq. 2, feature by feature, and on features of digits."""
 
 import math
 
@@ -79,7 +79,7 @@ def moved(module):
 
 
 def test_the_gradient_reaches_all_four_layers_through_the_draw():
-    """Of a weight and a bias in each layer, against differences of the reference."""
+    """Compare gradients of a weight and a bias in each layer with finite differences."""
     model, (features, labels, noise) = made().double(), drawn(0)
     parts = features.double(), labels, noise.double()
     cvae_loss(model, *parts, 0.7).backward()
@@ -96,7 +96,7 @@ def test_the_gradient_reaches_all_four_layers_through_the_draw():
 
 
 def fit(model, features, labels, seed=0, **changes):
-    """Train a CVAE with draws of the seed; return the loss."""
+    """Train a CVAE with random draws from the seed, and return the loss."""
     chosen = {"epochs": 30, "batch_size": 16, "lr": 0.01, "deviation": 1.0, **changes}
     return train_cvae(
         model, features, labels, **chosen, generator=torch.Generator().manual_seed(seed)
@@ -162,7 +162,7 @@ def test_synthetic_features_are_the_decoders_of_standard_normal_draws():
 
 
 def reference_standardized(features):
-    """In float64, one feature at a time: center, spread, and the features in spreads."""
+    """Standardize one feature at a time in float64; return center, spread, and scaled features."""
     rows = features.double().tolist()
     center = [sorted(column)[(len(rows) - 1) // 2] for column in zip(*rows, strict=True)]
     offsets = [[v - c for v, c in zip(row, center, strict=True)] for row in rows]
@@ -199,7 +199,7 @@ def test_features_are_standardized_by_medians(seed, samples, scale, outlier, beh
 
 
 def test_what_is_trained_is_equation_2_on_standardized_features():
-    """The loss of one batch before its step, from the order and the noise that the draws give."""
+    """Compare the loss of one batch before its step, with the given order and noise."""
     model, (features, labels, _) = made(), drawn(3, 40)
     features = 30 * features + 7
     before = made()
@@ -213,7 +213,7 @@ def test_what_is_trained_is_equation_2_on_standardized_features():
 
 
 def class_features(seed=0, sparse=False):
-    """Twenty clients' features of ten classes [200, 64], one client after the other."""
+    """Return twenty clients' features for ten classes [200, 64], client by client."""
     generator = torch.Generator().manual_seed(seed)
     centers = torch.randn(10, 64, generator=generator)
     if sparse:
@@ -224,7 +224,7 @@ def class_features(seed=0, sparse=False):
 
 
 def by_default(features, labels, trainings):
-    """A CVAE of the default settings after so many trainings on the same features."""
+    """Return a CVAE with default settings after several trainings on the same features."""
     sizes = VeloSettings()
     model = made(width=64, classes=10, latent=sizes.latent_dim, hidden=sizes.hidden_dim)
     usual = {"epochs": sizes.epochs, "batch_size": sizes.cvae_batch_size}
@@ -235,7 +235,7 @@ def by_default(features, labels, trainings):
 
 
 def share_of_own(model, features, labels):
-    """The share of synthetic features nearest to their own class's mean."""
+    """Return the fraction of synthetic features that are nearest to the mean of their class."""
     every = torch.arange(10)
     points = synthesize(model, every, 100, torch.Generator().manual_seed(1)).flatten(0, 1)
     own = every.repeat_interleave(100)
@@ -253,7 +253,7 @@ def test_synthetic_features_are_as_good_whatever_the_scale(trainings, sparse):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_one_client_beyond_all_measure_does_not_spoil_the_others_features(sparse):
-    """Two of the twenty are a client's of ten; the sparse ones lie behind a ReLU."""
+    """A client with ten classes sends two of the twenty; sparse features come from a ReLU."""
     features, labels = class_features(sparse=sparse)
     for factor in (1e3, 1e30):
         spoilt = features.clone()
@@ -287,7 +287,7 @@ def test_the_state_has_all_that_decoding_needs():
 
 @pytest.fixture(scope="module")
 def features_of_digits():
-    """Features [N, 64] and classes [N] of digits in a small network that was trained on them."""
+    """Return features [N, 64] and classes [N] of digits from a small trained network."""
     data = load(DataSpec(dataset="digits"))
     x, y = data.train.x, data.train.y
     model = models.build("cnn2", tuple(x.shape[1:]), 10, seed=0, feature_dim=64)
@@ -311,21 +311,21 @@ def features_of_digits():
 
 
 def nearest_class(points, features, labels):
-    """The class whose mean each point [N, D] is nearest to, by a loop over the classes."""
+    """Return the class with the nearest mean for each point [N, D], with a loop over classes."""
     distances = [((points - features[labels == y].mean(0)) ** 2).sum(1) for y in range(10)]
     return torch.stack(distances).argmin(0)
 
 
 def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_digits):
-    """After one default training on the 1437 features of one network; 0.99 of these do, too.
+    """Train once with default settings on the 1437 features of one network; the fraction is 0.99.
 
-    In a run it takes longer: of default runs on digits (seeds 0 and 1) 0.41 in the first round,
-    0.65 to 0.67 in the second, 0.93 to 0.98 from the fourth to the sixth.
+    A run takes longer. With default settings on digits (seeds 0 and 1), the fraction is 0.41 in the
+    first round, 0.65 to 0.67 in the second, and 0.93 to 0.98 from the fourth to the sixth.
     """
     features, labels = features_of_digits
 
     def shares(trainings):
-        """Of single synthetic features, and of their means by class."""
+        """Return the fractions for single synthetic features and for their class means."""
         model = by_default(features, labels, trainings)
         points = synthesize(model, torch.arange(10), 100, torch.Generator().manual_seed(1))
         means = nearest_class(points.mean(1), features, labels) == torch.arange(10)
@@ -340,7 +340,7 @@ def test_synthetic_features_lie_nearest_to_their_own_classs_mean(features_of_dig
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 30), st.sampled_from([0, 3, 1e4]))
 def test_the_separation_is_the_share_nearest_to_the_own_mean(seed, classes, count, offset):
-    """Feature by feature; some classes have a mean but no features."""
+    """Compare feature by feature; some classes have a mean but no features."""
     rng = np.random.default_rng(seed)
     means = (offset + rng.normal(size=(5, 4))).astype(np.float32)
     own = np.sort(rng.permutation(5)[:classes])

@@ -1,4 +1,4 @@
-"""Datasets, partitions, the decoded-image cache, .npz files and real sites' folders."""
+"""Datasets, partitions, the cache of decoded images, .npz files, and directories of sites."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ DIGITS = DataSpec(clients=8)
 
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep the decoded images of a test in its own folder."""
+    """Cache the decoded images of a test in its own directory."""
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 def fault(spec: DataSpec) -> str:
-    """Return the one line that `validate` raises."""
+    """Return the single line of the error that `validate` raises."""
     with pytest.raises(FedhetError) as caught:
         RunData(spec).validate()
     message = str(caught.value)
@@ -516,7 +516,7 @@ def write_images(
     mode: str = "RGB",
     size: tuple[int, int] = (6, 5),
 ) -> Path:
-    """Write PNGs whose every pixel is their class's place in the alphabet, times 10."""
+    """Write PNGs in which every pixel is the alphabetical index of the class times 10."""
     for label, name in enumerate(sorted(classes)):
         (root / name).mkdir(parents=True)
         for row in range(each):

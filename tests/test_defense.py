@@ -1,4 +1,4 @@
-"""The defense against one malicious client: what is scaled down, left out, or averaged robustly."""
+"""The defense against one malicious client: clipping, exclusion, and robust averages."""
 
 from types import SimpleNamespace
 
@@ -65,7 +65,10 @@ def test_the_one_that_stands_out_is_left_out(average, factor):
 
 
 def test_an_architecture_is_compared_with_itself():
-    """One of three; the other two differ from them as they do from each other."""
+    """One of three replies is malicious.
+
+    It differs from the others as they differ from each other.
+    """
     wide, narrow = near((8, 4), 3), near((3, 4), 2, spread=5)
     replies = [model(each) for each in (wide[0], narrow[0], -wide[1], wide[2], narrow[1])]
     assert defense("filter").included(replies).tolist() == [True, True, False, True, True]
@@ -120,7 +123,7 @@ def test_of_two_nobody_can_tell(clients):
 
 
 def by_hand(stack, average):
-    """The value of K clients' numbers [K, ...], NaN where a client has none."""
+    """Return the average of K clients' numbers [K, ...], with NaN for missing values."""
     if average == "median":
         return np.nanmedian(stack, axis=0)
     ordered = np.sort(stack, axis=0)
@@ -268,7 +271,7 @@ FEW = {"clients": 5, "rounds": 2, "max_samples": 250, "min_samples": 10}
 
 @pytest.mark.parametrize("method", method_names())
 def test_a_method_says_which_averages_suit_it(method):
-    """Each is accepted or refused in one line before the run."""
+    """Each rule is accepted, or rejected in one line before the run."""
     spec = find_method(method).spec
     for average in ROBUST:
         if average in spec.defenses:
@@ -319,7 +322,7 @@ def test_one_of_nine_hundred_times_the_size_is_scaled_down(tmp_path):
 
 
 def test_without_anyone_that_stands_out_a_filter_changes_nothing(tmp_path):
-    """To the last bit: neither accuracies nor bytes differ."""
+    """Accuracies and bytes are bit-for-bit equal."""
     both = [
         run(small("fedavg", **{**FEW, "defense.average": average}), tmp_path / average)
         for average in ("mean", "filter")
@@ -370,7 +373,10 @@ def test_a_run_that_starts_with_few_clients_needs_a_majority_too():
 
 @pytest.mark.parametrize("average", ROBUST)
 def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
-    """Two of ten are malicious and among the five (Krum: seven) replies that close the round."""
+    """Two of ten clients are malicious.
+
+    They are among the five replies (Krum: seven) that close the round.
+    """
     least = 7 if average == "krum" else 5
     honest = near((40,), least - 2, 0.01)
     values = [*honest, -honest[0], -honest[1]]
@@ -394,7 +400,7 @@ def test_an_average_withstands_the_fast_ones_among_few_replies(average, caplog):
 
 @pytest.mark.slow
 def test_each_round_waits_for_a_majority_of_the_honest_clients(tmp_path):
-    """A share of the idle clients is less in each round, and the fast clients are always idle."""
+    """A fraction of the idle clients shrinks each round; fast clients are always idle."""
     fast = malicious_clients(0, [f"client-{k}" for k in range(10)], 2)
     rows = [f"client-{k},{0.1 if f'client-{k}' in fast else 1.0 + k},100" for k in range(10)]
     (tmp_path / "devices.csv").write_text("\n".join(["client,sample-ms,mbit", *rows]))

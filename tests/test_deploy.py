@@ -1,4 +1,4 @@
-"""A real deployment on loopback: processes, gRPC, TLS and keys; the same numbers as simulated."""
+"""A real deployment on the loopback interface: same results as a simulation, TLS, and keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDINARY = "felo"
 
 
 class Relay:
-    """Passes TCP connections on to a port and keeps what the callers say first."""
+    """Forwards TCP connections to a port, and stores the first bytes of the callers."""
 
     def __init__(self, port: int) -> None:
         self.port, self._to = free_port(), port
@@ -60,7 +60,7 @@ class Relay:
 
 
 def to_the_end(deployment, config, directory):
-    """Run `config`; return its summary, and the lines of its server."""
+    """Run `config`, and return its summary and the server's lines."""
     placed = resolve({**config.flat(), "out": str(directory), "clients": deployment.nodes})
     said: list[str] = []
     submit(placed, deployment.connection, said.append)
@@ -69,7 +69,7 @@ def to_the_end(deployment, config, directory):
 
 
 def descendants(deployment):
-    """Return every process there is because of a deployment."""
+    """Return every process that belongs to a deployment."""
     found = []
     for process in deployment.processes.values():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -122,7 +122,7 @@ def test_three_sites_give_the_numbers_of_a_simulation(method, tmp_path):
 
 
 def check_control(deployment, said):
-    """The server says which sites it has and what it ran, by the names that users gave."""
+    """Check that the server lists its sites and runs under the names that users chose."""
     place = deployment.connection
     assert any("report.html" in line for line in said)  # after the table
     sites = {site.name: site.state for site in control.sites(place)}
@@ -137,7 +137,7 @@ def check_control(deployment, said):
 
 
 def check_names(deployment):
-    """A name is refused to a second key, and goes over to it with --replace."""
+    """Check that a second key for a name is rejected, unless --replace is passed."""
     place, keys = deployment.connection, deployment.certs / certs.NODES
     with pytest.raises(FedhetError, match=r"site-1\.pub: this key was removed from the server"):
         list(control.register(place, [("client-1", keys / "site-1.pub")]))
@@ -160,7 +160,7 @@ TEXT_MODELS = ["text-cnn", "text-gru", "text-bag"]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path):
-    """Each site has a folder of texts; simulated, one file says whose a text is."""
+    """Each site has a directory of texts; in the simulation, a column names the owner of a text."""
     write_example("text", tmp_path / "texts")
     everyone = tmp_path / "texts" / "train.csv"
     lengths = {"data.max-tokens": 24, "models.num-classes": 4, "data.test-fraction": 0.2}
@@ -193,7 +193,7 @@ def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_path):
-    """Each site has rows and the schema of all; simulated, a column says whose a row is."""
+    """Each site has rows and the shared schema; in the simulation, a column names the owner."""
     everyone = write(tmp_path / "all.csv", many(150))
     table = {"dataset": f"table:{everyone}", "target": "died", "by": "ward", "max_samples": 0}
     common = {"clients": 3, "rounds": 3, "models": ["mlp", "mlp2", "mlp3"]}
@@ -218,7 +218,7 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("encoding", ["int8", "top-k"])
 def test_three_sites_with_encodings_give_the_numbers_of_a_simulation(encoding, tmp_path):
-    """Each message is handled by a new process, which finds on disk what the site was sent."""
+    """A new process handles each message, and finds the weights from earlier messages on disk."""
     config = small(
         "felo",
         clients=3,
@@ -236,7 +236,7 @@ def test_three_sites_with_encodings_give_the_numbers_of_a_simulation(encoding, t
 
 
 def site_folders(everyone, config, root):
-    """Write each client's rows of the simulation as a site has them; return the folders."""
+    """Write each client's rows to a site directory, and return the directories."""
     head, *rows = csv.reader(everyone.open(encoding="utf-8", newline=""))
     kept = head[:2] if head[1] == "label" else head
     found = []
@@ -255,7 +255,7 @@ def site_folders(everyone, config, root):
 
 
 def check_wire(heard):
-    """TLS that offers HTTP/2, which is gRPC's; nothing in the clear."""
+    """Check that connections use TLS with HTTP/2 (gRPC), and that nothing is unencrypted."""
     hellos = [first for first in heard if first]
     assert len(hellos) >= 3
     for hello in hellos:
@@ -264,14 +264,14 @@ def check_wire(heard):
 
 
 def check_state(root, summary):
-    """Every site keeps its own state, in its own place."""
+    """Check that every site keeps its own state in its own directory."""
     kept = {path.parent.name: path.parents[2].name for path in root.rglob("round-*.safetensors")}
     assert kept == {f"client-{k}": f"site-{k}" for k in range(3)}
     assert set(kept) == set(summary["models"])
 
 
 def refusals(deployment, folder):
-    """Start nodes that must be refused; return what the log of each has to say."""
+    """Start nodes that must be rejected, and return the reason in the log of each node."""
     certs.make_node_key(folder / "stranger")
     certs.make(folder / "other", [], [], days=1)
     address = f"127.0.0.1:{deployment.fleet_port}"
@@ -295,6 +295,6 @@ def refusals(deployment, folder):
 
 
 def ended(deployment, name):
-    """Return a node's log once its process is over."""
+    """Return a node's log after its process has ended."""
     process = deployment.processes[name]
     return deployment.log_of(name) if process.poll() is not None else ""

@@ -1,4 +1,4 @@
-"""What a person sees during a run."""
+"""The display of a run in progress."""
 
 import math
 import random
@@ -39,7 +39,7 @@ def test_lines_say_what_the_start_waits_for(tmp_path):
 
 @pytest.mark.parametrize("method", ["central", "fedgems"])
 def test_an_accuracy_is_shown_whatever_kind_of_model_a_method_has(tmp_path, method):
-    """`central` has one global model and the server's, and no private ones."""
+    """`central` has a global model and a server model, and no private models."""
     console = Console(width=200, record=True, file=StringIO())
     changes = {"public_samples": 40} if method == "fedgems" else {}
     run(small(method, rounds=1, clients=2, **changes), tmp_path / "run", [line_display(console)])
@@ -65,7 +65,7 @@ def test_live_shows_every_client(tmp_path):
 
 
 class Recorder(Watcher):
-    """Takes a picture of the display after each round's first client has begun, and at its end."""
+    """Captures the display after each round's first client has started, and at the end."""
 
     def __init__(self, display, seen):
         self.display, self.seen = display, seen
@@ -79,7 +79,7 @@ class Recorder(Watcher):
 
 
 def picture(display, width, height):
-    """Return what the display shows on a terminal of this size."""
+    """Return the content of the display on a terminal of this size."""
     plain = Console(width=width, height=height, record=True, file=StringIO())
     plain.print(display)
     return plain.export_text()
@@ -110,10 +110,10 @@ def test_a_round_line_shows_the_largest_epsilon():
 
 
 class Hundred:
-    """A live display of a hundred clients in the third of ten rounds, with a clock of its own.
+    """A live display of a hundred clients in the third of ten rounds, with a fake clock.
 
-    In the first two rounds client number i trained i / 100 seconds. In the third, half of them have
-    answered, client 37 with an error, and four have been training for three seconds.
+    In the first two rounds, client i trained for i / 100 seconds. In the third round, half of the
+    clients have replied, client 37 with an error, and four have been training for three seconds.
     """
 
     def __init__(self, width, height):
@@ -268,7 +268,7 @@ def test_a_client_keeps_its_last_accuracy_and_time():
 
 
 def test_only_so_many_clients_train_as_there_are_workers(tmp_path):
-    """The log tells of each client's start: two at first, then one for each that has answered."""
+    """The log shows the start of each client: two at first, then one for each reply."""
     seen = []
 
     class Started(Watcher):
@@ -289,7 +289,7 @@ def test_only_so_many_clients_train_as_there_are_workers(tmp_path):
 
 
 def test_a_client_that_answers_before_its_turn_does_not_train_after(tmp_path):
-    """Ray may begin with another client than the first that was asked."""
+    """Ray may start with a client other than the first one called."""
     started = []
 
     class Started(Watcher):

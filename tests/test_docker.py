@@ -1,4 +1,4 @@
-"""The containers: their rights and limits, what is in the image, and its packages."""
+"""The containers: their rights and limits, the content of the image, and its packages."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_every_package_is_installed_with_its_constraints():
 
 
 def test_versions_with_known_faults_are_not_in_the_image():
-    """The last step of the image's packages replaces what Flower's bounds hold back."""
+    """The last installation step replaces packages for which Flower requires old versions."""
     (certifi,) = pins()["certifi"].specifier
     assert Version(certifi.version) >= Version("2026.10.19")
     text = (DOCKER / "overrides.txt").read_text().replace("\\\n", " ")
@@ -183,7 +183,7 @@ def test_versions_with_known_faults_are_not_in_the_image():
 def test_a_run_is_submitted_under_a_new_name_or_to_be_resumed(
     tmp_path, name, words, finished, printed, says
 ):
-    """By submit.sh, with a `fedhet` that prints its arguments; there is a run named first."""
+    """Run submit.sh with a `fedhet` that prints its arguments; a run named first exists."""
     fake, there = tmp_path / "fedhet", tmp_path / "runs" / "first"
     fake.write_text('#!/bin/sh\necho "$@"\n')
     fake.chmod(0o700)

@@ -1,4 +1,4 @@
-"""Pages: each in a list, without dead links; what is made from the code is as the code has it."""
+"""The documentation: every page is listed, links work, and generated parts match the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub creates for a page's headings."""
     found: dict[str, int] = {}
     for title in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
         words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower()
@@ -41,7 +41,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def listed(page: Path) -> set[Path]:
-    """The pages in the toctrees of a page, and of those in them."""
+    """Return the pages in the toctrees of a page, and in the toctrees of these pages."""
     blocks = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     names = [line for block in blocks for line in block.splitlines() if line and line[0] != ":"]
     found = {path for name in names for path in page.parent.glob(f"{name}.md")}
@@ -118,7 +118,7 @@ def test_every_node_setting_is_explained():
 
 
 def test_a_test_that_a_page_names_exists():
-    """`test_x.py::test_y`, or `::test_y` of the file that was named last."""
+    """A page names `test_x.py::test_y`, or `::test_y` in the file named before."""
     named = 0
     for page in PAGES:
         module = ""

@@ -1,4 +1,4 @@
-"""`fedhet doctor`: each thing that is amiss is found, and what is well is not."""
+"""`fedhet doctor`: it finds each problem, and reports no other problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def person(uid, name="root", shell="/bin/bash"):
 
 @pytest.fixture
 def keys(tmp_path, monkeypatch):
-    """Keys whose owner is root, whoever runs the test."""
+    """Keys that are owned by root, regardless of the user who runs the test."""
     monkeypatch.setattr(doctor.pwd, "getpwuid", lambda uid: person(0))
     certs.make(tmp_path / "keys", [], ["site-a"], 365)
     return tmp_path / "keys"
@@ -94,7 +94,7 @@ def test_keys_of_others_are_told_apart(keys, tmp_path):
 
 
 class Late(http.server.BaseHTTPRequestHandler):
-    """Says that it is another time."""
+    """A server whose clock shows another time."""
 
     seconds = 0.0
     date = ""

@@ -1,4 +1,4 @@
-"""The masks of dropout: as many as p says, each element by itself, whatever the layout."""
+"""Dropout masks: the rate p, independent elements, and any memory layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data and models from elsewhere: MedMNIST's files, the Hugging Face Hub, pools with multiples."""
+"""External data and models: MedMNIST, the Hugging Face Hub, and pools with multiples."""
 
 import numpy as np
 import PIL.Image
@@ -21,7 +21,7 @@ def spec(dataset, **changes):
 
 
 def medmnist(path, channels=0, sizes=(60, 12, 20), side=8, **changes):
-    """Write a file as MedMNIST's are; return its arrays."""
+    """Write a file in MedMNIST's format, and return its arrays."""
     rng = np.random.default_rng(0)
     arrays = {}
     for part, size in zip(("train", "val", "test"), sizes, strict=True):
@@ -102,7 +102,7 @@ def test_a_run_on_medmnist(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A folder that the library `datasets` reads, and a cache of its own."""
+    """A directory that the library `datasets` reads, with a separate cache."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     from datasets import ClassLabel, Dataset, Features, Image, Value
 
@@ -196,7 +196,7 @@ CARDS = {
 
 @pytest.fixture
 def outside(tmp_path, hub, monkeypatch):
-    """A directory with data that a dataset must not read, and no way to the network."""
+    """A directory with data that a dataset must not read, without network access."""
 
     def refused(*_):
         raise AssertionError("connects to the network")

@@ -1,4 +1,4 @@
-"""Pretrained encoders from local folders: tokens, features, frozen or not, and what is refused."""
+"""Pretrained encoders from local directories: tokens, features, frozen weights, and errors."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_features_are_the_mean_of_the_encoders_last_states(texts, home, name, la
 
 
 def trained(made):
-    """The linear layers after the encoder, and the classifier."""
+    """Return the linear layers after the encoder, and the classifier."""
     return [*made.extractor[1:], made.classifier]
 
 
@@ -106,6 +106,6 @@ def test_what_does_not_fit_or_is_missing_is_explained(texts, home, monkeypatch):
 
 
 def test_a_site_imports_nothing_for_an_encoder():
-    """It reads no more than its own $FEDHET_ENCODERS."""
+    """The site reads only its own $FEDHET_ENCODERS."""
     taken = permitted({"partition-id": 0}, {"method": "felo", "models.pool": "encoder-2:tiny,mlp"})
     assert taken["models.pool"] == "encoder-2:tiny,mlp"

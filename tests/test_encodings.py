@@ -1,4 +1,4 @@
-"""Encodings of tensors: what comes back, how far it is off, and what is refused."""
+"""Encodings of tensors: decoded values, errors, and rejected messages."""
 
 import io
 import math
@@ -49,7 +49,7 @@ CONTRACT = Contract(
 
 
 def rows_of(x):
-    """The rows that share a scale: outputs of a layer; a vector is one row."""
+    """Return the rows that share a scale: the outputs of a layer, or a vector as one row."""
     return x.reshape(x.shape[0], -1) if x.ndim > 1 else x.reshape(1, -1)
 
 
@@ -239,7 +239,7 @@ def test_a_tensor_that_the_base_lacks_is_no_difference():
 
 
 def test_error_feedback_sums_up_to_the_whole():
-    """What was sent and what is left are all changes so far, by an independent sum."""
+    """Sent and remaining changes sum to all changes so far, compared with an independent sum."""
     rng, name = RNG(5), "weights/w"
     base = {name: np.zeros(400, np.float32)}
     unsent, sent, changes = {}, np.zeros(400), np.zeros(400)
@@ -345,7 +345,7 @@ def test_digests_tell_weights_apart():
 
 
 def altered(change, data=None, encoding="int8", shape=(4, 100), base=None, **spec):
-    """A message with one encoded tensor, after `change` of its manifest."""
+    """Return a message with one encoded tensor, after `change` has modified its manifest."""
     x = np.ones(shape, np.float32)
     how = {"int8": Int8(), "float16": Float16(), "top-k": TopK()}[encoding]
     data = how.encode(x, RNG(0)) if data is None else data

@@ -160,7 +160,7 @@ def test_a_line_is_printed_in_every_encoding(monkeypatch, encoding, errors, expe
 
 @pytest.mark.parametrize("columns", ["0", "-1", "²", "wide"])
 def test_closed_streams_and_odd_variables_do_not_end_a_command(tmp_path, columns):
-    """The command opens a file: it must not get the number of a closed standard stream."""
+    """A file that the command opens must not get the number of a closed standard stream."""
     command = f"{sys.executable} -m fedhet presets >&- 2>&- <&-"
     odd = {
         "COLUMNS": columns,
@@ -177,7 +177,7 @@ def test_closed_streams_and_odd_variables_do_not_end_a_command(tmp_path, columns
 
 
 def test_a_deleted_working_directory_is_one_line(tmp_path):
-    """oneMKL would end the process."""
+    """Without the check, oneMKL would end the process."""
     command = f"mkdir x && cd x && rmdir ../x && exec {sys.executable} -m fedhet methods"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -200,7 +200,7 @@ def test_a_library_that_cannot_be_loaded_is_one_line():
 
 
 def test_a_run_is_not_written_below_a_path_that_is_not_utf_8(tmp_path, monkeypatch):
-    """TensorBoard would end it with a traceback."""
+    """Without the check, TensorBoard would end the run with a traceback."""
     (odd := tmp_path / "a\udcff").mkdir()
     monkeypatch.chdir(odd)
     for out in ("", "run"):

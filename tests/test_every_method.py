@@ -1,4 +1,4 @@
-"""What every method must do: a server is restored, a client reopened, a label space respected."""
+"""Requirements for every method: restored servers, reopened clients, and label spaces."""
 
 import copy
 import shutil
@@ -15,13 +15,13 @@ from fedhet.methods.spec import COMMON_METRICS
 
 
 def quick(method, **changes):
-    """Return the settings of a federation of the method that trains in no time."""
+    """Return settings with which a federation of the method trains quickly."""
     usual = {"clients": 3, "max_samples": 240, "keep_optimizer": True, **fast(method)}
     return small(method, **{**usual, **changes})
 
 
 def sent(server, number):
-    """Return all that a round's instructions hold, by client and name."""
+    """Return all instructions of a round, by client and name."""
     found = {}
     for asked in server.ask(number):
         knowledge = instruction_of(asked)
@@ -32,7 +32,7 @@ def sent(server, number):
 
 @pytest.mark.parametrize("method", method_names())
 def test_a_restored_server_sends_the_same_and_forgets_alike(tmp_path, method):
-    """It goes back to a checkpoint, as it does when no client can use what it has sent."""
+    """The server rolls back to a checkpoint, as if no client could use its instructions."""
     server, other = (Server(quick(method), tmp_path / name) for name in ("one", "two"))
     server.play(1)
     fresh = sent(other, 1)
@@ -51,7 +51,7 @@ def test_a_restored_server_sends_the_same_and_forgets_alike(tmp_path, method):
 
 @pytest.mark.parametrize("method", method_names())
 def test_a_client_opened_again_ends_its_last_round_as_before(tmp_path, method):
-    """From its state on disk, in a process that knows no more of it."""
+    """Reopen the client from its state on disk, as in a new process."""
     config = quick(method)
     server = Server(config, tmp_path)
     server.play(1)
@@ -70,7 +70,7 @@ def test_a_client_opened_again_ends_its_last_round_as_before(tmp_path, method):
 
 
 def heads(client):
-    """Return the weights of the output layer of each of a client's networks."""
+    """Return the output layer's weights of each network of a client."""
     models = client.models or client.setup()
     return {kind: state_of(model)["classifier.weight"] for kind, model in models.items()}
 
@@ -81,7 +81,10 @@ OTHERS_TOO = {"felo", "velo", "fedgems", "heterofl", "um-pfssl"}
 
 @pytest.mark.parametrize("method", method_names())
 def test_a_label_space_of_its_own(tmp_path, method):
-    """Own labels give no gradient to outputs for other classes, which are never predicted."""
+    """Own labels give no gradient to outputs for other classes.
+
+    These classes are never predicted.
+    """
     own = {"fedmd.public-epochs": 0} if method == "fedmd" else {}
     model = find_method(method).spec.models.get("table", "mlp")
     changes = {"models": model, "max_samples": 0, "keep_optimizer": False, **SPACES, **own}
@@ -114,7 +117,7 @@ ALONE = {
 
 @pytest.mark.parametrize("method", ALONE)
 def test_without_the_servers_part_clients_train_alone(tmp_path, method):
-    """The private models are those of `local`, bit for bit, over three rounds."""
+    """The private models equal those of `local` bit for bit over three rounds."""
     usual = {"clients": 3, "local_epochs": 2}
     server = Server(small(method, **usual, **ALONE[method]), tmp_path / method)
     local = small("local", **usual, models=ALONE[method]["models"])
@@ -184,7 +187,7 @@ def test_what_a_method_measures_has_a_title(tmp_path, method):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", method_names())
 def test_ray_gives_the_numbers_of_inline(tmp_path, method):
-    """With models of any kind where the method takes them, and half of the clients a round."""
+    """Use models of any kind if the method supports them, and sample half of the clients."""
     models = {"cofed": ["mlp", "sk-tree", "sk-svm", "cnn2"], "local": ["mlp", "sk-tree"]}.get(
         method, []
     )

@@ -1,4 +1,4 @@
-"""Custom methods: those of docs/own-method.md and examples/mymethods, in a package elsewhere."""
+"""Custom methods: the examples of docs/own-method.md and examples/mymethods, as a package."""
 
 import json
 import os
@@ -24,7 +24,7 @@ QUICK += ["--set", "max-samples=200", "--set", "min-samples=20", "--set", "proto
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """A folder with the package `mymethods`, as if its author had pasted the page."""
+    """A directory with the package `mymethods`, as if its author had pasted the page."""
     page = (ROOT / "docs" / "own-method.md").read_text()
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "mymethods").mkdir()
@@ -83,7 +83,7 @@ def test_ray_and_a_deployment_give_the_same(elsewhere, inline, command):
 def test_the_example_that_sends_weights_averages_classifiers_and_keeps_extractors(
     elsewhere, tmp_path, monkeypatch
 ):
-    """Two rounds of clients with different models; NumPy averages what they have trained."""
+    """Clients with different models train for two rounds; NumPy averages their weights."""
     monkeypatch.syspath_prepend(str(elsewhere))
     method = "mymethods.heads"
     config = resolve({**SMALL, **settings("local", models=["mlp", "cnn2"], clients=2),
@@ -127,7 +127,7 @@ def test_its_settings_are_checked_and_shown(elsewhere):
 
 
 def install(where, name, *entries):
-    """Leave what pip would: a distribution with these entry points in fedhet's group."""
+    """Create a distribution with these entry points in fedhet's group, like pip."""
     installed = where / f"{name}-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -289,7 +289,7 @@ class MyClient(Base):
 
 @pytest.fixture
 def run_failing(tmp_path, monkeypatch, request, call):
-    """Run a method of one's own whose aggregate returns an expression in round 2."""
+    """Run a custom method whose aggregate returns an expression in round 2."""
 
     def run(result):
         package = f"failing_{request.node.name.rpartition('_')[2]}"

@@ -1,4 +1,4 @@
-"""Changes that travel as factors: what is sent, what is refused, what the server makes of it."""
+"""Low-rank updates: sent factors, rejected factors, and aggregation on the server."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def f32(*shape, seed=0):
 
 
 def sound():
-    """Factors of the convolution, of rank 3, and everything else whole; the variance falls."""
+    """Return an update with rank-3 factors of the convolution, and all other tensors in full."""
     return {
         "update/conv.weight/left": f32(6, 3),
         "update/conv.weight/right": f32(3, 8),
@@ -102,7 +102,7 @@ matrices = st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(0, 2**32 
 @settings(deadline=None, max_examples=60)
 @given(matrices, st.floats(0.01, 1.0))
 def test_the_factors_are_the_least_of_enough_energy(drawn, energy):
-    """Eq. 8, by the eigenvalues of M^T M in place of the singular values of M."""
+    """Eq. 8 with the eigenvalues of M^T M instead of the singular values of M."""
     rows, columns, seed = drawn
     rng = np.random.default_rng(seed)
     scale = 10.0 ** -np.arange(columns)
@@ -181,7 +181,7 @@ def test_products_are_made_when_they_are_used():
 
 @pytest.mark.parametrize("average", ["mean", "median"])
 def test_averages_are_of_the_changes_not_of_the_factors(tmp_path, average):
-    """One of five sends the same change as factors of another sign: nothing is different."""
+    """One of five clients sends the same change as factors with other signs, without effect."""
     config = small("fedkd", clients=5, max_samples=300, **{"defense.average": average})
     results = []
     for name, flip in (("plain", False), ("flipped", True)):
@@ -205,7 +205,7 @@ def negated(tensors):
 
 
 def test_a_change_is_compared_by_its_product(tmp_path):
-    """However it is divided between the factors: the right one alone is scaled up."""
+    """The split between the factors does not matter; clipping scales the right factor."""
 
     def scaled(tensors):
         for name in tensors:

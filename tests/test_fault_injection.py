@@ -1,4 +1,4 @@
-"""Clients of a simulation that drop out of a round, or take longer for it."""
+"""Simulated clients that drop out of a round, or take longer."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What breaks in a real deployment: processes that are killed, that hang, and that come back."""
+"""Faults in a real deployment: processes that are killed, hang, or return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def deployment(tmp_path):
 
 
 class Run:
-    """A run on a deployment, followed in a thread while the test breaks things."""
+    """A run on a deployment, which a thread follows while the test causes faults."""
 
     def __init__(self, deployment: LocalDeployment, directory: Path, **changes: object) -> None:
         self.deployment, self.directory = deployment, directory
@@ -62,7 +62,7 @@ class Run:
             self.fault.append(error)
 
     def end(self, seconds: float = 1200.0) -> list[dict]:
-        """Wait for the end; return the records."""
+        """Wait for the end, and return the records."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), self.said
         assert not self.fault, (self.fault, self.said)
@@ -82,7 +82,7 @@ def placed(config: Config, directory: Path, resume: bool = False) -> Config:
 
 
 def training(deployment: LocalDeployment, index: int, seconds: float = 5.0) -> psutil.Process:
-    """Wait until a site's client process has worked for so many seconds; return it."""
+    """Wait until a site's client process has run for some seconds, and return it."""
 
     def at_work():
         node = deployment.processes[site_name(index)]  # anew: it may be restarted meanwhile
@@ -102,19 +102,19 @@ def states(deployment: LocalDeployment, index: int) -> list[str]:
 
 
 def kill_node(deployment: LocalDeployment, index: int) -> None:
-    """Kill -9 a node and all it has started, as a power cut would."""
+    """Kill -9 a node and its child processes, like a power cut."""
     kill_tree(deployment.processes.pop(site_name(index)))
 
 
 def kill_tree(node: psutil.Popen) -> None:
-    """Kill -9 a node and all it has started; it ends as a container does with its first process."""
+    """Kill -9 a node and its child processes; it ends like a container whose first process ends."""
     for process in [*psutil.Process(node.pid).children(recursive=True), node]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def bring_back(deployment: LocalDeployment, index: int) -> None:
-    """Start a node until it is taken in, which it is not while its old session lasts."""
+    """Start a node repeatedly until the server accepts it, after its old session has expired."""
     for _ in range(60):
         if taken_in(deployment, index):
             return
@@ -122,7 +122,7 @@ def bring_back(deployment: LocalDeployment, index: int) -> None:
 
 
 def taken_in(deployment: LocalDeployment, index: int) -> bool:
-    """Start a node; tell whether the server has let it in."""
+    """Start a node, and return whether the server accepted it."""
     name = site_name(index)
     said = len(deployment.log_of(name))
     deployment.start_node(index)
@@ -139,7 +139,7 @@ def ended(node: psutil.Popen) -> bool:
 
 @contextlib.contextmanager
 def restarted_at_once(deployment: LocalDeployment, index: int) -> Iterator[None]:
-    """Start a site's node whenever it has ended, as Docker and systemd do."""
+    """Restart a site's node whenever it ends, like Docker and systemd."""
 
     def keep() -> None:
         while not over.wait(3.0):
@@ -194,7 +194,10 @@ def test_a_site_that_loses_power_comes_back_with_its_model(deployment, tmp_path)
 
 @pytest.mark.timeout(2700)
 def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment, tmp_path):
-    """Its new session is let in after up to 57 s, in which Flower need not see it gone."""
+    """The server accepts the new session after up to 57 s.
+
+    Flower may not notice the failure before.
+    """
     crashes, rounds = 10, 24  # after a crash a round may begin without it
     going = Run(deployment, tmp_path / "run", rounds=rounds, local_epochs=500, round_timeout=3600.0)
     going.wait_for_round(2)
@@ -312,7 +315,7 @@ def is_alive(process):
 
 
 def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
-    """All of its processes stop, as those of a machine that sleeps; then they go on."""
+    """All of its processes are suspended like on a sleeping machine, and then continue."""
     going = Run(deployment, tmp_path / "run", rounds=4)
     going.wait_for_round(2)
     training(deployment, 1)
@@ -332,7 +335,7 @@ def test_a_site_that_stands_still_for_ninety_seconds(deployment, tmp_path):
 
 
 def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deployment, tmp_path):
-    """Rounds close with two of three; a minute's sleep costs no round, and leaves no mark."""
+    """Rounds close with two of three replies. Suspension for a minute costs no round."""
     going = Run(deployment, tmp_path / "run", rounds=14, min_replies=2.0, local_epochs=60)
     for _ in range(2):
         process = training(deployment, 2, seconds=1.0)

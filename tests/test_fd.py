@@ -1,4 +1,4 @@
-"""FD against a slow transcription of its Algorithm 1, and what travels and stays."""
+"""FD against a slow transcription of its Algorithm 1, its messages, and its state."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def fd(**changes):
 
 
 def global_ensembling(replies, client):
-    """Lines 10 to 15 for one device, a label and a device at a time."""
+    """Compute lines 10 to 15 for one device, label by label and device by device."""
     found = {}
     for label in sorted({int(c) for reply in replies.values() for c in reply["classes"]}):
         total, devices = 0.0, 0
@@ -61,7 +61,10 @@ def global_ensembling(replies, client):
 
 
 def test_each_client_is_sent_the_mean_of_the_others(tmp_path):
-    """Of the latest reply of each; two of four answer in a round, and clients lack classes."""
+    """Use the latest reply of each client.
+
+    Two of four clients reply in a round, and clients lack classes.
+    """
     server = Server(fd(clients=4, fraction=0.5, alpha=0.3, models="mlp"), tmp_path)
     latest = {}
     for number in (1, 2, 3):
@@ -139,7 +142,7 @@ PARTS = st.lists(
 
 @given(PARTS)
 def test_what_is_left_is_the_mean_of_the_others(clients):
-    """Whoever has which classes; each of their vectors is a distribution again."""
+    """The result holds for any assignment of classes, and each vector is again a distribution."""
     parts = [
         (
             np.array(sorted(own), np.int64),
@@ -162,7 +165,7 @@ def test_what_is_left_is_the_mean_of_the_others(clients):
 
 
 def projected(vector):
-    """The shift by which the positive parts sum to 1, by bisection."""
+    """Return the shift with which the positive parts sum to 1, by bisection."""
     low, high = min(vector) - 1, max(vector)
     for _ in range(200):
         middle = (low + high) / 2
@@ -194,7 +197,7 @@ def test_what_is_a_distribution_stays():
 
 
 def local_training(client, knowledge, gamma):
-    """Lines 3 to 8 with the whole data as batch: gradient descent, and the mean of F by label."""
+    """Lines 3 to 8 with all data as one batch: gradient descent, and the mean of F by label."""
     x, y = client.x.double(), client.y.tolist()
     taught = dict(zip(*knowledge.tensors.values(), strict=True))
     total, count = {}, {}
@@ -216,7 +219,10 @@ def local_training(client, knowledge, gamma):
 
 
 def test_a_clients_round_is_the_local_training_phase(tmp_path):
-    """Over three epochs, with a class that nobody teaches: it has cross-entropy alone."""
+    """Train for three epochs.
+
+    Samples of a class without a teacher contribute only cross-entropy.
+    """
     chosen = {"fd.gamma": 0.7, "models": "mlp2", "max_samples": 150}
     client = opened(fd(**chosen, **PLAIN), tmp_path)
     knowledge = of_classes([0, 1, 2, 4], probabilities=softmax(2 * normal(0, 4, 10)))
@@ -254,7 +260,7 @@ def test_the_regularizer_reaches_the_own_model_alone():
 
 
 def test_a_probability_of_zero_teaches(tmp_path):
-    """Its logarithm is not minus infinity, whose product with 0 is no number."""
+    """Its logarithm must not be minus infinity, because the product with 0 would be NaN."""
     client = opened(fd(models="mlp"), tmp_path)
     sure = Knowledge({"classes": np.array([3]), "probabilities": one_hot(3).astype(np.float32)})
     reply = fitted(client, 1, sure)
@@ -263,7 +269,7 @@ def test_a_probability_of_zero_teaches(tmp_path):
 
 
 def test_a_label_space_of_its_own(tmp_path):
-    """Others' outputs get no gradient of the regularizer either, and are sent as 0."""
+    """Outputs for other classes get no gradient from the regularizer either, and are sent as 0."""
     server = Server(fd(models="mlp", **SPACES, **{"fd.gamma": 3.0}), tmp_path)
     learn(server, 1)
     start = {name: state_of(client.network) for name, client in clients(server).items()}
@@ -304,7 +310,7 @@ def test_nothing_but_class_probabilities_travels(tmp_path):
 
 @pytest.mark.parametrize("average", ["median", "filter"])
 def test_a_robust_average_is_of_distributions(tmp_path, average):
-    """One client of five turns its classes around; the others' teachers hardly move."""
+    """One of five clients permutes its classes; the other clients' averages hardly change."""
     config = fd(clients=5, models="mlp", alpha=100.0, **{"defense.average": average})
     server = Server(config, tmp_path)
     asked = server.ask(1)

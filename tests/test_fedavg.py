@@ -1,4 +1,4 @@
-"""FedAvg and the methods that share its round, against their algorithms written out slowly."""
+"""FedAvg and the methods that share its round, against slow transcriptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def federation(method, **changes):
 
 
 def expected(state, part):
-    """Return a part's names; a batch norm is where a running count of batches is."""
+    """Return the names of a part; a running batch count identifies a batch norm."""
     norms = {name.rpartition(".")[0] for name in state if name.endswith("num_batches_tracked")}
     return {
         "all": set(state),
@@ -108,7 +108,7 @@ def test_pfedmes_server_keeps_a_share_of_its_model(tmp_path):
 
 
 class Slow:
-    """A round of a client, in float64 and full batches, as the methods' algorithms print it."""
+    """A client's round in float64 with full batches, as in the papers' algorithms."""
 
     def __init__(self, client, start):
         self.model = copy.deepcopy(client.network).double()
@@ -160,7 +160,7 @@ ROUNDS = {
 
 @pytest.mark.parametrize("method", ROUNDS)
 def test_a_clients_round_is_its_algorithm(tmp_path, method):
-    """The second round, in which what a client kept differs from what the server sends."""
+    """The second round, in which the client's state differs from the server's instruction."""
     chosen, algorithm = ROUNDS[method]
     server = Server(federation(method, models="mlp", **PLAIN, **chosen), tmp_path)
     server.play(1)
@@ -178,7 +178,7 @@ def test_a_clients_round_is_its_algorithm(tmp_path, method):
 
 
 def slow_bayes(client, instruction, *, zeta, steps, noise, eps):
-    """Zhang et al., Algorithm 1, with draws of `noise`: steps of q on a batch, then Adam's of w."""
+    """Zhang et al., Algorithm 1, with the draws in `noise`: steps on q, then Adam on w."""
     own = {name: p.detach().double() for name, p in client.network.named_parameters()}
     kept = {k.removeprefix("scale/"): v for k, v in client.state.tensors.items()}
     mean = {n: torch.tensor(v).double() for n, v in instruction.group("weights").items()}
@@ -216,7 +216,7 @@ def slow_bayes(client, instruction, *, zeta, steps, noise, eps):
 
 @pytest.mark.parametrize("noise", [1.0, 0.25])
 def test_pfedbayes_two_distributions_are_the_algorithms(tmp_path, monkeypatch, steady_adam, noise):
-    """The second round: the personal ones stay with the client, the localized are the server's."""
+    """In the second round, personal distributions are the client's, localized ones the server's."""
     monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.ones(shape))
     bayes = {"pfedbayes.zeta": 3.0, "pfedbayes.steps": 2, "pfedbayes.noise": noise}
     chosen = {**PLAIN, "training.lr": 0.02, **bayes}
@@ -240,7 +240,7 @@ def test_pfedbayes_two_distributions_are_the_algorithms(tmp_path, monkeypatch, s
 
 
 def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
-    """A step with scales of 0.5 differs from one with the means, and the seed decides it."""
+    """A step with scales of 0.5 differs from a step with the means, and depends on the seed."""
     chosen = {**PLAIN, "training.local-epochs": 1}
     drawn = federation("pfedbayes", models="mlp", **chosen, **{"pfedbayes.noise": 1.0})
     replies = []
@@ -261,7 +261,7 @@ def test_pfedbayes_trains_on_draws_of_its_weights(tmp_path):
 
 @pytest.mark.parametrize("method", PARTS)
 def test_the_rest_of_a_model_stays_with_its_client(tmp_path, method):
-    """At the start of a round, what travels is the server's, and the rest the client's own."""
+    """At the start of a round, exchanged tensors are the server's, and the others the client's."""
     server = Server(federation(method, models="cnn2"), tmp_path)
     server.play(1)
     asked = server.ask(2)
@@ -306,7 +306,7 @@ def test_a_run_judges_both_kinds(tmp_path, method):
 
 
 def test_each_evaluation_judges_the_current_average_at_every_client(tmp_path):
-    """Also at clients that were not sampled; the average is read from the round's checkpoint."""
+    """Clients that were not sampled also evaluate; the average is read from the checkpoint."""
     config = federation("fedavg", models="mlp", clients=4, fraction=0.25, rounds=3)
     run(config, tmp_path / "run")
     model, common = build("mlp", (1, 8, 8), 10, seed=0), RunData.of(config.run).common_test

@@ -1,4 +1,4 @@
-"""FedDF against Lin et al.'s Algorithm 1 and its form for several architectures, written out."""
+"""FedDF against a transcription of Lin et al.'s Algorithm 1, with several architectures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def federation(**changes):
 
 
 class Slow:
-    """A round of the server from its clients' weights, in float64."""
+    """A round on the server, computed from the clients' weights in float64."""
 
     def __init__(self, server, replies):
         self.run, members = server.strategy.run, server.strategy.members
@@ -58,13 +58,13 @@ class Slow:
         return sum(logits) / len(logits)
 
     def divergence(self, student):
-        """KL(teacher || student), the mean over the public samples."""
+        """Return the mean of KL(teacher, student) over the public samples."""
         target = self.teacher().softmax(1)
         own = copy.deepcopy(student).eval()(self.x).detach().softmax(1)
         return float((target * (target / own).log()).sum(1).mean())
 
     def students(self, name, average, epochs, lr, eps):
-        """The average, and the student after each epoch: a step of Adam at a cosine's rate."""
+        """Return the average and the student after each epoch of Adam with cosine annealing."""
         student, teacher = self.model(name, average).train(), self.teacher()
         moments = {n: [torch.zeros_like(p)] * 2 for n, p in student.named_parameters()}
         found = [copy.deepcopy(student)]
@@ -85,7 +85,7 @@ class Slow:
 
 
 def one_round(server):
-    """Let all clients reply in the first round; return their weights, as plain arrays."""
+    """Let all clients reply in the first round, and return their weights as plain arrays."""
     answers = server.answers(server.ask(1))
     return answers, [(proxy.name, reply_of(result).group("weights")) for proxy, result in answers]
 
@@ -118,7 +118,7 @@ def test_without_distillation_each_architecture_has_its_average(tmp_path):
     [(3e-3, {"mlp": 3, "cnn2": 3}), (8e-3, {"mlp": 0, "cnn2": 3}), (0.02, {"mlp": 0, "cnn2": 0})],
 )
 def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam, lr, closest):
-    """A model is the closest to it of the average and of each epoch's student."""
+    """The result is the closest model to the teacher among the average and each epoch's student."""
     chosen = {"feddf.epochs": 3, "feddf.batch-size": 10_000, "feddf.lr": lr}
     server = Server(federation(clients=3, **chosen), tmp_path)
     answers, replies = one_round(server)
@@ -137,7 +137,7 @@ def test_the_students_learn_the_mean_of_all_clients_logits(tmp_path, steady_adam
 
 
 def test_the_closest_student_is_kept_and_judged_in_evaluation_mode():
-    """Weights are those of the teacher plus noise: 3, 1, 2 and 1 times as much."""
+    """The weights are the teacher's plus noise, scaled by 3, 1, 2, and 1."""
     student, x = build("cnn2-dropout", (1, 8, 8), 10, seed=0).train(), torch.rand(20, 1, 8, 8)
     start = copy.deepcopy(student.state_dict())
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_the_closest_student_is_kept_and_judged_in_evaluation_mode():
 
 
 def test_nothing_of_a_reply_is_kept_and_no_model_is_shared(tmp_path):
-    """The server holds sums alone; the next round's replies do not touch its models."""
+    """The server keeps only sums, and the replies of the next round do not change its models."""
     server = Server(federation(), tmp_path)
     answers, _ = one_round(server)
     kept, accept = [], server.strategy.accept
@@ -241,7 +241,7 @@ def test_a_distillation_that_diverges_leaves_the_models_as_they_were(tmp_path):
 
 
 def test_a_client_starts_from_the_fused_model(tmp_path):
-    """One step at a rate of nearly nothing leaves it as it was sent."""
+    """A step with a tiny learning rate leaves the model as it was sent."""
     server = Server(federation(models="mlp", **{"training.lr": 1e-12}), tmp_path)
     server.play(1)
     asked = server.ask(2)

@@ -1,4 +1,4 @@
-"""FedGEMS against its paper, transcribed here sample by sample; and what travels."""
+"""FedGEMS against a transcription of its paper, sample by sample, and its messages."""
 
 import copy
 import math
@@ -35,7 +35,10 @@ def softmax(logits):
 
 
 def ensemble_by_the_paper(logits, label):
-    """Return the sum of alpha_j l_j of Eq. 3 to 5 for one sample, or None if nobody is reliable."""
+    """Return the sum of alpha_j l_j (Eqs.
+
+    3 to 5) for one sample, or None without reliable clients.
+    """
     inverse = {}
     for j, own in enumerate(logits):
         if max(range(len(own)), key=lambda c: own[c]) == label:
@@ -66,21 +69,21 @@ def loss_by_the_paper(own, label, teacher, epsilon):
 
 
 def minibatches(samples, size, order):
-    """Return an epoch's minibatches, whose order a generator gives; none has a single sample."""
+    """Return an epoch's minibatches in the generator's order, without batches of one sample."""
     rows = torch.randperm(samples, generator=order).tolist()
     cut = [rows[start : start + size] for start in range(0, samples, size)]
     return cut if len(cut[-1]) > 1 else [*cut[:-2], cut[-2] + cut[-1]]
 
 
 def order_of(*names):
-    """Return the generator that a use's draws come from."""
+    """Return the random generator for one use."""
     return torch.Generator().manual_seed(derive(*names))
 
 
 class PaperServer:
-    """ServerExecute of Algorithm 1, with the self-evaluation of Section 3.3.1 once a round.
+    """ServerExecute of Algorithm 1, with the self-evaluation of Section 3.3.1 once per round.
 
-    It has weights, a memory and an optimizer of its own, and shares none with the code.
+    It has its own weights, memory, and optimizer, and shares no code with fedhet.
     """
 
     def __init__(self, model, x, y, run, own):
@@ -112,7 +115,7 @@ class PaperServer:
         return int(np.argmax(logits)) == int(self.y[i])
 
     def kind(self, i, right):
-        """Return which of S1, S2 and S3 a sample is in: lines 5, 8 and 10, and Table 5."""
+        """Return the part (S1, S2, or S3) of a sample: lines 5, 8, and 10, and Table 5."""
         own = self.own
         if not own["selective"]:
             return 3
@@ -123,11 +126,11 @@ class PaperServer:
         return 3
 
     def kinds(self):
-        """Return the split of the self-evaluation."""
+        """Return the division into S1, S2, and S3 after the self-evaluation."""
         return [self.kind(i, self.is_right(i, self.l_s[i])) for i in range(len(self.y))]
 
     def asked(self):
-        """Return the samples of line 11."""
+        """Return the requested samples (line 11)."""
         asks = self.own["ensemble"] != "none" or not self.own["selective"]
         return [i for i, kind in enumerate(self.kinds()) if kind == 3 and asks]
 
@@ -144,7 +147,7 @@ class PaperServer:
         return ensemble_by_the_paper(answers[i], int(self.y[i]))
 
     def learn(self, number, answers):
-        """Lines 4 to 15; return the sizes of S1, S2 and S3 in the last epoch."""
+        """Run lines 4 to 15, and return the sizes of S1, S2, and S3 in the last epoch."""
         if not self.run.training.keep_optimizer:
             self.optimizer = self.new_optimizer()
         kinds = self.kinds()
@@ -182,7 +185,7 @@ class PaperServer:
 
 
 def bits(asked, name, count):
-    """Return the samples whose bit a field of an instruction sets; all if it is absent."""
+    """Return the samples whose bit is set in a field of an instruction, or all if it is absent."""
     found = instruction_of(asked).tensors.get(name)
     return list(range(count)) if found is None else list(np.flatnonzero(np.unpackbits(found)))
 
@@ -215,7 +218,7 @@ UNSTEADY = {"lr": 0.2, "fedgems.server-epochs": 1}
 )
 @pytest.mark.usefixtures("steady_adam")
 def test_the_server_follows_the_paper(tmp_path, changes, parts):
-    """Over rounds, with weights and memory of its own: nothing is taken over from the code."""
+    """Compare over several rounds with independent weights and memory."""
     few = {"rounds": 3, "clients": 3, "max_samples": 200, "batch_size": 10}
     chosen = {**few, "weight_decay": 1e-3, "fedgems.server-epochs": 2, **SGD, **changes}
     config = fedgems(**chosen)
@@ -255,7 +258,10 @@ def test_the_server_follows_the_paper(tmp_path, changes, parts):
 
 
 def test_fedgem_is_fedgems_without_its_three_components(tmp_path):
-    """Table 5 takes one away at a time; without all three it is the mean of all, of everything."""
+    """Table 5 removes one strategy at a time.
+
+    Without all three, FedGEM uses all clients and samples.
+    """
     without = {"self-training": False, "self-distillation": False, "ensemble": "mean"}
     named = {f"fedgems.{name}": value for name, value in without.items()}
     states = []
@@ -320,20 +326,20 @@ def test_the_upload_falls_and_without_selection_it_does_not(tmp_path):
 
 
 class Cube(nn.Module):
-    """Grows without bound: its gradients are those of a polynomial, not of a saturating net."""
+    """A model that grows without bound, with the gradients of a polynomial."""
 
     def forward(self, x):
         return x**3
 
 
 def cubic(shape, classes):
-    """Return a network that follows soft targets, and diverges on contradicting sure ones."""
+    """Return a network that follows soft targets, and diverges on contradicting certain targets."""
     inputs = nn.Linear(math.prod(shape), 16)
     return nn.Sequential(nn.Flatten(), inputs, Cube()), nn.Linear(16, classes)
 
 
 def unstable(**changes):
-    """The server (SGD 0.3; the clients have Adam) learns from the clients' logits alone."""
+    """The server (SGD with rate 0.3; clients use Adam) learns only from the clients' logits."""
     recipe = {
         "clients": 5,
         "optimizer": ["sgd", "adam", "adam", "adam", "adam"],
@@ -348,7 +354,7 @@ def unstable(**changes):
 
 
 def lie(answers):
-    """Let client-1 be sure of a class drawn at random for each sample, within the contract."""
+    """Let client-1 predict a random class with certainty for each sample, within the contract."""
 
     def sure(tensors):
         drawn = np.random.default_rng(0).integers(0, 10, len(tensors["logits"]))
@@ -361,7 +367,7 @@ def lie(answers):
 
 
 def all_of(server):
-    """Return the server's state but for who holds which logits, which is of the clients."""
+    """Return the server's state without the record of which client holds which logits."""
     state = {name: np.array(value) for name, value in server.strategy.state_dict().items()}
     return {name: value for name, value in state.items() if not name.startswith("held/")}
 
@@ -373,7 +379,7 @@ def notices_of(server):
 
 
 def test_a_malicious_reply_that_makes_the_server_diverge_costs_its_round(tmp_path):
-    """It restores its weights, notes it, and learns again from the next round."""
+    """The server restores its weights, logs this, and learns again from the next round."""
     config = unstable(rounds=4, outlier_factor=0.0, clip_factor=0.0, keep_optimizer=True)
     server = Server(config, tmp_path / "run")
     notices, diverged = notices_of(server), []
@@ -402,7 +408,7 @@ def test_with_the_check_of_proportions_the_same_reply_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("limit", "rounds", "last"), [(3, 9, 3), (1, 9, 1), (0, 2, 2)])
 def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds, last):
-    """After `engine.max-divergences` rounds, or after the last if it has never learned anything."""
+    """The run ends after `engine.max-divergences` rounds, or after the last if it never learned."""
     rates = [1000000.0, 0.001, 0.001, 0.001, 0.001]
     server = Server(unstable(rounds=rounds, lr=rates, max_divergences=limit), tmp_path / "run")
     before = all_of(server)
@@ -418,7 +424,7 @@ def test_a_server_that_diverges_every_round_ends_the_run(tmp_path, limit, rounds
 
 
 def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
-    """One step leaves the loss as it was before it, and logits beyond what clients accept."""
+    """One step leaves the loss unchanged, and makes logits that clients do not accept."""
     config = unstable(
         lr=[1000000.0, 0.001, 0.001, 0.001, 0.001], batch_size=64, **{"fedgems.server-epochs": 1}
     )
@@ -432,7 +438,7 @@ def test_logits_that_may_not_travel_are_a_divergence_too(tmp_path):
 
 
 def test_rounds_that_diverge_count_only_if_consecutive(tmp_path):
-    """Every second round diverges: the run continues, also past a restored checkpoint."""
+    """Every second round diverges, and the run continues, also after a restored checkpoint."""
     server = Server(
         unstable(rounds=9, max_divergences=2, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run"
     )
@@ -458,7 +464,7 @@ def test_before_the_server_has_trained_it_has_nothing_to_say(tmp_path):
 
 
 def frozen_but_for(strategy, rows_of_round):
-    """Let the server's logits change in a few rows a round alone."""
+    """Let the server's logits change only in a few rows per round."""
     predict = strategy.learner.predict
 
     def changed(x):
@@ -528,7 +534,7 @@ def opened(tmp_path, **changes):
 
 
 def client_by_the_paper(client, model, number, teacher, epsilon):
-    """Lines 21 to 27: the public set by Eq. 6 where there is a teacher, then private data."""
+    """Lines 21 to 27: Eq. 6 on public samples with a teacher, and then private data."""
     model, settings, name = copy.deepcopy(model).train(), client.run.training, client.info.name
     adam = torch.optim.Adam(model.parameters(), lr=settings.lr)
 
@@ -636,7 +642,7 @@ def test_public_data_out_of_the_common_test_set_is_refused(tmp_path):
 
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_a_site_whose_own_folder_holds_a_public_sample_is_named(tmp_path, part):
-    """The share that is public is of the run's dataset, of which a site may have a copy."""
+    """The public fraction is from the run's dataset, of which a site may have a copy."""
     config = fedgems(num_classes=10)
     public = RunData.of(config.run).public_set("image", (1, 8, 8), 10)
     owned = RunData.of(config.run).client(0).train

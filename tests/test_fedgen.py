@@ -90,7 +90,10 @@ def test_the_diversity_is_that_of_the_authors_code():
 
 
 def test_a_step_of_the_generator(monkeypatch, steady_adam):
-    """Adam's first step on CE of the mean logits plus eta times the diversity, in float64."""
+    """Compare Adam's first step on the loss in float64.
+
+    The loss is CE of the mean logits plus eta times the diversity.
+    """
     torch.manual_seed(0)
     model = Generator(3, 2, 4, 2)
     slow = copy.deepcopy(model).double()
@@ -131,7 +134,7 @@ def test_a_step_of_the_generator(monkeypatch, steady_adam):
 
 
 def constant(client, rng):
-    """An instruction whose generator ignores its noise, and which generates one class alone."""
+    """Return an instruction whose generator ignores its noise and generates only one class."""
     own = client.settings
     shapes = generator_shapes(client.info.classes, own.noise_dim, own.hidden_dim, own.feature_dim)
     tensors = {}
@@ -150,7 +153,7 @@ def constant(client, rng):
 
 
 def generated(tensors, labels, noise_dim):
-    """G's features by hand, in evaluation mode: a linear layer, a batch norm, ReLU, a linear."""
+    """Compute G's features in evaluation mode: linear layer, batch norm, ReLU, linear layer."""
     g = {k: v.astype(np.float64) for k, v in tensors.items()}
     hidden = g["hidden.0.weight"][:, noise_dim + labels].T + g["hidden.0.bias"]
     scaled = (hidden - g["hidden.1.running_mean"]) / np.sqrt(g["hidden.1.running_var"] + 1e-5)
@@ -206,7 +209,7 @@ REACHED = {
 
 @pytest.mark.parametrize("term", REACHED)
 def test_what_each_term_reaches(tmp_path, term, monkeypatch):
-    """Generated features teach the head alone, the head's answer to them the whole model."""
+    """Generated features train only the head; the head's output for them trains all."""
     off = {"generated": "fedgen.beta", "latent": "fedgen.alpha"}[term]
     client = opened(fedgen(models="mlp", max_samples=100, **{off: 0.0}), tmp_path, before=2)
     knowledge, _ = constant(client, np.random.default_rng(0))
@@ -282,7 +285,7 @@ def test_clients_that_count_alike_in_classes_that_do_send_no_counts(tmp_path):
 @pytest.mark.parametrize("prior", ["counts", "uniform"])
 @pytest.mark.parametrize("weighting", ["labels", "clients"])
 def test_the_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, weighting, prior):
-    """Eq. 4 prints a plain mean of the clients' logits, and Algorithm 1 p(y) from their counts."""
+    """Eq. 4 uses a plain mean of the clients' logits, and Algorithm 1 p(y) from their counts."""
     seen = []
     plain = server_half.train_generator
 
@@ -320,7 +323,7 @@ def test_the_ensemble_and_the_classes_of_each_reading(tmp_path, monkeypatch, wei
 
 
 def test_a_clients_round_is_equation_5_as_printed(tmp_path):
-    """Cross-entropy on own samples, plus that of the head on generated ones with weight 1."""
+    """The loss is cross-entropy on own samples plus the head's loss on generated ones, weight 1."""
     changes = {**own_settings(**PRINTED), **PLAIN}
     client = opened(fedgen(models="mlp2", max_samples=200, **changes), tmp_path, before=3)
     knowledge, label = constant(client, np.random.default_rng(0))

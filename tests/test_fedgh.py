@@ -1,4 +1,4 @@
-"""FedGH: the head that the server trains, the clients that start from it, and what travels."""
+"""FedGH: training of the head, the clients' start, and messages."""
 
 import copy
 
@@ -38,7 +38,7 @@ def fedgh(**changes):
 
 
 def head_of(asked):
-    """Return the head that an instruction holds."""
+    """Return the head in an instruction."""
     sent = instruction_of(asked).tensors
     assert set(sent) == {"weights/classifier.weight", "weights/classifier.bias"}
     return {name.rpartition(".")[2]: value for name, value in sent.items()}
@@ -48,7 +48,7 @@ def head_of(asked):
 
 
 def slow_training(head, means, labels, lr, epochs):
-    """Gradient descent of a linear head on cross-entropy, with the gradient by hand."""
+    """Gradient descent on a linear head with cross-entropy and a manual gradient."""
     weight, bias = (head[name].astype(np.float64).copy() for name in ("weight", "bias"))
     for _ in range(epochs):
         to_weight, to_bias = np.zeros_like(weight), np.zeros_like(bias)
@@ -63,7 +63,7 @@ def slow_training(head, means, labels, lr, epochs):
 
 
 def test_the_head_that_is_sent_is_the_one_that_was_trained(tmp_path):
-    """The authors' code steps the optimizer of a client: its head stays as it was."""
+    """In the authors' code, a client's optimizer makes the step, so the head does not change."""
     own = {"fedgh.server-epochs": 3, "fedgh.server-lr": 0.5, "fedgh.server-batch-size": 1000}
     server = Server(fedgh(models=MODELS, **own), tmp_path)
     for number in (1, 2):
@@ -82,7 +82,7 @@ def test_the_head_that_is_sent_is_the_one_that_was_trained(tmp_path):
 
 
 def test_the_loss_reaches_the_head_alone():
-    """What clients sent is given; an extractor is not on the server."""
+    """Class means are constants, because the server has no extractors."""
     head = nn.Linear(4, 3)
     before = state_of(head)
     means, labels = torch.randn(6, 4, requires_grad=True), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -124,7 +124,7 @@ def test_a_round_with_nothing_to_tell_apart_changes_nothing(tmp_path, classes):
 
 
 def test_a_training_that_diverges_leaves_the_head(tmp_path):
-    """Of a client whose numbers make weights that no message may hold, where no check refuses."""
+    """A client's values lead to weights that no message may contain, and no check rejects them."""
     server = Server(fedgh(), tmp_path)
     server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
     before = {name: value.copy() for name, value in server.strategy.state_dict().items()}
@@ -137,7 +137,7 @@ def test_a_training_that_diverges_leaves_the_head(tmp_path):
 
 
 def test_a_clients_round_starts_from_the_head_and_trains_the_whole(tmp_path):
-    """Cross-entropy alone, of extractor and head; then class means of the trained extractor."""
+    """Train extractor and head with cross-entropy, then compute the extractor's class means."""
     client = opened(fedgh(models="mlp2", max_samples=150, **PLAIN), tmp_path)
     rng = np.random.default_rng(0)
     head = {
@@ -156,7 +156,7 @@ def test_a_clients_round_starts_from_the_head_and_trains_the_whole(tmp_path):
 
 
 def test_both_kinds_are_judged(tmp_path):
-    """The private model as it was trained, and its extractor with the head of the server."""
+    """Evaluate the private model, and its extractor with the server's head."""
     server = Server(fedgh(models=MODELS), tmp_path)
     learn(server, 1)
     client_info = server.strategy.members["client-1"].info

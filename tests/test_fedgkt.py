@@ -1,4 +1,4 @@
-"""FedGKT against slow transcriptions of both halves, what travels, and what is refused."""
+"""FedGKT against slow transcriptions of both sides, its messages, and rejected messages."""
 
 import copy
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def gkt(**changes):
 
 
 def learn(server, number):
-    """Run a round; return the checked replies by client. They are taken from disk but once."""
+    """Run a round, and return the checked replies by client, read from disk only once."""
     found, aggregate = {}, server.strategy.aggregate
 
     def noted(round, replies):
@@ -73,7 +73,7 @@ def divergence(teacher, student, temperature):
 
 
 def descended(model, x, y, teacher, *, epochs, lr=0.1, alpha=0.7, temperature=2.0):
-    """Gradient descent on all data, of CE + alpha KL(teacher || model)."""
+    """Run gradient descent on all data with cross-entropy plus alpha times the divergence."""
     x, teacher = x.double(), None if teacher is None else torch.tensor(teacher).double()
 
     def loss(model):
@@ -85,7 +85,7 @@ def descended(model, x, y, teacher, *, epochs, lr=0.1, alpha=0.7, temperature=2.
 
 
 def test_a_clients_round_is_the_local_training(tmp_path):
-    """The first round is of labels alone, the second of the server's logits too."""
+    """The first round uses only labels, and the second also the server's logits."""
     server = Server(gkt(**PLAIN, **FULL), tmp_path)
     start = {name: c.setup()["private"] for name, c in clients(server).items()}
     assert not instruction(server, "client-1").tensors
@@ -129,7 +129,7 @@ def test_the_servers_round_trains_on_all_features_and_answers_each_client(tmp_pa
 
 @pytest.mark.parametrize(("schedule", "factor"), [("constant", 1.0), ("plateau", 0.5)])
 def test_the_server_trains_at_the_schedules_rate(tmp_path, schedule, factor):
-    """A loss that has stopped falling lowers the rate of the server's own training."""
+    """If the loss stops decreasing, the server lowers its learning rate."""
     server = Server(gkt(**PLAIN, **FULL, schedule=schedule), tmp_path)
     learner = server.strategy.learner
     plateau = {"best": 0.1, "waited": 0, "factor": 0.5}
@@ -145,7 +145,10 @@ def test_the_server_trains_at_the_schedules_rate(tmp_path, schedule, factor):
 
 
 def test_two_rounds_with_a_kept_optimizer_are_one_of_twice_the_epochs(tmp_path):
-    """On the same replies, in full batches; without what the optimizer knew they are not."""
+    """Compare on the same replies with full batches.
+
+    Without the optimizer's state, the results differ.
+    """
     models = []
     for number, (epochs, keep) in enumerate(((2, True), (4, True), (2, False))):
         chosen = {**PLAIN, "training.momentum": 0.9, "keep_optimizer": keep}
@@ -170,7 +173,7 @@ def noting(batches):
 
 
 def test_samples_keep_their_order_and_images_are_not_augmented(tmp_path):
-    """Small batches in a drawn order: the logits still belong to their samples."""
+    """With small batches in random order, the logits still belong to their samples."""
     server = Server(gkt(augment="crop-flip", models="cnn2"), tmp_path)
     learn(server, 1)
     seen = {}
@@ -287,7 +290,7 @@ def reply_of(info, rows):
 
 
 def test_too_many_rows_cost_one_client_its_round(tmp_path):
-    """What the others sent is learned, and the one that claims too much gets no logits."""
+    """The server learns from the other replies; the faulty client gets no logits."""
     server = Server(gkt(), tmp_path)
     asked = server.ask(1)
     answers = server.answers(asked)
@@ -313,7 +316,7 @@ KEEPING = {"keep_optimizer": True, "schedule": "plateau", "patience": 0}
 
 
 def test_a_restored_server_continues_as_if_it_had_not_been_stopped(tmp_path):
-    """Its model, its optimizer's memory, its learning rate and every client's logits."""
+    """The checkpoint restores model, optimizer, learning rate, and every client's logits."""
     changes = {**KEEPING, "lr": 0.05, "fedgkt.server-epochs": 1}
     server = Server(gkt(**changes, rounds=5), tmp_path / "one")
     strategy = server.strategy
@@ -349,7 +352,7 @@ def test_a_client_that_left_has_no_logits(tmp_path):
 
 
 def test_a_label_space_of_its_own(tmp_path):
-    """Outputs for classes that are not the client's get no gradient; what is sent is finite."""
+    """Outputs for other classes get no gradient, and sent values are finite."""
     server = Server(gkt(clients=4, **SPACES), tmp_path)
     for number in (1, 2):
         before = {

@@ -1,4 +1,4 @@
-"""FedHe against slow transcriptions of its losses, and what travels and stays."""
+"""FedHe against slow transcriptions of its losses, its messages, and its state."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def fedhe(**changes):
 
 
 def slow_round(client, knowledge, weight, loss):
-    """Gradient descent on CE + weight times the distance; and the logits of the last epoch."""
+    """Run gradient descent on CE + weight * distance; return the last epoch's logits."""
     x, y = client.x.double(), client.y.tolist()
     entries = dict(zip(*knowledge.tensors.values(), strict=True))
     seen = []
@@ -61,7 +61,7 @@ def slow_round(client, knowledge, weight, loss):
 
 @pytest.mark.parametrize("loss", ["mse", "kl"])
 def test_a_clients_round(tmp_path, loss):
-    """With a class that has no entry: its samples have cross-entropy alone."""
+    """Samples of a class without an entry contribute only cross-entropy."""
     chosen = {"fedhe.loss": loss, "fedhe.alpha": 0.7, "models": "mlp2", "max_samples": 150}
     client = opened(fedhe(**chosen, **PLAIN), tmp_path)
     knowledge = of_classes([0, 1, 2, 4], logits=2 * normal(0, 4, 10))
@@ -79,7 +79,7 @@ def test_a_clients_round(tmp_path, loss):
 
 
 def test_it_is_felo_without_features_and_weights(tmp_path):
-    """The same term of logits; cnn2 has Felo's width of features. Bit for bit."""
+    """The logit term is the same, and cnn2 has Felo's feature width. Bit-for-bit equal."""
     changes = {"models": "cnn2", "local_epochs": 2, "clients": 3}
     felo = {"felo.feature-weight": 0.0, "felo.share-weights": False, "felo.alpha": 0.6}
     whole = Server(small("felo", **changes, **felo), tmp_path / "felo")
@@ -96,7 +96,7 @@ def test_it_is_felo_without_features_and_weights(tmp_path):
 
 @pytest.mark.parametrize("loss", ["mse", "kl"])
 def test_a_label_space_of_its_own(tmp_path, loss):
-    """Outputs for classes that are not the client's get no gradient, of the distance neither."""
+    """Outputs for other classes get no gradient, not even from the distance."""
     config = fedhe(models="mlp", **SPACES, **{"fedhe.loss": loss, "fedhe.alpha": 3.0})
     server = Server(config, tmp_path)
     learn(server, 1)
@@ -119,7 +119,7 @@ def test_a_label_space_of_its_own(tmp_path, loss):
 
 
 def reference_average(replies):
-    """A class at a time: the mean over the clients that have it, each once."""
+    """Average class by class over the clients that have the class, with equal weights."""
     found = {}
     for j in sorted({int(c) for reply in replies for c in reply["classes"]}):
         has = [r["logits"][r["classes"].tolist().index(j)] for r in replies if j in r["classes"]]
@@ -129,7 +129,10 @@ def reference_average(replies):
 
 @pytest.mark.parametrize("kept", ["all", "latest"])
 def test_the_server_averages_the_clients_logits(tmp_path, kept):
-    """Two of four clients answer in a round; the others' earlier logits stay in the mean."""
+    """Two of four clients reply in a round.
+
+    The earlier logits of the other clients remain in the mean.
+    """
     changes = {"clients": 4, "fraction": 0.5, "data.alpha": 0.3, "models": "mlp"}
     changes["fedhe.replies"] = kept
     server = Server(fedhe(**changes), tmp_path)

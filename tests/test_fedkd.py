@@ -1,4 +1,4 @@
-"""FedKD against slow transcriptions of its losses and its round, and what travels and stays."""
+"""FedKD against slow transcriptions of its losses and round, its messages, and its state."""
 
 import copy
 
@@ -25,7 +25,7 @@ def fedkd(**changes):
 
 
 def by_hand(views, labels, by_sample, hidden):
-    """Eqs. 1 to 7 in loops over samples and classes: L_t and L_s."""
+    """Compute L_t and L_s (Eqs. 1 to 7) in loops over samples and classes."""
     (p_t, h_t), (p_s, h_s) = [(probabilities(v.logits), v.features.tolist()) for v in views]
     ce = [[-np.log(p[n][y]) for n, y in enumerate(labels)] for p in (p_t, p_s)]
     kl = [
@@ -56,7 +56,7 @@ def probabilities(logits):
 
 
 def divergence(a, b):
-    """KL(a, b) = -sum_i a_i log(b_i / a_i), as the paper prints it."""
+    """Return KL(a, b) = -sum_i a_i log(b_i / a_i), as in the paper."""
     return -sum(a[i] * np.log(b[i] / a[i]) for i in range(len(a)))
 
 
@@ -96,7 +96,10 @@ def test_each_loss_reaches_its_own_model_alone(me, by_sample, learned):
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_the_intensity_is_a_weight_or_is_learned(learned):
-    """The gradient by finite differences, with the teacher fixed, and the intensity if need be."""
+    """Compute the gradient with finite differences.
+
+    The teacher is fixed, and optionally the intensity.
+    """
     both, step = views(), 1e-4
     mutual_losses(*both, torch.tensor(LABELS), AdaptiveIntensity(False, learned))[0].backward()
     fixed = by_hand(both, LABELS, False, 1.0)[0]
@@ -123,7 +126,7 @@ def test_a_pair_that_is_sure_of_all_is_not_divided_by_zero():
 
 
 def slow_round(mentor, mentee, x, y, lr, epochs, learned):
-    """Both models' losses printed out, and one step of each with the other's old outputs."""
+    """Take one step on both models with explicit losses and the other model's old outputs."""
     mentor, mentee, x = copy.deepcopy(mentor).double(), copy.deepcopy(mentee).double(), x.double()
     for _ in range(epochs):
         h_t, h_s = mentor.extractor(x), mentee.extractor(x) @ mentor.bridge.weight.T
@@ -152,15 +155,15 @@ def whole_of(tensors, name, shape):
 
 
 def kept_energy(cut, whole):
-    """The share of a matrix's energy that a projection of it keeps."""
+    """Return the fraction of a matrix's energy that its projection keeps."""
     return np.square(cut.astype(float)).sum() / np.square(whole.astype(float)).sum()
 
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_two_rounds_are_those_of_algorithm_1(tmp_path, learned):
-    """Mentor and W^h are the client's own, the mentee the server's; its change is cut (Eq. 8).
+    """Mentor and W^h are the client's, and the mentee is the server's. Its change is cut (Eq. 8).
 
-    By default the gradient passes through the intensity, as printed.
+    By default, the gradient propagates through the intensity, as in the paper.
     """
     chosen = {} if learned else {"fedkd.intensity-learned": False}
     server = Server(fedkd(models="mlp2", **PLAIN, **chosen, rounds=4), tmp_path / "run")
@@ -194,7 +197,7 @@ def test_two_rounds_are_those_of_algorithm_1(tmp_path, learned):
 
 
 def check_the_servers_part(server, answers, before):
-    """Lines 13 to 22: the mean of the changes by samples, cut once more, is added."""
+    """Lines 13 to 22: the mean of the changes, weighted by samples, is cut again and added."""
     samples = {c.name: server.strategy.members[c.name].info.samples for c, _ in answers}
     server.strategy.aggregate_fit(2, answers, [])
     told = instruction_of(server.ask(3)[0])
@@ -216,7 +219,7 @@ def check_the_servers_part(server, answers, before):
 
 
 def mentees(server, number):
-    """What each client makes of its instruction, and which fields it has."""
+    """Return each client's decoded mentee and the fields of its instruction."""
     found = {}
     for asked in server.ask(number):
         knowledge, client = instruction_of(asked), client_of(asked[0])
@@ -264,7 +267,7 @@ def test_a_client_whose_state_was_lost_refuses_the_change_and_is_sent_the_mentee
 
 
 def test_after_a_round_without_replies_all_are_sent_the_mentee(tmp_path):
-    """As after a server that went back to its state before."""
+    """The same happens after a server rolled back to its state before the round."""
     server = Server(fedkd(rounds=5), tmp_path)
     learn(server, 1)
     kept = server.strategy.state_dict()

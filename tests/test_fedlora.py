@@ -54,7 +54,7 @@ def ranks(weights):
 
 
 def expected(rule, replies, samples, before, frozen):
-    """The new factors' product and head, with NumPy in float64; see `test_adapters` for factors."""
+    """Compute the product of the new factors and the head with NumPy in float64."""
     total, (path, *_) = sum(samples), factors_of(before)
     share = [n / total for n in samples]
     factors = [
@@ -144,7 +144,7 @@ def test_with_frozen_a_each_client_has_the_first_rows_of_the_servers(tmp_path):
 
 
 def test_at_equal_ranks_average_is_fedavg(tmp_path):
-    """FedIT: the same bits over three rounds, on the server and on the clients."""
+    """FedIT equals FedAvg bit for bit over three rounds, on the server and on the clients."""
     same_rank = {"models": POOL[1]}
     one = Server(federation(**same_rank, **{"fedlora.aggregation": "average"}), tmp_path / "one")
     other = Server(federation("fedavg", **same_rank), tmp_path / "other")
@@ -394,7 +394,7 @@ def finished(home, tmp_path_factory):
 
 
 def test_a_trained_client_predicts_in_a_new_process(finished, home):
-    """Within the limit on memory, of which a skeleton without weights takes nothing."""
+    """Predict within the memory limit, of which a skeleton without weights uses nothing."""
     code = (
         "import fedhet, torch; from fedhet.inference.client import open_client; "
         f"c = open_client({str(finished)!r}, 'client-1'); "

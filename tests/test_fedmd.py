@@ -1,4 +1,4 @@
-"""FedMD, DS-FL and Cronus against their rounds written out slowly, what travels, what is kept."""
+"""FedMD, DS-FL, and Cronus against slow transcriptions, their messages, and their state."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ LOSSES = ("mae", "mse", "cross-entropy")
 
 
 def md(method, **changes):
-    """Settings that begin with `own_` are the method's."""
+    """Return settings; names that begin with `own_` are settings of the method."""
     own = {f"{method}.server-model": "mlp"} if method == "ds-fl" else {}
     own |= {f"{method}.{k[4:]}": changes.pop(k) for k in list(changes) if k.startswith("own_")}
     usual = {"clients": 3, "models": "mlp", "max_samples": 240}
@@ -54,7 +54,7 @@ def probabilities(logits):
 
 
 def distance(kind, model, x, target, scores):
-    """The distance of a model from a consensus on x, in the scores that travel."""
+    """Return the distance of a model from a consensus on x, in the exchanged scores."""
     logits, target = model(x), torch.tensor(target).double()
     if kind == "cross-entropy":
         soft = target if scores == "probabilities" else probabilities(target)
@@ -64,7 +64,7 @@ def distance(kind, model, x, target, scores):
 
 
 def slow_round(method, client, start, instruction, *, loss, public_epochs=0):
-    """Three local epochs on own data, six toward the consensus, as the method orders them."""
+    """Train three epochs on own data and six toward the consensus, in the method's order."""
     scores, public, x = FIELD[method], client.public, client.x.double()
     supervised = lambda m: cross_entropy(m(x), client.y)  # noqa: E731
     of_public = lambda m: cross_entropy(m(public.x.double()), public.y)  # noqa: E731
@@ -86,7 +86,7 @@ def slow_round(method, client, start, instruction, *, loss, public_epochs=0):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_clients_rounds_are_the_algorithm(tmp_path, method, loss):
-    """Round 1: public labels, own data. Round 2: the consensus of round 1, own data."""
+    """Round 1 uses public labels and own data, and round 2 the consensus of round 1."""
     # In Cronus the three local epochs pass over both.
     chosen = {"own_public-epochs": 2} | ({} if method == "cronus" else {"own_digest-epochs": 6})
     config = md(method, **PLAIN, **chosen, own_loss=loss, own_sample=20)
@@ -121,7 +121,7 @@ def test_a_clients_rounds_are_the_algorithm(tmp_path, method, loss):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_last_consensus_is_learned_before_the_evaluation_and_saved(tmp_path, method):
-    """At clients that have trained; the evaluation of a round that is not the last trains none."""
+    """Trained clients learn the last consensus; other evaluations train nothing."""
     chosen = {} if method == "cronus" else {"own_digest-epochs": 6}
     config = md(method, **PLAIN, **chosen, own_loss="mse", own_sample=20, rounds=2, fraction=0.3)
     server = Server(config, tmp_path)
@@ -164,7 +164,7 @@ CONSENSUS = {
 
 @pytest.mark.parametrize("case", CONSENSUS)
 def test_the_consensus_is_of_all_clients_alike(tmp_path, case):
-    """Whatever their samples; it belongs to the public samples that the round asked for."""
+    """All clients have equal weights; the consensus is for the public samples of the round."""
     chosen, of_mean = CONSENSUS[case]
     method = case.split()[0]
     server = Server(md(method, **chosen, own_sample=15), tmp_path)
@@ -182,7 +182,7 @@ def test_the_consensus_is_of_all_clients_alike(tmp_path, case):
 
 @pytest.mark.parametrize("aggregation", ["filter", "median", "trimmed"])
 def test_cronus_is_hardly_moved_by_a_malicious_client(tmp_path, aggregation):
-    """One of ten says the same of all samples."""
+    """One of ten clients sends the same scores for all samples."""
     server = Server(
         md("cronus", own_aggregation=aggregation, own_sigma=0.02, models="mlp"), tmp_path
     )
@@ -212,7 +212,7 @@ def under(tmp_path, method, seed, **attack):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_cronus_with_one_malicious_client_of_ten_stays_within_a_point(tmp_path, seed):
-    """Without clipping, FedMD's mean of logits is unbounded, and loses most of its accuracy."""
+    """Without clipping, FedMD's mean of logits is unbounded and loses most of its accuracy."""
     paf = {"attack": "paf", "attackers": 1, "attack.direction": "run", "attack.scale": 100.0}
     paf["clip_factor"] = 0.0
     accuracy = {m: [under(tmp_path, m, seed, **a) for a in ({}, paf)] for m in ("cronus", "fedmd")}
@@ -253,7 +253,7 @@ def test_the_consensus_reaches_the_clients_model_alone(tmp_path, method, loss):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_label_space_of_its_own(tmp_path, method):
-    """Own labels give no gradient to outputs for other classes; the consensus is of all."""
+    """Own labels give no gradient to outputs for other classes, unlike the consensus."""
     config = md(method, clients=4, **SPACES)
     server = Server(config, tmp_path)
     before = {n: state_of(c.setup()["private"]) for n, c in clients(server).items()}

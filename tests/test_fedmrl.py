@@ -1,4 +1,4 @@
-"""FedMRL against a slow transcription of its round, what each loss reaches, and what travels."""
+"""FedMRL against a slow transcription: the round, the gradients, and the messages."""
 
 import copy
 from math import exp, log
@@ -33,7 +33,7 @@ def fedmrl(**changes):
 
 
 def whole(d1=3, classes=4):
-    """Return a client's whole model of plain layers: F's features are 5 wide, G's `d1`."""
+    """Return a client's full model of plain layers: F has 5 features, and G has `d1`."""
     torch.manual_seed(1)
     shared = HetModel(torch.nn.Linear(6, d1), torch.nn.Linear(d1, classes), d1)
     own = HetModel(torch.nn.Linear(6, 5), torch.nn.Linear(5, classes), 5)
@@ -45,7 +45,7 @@ def whole(d1=3, classes=4):
 
 
 def by_hand(model, x, y):
-    """Section 4, one sample at a time, in lists of numbers: l^F and l^G, means over samples."""
+    """Compute l^F and l^G (Section 4) sample by sample in lists of numbers."""
     fusion = model.extractor
     losses = []
     for sample, label in zip(x.tolist(), y.tolist(), strict=True):
@@ -114,7 +114,7 @@ def test_the_projector_sees_the_shared_features_first():
 
 
 def slow_round(model, x, y, lr, epochs, own_weight, shared_weight):
-    """Algorithm 1: all parts take one step on m^F l^F + m^G l^G, again and again."""
+    """Algorithm 1: in each step, all parts descend on m^F l^F + m^G l^G."""
 
     def loss(model):
         fusion = model.extractor
@@ -131,7 +131,7 @@ def slow_round(model, x, y, lr, epochs, own_weight, shared_weight):
 
 
 def test_a_clients_round_is_the_algorithms(tmp_path):
-    """The second round: F, both heads' client and P are the client's own, G is the server's."""
+    """In the second round, F and P are the client's, and G is the server's."""
     weights = {"fedmrl.own-weight": 0.7, "fedmrl.shared-weight": 1.5}
     server = Server(fedmrl(models="mlp2", **PLAIN, **weights), tmp_path / "run")
     learn(server, 1)

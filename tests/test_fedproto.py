@@ -1,4 +1,4 @@
-"""FedProto against slow transcriptions of its equations, and what travels and stays."""
+"""FedProto against slow transcriptions of its equations, its messages, and its state."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def fedproto(**changes):
 
 
 def reference_prototypes(replies, by_samples):
-    """A class at a time, a client at a time."""
+    """Average class by class and client by client."""
     found = {}
     for j in sorted({int(c) for reply in replies for c in reply["classes"]}):
         total, weight = 0.0, 0
@@ -52,7 +52,7 @@ def reference_prototypes(replies, by_samples):
 
 @pytest.mark.parametrize("weighting", ["samples", "clients"])
 def test_the_server_averages_prototypes_over_the_clients_that_have_the_class(tmp_path, weighting):
-    """Of Dirichlet's parts, in which clients lack classes; of the latest reply of each."""
+    """Use Dirichlet splits with missing classes, and the latest reply of each client."""
     changes = {"clients": 4, "fraction": 0.5, "alpha": 0.3, "models": "mlp"}
     server = Server(fedproto(**changes, **{"fedproto.weighting": weighting}), tmp_path)
     latest = {}
@@ -97,7 +97,7 @@ def test_a_client_counts_with_no_more_samples_than_it_has(tmp_path):
 
 
 def test_a_client_without_labels_has_no_prototypes(tmp_path):
-    """It can be so with `training.semi`; the others' are averaged without it."""
+    """This can happen with `training.semi`; the other prototypes are averaged without it."""
     server = Server(fedproto(), tmp_path)
     none = accepted(server, *answer("client-0", [], []))
     assert server.strategy.aggregate(1, [none]) == {"classes_covered": 0.0}
@@ -127,7 +127,7 @@ def test_what_a_client_contributed_is_forgotten(tmp_path):
 
 
 def slow_round(client, teacher, weight):
-    """Gradient descent on CE + weight mean over samples and features of (f - prototype)^2."""
+    """Run gradient descent on CE + weight * mean of (f - prototype)^2."""
     x, y = client.x.double(), client.y.tolist()
     known = dict(zip(teacher["classes"].tolist(), teacher["features"].astype(float), strict=True))
 
@@ -146,7 +146,7 @@ def slow_round(client, teacher, weight):
 
 
 def test_a_clients_round_is_the_local_update(tmp_path):
-    """With a class that has no prototype: its samples have cross-entropy alone."""
+    """Samples of a class without a prototype contribute only cross-entropy."""
     chosen = {"models": "mlp2", "fedproto.lambda": 0.7, "max_samples": 150, **PLAIN}
     client = opened(fedproto(**chosen), tmp_path)
     knowledge = of_classes([0, 1, 2, 4], features=normal(0, 4, 64))
@@ -167,7 +167,7 @@ def test_a_clients_round_is_the_local_update(tmp_path):
 
 
 def test_prototypes_are_those_of_the_model_as_it_is_evaluated(tmp_path):
-    """Without dropout's masks, of the weights after training."""
+    """Prototypes use the weights after training, without dropout."""
     client = opened(fedproto(models="cnn2-dropout"), tmp_path)
     reply = fitted(client, 1, Knowledge())
     features = client.network.eval().extractor(client.x).detach().numpy()
@@ -197,7 +197,7 @@ def test_the_class_is_that_of_the_nearest_prototype(known):
 
 
 def test_distances_lose_no_digits_far_from_zero():
-    """Thirty features of 1000 and little more: what differs is their last digits."""
+    """Thirty features near 1000 differ only in their last digits."""
     far = torch.full((30, 7), 1000.0)
     far[:, 0] += torch.arange(30) / 100
     model = NearestPrototype(nn.Identity(), far, torch.ones(30, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""FedTGP against slow transcriptions of its equations, and what travels and stays."""
+"""FedTGP against slow transcriptions of its equations, its messages, and its state."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def phi(one, other):
 
 
 def drawn(seed, count=12, classes=4, width=5):
-    """Return clients' prototypes and their classes, each class at least twice."""
+    """Return the clients' prototypes and classes, with each class at least twice."""
     rng = np.random.default_rng(seed)
     labels = np.concatenate([np.arange(classes)] * 2 + [rng.integers(0, classes, count)])[:count]
     return rng.normal(size=(count, width)), labels
@@ -68,7 +68,7 @@ def test_a_prototype_is_its_vector_processed_by_the_shared_network():
 
 
 def equation_10(prototypes, labels, trained, margin):
-    """The sum over clients and classes of -log of the printed fraction."""
+    """Return the sum over clients and classes of -log of the fraction in Eq. 10."""
     total = 0.0
     for own, c in zip(prototypes, labels, strict=True):
         top = np.exp(-(phi(own, trained[c]) + margin))
@@ -79,7 +79,7 @@ def equation_10(prototypes, labels, trained, margin):
 
 @pytest.mark.parametrize("margin", [0.0, 1.3])
 def test_the_loss_is_equation_10(margin):
-    """As a mean in place of the sum; without a margin it is Eq. 6."""
+    """The loss is the mean instead of the sum; without a margin, it is Eq. 6."""
     prototypes, labels = drawn(0)
     trained = np.random.default_rng(9).normal(size=(4, 5))
     loss = contrastive_loss(
@@ -90,7 +90,7 @@ def test_the_loss_is_equation_10(margin):
 
 
 def test_the_loss_reaches_all_global_prototypes_and_no_client():
-    """Its gradient is that of Eq. 10 by differences; what clients sent is given."""
+    """The gradient equals finite differences of Eq. 10; clients' prototypes are constants."""
     prototypes, labels = drawn(1)
     trained = np.random.default_rng(9).normal(size=(4, 5))
     place = torch.tensor(trained, requires_grad=True)
@@ -113,7 +113,7 @@ def test_the_loss_reaches_all_global_prototypes_and_no_client():
 
 
 def test_a_prototype_on_a_clients_own_has_a_gradient():
-    """A distance of zero, whose root has none, and one far from zero, which loses no digits."""
+    """A zero distance has no gradient of the root; a large one loses no digits."""
     own = torch.tensor([[1000.0, 0.0], [1000.01, 0.0]])
     trained = own.clone().requires_grad_()
     loss = contrastive_loss(own, torch.tensor([0, 1]), trained, 0.5)
@@ -123,7 +123,7 @@ def test_a_prototype_on_a_clients_own_has_a_gradient():
 
 
 def equation_9(prototypes, labels, threshold, reading):
-    """The pairs of classes one at a time."""
+    """Loop over the pairs of classes."""
     centers = {c: prototypes[labels == c].mean(0) for c in set(labels.tolist())}
     if len(centers) < 2:
         return 0.0
@@ -134,7 +134,7 @@ def equation_9(prototypes, labels, threshold, reading):
 
 @given(st.integers(0, 2**31), st.integers(1, 20), st.sampled_from([1.0, 2.5, 100.0]))
 def test_the_margin_is_equation_9(seed, count, threshold):
-    """As printed, and as in the authors' code."""
+    """Test the margin of the paper and of the authors' code."""
     prototypes, labels = drawn(seed, count)
     for reading in ("largest", "nearest"):
         found = adaptive_margin(torch.tensor(prototypes), torch.tensor(labels), threshold, reading)
@@ -142,7 +142,7 @@ def test_the_margin_is_equation_9(seed, count, threshold):
 
 
 def slow_training(model, prototypes, labels, margin, lr, epochs):
-    """Gradient descent on Eq. 10 over all prototypes, in float64 and term by term."""
+    """Run gradient descent on Eq. 10 over all prototypes, in float64 and term by term."""
     own = torch.tensor(prototypes).double()
 
     def mean_loss(model):
@@ -177,7 +177,7 @@ def test_training_is_gradient_descent():
 
 
 def test_trained_prototypes_are_further_apart_than_means():
-    """What it is for: of clients whose classes overlap, the means are close to each other."""
+    """If the clients' classes overlap, their means are close; trained prototypes are not."""
     rng = np.random.default_rng(0)
     centers = rng.normal(size=(4, 8))
     labels = np.tile(np.arange(4), 10)
@@ -209,7 +209,7 @@ def test_trained_prototypes_are_further_apart_than_means():
 
 
 def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
-    """With the settings of the run, and Eq. 9's margin; of the clients that were asked."""
+    """Train with the run's settings and Eq. 9's margin on the sampled clients' prototypes."""
     seen = []
     plain = server_half.train_prototypes
 
@@ -240,7 +240,7 @@ def test_a_round_trains_on_all_prototypes_of_the_round(tmp_path, monkeypatch):
 
 
 def test_only_classes_that_a_client_has_had_are_sent(tmp_path):
-    """The others have prototypes too, of which nothing is known."""
+    """Other classes also have prototypes, but without information."""
     server = Server(fedtgp(), tmp_path)
     assert not instruction_of(server.ask(1)[0]).tensors
     client = server.strategy.members["client-0"].info
@@ -274,7 +274,7 @@ def test_one_class_of_two_clients_has_no_margin(tmp_path):
 
 
 def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
-    """Of a client with numbers whose squares are infinite, where no check refuses them."""
+    """A client sends numbers whose squares are infinite, and no check rejects them."""
     server = Server(fedtgp(), tmp_path)
     server.strategy.aggregate(1, [features_from(server, "client-0", [1, 2])])
     before = {name: value.copy() for name, value in server.strategy.state_dict().items()}
@@ -284,7 +284,7 @@ def test_a_training_that_diverges_leaves_the_prototypes(tmp_path):
 
 
 def test_one_malicious_client_moves_the_prototypes_little(tmp_path):
-    """A distance has a gradient of length 1, however far what is sent is."""
+    """The gradient of a distance has length 1, regardless of the prototype's distance."""
     honest = [f"client-{k}" for k in range(4)]
     near, far = (Server(fedtgp(clients=5), tmp_path / name) for name in ("near", "far"))
     for server, value in ((near, 1.0), (far, 1e6)):
@@ -300,7 +300,7 @@ def test_one_malicious_client_moves_the_prototypes_little(tmp_path):
 
 
 def equation_11(features, labels, known):
-    """The mean over a batch's classes of the distance of its prototype to the global one."""
+    """Return the mean distance of a batch's class means to the global prototypes."""
     found = []
     for c in sorted(set(labels) & set(known)):
         own = np.mean([features[n] for n, label in enumerate(labels) if label == c], axis=0)
@@ -323,7 +323,7 @@ def taught(known, classes=6):
 
 @given(st.integers(0, 2**31))
 def test_the_distance_is_equation_11(seed):
-    """Its gradient is 1 / (|C| n_c) times the direction from the prototype to the class mean."""
+    """The gradient is 1 / (|C| n_c) times the direction from the prototype to the class mean."""
     features, labels, known = batch(seed)
     place = torch.tensor(features, dtype=torch.float32, requires_grad=True)
     found = class_mean_distance(place, torch.tensor(labels), taught(known))
@@ -339,7 +339,7 @@ def test_the_distance_is_equation_11(seed):
 
 
 def test_a_class_mean_on_its_prototype_has_a_gradient_of_zero():
-    """The root has none there; nor may it become infinite close by, or of classes without one."""
+    """The root has no gradient there, which must also stay finite nearby."""
     known = {0: np.zeros(3, np.float32), 1: np.ones(3, np.float32)}
     features = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0], [1.0, 1.0, 1.0], [1e-30, 0, 0]])
     for labels in ([0, 0, 1, 4], [2, 3, 1, 0], [2, 2, 2, 2]):
@@ -366,7 +366,7 @@ PULLS = {
 
 
 def slow_loss(features, logits, y, known, distance, weight):
-    """Cross-entropy plus lambda times the distance of Eq. 11, or that of the authors' code."""
+    """Return cross-entropy plus lambda times either distance."""
     loss, gaps = 0.0, {}
     for n, label in enumerate(y):
         loss = loss + (torch.logsumexp(logits[n], 0) - logits[n, label]) / len(y)
@@ -380,7 +380,7 @@ def slow_loss(features, logits, y, known, distance, weight):
 
 @pytest.mark.parametrize("pull", PULLS)
 def test_a_clients_round_is_the_local_update(tmp_path, pull):
-    """With both distances and the weights that belong to them, and with a weight of one's own."""
+    """Test both distances with their default weights, and with another weight."""
     changes, weight = PULLS[pull]
     chosen = {"models": "mlp2", "max_samples": 150, **changes, **PLAIN}
     client = opened(fedtgp(**chosen), tmp_path)
@@ -402,7 +402,7 @@ def test_a_clients_round_is_the_local_update(tmp_path, pull):
 
 
 def test_a_class_mean_is_not_private():
-    """A sample's gradient would depend on the others of its batch, which DP-SGD cannot bound."""
+    """A sample's gradient would depend on its batch, which DP-SGD cannot bound."""
     private = {"privacy.epsilon": 8.0, "models": "mlp"}
     with pytest.raises(SettingsError, match=r"'fedtgp\.distance': expected mse"):
         fedtgp(**private)
@@ -426,7 +426,7 @@ def test_the_nearest_trained_prototype_is_judged(tmp_path):
 
 
 def test_nothing_but_prototypes_travels(tmp_path):
-    """Not the numbers of samples either, which FedProto sends."""
+    """Unlike in FedProto, numbers of samples are not sent either."""
     config = fedtgp(models=["mlp", "cnn2", "cnn3"], **{"fedtgp.feature-dim": 32})
     server = Server(config, tmp_path)
     answers = server.answers(server.ask(1))
@@ -442,7 +442,7 @@ def test_nothing_but_prototypes_travels(tmp_path):
 
 
 def test_draws_are_of_seed_and_round_alone(tmp_path):
-    """Not of torch's global generator; another seed begins with other prototypes."""
+    """Draws do not use torch's global generator, and depend on the seed."""
     states = []
     for number, seed in enumerate((0, 0, 1)):
         server = Server(fedtgp(seed=seed), tmp_path / str(number))

@@ -1,4 +1,4 @@
-"""FedType as a whole: what travels, whom each loss reaches, what the ablations change."""
+"""FedType: messages, gradients, and ablations."""
 
 import math
 
@@ -40,7 +40,7 @@ def instruction(client):
 
 
 def mean_of(server, replies, kind):
-    """Return the mean by samples of a kind of the replies' weights, in float64."""
+    """Return the mean of a kind of the replies' weights, weighted by samples, in float64."""
     samples = {name: server.strategy.members[name].info.samples for name in replies}
     parts = {name: group(tensors, kind) for name, tensors in replies.items()}
     return {
@@ -62,7 +62,7 @@ def moved(model):
 
 
 def step(client):
-    """Return the round's step and a batch: x, and both models' logits."""
+    """Return the step of the round and a batch: x, and the logits of both models."""
     learning = reciprocity(client)
     x = client.x[:20]
     return learning, x, client.models["private"](x), client.models["proxy"](x)
@@ -103,7 +103,7 @@ def test_an_alternating_loss_reaches_its_own_model_alone(tmp_path, own, other):
 
 
 def test_the_published_proxy_loss_is_a_mean_over_samples_and_classes(tmp_path):
-    """Written out for three samples of four classes; the code's KLDivLoss averages over both."""
+    """The loss is written out for three samples of four classes; KLDivLoss averages over both."""
     learning = reciprocity(opened(fedtype(**{"fedtype.proxy-loss": "ce+kl"}), tmp_path))
     private, proxy = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
     expected = 0.0
@@ -232,7 +232,7 @@ def test_parts_cover_the_data_once(tmp_path, local_epochs):
     "changes", [{"fedtype.u": 0.5}, {"fedtype.mode": "evaluation"}, {"fedtype.epoch-data": "part"}]
 )
 def test_a_switch_changes_the_run(tmp_path, changes):
-    """The others do in the test of Algorithm 1, whose models have no batch norms."""
+    """The test of Algorithm 1, whose models have no batch norm, covers the other switches."""
     trained = []
     for number, chosen in enumerate([{}, changes]):
         config = fedtype(local_epochs=4, models="cnn2", **chosen)
@@ -292,7 +292,7 @@ def test_calibration_adds_nothing_to_the_batch_norms(tmp_path):
     [(10, 8, [10]), (16, 8, [8, 8]), (19, 8, [10, 9]), (5, 8, [8]), (5, 64, [32]), (40, 64, [40])],
 )
 def test_batch_norms_see_enough_of_the_samples_that_calibrate(tmp_path, held, batch, sizes):
-    """D' passes in equal parts of a training batch or more; a small one is joined by others."""
+    """D' is evaluated in equal parts of at least a batch; a small part joins others."""
     client = opened(fedtype(models="cnn2", batch_size=batch), tmp_path)
     everything = torch.cat([client.held_out.x, client.x])
     labels = torch.cat([client.held_out.y, client.y])
@@ -308,7 +308,7 @@ def test_batch_norms_see_enough_of_the_samples_that_calibrate(tmp_path, held, ba
 
 
 def test_the_change_of_accuracy_is_carried_over_rounds(tmp_path):
-    """With one epoch a round, Eq. 7 sees a change only if the last round's accuracy is kept."""
+    """With one epoch per round, Eq. 7 needs the accuracy of the last round."""
     client = opened(fedtype(local_epochs=1), tmp_path)
     for number in (1, 2):
         fitted(client, number, instruction(client))

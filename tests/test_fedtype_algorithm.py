@@ -1,7 +1,7 @@
-"""FedType's Algorithm 1, written out slowly from the paper, against a round of the client.
+"""FedType's Algorithm 1, transcribed from the paper, against a client's round.
 
-One full batch an epoch, plain SGD, models without batch norm or dropout and a fixed u, so that no
-draw and no order of samples matters.
+Epochs are one full batch with plain SGD, the models have no batch norm or dropout, and u is fixed.
+No random draw and no order of samples matters.
 """
 
 import copy
@@ -43,7 +43,7 @@ def log_softmax(row):
 
 
 def temperature(logits, labels):
-    """Appendix F: ten steps of SGD with rate 0.01 on the mean likelihood, from 1.3."""
+    """Appendix F: ten steps of SGD with rate 0.01 on the mean likelihood, starting at 1.3."""
     found = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
     for _ in range(10):
         lost = torch.zeros((), dtype=torch.float64)
@@ -67,7 +67,7 @@ def scores(row, heat, penalty, k_reg):
 
 
 def threshold(logits, labels, heat, penalty, k_reg, theta, quantile):
-    """The true labels' scores: their 1 - theta quantile, or Appendix B's, of n + 1."""
+    """Return the 1 - theta quantile of the true labels' scores, or Appendix B's with n + 1."""
     own = sorted(
         scores(row, heat, penalty, k_reg)[label] for row, label in zip(logits, labels, strict=True)
     )
@@ -83,7 +83,7 @@ def prediction_set(row, heat, tau, penalty, k_reg):
 
 
 class Paper:
-    """Algorithm 1 at one client, and its proxy's training by one of four aggregations."""
+    """Algorithm 1 on one client, and the training of its proxy with one of four aggregations."""
 
     def __init__(self, client, proxy, before, chosen):
         self.client, self.chosen = client, chosen
@@ -139,7 +139,7 @@ class Paper:
         return self.server if self.chosen.get("teacher") == "global" else self.p
 
     def backward(self, own, proxy):
-        """Eq. 3 for every sample, from the private model's logits, with gradient."""
+        """Compute Eq. 3 for every sample from the private model's logits, with gradient."""
         kind = self.chosen.get("backward", "conformal")
         total = torch.zeros((), dtype=torch.float64)
         if kind == "none":
@@ -162,7 +162,7 @@ class Paper:
         return total / len(own)
 
     def forward(self, x, target):
-        """Eq. 1, or the published code's loss, and what the aggregation adds to it."""
+        """Compute Eq. 1 or the published code's loss, and the aggregation's term."""
         own = self.p(x).softmax(1)
         loss = (target * (target / own).log()).sum(1).mean()
         if self.chosen.get("proxy-loss") == "ce+kl":
@@ -253,7 +253,7 @@ def test_a_round_is_algorithm_1(tmp_path, chosen):
 
 
 def test_the_variants_differ_from_one_another(tmp_path):
-    """Each variant is a round of its own: a switch that did nothing would pass the test above."""
+    """Each variant must change the round; a switch without effect would pass the test above."""
     ends = []
     for number, chosen in enumerate(VARIANTS):
         client, _, sent = started(tmp_path / str(number), chosen)

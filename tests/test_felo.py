@@ -1,4 +1,4 @@
-"""Felo against an independent reference, written in plain numpy from Section 3.1."""
+"""Felo against an independent numpy reference that follows Section 3.1."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def reference_means(features, logits, labels):
-    """Section 3.1.1: per class, the mean over its samples; a loop over samples."""
+    """Section 3.1.1: compute the mean of each class with a loop over samples."""
     sums = {}
     for f, p, y in zip(features, logits, labels, strict=True):
         count, total_f, total_p = sums.get(int(y), (0, 0.0, 0.0))
@@ -31,7 +31,7 @@ def reference_means(features, logits, labels):
 
 
 def reference_average(clients, by_samples):
-    """Section 3.1.2: per class, over the clients that have it; a loop over clients."""
+    """Section 3.1.2: compute the mean of each class with a loop over the clients that have it."""
     result = {}
     for y in sorted({y for client in clients for y in client}):
         holders = [client[y] for client in clients if y in client]

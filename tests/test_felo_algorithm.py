@@ -1,4 +1,4 @@
-"""Felo against Algorithm 1, line by line, transcribed here in plain torch and numpy."""
+"""Felo against a transcription of Algorithm 1 in plain torch and numpy."""
 
 import numpy as np
 import pytest
@@ -182,7 +182,7 @@ def test_counts_weigh_no_more_than_the_clients_samples(counts, samples, expected
 
 
 def weight_of(answers, members, architecture):
-    """Line 5: the mean weights of an architecture, by samples, in float64; None: nobody has it."""
+    """Line 5: return an architecture's mean weights by samples in float64, or None."""
     own = [
         (reply_of(result).group("weights"), info.samples)
         for proxy, result in answers
@@ -196,7 +196,7 @@ def weight_of(answers, members, architecture):
 
 
 def accuracy_of(architecture, weights, split):
-    """The share of a test set that a model with these weights predicts right, by a loop."""
+    """Return the accuracy of a model with these weights, with a loop."""
     model = models.build(architecture, (1, 8, 8), 10, seed=0, feature_dim=64).eval()
     model.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
     with torch.no_grad():
@@ -206,7 +206,7 @@ def accuracy_of(architecture, weights, split):
 
 @pytest.mark.parametrize("method", ["felo", "velo"])
 def test_the_averages_are_judged_in_each_round_as_aggregated(tmp_path, method):
-    """At every client, those of its architecture."""
+    """Every client evaluates the average of its architecture."""
     server = Server(small(method, rounds=3, models=["mlp", "cnn2"]), tmp_path / "run")
     members, averaged = server.strategy.members, {}
     for number in (1, 2, 3):
@@ -281,7 +281,7 @@ def test_judging_an_average_leaves_the_private_model_as_it_is(tmp_path):
 
 
 def test_an_average_is_judged_within_the_clients_own_classes(tmp_path):
-    """A client whose task is some of the classes is judged on these alone, with either model."""
+    """A client with some of the classes evaluates both models on these classes only."""
     changes = {"partition": "superclasses", "label-space": [2, 3], "samples-per-class": 12}
     client = opened(tmp_path, **changes, fraction=1.0)
     outside = torch.ones(10, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""`fedhet table field`: every method by architectures and split, ranked, with what it costs."""
+"""`fedhet table field`: ranks and costs of every method by architectures and split."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_setting_that_no_method_takes_is_an_error_and_not_an_empty_table(tmp_p
 
 
 def made(tmp_path, tops, seeds=(0, 1)):
-    """Write synthetic runs of the accuracies `tops` by method; return the results."""
+    """Write synthetic runs with the accuracies `tops` by method, and return the results."""
     plan = plan_field(read_field(), "tiny", [*tops], seeds, tmp_path)
     for number, each in enumerate(plan.every):
         for seed, run in each.runs.items():

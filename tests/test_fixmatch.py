@@ -1,4 +1,4 @@
-"""FixMatch: its augmentations and loss, and `training.semi` with the methods."""
+"""FixMatch: augmentations, loss, and `training.semi` with the methods."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_augmentations_are_drawn_from_the_generator_alone():
 
 
 def test_each_image_has_an_augmentation_of_its_own():
-    """Of sixty-four copies of an image: 9 weak ones are possible, strong ones hardly meet."""
+    """Sixty-four copies of an image have 9 weak augmentations; strong ones rarely coincide."""
     x = images(1, 1, 8, 8).repeat(64, 1, 1, 1)
     for change, least in ((weak, 9), (strong, 55)):
         assert len(torch.unique(change(x, draws()), dim=0)) >= least
@@ -70,7 +70,7 @@ def test_strong_ones_are_stronger():
 
 
 def test_digits_are_not_mirrored():
-    """One bright column left of the middle stays left, by whatever shift there is."""
+    """A bright column left of the center stays on the left after any shift."""
     x = torch.full((64, 1, 8, 8), -1.0)
     x[..., 2] = 1.0
     assert set(weak(x, draws())[:, 0, 4].argmax(1).tolist()) == {1, 2, 3}
@@ -86,7 +86,7 @@ def test_what_is_no_image_is_refused(kind, shape):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_pseudo_labels_and_loss_sample_by_sample(seed):
-    """Sohn et al., Eq. 4: over all of the unlabeled images, 0 for those it is not sure of."""
+    """Sohn et al., Eq. 4: average over all unlabeled images, with 0 for uncertain images."""
     rng = np.random.default_rng(seed)
     weakly, strongly = 3 * rng.normal(size=(30, 4)), 3 * rng.normal(size=(30, 4))
     guessed, confident = confident_labels(torch.tensor(weakly), 0.9)
@@ -115,7 +115,7 @@ def test_gradient_reaches_confident_samples_alone_and_not_their_labels():
 
 
 class Spy(nn.Module):
-    """Logits that say each image's number, which its corner pixel holds, and note what was seen."""
+    """A model whose logits show the number in an image's corner pixel, and that logs its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,10 @@ def around(labeled, unlabeled, batch=16, **changes):
     ("labeled", "unlabeled", "batch"), [(100, 60, 16), (3, 500, 32), (1, 40, 16), (0, 40, 16)]
 )
 def test_an_epoch_sees_all_of_both_sorts(labeled, unlabeled, batch):
-    """In about as many steps as all samples fill batches, an eighth of each labeled at least."""
+    """The number of steps is about that of all samples.
+
+    At least an eighth of each batch is labeled.
+    """
     _, fixmatch = around(labeled, unlabeled, batch)
     steps = -(-len(fixmatch.y) // fixmatch.batch_size)
     expected = -(-(labeled + unlabeled) // batch)
@@ -161,7 +164,7 @@ def test_pseudo_labels_come_from_evaluation_without_gradients():
 
 
 def test_the_weight_and_the_loss_of_labeled_samples():
-    """The same draws with weights 0, 1 and 3: the loss is linear in the weight."""
+    """With the same draws and the weights 0, 1, and 3, the loss is linear in the weight."""
     found = []
     for weight in (0.0, 1.0, 3.0):
         model, fixmatch = around(20, 40, semi_weight=weight, semi_threshold=0.0)
@@ -194,7 +197,7 @@ def test_figures_count_predictions_pseudo_labels_and_errors():
 
 @pytest.mark.parametrize("method", each(METHODS))
 def test_every_method_learns_from_unlabeled_images(method, tmp_path):
-    """It needs no setting but this one; the figures are in the run's records."""
+    """No other setting is needed; the metrics are in the records of the run."""
     config = semi(method, semi_threshold=0.0, rounds=2)
     run(config, tmp_path / "run")
     found = records(tmp_path / "run")[0]
@@ -204,7 +207,7 @@ def test_every_method_learns_from_unlabeled_images(method, tmp_path):
 
 
 def test_hidden_labels_are_measured_by_not_learned(tmp_path):
-    """Other hidden labels: the same model, another error."""
+    """Other hidden labels change the measured error, but not the model."""
     found, errors = [], []
     for shift in (0, 1):
         server = Server(semi("local", semi_threshold=0.0), tmp_path / str(shift))

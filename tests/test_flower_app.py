@@ -1,4 +1,4 @@
-"""Flower's entry points: `clients` of a simulation, errors in one line, runs without a result."""
+"""Flower's entry points: `clients` of a simulation, one-line errors, and failed runs."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from fedhet.server.app import FedhetServerApp, Reported
 
 
 def grid_of(counts):
-    """A grid of Flower's simulation that lists as many nodes as `counts` says, call by call."""
+    """Return a grid that lists as many nodes as `counts` contains, call by call."""
     grid = object.__new__(InMemoryGrid)
     left = list(counts)
     grid.get_node_ids = lambda: range(left.pop(0) if len(left) > 1 else left[0])
@@ -40,7 +40,7 @@ def context_of(**changes):
 
 @pytest.fixture
 def clients_of(monkeypatch):
-    """Start the app on a grid; return the clients that the run was given."""
+    """Start the app on a grid, and return the run's setting `clients`."""
     monkeypatch.setattr(server_app, "SETTLED_SECONDS", 0.1)
     found = []
 
@@ -119,7 +119,7 @@ def test_a_failing_report_is_one_line_and_the_run_stays_complete(tmp_path, monke
 
 @pytest.fixture
 def without_result(tmp_path, monkeypatch):
-    """A run all of whose clients train, and none of which can evaluate its models."""
+    """A run in which all clients train, but no client can evaluate its models."""
     directory = tmp_path / "run"
 
     def evaluate(self, ins, timeout, group_id):

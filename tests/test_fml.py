@@ -1,4 +1,4 @@
-"""FML against slow transcriptions of its losses, and what travels and stays."""
+"""FML against slow transcriptions of its losses, its messages, and its state."""
 
 import copy
 
@@ -34,7 +34,7 @@ def test_the_loss_reaches_its_own_model_alone(share):
 
 
 def slow_round(private, meme, x, y, lr, epochs, alpha, beta):
-    """Both models' losses, printed out, and one step of each with the other's old outputs."""
+    """Take one step on both models with explicit losses and the other model's old outputs."""
     models = [copy.deepcopy(m).double() for m in (private, meme)]
     for _ in range(epochs):
         outputs = [log_softmax(m(x.double())) for m in models]
@@ -52,7 +52,7 @@ def slow_round(private, meme, x, y, lr, epochs, alpha, beta):
 
 
 def test_a_clients_round_is_the_local_update(tmp_path):
-    """The second round: the private model is the client's own, the meme the server's."""
+    """In the second round, the private model is the client's, and the meme is the server's."""
     server = Server(
         fml(models="mlp2", **PLAIN, **{"fml.alpha": 0.3, "fml.beta": 0.8}), tmp_path / "run"
     )
@@ -77,7 +77,7 @@ def test_a_clients_round_is_the_local_update(tmp_path):
 
 
 def test_without_the_private_models_the_meme_is_that_of_fedavg(tmp_path):
-    """beta = 1: the meme learns from labels alone, whatever the private models are."""
+    """With beta = 1, the meme learns only from labels, whatever the private models are."""
     mutual = Server(fml(models=["cnn2", "mlp"], **{"fml.beta": 1.0}), tmp_path / "fml")
     plain = Server(small("fedavg", clients=3, models="mlp3"), tmp_path / "fedavg")
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""What is written into a folder that somebody else has filled: no link in it is followed."""
+"""Writing into an untrusted directory: no symlink in it is followed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROUNDS = 3
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory):
-    """The directory of a run whose third round is still to come, and its settings."""
+    """The directory of a run without its third round, and its settings."""
     config, directory = small("fedavg", rounds=ROUNDS, clients=2), tmp_path_factory.mktemp("x")
     with pytest.raises(CutError):
         run(config, directory / "run", [CutOff(ROUNDS, "before")])
@@ -30,14 +30,14 @@ def cut(tmp_path_factory):
 
 @pytest.fixture
 def received(cut, tmp_path):
-    """A copy of the run's directory, as if somebody had sent it."""
+    """A copy of the run's directory, like a received copy."""
     shutil.copytree(cut[1], tmp_path / "run")
     return tmp_path / "run"
 
 
 @pytest.fixture
 def mine(tmp_path):
-    """A folder of the user's own, with files that a run's files are named like."""
+    """A directory of the user with files that have the names of a run's files."""
     folder = tmp_path / "mine"
     folder.mkdir()
     for name in ("letter.txt", "accuracy.png", "round-000001.safetensors", "0-1.safetensors"):
@@ -46,7 +46,7 @@ def mine(tmp_path):
 
 
 def content(folder):
-    """What lies below a folder: names, and what is in the files."""
+    """Return the names and contents of all files below a directory."""
     return {p.relative_to(folder): p.is_file() and p.read_bytes() for p in folder.rglob("*")}
 
 
@@ -118,7 +118,7 @@ def test_a_link_at_a_site_is_refused(tmp_path, mine, part):
 
 
 def test_the_folder_itself_may_be_a_link_of_the_user(cut, received, tmp_path):
-    """Somebody keeps runs on another disk."""
+    """Users may keep runs on another disk."""
     (tmp_path / "short").symlink_to(received)
     summary = run(resumed(cut[0], tmp_path / "short"), tmp_path / "short")
     assert summary["rounds"] == ROUNDS
@@ -190,9 +190,10 @@ print("\\n".join(dict.fromkeys(ROUND)))
 
 
 def test_no_write_goes_round(tmp_path):
-    """Whatever is opened to write, made, renamed or removed in a run's folder, by descriptor.
+    """All writes in a run's directory use file descriptors.
 
-    But for the note that the test itself writes, which shows that such a write is found.
+    They open, create, rename, or remove files. The note that the test itself writes shows that
+    other writes are found.
     """
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, str(tmp_path / "runs")],

@@ -1,4 +1,4 @@
-"""Replies with random damage, of every method: refused in one line, or within the contract.
+"""Randomly damaged replies of every method are rejected in one line, or valid.
 
 The ordinary run tries a few thousand; `make fuzz` tries a million (FEDHET_FUZZ).
 """
@@ -62,7 +62,7 @@ def is_factored(field):
 
 
 def sound(method, rng):
-    """A message that satisfies the contract, and metrics of the method's kinds."""
+    """Return a message that satisfies the contract, and metrics of the method's kinds."""
     tensors, scalars = {}, {}
     for field in method.spec.replies.fields:
         if isinstance(field, WeightsField):
@@ -92,7 +92,7 @@ def number_of(rng):
 
 
 def change_knowledge(tensors, scalars, rng):
-    """Change a tensor or a scalar; what results is encoded without a fault."""
+    """Change a tensor or a scalar; the result is encoded correctly."""
     name = rng.choice([*tensors, *scalars] * 4 + ["extra", "weights/extra"])
     kind = rng.randrange(8)
     if name in scalars or (name == "extra" and kind < 3):
@@ -120,7 +120,7 @@ def change_knowledge(tensors, scalars, rng):
 
 
 def change_bytes(parts, rng):
-    """Damage the bytes of an array, or the list of arrays; the first one is the manifest."""
+    """Damage the bytes of an array or the list of arrays, the first of which is the manifest."""
     at = rng.randrange(len(parts))
     data = bytearray(parts[at])
     place = rng.randrange(min(len(data), rng.choice([12, 140, 10**9])) or 1)
@@ -179,7 +179,7 @@ def change_manifest(parts, rng):
 
 
 def base_of(method):
-    """The weights that the client was sent, which its reply may build on."""
+    """Return the weights that the client received, on which its reply may build."""
     return {
         f"{field.name}/{name}": np.full(shape, 0.75, dtype)
         for field in method.spec.instructions.fields
@@ -189,7 +189,7 @@ def base_of(method):
 
 
 def packed(method, tensors, rng):
-    """Encode some of a message's tensors, as values or as differences, however small."""
+    """Encode some tensors of a message as values or as differences, regardless of their size."""
     base, found = base_of(method), {}
     for name, value in tensors.items():
         if value.dtype != np.float32 or rng.random() < 0.3:
@@ -205,7 +205,7 @@ def packed(method, tensors, rng):
 
 
 def change_encoding(parts, rng):
-    """Change how a tensor is said to travel, or the bytes of one."""
+    """Change the declared encoding of a tensor, or its bytes."""
     manifest = wire.Manifest()
     manifest.ParseFromString(np.load(io.BytesIO(parts[0])).tobytes())
     at = rng.randrange(len(manifest.tensors))
@@ -256,7 +256,7 @@ def change_metrics(metrics, rng):
 
 
 def damaged(method, rng):
-    """A reply, damaged in up to three places."""
+    """Return a reply that is damaged in up to three places."""
     tensors, scalars, metrics = sound(method, rng)
     parts, encoding = None, rng.random() < ENCODINGS
     weights = (5, 1, 2, 3, 6 * encoding)
@@ -292,7 +292,7 @@ def payload(method, tensors, scalars, packing):
 
 
 def assert_allowed(method, parts, metrics, reply):
-    """Whatever was accepted is what came, and is within the contract."""
+    """Check that an accepted message equals the received message and satisfies the contract."""
     manifest = wire.Manifest()
     arrays = [np.load(io.BytesIO(part), allow_pickle=False) for part in parts]
     manifest.ParseFromString(arrays[0].tobytes())
@@ -369,7 +369,7 @@ def literal(spec, array, base):
 
 
 def assert_whole(fields, knowledge):
-    """Nothing required is missing, a model is there whole, and scalars are in range."""
+    """Check that required fields exist, models are complete, and scalars are in range."""
     for name, field in fields.items():
         there = {key for key in knowledge.tensors if key.partition("/")[0] == name}
         if isinstance(field, WeightsField):
@@ -394,7 +394,7 @@ def assert_whole(fields, knowledge):
 
 
 def assert_measures(method, metrics, reply):
-    """All that is derived from the metrics is finite, and JSON takes it."""
+    """Check that all values derived from the metrics are finite and JSON-serializable."""
     measured = reply.measured
     assert "error" not in metrics
     said = {".".join(place): value for place, value in measured.scores.items()}

@@ -1,4 +1,4 @@
-"""Damaged files of a run and of a client's state, through the commands that read them."""
+"""Damaged files of a run and of a client's state, read through the commands."""
 
 from __future__ import annotations
 

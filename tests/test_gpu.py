@@ -1,6 +1,6 @@
-"""Everything runs on a GPU: here on one that is only pretended, which refuses what CUDA refuses.
+"""All features on a GPU, here on a simulated GPU that rejects what CUDA rejects.
 
-`benchmarks/pretended_gpu.py` says how, and what it cannot show.
+`benchmarks/pretended_gpu.py` explains the simulation and its limits.
 """
 
 import gc
@@ -38,7 +38,7 @@ ORDINARY = {"felo", "fedtype", "fixmatch", "private"}
 
 
 def slow_but_for_some(names):
-    """Return what to test one by one: all that is not ordinary in the slow tests."""
+    """Return test parameters, of which all but the ordinary ones are marked slow."""
     return [pytest.param(n, marks=[] if n in ORDINARY else [pytest.mark.slow]) for n in names]
 
 
@@ -56,7 +56,7 @@ def on_gpu(method, **changes):
 
 
 def finished(config, directory, gpu):
-    """Run a federation; it must have used the GPU, and no client may have failed."""
+    """Run a federation, and check that it used the GPU and that no client failed."""
     summary = run(config, directory)
     assert gpu.total("launch") > 100
     assert all(record["failed"] == {} for record in records(directory))
@@ -167,7 +167,7 @@ def test_the_host_draws_the_same_numbers_for_every_device(gpu):
 
 
 def test_the_noise_of_privacy_is_that_of_the_host(gpu):
-    """Its bits are drawn on the host and copied; the Gaussians are computed on the device."""
+    """The bits are drawn on the host and copied; the device computes the Gaussians."""
     key, values = bytes(range(32)), torch.linspace(-1, 1, 1001)
     host = SecretNoise(key).add([values], 1.5, 1.0)[0]
     copies = gpu.total("up, waiting")
@@ -181,7 +181,7 @@ def test_the_noise_of_privacy_is_that_of_the_host(gpu):
 
 @pytest.mark.parametrize("method", slow_but_for_some(method_names()))
 def test_no_batch_waits(tmp_path, gpu, method):
-    """A client waits as often with many batches as with few; the server may train, too."""
+    """The number of synchronizations does not depend on the number of batches."""
     waits = []
     for batch in (40, 8):
         gpu.counts.clear()
@@ -225,7 +225,7 @@ def test_without_room_for_samples_the_numbers_are_the_same(tmp_path, gpu, method
 
 
 def same_states(one, other):
-    """Return whether all clients have ended with the same tensors, to the last bit."""
+    """Return whether all clients ended with bit-for-bit equal tensors."""
     states = [sorted(run.glob("state/*/*/round-000002.safetensors")) for run in (one, other)]
     pairs = list(zip(*states, strict=True))
     assert pairs
@@ -251,7 +251,7 @@ def test_a_waiting_client_takes_none_of_the_gpu(tmp_path, gpu):
 
 @pytest.mark.slow  # alone: what other tests have left on the device decides how much is too little
 def test_a_client_that_finds_too_little_memory_is_asked_again_alone(tmp_path):
-    """Clients of an earlier run, whose samples are still on the GPU, make room for it."""
+    """Clients of an earlier run, whose samples are still on the GPU, release memory for it."""
     told, config = Notices(), on_gpu("local", models="mlp", clients=2, batch_size=200)
     gc.collect()  # what earlier tests have left on a device is no part of what this one needs
     with pretended() as gpu:
@@ -291,7 +291,7 @@ def test_a_workers_share_follows_from_the_models_size():
 
 @pytest.mark.parametrize("name", ["mlp", "cnn2", "resnet10"])
 def test_what_training_takes_is_estimated(gpu, name):
-    """The estimate is above the peak of real training, and not far above."""
+    """The estimate is slightly above the peak of real training."""
     shape, batch = (3, 32, 32), 32
     model = build(name, shape, 10, seed=0)
     estimate = training_bytes(model, IMAGE, shape, batch)
@@ -307,7 +307,7 @@ def test_what_training_takes_is_estimated(gpu, name):
 
 @pytest.mark.parametrize(("gib", "share"), [(16, 0.12), (1, 1.0)])
 def test_the_share_is_chosen_where_it_is_left_open(gib, share):
-    """Half a GiB of it is CUDA's own in each process."""
+    """CUDA itself uses half a GiB in each process."""
     config = on_gpu("fedtype")
     data = RunData.of(config.run)
     with pretended(memory=gib * 2**30):

@@ -1,4 +1,4 @@
-"""Algorithms 2 and 3 against a literal transcription, over random Corr matrices and many rounds."""
+"""Algorithms 2 and 3 against a literal transcription, with random Corr matrices."""
 
 from math import fsum
 
@@ -21,13 +21,13 @@ from fedhet.algorithms.uncertainty import (
 
 
 def ranks_lowest(member, members, corr, count):
-    """Does `corr(member)` rank among the `count` lowest of `members`? Equal ones by number."""
+    """Return whether `corr(member)` is among the `count` lowest; ties are broken by number."""
     lower = [j for j in members if (corr(j), j) < (corr(member), member)]
     return len(lower) < count
 
 
 def update_helper(k, lists, held, server, corr, R):
-    """Algorithm 2, line by line. Returns what was downloaded."""
+    """Run Algorithm 2 line by line, and return the downloaded models."""
     up = []
     for j in lists[k]:
         c = lambda j: corr(k, j, held[k][j])  # noqa: E731
@@ -42,7 +42,7 @@ def update_helper(k, lists, held, server, corr, R):
 
 
 def replace_helper(k, lists, held, server, corr, R, drawn):
-    """Algorithm 3, line by line, `drawn` being the random models of line 7."""
+    """Run Algorithm 3 line by line; `drawn` contains the random models of line 7."""
     c = lambda j: corr(k, j, held[k][j])  # noqa: E731
     re = [j for j in lists[k] if ranks_lowest(j, lists[k], c, R) and j != k]
     for r in drawn:

@@ -1,4 +1,4 @@
-"""HeteroFL against Diao et al.'s Algorithm 1 and the parts of Section 3, written out slowly."""
+"""HeteroFL against transcriptions of Diao et al.'s Algorithm 1 and Section 3."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def federation(**changes):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_narrow_model_is_the_leading_part_of_the_whole(name, width):
-    """The whole model with zeros for all else gives the same logits, whatever the layers are."""
+    """The full model with zeros elsewhere has the same logits, for all layers."""
     narrow = narrow_name(name, width)
     assert base_and_width(narrow) == (name, width)
     whole, part = (build(n, SHAPE, 7, seed=0).eval() for n in (name, narrow))
@@ -85,7 +85,7 @@ def test_not_every_name_is_a_width():
 
 
 def slowly(before, models):
-    """Average element by element, over the models that have trained it."""
+    """Average element by element over the models that trained the element."""
     after = {}
     for name, value in before.items():
         after[name] = value.copy()
@@ -185,7 +185,7 @@ def test_clients_get_their_part_and_the_server_averages_the_overlaps(tmp_path, w
 
 
 def test_a_clients_round_is_descent_with_scaler_and_mask(tmp_path):
-    """Level b, whose features are divided by 1/2: gradient descent on full batches, in float64."""
+    """Level b divides features by 1/2: gradient descent on full batches in float64."""
     server = Server(federation(alpha=0.2, **PLAIN), tmp_path)
     asked = server.ask(1)
     start = instruction_of(asked[1]).group("weights")

@@ -1,4 +1,4 @@
-"""A deployment across hosts: network namespaces with addresses of their own, and a cut link."""
+"""A deployment across hosts: network namespaces with addresses, and a broken link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUT_SECONDS = 20
 
 @contextlib.contextmanager
 def hosts():
-    """A namespace for the server and each site, and links between them."""
+    """Namespaces for the server and each site, with links between them."""
     with namespaces(("server", *NAMES)):
         ip("addr", "add", f"{SERVER}/32", "dev", "lo", within="server")
         join("", 0)  # this process, which starts the run
@@ -34,7 +34,7 @@ def hosts():
 
 
 def join(name: str, number: int) -> None:
-    """Lay a link from a site, or from this process's own network, to the server."""
+    """Connect a site, or this process's own network, to the server."""
     near, far = f"{TAG}n{number}", link(name)
     ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", host("server"))
     if name:

@@ -1,4 +1,4 @@
-"""Only `fedhet` is imported: a user's own `clients` and `strategies` do not get in its way."""
+"""Only `fedhet` is imported, so users may have their own `clients` and `strategies`."""
 
 import json
 import os
@@ -24,7 +24,7 @@ fedhet.run("felo", clients=2, rounds=1, models="mlp", backend="inline", out="run
 
 
 def run(folder, *words, before):
-    """Run Python in a folder; `before` precedes fedhet on its path."""
+    """Run Python in a directory; `before` precedes fedhet on its path."""
     path = os.pathsep.join([*map(str, before), str(ROOT)])
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env={**os.environ, "PYTHONPATH": path},
@@ -53,7 +53,7 @@ def test_all_methods_are_listed(tmp_path, words, own, before):
 
 @pytest.mark.parametrize("how", [pytest.param("command", marks=pytest.mark.slow), "script"])
 def test_a_run_among_folders_of_ones_own(tmp_path, how):
-    """A script imports both, its own `clients` and fedhet."""
+    """A script imports its own `clients` as well as fedhet."""
     write(tmp_path, {**PACKAGES, "clients.py": OWN, "train.py": SCRIPT})
     few = [f"--set={pair}" for pair in ("max-samples=60", "min-samples=4", "local-epochs=1")]
     few += ["--clients", "2", "--rounds", "1", "--models", "mlp", "--backend", "inline"]

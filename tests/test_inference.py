@@ -1,4 +1,4 @@
-"""What was trained can be used after the run: predictions, exports, and their cards."""
+"""Trained models after a run: predictions, exports, and model cards."""
 
 import csv
 import hashlib
@@ -36,7 +36,7 @@ SCALED = (LEVELS / 8 - 1)[:, None].astype(np.float32)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of clients that each tell two classes of four apart."""
+    """A run with clients that each know two of four classes."""
     directory = tmp_path_factory.mktemp("trained") / "run"
     config = small("local", clients=3, models=["mlp", "cnn2", "sk-tree"], **SPACES)
     with without_figures():
@@ -48,7 +48,7 @@ def newest_state(directory, client):
 
 
 def by_hand(weights, x, space):
-    """The network mlp in numpy: layers of a matrix and a ReLU, and the softmax of own classes."""
+    """The network mlp in numpy: matrices, ReLUs, and the softmax over own classes."""
     layers = sorted({n.rpartition(".")[0] for n in weights if n.startswith("private/")})
     h = x.reshape(len(x), -1).astype(np.float64)
     for layer in sorted(layers, key=lambda name: ("classifier" in name, name)):
@@ -98,7 +98,7 @@ def test_kinds_besides_the_private_model(tmp_path):
 
 
 def test_a_network_takes_neither_the_data_nor_the_run(trained, tmp_path, monkeypatch):
-    """A site has its own state folder alone."""
+    """A site has only its own state directory."""
     directory, _ = trained
     before = open_client(directory, CNN).predict(torch.from_numpy(SCALED)).probabilities
     shutil.copytree(directory / "state", tmp_path / "state")
@@ -213,7 +213,7 @@ def test_several_runs_in_one_state_folder(trained, tmp_path):
 
 @pytest.fixture
 def images(tmp_path):
-    """Digits as a person has them: image files of bytes, in a tree of folders."""
+    """Digits as image files in a directory tree."""
     for k, levels in enumerate(LEVELS):
         path = tmp_path / "images" / f"part-{k % 2}" / f"{k}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +290,7 @@ def test_npz_files(trained, tmp_path):
 
 
 def with_member(path, header, content=b"", size=None):
-    """An npz file whose x.npy has this header, and in the index this size."""
+    """Return an npz file whose x.npy has this header, and this size in the index."""
     text = header.encode().ljust(118) + b"\n"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", 119) + text + content)
@@ -372,7 +372,7 @@ def test_damaged_contents_pipes_and_deep_folders_are_one_line(trained, tmp_path)
 
 
 def probabilities_of(form, path, x):
-    """What the exported file gives, by the library that reads it, without fedhet."""
+    """Return the exported program's output from the library that reads it, without fedhet."""
     if form == "pt2":
         with torch.no_grad():
             return torch.export.load(path).module()(torch.from_numpy(x)).numpy()
@@ -416,7 +416,7 @@ PATIENTS = ["age", "sex", "admitted", "dose", "died"]
 
 @pytest.fixture(scope="module")
 def patients(tmp_path_factory):
-    """A run on a table of 60 patients, and rows with what a schema does not know."""
+    """A run on a table of 60 patients, and rows with values unknown to its schema."""
     root = tmp_path_factory.mktemp("patients")
     rows = [
         [
@@ -446,7 +446,7 @@ def patients(tmp_path_factory):
 def test_the_onnx_file_of_a_table_and_the_loader_of_the_docs_suffice(
     patients, tmp_path, monkeypatch, capsys
 ):
-    """The loader has neither fedhet nor the card's file, only model.onnx and new.csv."""
+    """The loader has only model.onnx and new.csv, without fedhet or the card's file."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
     client = open_client(patients / "run", "client-0")
@@ -465,7 +465,7 @@ def test_the_onnx_file_of_a_table_and_the_loader_of_the_docs_suffice(
 
 
 def test_a_table_is_encoded_in_the_program_and_described_in_each_file(patients, tmp_path):
-    """The features of each row are known by hand from the training rows."""
+    """The features of each row are computed by hand from the training rows."""
     client = open_client(patients / "run", "client-0")
     with (patients / "all.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -493,7 +493,7 @@ def test_a_table_is_encoded_in_the_program_and_described_in_each_file(patients, 
 
 
 def test_the_card_of_a_text_model_says_how_tokens_are_made(tmp_path):
-    """A program of texts takes tokens, which can be made by hand from the card."""
+    """A program for texts expects tokens, which the card describes."""
     (tmp_path / "all.csv").write_text(
         "text,label\n" + "".join(f"word{k} again,{'ab'[k % 2]}\n" for k in range(40))
     )
@@ -597,7 +597,7 @@ def test_the_commands(trained, images, call, tmp_path):
 
 
 def site_folder(root):
-    """A site's own images, as bytes: two of the run's three classes."""
+    """A site's images as bytes, with two of the run's three classes."""
     for part, count in (("train", 12), ("test", 4)):
         for label, name in enumerate(["cat", "dog"]):
             folder = root / part / name
@@ -659,7 +659,7 @@ def test_deployed_sites_predict_as_the_run_evaluated(tmp_path):
 
 @pytest.mark.parametrize("kind", ["text", "signal"])
 def test_texts_and_signals_are_predicted_as_they_were_judged(kind, tmp_path):
-    """On the common test set as its files have it: sentences, and arrays."""
+    """Predict the common test set from its files: sentences, and arrays."""
     folder, directory = tmp_path / "data", tmp_path / "run"
     write_example(kind, folder)
     models = "text-bag" if kind == "text" else "signal-cnn2"

@@ -1,4 +1,4 @@
-"""Models of texts, signals and tables against slow ones, and every method on texts and signals."""
+"""Models for texts, signals, and tables against slow models, and every method on them."""
 
 from functools import cache
 
@@ -68,7 +68,7 @@ def vectors_of(name, x):
 
 
 def test_models_of_texts_word_by_word():
-    """A batch, against each text alone, without its padding, by loops over its words."""
+    """Compare a batch with each text alone, without padding and with loops over words."""
     x = tokens([1, 4, 9], 24, seed=3)
     with torch.no_grad():
         batch = {name: model(name)(x) for name in TEXTS}
@@ -103,7 +103,7 @@ def close(left, right):
 
 @pytest.mark.parametrize("name", [name for name in [*TEXTS, *SIGNALS] if MODELS[name].narrows])
 def test_a_narrow_model_is_the_leading_part_of_the_whole_one(name):
-    """Where all else is zero, both give the same logits (HeteroFL averages such parts)."""
+    """If all other values are zero, both have the same logits (HeteroFL averages such parts)."""
     shape = SHAPE if name in TEXTS else (2, 32)
     whole, part = (models.build(n, shape, 3, seed=0).eval() for n in (name, f"{name}-x0.5"))
     state = whole.state_dict()
@@ -161,7 +161,7 @@ def test_a_text_is_described_and_read_back():
 
 
 def test_a_kind_is_stated_whatever_the_shape():
-    """A signal and a row of a table may have any shape of their rank; no shape says the kind."""
+    """Signals and table rows may have any shape of their rank, so the shape states no kind."""
     signal = ClientInfo("a", "signal-cnn2", 5, 2, "signal", (6, 3))
     assert read_properties(signal.properties(), "node").kind == "signal"
     with pytest.raises(KnowledgeError, match="invalid shape 6,3 for samples of kind table"):
@@ -174,7 +174,7 @@ ORDINARY = {("felo", "text"), ("fedtype", "text"), ("felo", "signal")}
 
 
 def make(kind, root):
-    """Write a dataset of 3 classes that a model can tell apart, for 3 clients."""
+    """Write a dataset with 3 classes that a model can distinguish, for 3 clients."""
     rng = np.random.default_rng(0)
     y = np.arange(120) % 3
     if kind == "signal":

@@ -1,4 +1,4 @@
-"""The codec of what travels: whatever is sent comes back, whatever is wrong is named."""
+"""The message codec: every message is restored, and every error is named."""
 
 import io
 import os
@@ -35,7 +35,7 @@ PLENTY = 10**9
 
 
 def send(knowledge, envelope=ENVELOPE):
-    """What Flower puts on the wire: one .npy for each array."""
+    """Return the bytes that Flower sends: one .npy per array."""
     return list(ndarrays_to_parameters(encode(envelope, knowledge)).tensors)
 
 
@@ -44,7 +44,7 @@ def receive(payload, limit=PLENTY):
 
 
 def refusal(call, field=None):
-    """The one line of a KnowledgeError that names the sender and, if given, this field."""
+    """Return the single line of a KnowledgeError with the sender and, if given, this field."""
     with pytest.raises(KnowledgeError) as caught:
         call()
     assert caught.value.sender == SENDER
@@ -62,7 +62,7 @@ def saved(array, **options):
 
 
 def npy(header, body=b"", version=(1, 0)):
-    """An .npy with any header that one likes."""
+    """Return an .npy with any header."""
     text = header.encode("latin1")
     size = struct.pack("<H" if version == (1, 0) else "<I", len(text))
     return b"\x93NUMPY" + bytes(version) + size + text + body
@@ -182,7 +182,7 @@ def test_a_dtype_that_cannot_travel_is_named(dtype):
     "tensor", [np.zeros((1,) * 9), np.ones(2, ">f4")], ids=["rank 9", "foreign byte order"]
 )
 def test_what_encode_takes_the_other_side_reads(tensor):
-    """The reader refuses these as they are: the sender refuses them too, or converts them."""
+    """The reader rejects these values unchanged, so the sender rejects or converts them."""
     try:
         payload = send(Knowledge({"t": tensor}))
     except KnowledgeError as error:
@@ -233,7 +233,7 @@ def test_arrays_lost_or_added():
 
 
 def whole_or_refused(payload):
-    """Arrays that are as they say, or None after a KnowledgeError; nothing else is raised."""
+    """Return valid arrays, or None after a KnowledgeError; no other error is raised."""
     try:
         _, knowledge = receive(payload)
     except KnowledgeError:
@@ -379,7 +379,7 @@ LONG = {
 @pytest.mark.parametrize("case", LONG)
 @pytest.mark.parametrize("claim", [b"\xff\xff", b"\x00\x04", b"\x00\x00"])
 def test_a_header_is_bounded_before_it_is_read(case, claim):
-    """To match a header costs hundreds of times its bytes."""
+    """Matching a header takes hundreds of times its size in memory."""
     start = b"\x93NUMPY\x01\x00" + claim + b"{'descr': '<f4', 'fortran_order': False, 'shape': "
     payload = [start + LONG[case]]
     tracemalloc.start()
@@ -392,7 +392,7 @@ def test_a_header_is_bounded_before_it_is_read(case, claim):
 
 
 def test_a_manifest_may_grow_with_its_tensors_alone():
-    """A field of two bytes becomes an object of seventy."""
+    """A field of two bytes becomes an object of seventy bytes."""
     head = np.frombuffer(manifest().SerializeToString() + b"\x32\x00" * 50_000, np.uint8)
     assert "bytes" in refusal(lambda: decoded(head), "manifest")
     many = {f"weights/{'layer.' * 30}{n}": np.zeros(1, np.float32) for n in range(2000)}
@@ -407,7 +407,7 @@ def test_a_bad_array_is_named_by_its_position(case):
 
 
 class Bomb:
-    """What runs if someone unpickles it."""
+    """An object that runs code if it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -432,7 +432,7 @@ def test_foreign_byte_order_is_refused_by_name():
 
 
 def test_a_truth_is_zero_or_one():
-    """numpy and torch take it for granted; other bytes make sums and comparisons lie."""
+    """numpy and torch expect 0 or 1; other bytes corrupt sums and comparisons."""
     payload = send(Knowledge({"t": np.array([False, True, True])}))
     payload[1] = payload[1][:-2] + b"\x02\xff"
     knowledge = whole_or_refused(payload)
@@ -536,7 +536,7 @@ def test_a_scalar_without_value():
 
 @pytest.mark.parametrize("name", ["n" * 100_000, "two\nlines", "\x1b[31mred", "a\r\u2028b"])
 def test_a_name_from_outside_does_not_spoil_the_message(name):
-    """Messages go to logs and to a terminal: one short line, whatever a peer calls its tensors."""
+    """Messages appear in logs and terminals, so a peer's names must make one short line."""
     head = part_arrays(manifest(tensors=[spec(name, "int8", 1)]))
     with pytest.raises(KnowledgeError) as caught:
         decoded(*head, np.zeros(1))

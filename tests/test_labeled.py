@@ -1,4 +1,4 @@
-"""The labeled and the unlabeled part of a client's samples."""
+"""The labeled and the unlabeled samples of a client."""
 
 import numpy as np
 import PIL.Image
@@ -87,7 +87,7 @@ def test_a_yardstick_trains_on_the_same_labeled_part(tmp_path):
 
 @pytest.fixture
 def site(tmp_path):
-    """A site of 12 images of two classes, and 6 without one."""
+    """A site with 12 images of two classes, and 6 images without a class."""
     rng = np.random.default_rng(0)
     folders = {"train/a": 6, "train/b": 6, "train/unlabeled": 6, "test/a": 2, "test/b": 2}
     for folder, count in folders.items():

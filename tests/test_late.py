@@ -1,4 +1,4 @@
-"""Rounds that do not wait for the slowest: who is late, what becomes of it, and resuming."""
+"""Rounds that do not wait for all clients: late replies, their use, and resuming."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ DEVICES = "client,sample-ms,mbit\n" + "".join(
 
 @pytest.fixture
 def devices(tmp_path):
-    """The file of these devices."""
+    """Write the file of these devices."""
     (tmp_path / "devices.csv").write_text(DEVICES)
     return str(tmp_path / "devices.csv")
 
 
 def by_hand(config, directory, enough, *, asynchronous):
-    """Simulate the rounds of a method whose messages are all of one size, event by event.
+    """Simulate the rounds of a method with messages of one size, event by event.
 
-    Yields, of each round, who was asked and answered, the ages of late answers, who is late, and
-    the clock.
+    Yields for each round the sampled clients, the replies, the ages of late replies, the late
+    clients, and the clock.
     """
     found = records(directory)
     down = found[0]["bytes_down"] / len(found[0]["asked"])
@@ -112,7 +112,7 @@ def test_who_is_preferred_hangs_on_the_simulated_clock_after_resuming_too(tmp_pa
 
 
 def known_of_clients(directory):
-    """Return what the last checkpoint of a run says of each client's last answer."""
+    """Return the checkpoint's record of each client's last reply."""
     identity = {"run": load_run(directory).origin.run, "method": "fedavg"}
     facts = Checkpoints(directory, identity).read(8).metadata
     return json.loads(facts["pace"])["selection"]["clients"]
@@ -163,7 +163,7 @@ def test_an_answer_that_is_too_old_is_not_used(tmp_path, devices, most):
 
 
 def test_every_method_says_what_a_late_answer_is_worth():
-    """What is of samples that the server has asked for in a round is worth nothing later."""
+    """Replies about the public samples of one round are useless in later rounds."""
     specs = {name: find_method(name).spec for name in shipped_names()}
     assert {spec.late for spec in specs.values()} == {"averaged", "kept", "refused"}
     for name, spec in specs.items():
@@ -173,7 +173,7 @@ def test_every_method_says_what_a_late_answer_is_worth():
 
 
 def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, devices):
-    """With numpy: a fresh reply is a model, a late one a change of an older model."""
+    """Compare with numpy: a fresh reply is a model, and a late reply changes an older model."""
     config = late_run("fedavg", devices, models=["mlp"])
     server = Server(config, tmp_path / "run")
     strategy, sent = server.strategy, {}
@@ -220,7 +220,7 @@ def test_a_late_change_is_added_to_the_weights_of_now_and_counts_less(tmp_path, 
 
 
 def raw_reply(server, name, number):
-    """Return the weights with which a client ended a round, as its own disk has them."""
+    """Return a client's weights at the end of a round, from its disk."""
     store = ClientStore(server.log.directory / "state", server.log.run_name, name)
     tensors, _ = store.load(number)
     return {
@@ -235,7 +235,7 @@ def raw_reply(server, name, number):
 
 @pytest.fixture
 def held(monkeypatch):
-    """Holds a client's training back until it is let go."""
+    """Delays a client's training until it is released."""
     gate = threading.Event()
     train = FedAvgClient.train
 
@@ -250,7 +250,7 @@ def held(monkeypatch):
 
 
 class Unlocked:
-    """No lock: clients of this test may train at the same time."""
+    """A lock without effect, so that clients of this test train in parallel."""
 
     def __enter__(self):
         return self
@@ -295,7 +295,7 @@ def until(what, seconds=120):
 
 
 def test_clients_whose_turn_has_not_come_are_not_asked_any_more(tmp_path, monkeypatch):
-    """In one process they train one after another: when enough have, the others need not."""
+    """In one process, clients train in turn; after enough replies, the others need not train."""
     train = FedAvgClient.train
 
     def slowly(self, round, knowledge):
@@ -340,7 +340,7 @@ def test_evaluations_that_were_not_sent_are_not_counted(tmp_path):
 
 
 def test_a_round_without_an_answer_says_nothing_of_the_usual_one(tmp_path, devices):
-    """Else the timeout, three times the usual duration, would be no time at all, for ever."""
+    """Otherwise, the timeout, three times the usual duration, would become zero."""
     pace = {"pace.timeout": "3x", "pace.drop-outs": 0.5}
     config = small("fedavg", clock=devices, rounds=4, models=["mlp"], fraction=0.25, seed=3, **pace)
     run(config, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Tables for a paper: LaTeX with booktabs' rules, CSV, and tested differences."""
+"""Tables for papers: LaTeX with booktabs rules, CSV, and tested differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOPS = {"local": 0.5, "felo": 0.9, "fedhe": 0.7}
 
 
 def parsed(text: str) -> list[dict[str, str]]:
-    """Return the rows of the first tabular in a text, by header; its rules stand where they do."""
+    """Return the rows of the first tabular by header, and check the place of its rules."""
     inside = re.search(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\\end\{tabular\}", text, re.S)
     layout, lines = inside[1], inside[2].splitlines()
     assert (lines[0], lines[2], lines[-1]) == (r"\toprule", r"\midrule", r"\bottomrule")

@@ -1,4 +1,4 @@
-"""Runs on their own Ray cluster: its start, its end, and lost workers. With a real Ray."""
+"""Runs on a local Ray cluster: start, end, and lost workers, with a real Ray."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ print("carried out:", ray.get(ray.remote(num_cpus=0)(lambda: "my own function").
 
 
 class Bystander(Watcher):
-    """Looks at a run in progress as another user of the machine, and another machine, can."""
+    """Observes a run in progress like another user of the machine, or another machine."""
 
     def __init__(self) -> None:
         self.found: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""The four kinds of averaged model against numpy and torch.distributions."""
+"""The four kinds of averaged models against numpy and torch.distributions."""
 
 import copy
 import math
@@ -40,12 +40,12 @@ def state_of(model):
 
 
 def same(left, right):
-    """Say whether two states have the same names and values."""
+    """Return whether two states have the same names and values."""
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
 def moved(model, seed=1, by=0.1):
-    """Return the model after noise on its parameters."""
+    """Return the model after adding noise to its parameters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -219,7 +219,7 @@ def test_both_means_and_scales_are_trained():
 
 
 def linear(classes=3, inputs=4, seed=0):
-    """Return a linear layer without bias: on the unit matrix its logits are its weights."""
+    """Return a linear layer without bias, whose logits on the unit matrix are its weights."""
     torch.manual_seed(seed)
     return nn.Linear(inputs, classes, bias=False)
 

@@ -1,4 +1,4 @@
-"""Logs of a deployment's processes: plain lines, or JSON that other programs read."""
+"""Logs of the processes of a deployment: plain lines, or JSON for other programs."""
 
 import io
 import json

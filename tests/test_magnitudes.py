@@ -1,4 +1,4 @@
-"""Replies out of all proportion to the others of their round."""
+"""Replies that are much larger than the other replies of their round."""
 
 import sys
 import warnings
@@ -106,9 +106,9 @@ KINDS = Contract(
 
 
 def replies_of(parts, models=None):
-    """Return replies with the magnitudes `parts` {client: {part: size}}, and the sizes of each.
+    """Return replies with the magnitudes `parts` {client: {part: size}}, and their sizes.
 
-    `models`: by client and field, the shapes of its model.
+    `models` contains the shapes of the model by client and field.
     """
     replies = [
         Reply(ClientInfo(name, "mlp", 1, 10, "image", (1, 8, 8)), Knowledge(), Measured({}), known)
@@ -168,7 +168,7 @@ def test_what_has_a_range_of_its_own_is_never_too_large():
 
 
 def test_features_may_differ_more_than_weights(tmp_path):
-    """They come from different architectures: 2.5 times as much."""
+    """Features come from different architectures, so 2.5 times the factor is allowed."""
     tensors = {
         "features": np.full((2, 3), 20, np.float32),
         "weights/a": np.full((2, 2), 20.0),

@@ -1,4 +1,4 @@
-"""One malicious or broken client of five: it is named, and the run continues as without it."""
+"""One of five clients is malicious or faulty: it is named, and the run continues."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ UNSAFE = "client-1"
 
 @pytest.fixture(autouse=True)
 def _unbounded(monkeypatch):
-    """No bound on numbers, which has tests of its own, and would refuse these replies first."""
+    """Removes the bound on numbers, which would reject these replies first."""
     monkeypatch.setattr(contract, "MAX_MAGNITUDE", float("inf"))
 
 
 class Huge(InlineProxy):
-    """Answers with the largest finite numbers, which its contract allows."""
+    """Replies with the largest finite numbers that its contract allows."""
 
     rounds = range(100)
 
@@ -55,13 +55,13 @@ def enlarged(parameters, size=3e38):
 
 
 class HugeAtFirst(Huge):
-    """Is malicious in round 1 alone."""
+    """A client that is malicious only in round 1."""
 
     rounds = (1,)
 
 
 class Broken(InlineProxy):
-    """Answers with bytes that are no message."""
+    """Replies with bytes that are no message."""
 
     def fit(self, ins, timeout, group_id):
         result = super().fit(ins, timeout, group_id)
@@ -71,7 +71,7 @@ class Broken(InlineProxy):
 
 
 class Dumb(InlineProxy):
-    """Describes itself and is silent from then on."""
+    """Describes itself, and does not reply afterwards."""
 
     def fit(self, ins, timeout, group_id):
         if self.cid == UNSAFE:
@@ -85,7 +85,7 @@ class Dumb(InlineProxy):
 
 
 class Silent(InlineProxy):
-    """Does not even say who it is."""
+    """Does not even describe itself."""
 
     def get_properties(self, ins, timeout, group_id):
         if self.cid == UNSAFE:
@@ -94,7 +94,7 @@ class Silent(InlineProxy):
 
 
 class Liar(InlineProxy):
-    """Claims something that is not so."""
+    """Makes false claims about itself."""
 
     claims: dict = {}
 
@@ -130,7 +130,7 @@ def five(method, **changes):
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
-    """The honest clients' accuracies in the last round of a run without the malicious one."""
+    """Return the honest clients' accuracies in the last round without the malicious client."""
     known = {}
 
     def found(method):
@@ -177,7 +177,7 @@ def accuracy_of(method, summary):
 
 
 def can_strike(method, malicious):
-    """Tell whether what the malicious client does reaches the method's server at all."""
+    """Return whether the malicious client's replies affect the method's server."""
     if issubclass(malicious, Huge):
         return sends_floats(method) and method != "central"  # whose trainer alone is asked
     if malicious is Broken:
@@ -202,7 +202,7 @@ def _tensor(field):
 
 @pytest.mark.parametrize("method", ["felo", "fedavg", "um-pfssl"])
 def test_a_huge_reply_is_refused_by_name_and_field(method, tmp_path, monkeypatch):
-    """Also where replies lie on disk and are read one at a time, as those of um-pfssl."""
+    """The check also applies to replies on disk that are read one at a time (um-pfssl)."""
     monkeypatch.setattr(simulation, "InlineProxy", Huge)
     server = Server(five(method, rounds=2), tmp_path / "run")
     server.play(1)
@@ -221,7 +221,7 @@ def test_a_huge_reply_passes_where_the_factor_is_zero(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["felo", "fedavg", "fedtype"])
 def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch):
-    """Without the check of sizes the huge reply is in every instruction of round 2."""
+    """Without the check of magnitudes, every instruction of round 2 contains the huge reply."""
     monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
     notices = Notices()
     run(five(method, rounds=4, outlier_factor=0.0, clip_factor=0.0), tmp_path / "run", [notices])
@@ -239,7 +239,7 @@ def test_a_server_that_lets_nobody_train_goes_back(method, tmp_path, monkeypatch
 
 
 def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, monkeypatch):
-    """Velo's CVAE does not learn from such features, so that the other architecture continues."""
+    """Velo's CVAE does not learn from such features, so other architectures continue."""
     monkeypatch.setattr(simulation, "InlineProxy", HugeAtFirst)
     always = {"velo.min-separation": 0.0}  # otherwise the means are sent, which strike all
     run(five("velo", rounds=5, outlier_factor=0.0, clip_factor=0.0, **always), tmp_path / "run")
@@ -251,14 +251,14 @@ def test_an_architecture_whose_average_lets_nobody_train_starts_anew(tmp_path, m
 
 
 class HugeLater(Huge):
-    """Is malicious in round 3 alone."""
+    """A client that is malicious only in round 3."""
 
     rounds = (3,)
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5])
 def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_path, monkeypatch):
-    """It goes back to its state after round 2, whose checkpoint is kept for that."""
+    """The server rolls back to its state after round 2, whose checkpoint is kept."""
     monkeypatch.setattr(simulation, "InlineProxy", HugeLater)
     notices = Notices()
     config = five("felo", rounds=6, outlier_factor=0.0, clip_factor=0.0)
@@ -267,7 +267,7 @@ def test_a_server_that_went_back_resumes_as_if_it_had_not_been_cut(stop, tmp_pat
 
 
 def test_a_resumed_run_asks_the_same_clients(tmp_path, monkeypatch):
-    """The count of refusals and of silences is saved."""
+    """The numbers of refusals and of silent rounds are saved."""
     monkeypatch.setattr(simulation, "InlineProxy", Broken)
     cut_and_resumed(five("local", rounds=6), tmp_path)
     assert [UNSAFE in r["asked"] for r in records(tmp_path / "whole")] == [True] * 3 + [False] * 3
@@ -314,7 +314,7 @@ def kept_of(strategy, method):
 
 
 class Deaf(InlineProxy):
-    """Nobody answers from round 3 on."""
+    """No client replies from round 3 on."""
 
     def fit(self, ins, timeout, group_id):
         if group_id > 2:
@@ -375,7 +375,7 @@ def test_states_and_checkpoints_are_their_owners(tmp_path):
 
 @pytest.mark.usefixtures("_usual_umask")
 def test_a_local_deployments_files_are_their_owners(tmp_path):
-    """The SuperLink's database, which Flower creates, holds what clients send."""
+    """The SuperLink's database, created by Flower, contains the clients' messages."""
     deployment = LocalDeployment(tmp_path, nodes=1)
     (tmp_path / "log").mkdir()
     deployment._start("server", "touch", tmp_path / "superlink.db")

@@ -1,4 +1,4 @@
-"""Who takes part: nodes come, go, come back, and are not always who or what they should be."""
+"""Membership: nodes join, leave, return, and may make false claims."""
 
 import json
 import resource
@@ -23,7 +23,7 @@ GOOD = {"name": "a", "model": "mlp", "samples": 10, "classes": 3, "kind": "image
 
 
 class Node:
-    """A node of which only what it says of itself matters."""
+    """A fake node with a description only."""
 
     def __init__(self, cid, **changes):
         self.cid = cid
@@ -38,7 +38,7 @@ class Node:
 
 
 class Manager:
-    """Flower's manager hands out its own dict, which a thread of its own changes."""
+    """Flower's manager returns its internal dict, which one of its threads changes."""
 
     def __init__(self, *nodes):
         self.nodes = {node.cid: node for node in nodes}
@@ -138,7 +138,7 @@ def test_the_order_of_classes_is_told_apart():
 
 
 def test_a_site_with_the_classes_in_another_order_is_left_out(members, notices):
-    """The commonest order counts; who has bare numbers goes with any, and a late one is checked."""
+    """The most frequent order counts; sites without names fit any, and late sites are checked."""
     right, wrong = (
         class_names_digest(("cat", "dog", "elk")),
         class_names_digest(("dog", "cat", "elk")),
@@ -206,7 +206,7 @@ def test_the_commonest_task_is_the_runs(members, notices):
 
 
 def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
-    """Not that of the first client by name: whoever is first could invent the largest."""
+    """The tie is not broken by name, because a first client could claim the largest task."""
     infos = [
         ClientInfo("a", "mlp", 5, 2, "signal", (65536, 65536)),
         ClientInfo("b", "mlp", 5, 3, "image", (1, 8, 8)),
@@ -247,7 +247,7 @@ def test_of_equally_common_tasks_the_servers_own_is_taken_or_the_smallest():
     ],
 )
 def test_a_claim_that_cannot_be_is_left_out_before_anyone_votes(rules, claims, fault, notices):
-    """Of two clients: the other decides the task, and the run has it."""
+    """Of two clients, the other client decides the task of the run."""
     members = Members(1.0, ["mlp"], notices.append, rules)
     assert list(members.present(Manager(Node("a", **claims), Node("b")))) == ["b"]
     assert notices[0].startswith(("client a is excluded: ", "node a is excluded: "))
@@ -255,7 +255,7 @@ def test_a_claim_that_cannot_be_is_left_out_before_anyone_votes(rules, claims, f
 
 
 def test_nothing_is_allocated_for_a_claim(members, notices):
-    """A model of 2 TB: its size is known without building it."""
+    """The size of a 2 TB model is computed without building the model."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Members(1.0, ["mlp"], notices.append, Admission(max_bytes=2e9)).present(
         Manager(Node("a", kind="signal", shape="4096,4096", classes=100_000))
@@ -297,7 +297,7 @@ def test_a_node_that_does_not_describe_itself_is_asked_now_and_then(members):
 
 
 class Slow(Node):
-    """Answers the third time that it is asked."""
+    """Replies to the third request."""
 
     asked = 0
 
@@ -313,7 +313,7 @@ class Slow(Node):
     ("takes", "least", "expected"), [(150.0, 0, "ab"), (150.0, 1, "a"), (0.1, 0, ""), (9e9, 0, "")]
 )
 def test_a_slow_machine_is_asked_on_if_it_is_needed(takes, least, expected, notices, monkeypatch):
-    """Not if there are enough without it, nor if it fails at once, nor for ever."""
+    """A slow machine is not called again if enough clients replied, if it fails, or forever."""
     clock = [0.0]
     monkeypatch.setattr("fedhet.server.members.time.monotonic", lambda: clock[0])
     slow = Slow("b")
@@ -332,7 +332,7 @@ def test_a_slow_machine_is_asked_on_if_it_is_needed(takes, least, expected, noti
 
 
 def test_the_question_who_it_is_has_a_time_of_its_own(tmp_path):
-    """A short round-timeout does not end a run of slow machines at once."""
+    """A short round-timeout does not immediately end a run with slow machines."""
     config = small("local", round_timeout=0.5, join_timeout=77.0)
     strategy = config.method.strategy(config, RunLog(config, tmp_path / "run", workers=1))
     waited = []
@@ -364,7 +364,7 @@ def flat(shape, classes):
 
 @pytest.mark.parametrize("method", ["cofed", "local", "fedgems", "felo"])
 def test_a_sites_own_model_matters_only_where_weights_travel(method, tmp_path, monkeypatch):
-    """Unless they do, the server need not have, or import, what a site trains."""
+    """Otherwise, the server need not have or import a site's model."""
     (tmp_path / f"at_site_{method}.py").write_text(SITES_OWN)
     name = f"at_site_{method}:flat"
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -446,7 +446,7 @@ def test_a_run_may_start_with_fewer(tmp_path):
 
 
 def test_a_model_that_the_server_cannot_build_is_not_the_one_that_it_builds():
-    """What a client names decides nothing where others have a model of the run's pool."""
+    """A client's model name decides nothing if others have a model of the run's pool."""
     infos = [ClientInfo(n, m, 9, 3, "image", (1, 8, 8)) for n, m in zip("abc", MODELS, strict=True)]
     every = [Member(info, None) for info in infos]
     assert first_of_pool(every, ["mlp", "cnn2"]) is infos[1]
@@ -465,7 +465,7 @@ def _start(config, directory, clients):
 
 
 class Diverging(InlineProxy):
-    """A client whose learning rate is absurd in round 2 alone."""
+    """A client whose learning rate is absurd only in round 2."""
 
     def fit(self, ins, timeout, group_id):
         client = open_client(self._config, self._node)
@@ -486,7 +486,7 @@ def test_a_client_that_diverges_keeps_its_model_and_is_judged_by_it(tmp_path, mo
 
 
 class Silent(InlineProxy):
-    """A client that is heard in round 1 alone."""
+    """A client that replies only in round 1."""
 
     def fit(self, ins, timeout, group_id):
         if self.cid == "client-2" and group_id > 1:

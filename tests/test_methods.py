@@ -1,6 +1,6 @@
-"""A method is a declaration, a file for each half, a test and a page: all agree.
+"""A method's declaration, strategy, client, test, and page must agree.
 
-And the rooms of the code: what is where, and which imports which.
+The module also tests the packages: their contents and their imports.
 """
 
 import ast
@@ -80,7 +80,7 @@ def test_an_unknown_method_names_the_nearest():
 
 @pytest.mark.parametrize("name", method_names())
 def test_a_method_declares_its_settings_once_for_both_halves(name):
-    """In its declaration, with what they extend; the halves declare none."""
+    """Settings are only in the declaration, with the settings that they extend."""
     method = find_method(name)
     own = {
         module: [
@@ -163,7 +163,7 @@ def on_import(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def at_any_time(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports of a module, those within functions too; not those for types alone."""
+    """Yield the imports of a module, including imports within functions, excluding type imports."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -174,7 +174,7 @@ def at_any_time(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Yield the modules of ours that an import names."""
+    """Yield the modules of this project that an import names."""
     if isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports are absolute here"
         names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -186,7 +186,7 @@ def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 def test_no_module_is_on_a_circle_of_imports():
     def loaded(module):
-        """What is imported on the way: a module, and the packages that it is in."""
+        """Return the modules that an import loads: the module and its packages."""
         for node in on_import(TREES[module].body):
             for target in targets(node):
                 yield target
@@ -204,7 +204,7 @@ def test_no_module_is_on_a_circle_of_imports():
 
 
 def test_fedhet_knows_no_method_but_by_name():
-    """Nor their bases: what belongs to strategies/ and clients/ comes by importlib."""
+    """The same applies to base classes: strategies and clients are imported with importlib."""
     wrong = {
         f"{module} imports {target}"
         for module, tree in TREES.items()

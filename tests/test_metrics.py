@@ -1,4 +1,4 @@
-"""Metrics besides accuracy: their values against literal ones, and their way into a run's files."""
+"""Metrics other than accuracy: values against literal versions, and records of a run."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ ALL = list(METRICS)
 
 
 def drawn(seed, samples=40, classes=5, absent=(3,)):
-    """Return truth, probabilities and predictions; some classes are absent from the truth."""
+    """Return true classes, probabilities, and predictions; some classes are absent."""
     rng = np.random.default_rng(seed)
     truth = rng.choice([c for c in range(classes) if c not in absent], samples)
     likely = rng.dirichlet(np.ones(classes) * 0.5, samples)
@@ -68,7 +68,7 @@ def macro_f1(truth, guess):
 
 
 def auc(truth, likely):
-    """Return the share of pairs that are ranked right, a tie counting a half, class by class."""
+    """Return the fraction of pairs in the right order by class, where a tie counts as half."""
     each = []
     for label in set(truth.tolist()):
         inside, outside = likely[truth == label, label], likely[truth != label, label]
@@ -278,7 +278,7 @@ def beside(accuracy=0.5, **values):
 
 @pytest.mark.parametrize("name", ["spent", "answer"])
 def test_a_metric_that_is_none_is_refused_whatever_its_name(name):
-    """Its name must not pass for what a client says of an error of its own."""
+    """Its name must not look like a client's own error message."""
     state = RoundState(1, print)
     state.start(1)
     state.record_selection(Selection(("a",)))
@@ -316,7 +316,7 @@ def test_the_worst_of_a_loss_is_the_highest_and_what_is_outdated_is_void():
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory):
-    """A run with scikit-learn models, with all metrics, and its report."""
+    """A run with scikit-learn models and all metrics, and its report."""
     directory = tmp_path_factory.mktemp("judged") / "run"
     config = small("local", models=["mlp", "sk-tree"], metrics=ALL, rounds=2, clients=3)
     return directory, run(config, directory, report=True)
@@ -410,7 +410,7 @@ def test_the_command_compares_by_a_metric(judged, tmp_path):
 
 
 def kappa(made):
-    """Cohen's kappa of all samples, and each class's against the rest: from -1 to 1."""
+    """Return Cohen's kappa (-1 to 1) for all samples, and for each class against the rest."""
 
     def agreement(truth, guess):
         chance = sum(np.mean(truth == c) * np.mean(guess == c) for c in np.unique(truth))
@@ -420,14 +420,14 @@ def kappa(made):
 
 
 def disagreement(made):
-    """Minus kappa of each class against the rest, of which lower values are better."""
+    """Return minus kappa for each class against the rest; lower values are better."""
     own = [(str(c), made.truth == c, made.predicted == c) for c in made.present]
     return {c: -kappa(Predictions(truth, guess, made.probabilities)) for c, truth, guess in own}
 
 
 @pytest.fixture
 def signed_metrics(monkeypatch):
-    """Two custom metrics that can be negative: kappa, and one by class that ranks low."""
+    """Two custom metrics that can be negative: kappa, and a metric by class, lower is better."""
     for metric in (
         Metric("kappa", "Cohen's kappa", kappa, lowest=-1.0),
         Metric("disagreement", "disagreement", disagreement, lowest=-1.0, lower_is_better=True,
@@ -443,7 +443,7 @@ def test_a_class_of_a_metric_has_its_range_and_direction(signed_metrics):
 
 
 def test_a_custom_metric_can_be_negative(signed_metrics, tmp_path):
-    """Through a simulation that resumes, its summary, its figures, and a comparison."""
+    """Test a resumed simulation, its summary, its figures, and a comparison."""
     names = ["accuracy", "kappa", "disagreement"]
     slow = {"metrics": names, "lr": 1e-9, "clients": 3}  # models stay as good as chance
     run(small("local", **slow, rounds=1), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Models on disk by number and version, and payloads that wait there."""
+"""Models on disk by number and version, and stored payloads."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The models: their shapes, their first weights, their sizes against the papers, their errors."""
+"""The models: shapes, initial weights, sizes in the papers, and errors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def smallest(name: str) -> tuple[int, int, int]:
-    """Return the smallest of SHAPES that the model takes."""
+    """Return the smallest of SHAPES that the model accepts."""
     return SHAPES[1] if name == "lenet5" else SHAPES[0]
 
 
 def fits(name: str, shape: tuple[int, ...]) -> bool:
-    """Say whether the model takes `shape`, one of SHAPES."""
+    """Return whether the model accepts `shape`, one of SHAPES."""
     return not (name == "lenet5" and shape == SHAPES[0])
 
 
@@ -49,7 +49,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def module_file(folder: Path, name: str, body: str) -> None:
-    """Write a user's module that may be imported as `name`."""
+    """Write a user module that can be imported as `name`."""
     (folder / f"{name}.py").write_text("from torch import nn\nimport torch\n" + body)
 
 
@@ -68,7 +68,7 @@ def test_names_are_the_documented_ones_and_unique() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_on_every_shape_without_memory(name: str) -> None:
-    """To find the native width, building a model runs its extractor on a batch of this shape."""
+    """A build runs the extractor on a batch of this shape to find the feature width."""
     for shape in filter(lambda shape: fits(name, shape), SHAPES):
         with torch.device("meta"):
             model = models.build(name, shape, 10, seed=0).eval()
@@ -169,7 +169,7 @@ def test_weights_are_a_function_of_seed_and_name(name: str) -> None:
 
 
 def test_two_names_of_one_layout_start_apart() -> None:
-    """FedGEMS prints one layout twice: as ResNet-14 of clients 2, 10 and ResNet-17 of 8, 16."""
+    """FedGEMS has one layout twice: as ResNet-14 of clients 2, 10 and ResNet-17 of 8, 16."""
     twins = ("gems-resnet14-a", "gems-resnet17-d")
     one, two = (weights(models.build(name, (1, 8, 8), 3, seed=0)) for name in twins)
     assert one.shape == two.shape
@@ -223,7 +223,7 @@ def test_a_large_image_keeps_torchvisions_own_network() -> None:
     "name", ["resnet10", "shufflenet-v2", "mobilenet-v1", "mobilenet-v2", "efficientnet-b0"]
 )
 def test_a_small_image_is_divided_by_eight(name: str) -> None:
-    """The last convolution sees 4x4 places of a 32x32 image, not the 1x1 of the usual stem."""
+    """For a 32x32 image, the last convolution has 4x4 positions, not 1x1 as with the usual stem."""
     sides: list[int] = []
     with torch.device("meta"):
         model = models.build(name, (3, 32, 32), 10, seed=0).eval()
@@ -235,7 +235,7 @@ def test_a_small_image_is_divided_by_eight(name: str) -> None:
 
 
 def test_layer_counts_match_the_names() -> None:
-    """Layers on the main path: every convolution but the shortcuts', and the linear ones."""
+    """Count the layers on the main path: convolutions except shortcuts, and linear layers."""
     for name in NAMES:
         base = name.removeprefix("gems-").split("-")[0]
         if not base.startswith("resnet") or name == "gems-resnet17-d":
@@ -363,7 +363,7 @@ WIDTHS = (20, 24, 32, 40, 48, 56, 80, 96)
 
 
 def widths_in(name: str) -> tuple[int, ...]:
-    """Return the filters of each conv layer of a built model."""
+    """Return the number of filters of each convolution in a built model."""
     model = models.build(name, (3, 16, 16), 5, seed=0)
     return tuple(m.out_channels for m in model.modules() if isinstance(m, nn.Conv2d))
 
@@ -466,7 +466,7 @@ def broken(shape, classes):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a user's module on the path."""
+    """Return the name of a user module on the path."""
     module_file(tmp_path, "fedhet_test_own_models", OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "fedhet_test_own_models"

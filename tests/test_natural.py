@@ -1,4 +1,4 @@
-"""Naturally divided data: LEAF's JSON, WILDS' folders, and signals of persons, in small."""
+"""Naturally partitioned data: LEAF's JSON, WILDS' directories, and signals of persons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(dataset, clients=2, **changes):
 
 
 def leaf(root, parts, users):
-    """Write LEAF's files: {part: {file: {user: (x, y)}}} or the users of one part each a file."""
+    """Write LEAF's files: {part: {file: {user: (x, y)}}}, or one file per user and part."""
     for part in parts:
         (root / part).mkdir(parents=True)
         for number, (user, (x, y)) in enumerate(users.items()):
@@ -219,7 +219,10 @@ def test_a_fault_of_wilds_metadata_is_named(change, fault, tmp_path):
 
 @pytest.fixture
 def lesions(tmp_path, monkeypatch):
-    """Images of gray values 0 to 35; center k of 3 has those that leave k, a quarter for tests."""
+    """Write images with gray values 0 to 35.
+
+    Center k of 3 has the values with remainder k, a quarter of them for tests.
+    """
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     root = tmp_path / "isic"
     rows = []
@@ -326,7 +329,7 @@ def test_a_fault_of_hars_files_is_named(file, text, fault, phones):
 
 
 def recording(activities, seed):
-    """Return PAMAP2's table: a time, an activity, a heart rate, and three units of 17 columns."""
+    """Return PAMAP2's table: time, activity, heart rate, and three units of 17 columns."""
     rng = np.random.default_rng(seed)
     table = rng.normal(size=(len(activities), 54))
     table[:, 1] = activities

@@ -1,4 +1,4 @@
-"""What Flower says of the nodes of a deployment: who a key belongs to, and who has restarted."""
+"""Nodes of a deployment in Flower: the owner of a key, and restarts."""
 
 import threading
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ SAYS = {"model": "mlp", "samples": 10, "classes": 3, "kind": "image", "shape": "
 
 
 class Grid:
-    """A SuperLink with nodes that answer, or take a message and die."""
+    """A SuperLink with nodes that reply, or receive a message and die."""
 
     def __init__(self):
         self.online = {}
@@ -80,7 +80,7 @@ class Manager:
 
 @pytest.fixture
 def grid(monkeypatch):
-    """A grid in whose time nobody sleeps."""
+    """A grid with a fake clock that never sleeps."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(nodes.time, "sleep", lambda s: setattr(clock, "now", clock.now + s))
     monkeypatch.setattr(nodes.time, "monotonic", lambda: clock.now)
@@ -98,7 +98,7 @@ def joining(grid):
 
 
 def test_a_name_belongs_to_the_key_that_was_registered_with_it(grid, joining):
-    """Whoever comes first: the impostor is refused, and does not lock the owner of the name out."""
+    """In any order, the impostor is rejected, and does not lock out the owner of the name."""
     members, manager, notices = joining
     grid.add(1, claims="site-a", registered="site-b")
     assert list(members.present(manager)) == []
@@ -173,7 +173,7 @@ def test_a_node_of_a_simulation_has_no_registered_name():
 
 
 def restarts(grid, look):
-    """Let node 1 be let in again, within a minute: Flower has never listed it as offline."""
+    """Accept node 1 again within a minute; Flower has never listed it as offline."""
     if grid.looks == look:
         grid.online[1].last_activated_at = "2026-11-21T10:00:57"
 
@@ -249,7 +249,7 @@ def test_quick_replies_are_looked_for_often_and_slow_ones_or_many_nodes_rarely(g
 
 
 def test_a_node_that_is_killed_while_it_sends_its_reply_is_asked_again(grid, monkeypatch):
-    """Flower waits for the rest of the first reply, which will never come."""
+    """Flower waits for the rest of the first reply, which never arrives."""
     monkeypatch.setattr(nodes, "POLL_SECONDS", 0.01)
     over, pull = threading.Event(), grid.pull_messages
 
@@ -310,7 +310,7 @@ def test_a_node_that_is_offline_for_a_while_is_asked_again_when_it_is_back(grid)
 
 
 def under_way(transfers, started, done):
-    """Take a turn, say so, and keep it until `done` is set."""
+    """Acquire a turn, signal this, and keep it until `done` is set."""
     with transfers.turn():
         started.set()
         done.wait(10)

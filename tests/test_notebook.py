@@ -1,4 +1,4 @@
-"""The example notebook, run in a kernel: it shows what its stored outputs show.
+"""The example notebook, run in a kernel, must produce its stored outputs.
 
 `make notebook` stores the outputs of a run.
 """
@@ -21,7 +21,7 @@ def stored():
 
 
 def executed(folder):
-    """Return the notebook with the outputs of a run, without what libraries say of this machine."""
+    """Return the notebook after a run, without outputs about this machine."""
     notebook = stored()
     resources = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(

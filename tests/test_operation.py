@@ -1,4 +1,4 @@
-"""The units and manifests of `operation/`: they start working processes without privileges."""
+"""The units and manifests in `operation/` start working processes without privileges."""
 
 import configparser
 import shlex
@@ -32,7 +32,7 @@ class Repeated(dict):
 
 
 def unit(name, instance="site-a"):
-    """Return the sections of a unit of an instance: {section: {key: its lines}}."""
+    """Return the sections of an instance's unit: {section: {key: its lines}}."""
     parser = configparser.RawConfigParser(strict=False, dict_type=Repeated)
     parser.optionxform = str
     text = (OPERATION / "systemd" / name).read_text().replace("\\\n", " ")

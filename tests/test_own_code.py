@@ -1,4 +1,4 @@
-"""Errors of a method or model of one's own: where they are said to be, and what they end."""
+"""Errors in custom methods and models: their location, and their effect."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""When rounds close, what late answers are worth, and how long simulated clients take."""
+"""Closing of rounds, weights of late replies, and simulated durations."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ TIMES = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
 @given(times=TIMES, enough=st.integers(1, 9), grace=st.integers(0, 20), timeout=st.integers(1, 50))
 def test_a_round_closes_as_if_every_second_were_watched(times, enough, grace, timeout):
-    """Literally: at each second, ask whether all are in, enough are for long enough, or it is over.
+    """Check at each second whether the round closes, literally.
 
-    Both clocks must close at that second: the one that knows all times, and the one that waits.
+    It closes if all clients have replied, if enough replies are old enough, or at the timeout. Both
+    clocks must close at that second: the simulated clock and the real clock.
     """
     second, since = 0, None
     while True:
@@ -123,7 +124,7 @@ def test_the_weight_of_a_late_answer():
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.1, 2))
 def test_an_average_of_carried_over_weights_is_a_step_of_fedbuff(seed, clients, server_lr):
-    """FedBuff, Algorithm 1: w + eta / K sum_k s(tau_k) Delta_k, each client by its samples."""
+    """FedBuff, Algorithm 1: w + eta / K sum_k s(tau_k) Delta_k, weighted by samples."""
     rng = np.random.default_rng(seed)
     now = rng.standard_normal(5)
     starts, trained = rng.standard_normal((2, clients, 5))
@@ -212,7 +213,7 @@ def reply():
 
 
 def test_whichever_comes_first_decides_whether_a_reply_is_late():
-    """Of two calls, one is answered before its round closes, and one afterwards."""
+    """One of two calls finishes before its round closes, and the other afterwards."""
     gate, stored = threading.Event(), []
 
     def store(call, result):

@@ -1,4 +1,4 @@
-"""What is built of the project, by hatchling and by Flower, holds every module once."""
+"""Packages built by hatchling and by Flower contain every module once."""
 
 import contextlib
 import io
@@ -86,7 +86,7 @@ def bundle(project):
 
 
 def test_flowers_bundle_holds_every_file_of_the_package_but_type_stubs(project, bundle):
-    """Flower drops files by their suffix, without a word: templates, styles, fonts, …"""
+    """Flower silently drops files by suffix, such as templates, styles, and fonts."""
     names = set(names_in(bundle))
     assert names >= {name for name in package_of(project) if not name.endswith(".pyi")}
     assert not {name for name in names if name.startswith(("strategies/", "clients/"))}
@@ -94,7 +94,7 @@ def test_flowers_bundle_holds_every_file_of_the_package_but_type_stubs(project, 
 
 @contextlib.contextmanager
 def superlink(folder, environment):
-    """Start Flower's server for simulations on a port of its own; yield a folder to run in."""
+    """Start Flower's server for simulations on a separate port; yield a working directory."""
     port = free_port()
     connection = {"address": f"127.0.0.1:{port}", "insecure": True}
     superlinks = {"superlink": {"default": "here", "here": connection}}
@@ -121,7 +121,7 @@ def superlink(folder, environment):
 
 @pytest.mark.timeout(600)
 def test_flwr_run_of_the_unpacked_bundle_completes_with_its_table_and_page(bundle, tmp_path):
-    """As a user of Flower starts it; the installed fedhet must not be what writes the page."""
+    """Start the app like a user of Flower; the installed fedhet must not write the report."""
     app = tmp_path / "app"
     bundle.extractall(app)
     (template,) = (path for path in app.rglob("template.html*"))

@@ -1,6 +1,6 @@
-"""The pages in a real browser: switching a series, sorting, hovering, and nothing that overflows.
+"""Reports in a real browser: toggling a series, sorting, hovering, and no overflow.
 
-Where things are drawn is read from matplotlib's own marks, and the values from the run's files.
+Positions come from matplotlib's marks, and values come from the run's files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of four clients, two of them with malicious names, and its page."""
+    """Return a run of four clients, two of them with malicious names, and its report."""
     path = tmp_path_factory.mktemp("page") / "run"
     make(path, names=NAMES, rounds=6, kinds=("private", "proxy"), protocols=("common", "personal"))
     rows = lines_of(path)
@@ -55,7 +55,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Opened:
-    """A page in a tab; errors, dialogs and requests for other files are collected in `faults`."""
+    """A page in a tab, which collects errors, dialogs, and requests for files in `faults`."""
 
     def __init__(self, browser: Any, path: Path, width: int = 1400, scheme: str = "light") -> None:
         size = {"width": width, "height": 900}
@@ -75,7 +75,7 @@ class Opened:
         return self.tab.locator("figure.figure", has=self.tab.get_by_text(title, exact=True))
 
     def marks(self, title: str, series: int) -> list[tuple[float, float]]:
-        """Return the middles of the first line's markers in a figure, from left to right."""
+        """Return the centers of the first line's markers in a figure, from left to right."""
         parts = self.figure(title).locator(f"svg g[data-series='{series}']").all()
         line = max(parts, key=lambda part: part.locator("use").count())
         line.scroll_into_view_if_needed()
@@ -83,13 +83,13 @@ class Opened:
         return sorted((b["x"] + b["width"] / 2, b["y"] + b["height"] / 2) for b in boxes)
 
     def hover(self, place: tuple[float, float]) -> list[str]:
-        """Point at a place; return the lines that appear."""
+        """Point at a position, and return the lines that appear."""
         self.tab.mouse.move(*place)
         tip = self.tab.locator(".tip")
         return tip.locator("div").all_inner_texts() if tip.is_visible() else []
 
     def dots(self) -> list[tuple[float, float]]:
-        """Return the middles of the dots that the page has drawn where one points."""
+        """Return the centers of the dots that the report draws at the pointer."""
         boxes = [dot.bounding_box() for dot in self.tab.locator(".marks circle").all()]
         return [(b["x"] + b["width"] / 2, b["y"] + b["height"] / 2) for b in boxes]
 
@@ -162,7 +162,7 @@ def test_a_series_is_switched_off_and_on(opened: Opened) -> None:
 
 
 def test_every_clients_curve_is_found_by_pointing(opened: Opened, report: Path) -> None:
-    """Each client's last point leads to its name; names that are markup stay text."""
+    """Each client's last point shows its name; markup in names remains text."""
     figure = opened.figure("Accuracy per client: private model, common test set")
     figure.scroll_into_view_if_needed()
     box = figure.locator("svg").bounding_box()

@@ -1,4 +1,4 @@
-"""The tail in reports and the paired differences, against numpy on the runs' own files."""
+"""The tail in reports, and paired differences, against numpy on the runs' files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_seeds(root: Path, seeds: list[int], **changes: Any) -> list[Path]:
 
 
 def mean_of(record: dict[str, Any], protocol: str = "common", kind: str = "private") -> float:
-    """Return a round's mean over clients, from the clients' own numbers."""
+    """Return a round's mean over clients from the clients' values."""
     return float(np.mean([*record["accuracy"][protocol][kind]["per_client"].values()]))
 
 
@@ -44,7 +44,7 @@ def last_by_hand(run: Path) -> float:
 
 
 def tail_by_hand(run: Path, protocol: str = "common", kind: str = "private") -> float:
-    """Return the mean of the last fifth of the rounds, cut from the list of all rounds."""
+    """Return the mean over the last fifth of all rounds."""
     means = [mean_of(each, protocol, kind) for each in lines_of(run)]
     fifth = len(means) // 5 + (1 if len(means) % 5 else 0)
     return float(np.mean(means[-fifth:]))
@@ -154,7 +154,7 @@ def test_differences_are_paired_over_shared_seeds(tmp_path: Path) -> None:
 
 
 def differing(root: Path, differences: list[float]) -> list[Path]:
-    """Write a group for each method, whose last accuracies differ by these numbers per seed."""
+    """Write a group per method, whose last accuracies differ by these numbers per seed."""
     for method in ("felo", "local"):
         for seed, difference in enumerate(differences):
             accuracy = 0.5 + (difference if method == "felo" else 0.0)

@@ -1,4 +1,4 @@
-"""Figures in a paper's size and fonts."""
+"""Figures with the size and fonts of papers."""
 
 from __future__ import annotations
 

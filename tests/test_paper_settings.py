@@ -1,4 +1,4 @@
-"""The papers' settings, their presets and the pages that compare them with the defaults."""
+"""The papers' settings, their presets, and the pages that compare them with defaults."""
 
 import re
 
@@ -15,7 +15,7 @@ CLAIMED = {n: each["preset"] for n, each in paper_settings().items() if each.get
 
 
 def values(method):
-    """The paper's settings that have a value."""
+    """Return the paper's settings that have a value."""
     settings = paper_settings()[method].get("settings", {})
     return {name: each["value"] for name, each in settings.items() if "value" in each}
 
@@ -52,7 +52,7 @@ def test_a_preset_has_the_values_of_its_paper_and_no_setting_without_a_source(me
 
 @pytest.mark.parametrize("name", OF_PAPERS)
 def test_each_default_that_differs_has_a_reason_and_the_methods_own_are_on_its_page(name):
-    """The defaults are read from the declarations, the rest from the file."""
+    """The defaults come from the declarations, and everything else from the file."""
     defaults = resolve({"method": name}).flat()
     settings = paper_settings()[name].get("settings", {})
     differ = {n for n, each in settings.items() if "words" in each or each["value"] != defaults[n]}
@@ -88,6 +88,6 @@ def test_a_row_names_the_default_the_paper_its_section_and_the_reason(tmp_path, 
 
 
 def test_each_shared_reason_is_used():
-    """So that none stays behind, or under a mistyped name."""
+    """No reason may be left over or have a mistyped name."""
     used = {row[0].strip("`") for name in OF_PAPERS for row in differences(name)}
     assert paper_settings()["why"].keys() <= used

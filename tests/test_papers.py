@@ -1,4 +1,4 @@
-"""`fedhet table`: the tables that there are, what they plan, what is measured, what is shown."""
+"""`fedhet table`: the list of tables, their plans, measurements, and output."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ SHORT = {
 
 
 def parts_in(text):
-    """The tables and figures that a text names: "Table 2, Figs. 10 and 11" has three."""
+    """Return the tables and figures in a text: "Table 2, Figs. 10 and 11" has three."""
     return {
         (kind, number)
         for kind, numbers in PARTS.findall(text)
@@ -142,7 +142,7 @@ def parts_in(text):
 
 
 def listed_parts():
-    """Each table and figure on docs/tables.md: its paper, the part, its table, and the reason."""
+    """Yield each table and figure in docs/tables.md: paper, part, table, and reason."""
     text = (Path(__file__).parent.parent / "docs" / "tables.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     for first, parts, *rest in rows:
@@ -171,14 +171,14 @@ def test_every_table_and_figure_has_a_table_or_a_reason():
 
 
 def at_the_papers_size(paper, tmp_path):
-    """The runs of a paper's tables at its size, each with its table and label."""
+    """Yield the runs of a paper's tables in the size `paper`, with table and label."""
     for name in tables_of(paper):
         for run in plan(name, read_table(name), "paper", [0], tmp_path).runs:
             yield f"{name}: {run.label}", resolve(run.values).flat()
 
 
 def test_at_the_papers_size_felo_and_velo_are_as_printed(tmp_path):
-    """Eq. 1, and Algorithm 2: all features are kept, and what is decoded is always sent."""
+    """Eq. 1 and Algorithm 2: all features are kept, and decoded features are always sent."""
     found = [each for each in at_the_papers_size("felo", tmp_path) if "elo" in each[1]["method"]]
     assert {values["method"] for _, values in found} == {"felo", "velo"}
     for label, values in found:
@@ -191,7 +191,7 @@ def test_at_the_papers_size_felo_and_velo_are_as_printed(tmp_path):
 
 @pytest.mark.usefixtures("encoders")
 def test_at_the_papers_size_fedtype_is_algorithm_1(tmp_path):
-    """Apart from the part of it that a row of Table 2 or of Fig. 3 replaces."""
+    """Rows of Table 2 or Fig. 3 may replace a part of the algorithm."""
     replaced = {"backward": ("symmetric", "topk"), "eta": ("one",), "g": ("g2", "g3", "g4")}
     runs = [r for r in at_the_papers_size("fedtype", tmp_path) if r[1]["method"] == "fedtype"]
     others = []
@@ -374,7 +374,7 @@ def test_a_word_means_a_table_those_of_a_paper_or_all():
 
 
 def place(directory, **changes):
-    """Make a synthetic run and put it where a table looks for it."""
+    """Write a synthetic run to the directory that a table expects."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     made = make(directory.parent / "made", protocols=("common", "personal"), **changes)
     made.rename(directory)

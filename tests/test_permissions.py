@@ -1,4 +1,4 @@
-"""What a server can make a site import and read: what the site allows, by default its own alone."""
+"""Imports and files that a server can request from a site, by default only the site's own."""
 
 import sys
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def f(shape, classes):
 
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
-    """A module that can be imported, and leaves a mark if it is."""
+    """A module that leaves a mark if it is imported."""
     mark = tmp_path / "imported"
     (tmp_path / "evil_module.py").write_text(EVIL.format(mark=str(mark)))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -133,7 +133,7 @@ def test_a_site_reads_its_own_data_and_what_it_allows(tmp_path, monkeypatch):
 
 
 def test_a_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
-    """A folder of that name does not count, and the subset does not matter."""
+    """A directory with this name has no effect, and the subset does not matter."""
     node = {"name": "site-a", "data": str(tmp_path), "allow-paths": f"hf:a/b, {tmp_path}/hub"}
     for place in ("a/b", "a/b@part", f"{tmp_path}/hub@part"):
         run = {**SHIPPED, "data.public-dataset": f"hf:{place}"}
@@ -145,7 +145,7 @@ def test_a_dataset_of_the_hub_is_allowed_by_its_name(tmp_path):
 
 
 def test_what_permits_a_dataset_is_what_reads_it(tmp_path, monkeypatch):
-    """The library gets the folder or the name that the site has checked, whatever exists."""
+    """The library receives the directory or name that the site has checked."""
     import flwr_datasets
 
     asked = []

@@ -1,4 +1,4 @@
-"""Presets against the numbers that the papers print, and presets put together."""
+"""Presets against the numbers in the papers, and combined presets."""
 
 from collections import Counter
 
@@ -129,7 +129,7 @@ EXPERIMENTS = {
 @pytest.mark.parametrize(("dataset", "iid", "pool"), EXPERIMENTS)
 @pytest.mark.parametrize("method", ["felo", "velo", "local"])
 def test_every_experiment_of_felos_paper(method, dataset, iid, pool):
-    """Also of training alone, `fedhet run local --preset felo-…`, on the same split and budget."""
+    """The presets also apply to local training, with the same split and budget."""
     names, fraction = EXPERIMENTS[dataset, iid, pool]
     own = "velo" if method == "velo" else "felo"
     config = resolve(gather(method, f"{own}-{names}"))
@@ -322,7 +322,10 @@ FULL_SIZE = [
 
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_fedgems_has_as_many_images_as_in_the_paper(name):
-    """Halves of 60,000 images, of which five of six are for training; 5,000 each for testing."""
+    """Half of 60,000 images is public.
+
+    Five sixths of each half are for training, and 5,000 images for testing.
+    """
     data = resolve(read_preset(name)).run.data
     training, testing = 50_000, 10_000  # CIFAR's own split
     public = training * data.public_fraction

@@ -18,7 +18,7 @@ BASE = "shufflenet-v2-x0.5"
 
 @pytest.fixture
 def weights(tmp_path, monkeypatch):
-    """Weights as torch's cache holds them, of a network that was drawn here."""
+    """Randomly drawn weights in torch's cache."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "_hub_dir", None)
     for cached in (pretrained_models._weights, pretrained_models._cached_network):

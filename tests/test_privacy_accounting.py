@@ -1,4 +1,4 @@
-"""What privacy costs: closed forms, other accountants, and what must be monotone."""
+"""Privacy accounting against closed forms, other accountants, and monotonicity."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ def test_unsampled_noise_costs_little_more_than_the_exact_gaussian_mechanism(noi
 
 
 def test_sums_and_counts_of_classes_cost_what_the_design_computed():
-    """z_f = 4, z_n = 8, 20 rounds: 5.7 exactly, by Gaussian differential privacy."""
+    """With z_f = 4, z_n = 8, and 20 rounds, Gaussian differential privacy gives exactly 5.7."""
     mu = math.sqrt(20) / combined_noise(4, 8, 1)
     assert gaussian_epsilon(mu) == pytest.approx(5.7, abs=0.05)
     assert 5.68 < epsilon_of([Release(combined_noise(4, 8, 1), count=20)], DELTA) < 6.2
@@ -63,9 +63,10 @@ def test_sampled_noise_costs_what_another_accountant_says(noise, rate, steps):
 
 
 def test_the_published_example_of_dp_sgd_on_mnist():
-    """TensorFlow Privacy's tutorial: noise 1.1, batches of 256 of 60,000, 60 epochs: 3.0 or less.
+    """TensorFlow Privacy's tutorial reports at most 3.0.
 
-    Its conversion to epsilon was looser than today's.
+    It has noise 1.1, batches of 256 of 60,000, and 60 epochs. Its conversion to epsilon was less
+    tight than the current one.
     """
     assert 2.3 < epsilon_of([Release(1.1, 256 / 60_000, 60 * 235)], DELTA) < 3.01
 
@@ -109,7 +110,7 @@ def test_a_count_that_is_none_costs_everything(count):
 
 
 def test_many_steps_of_a_tiny_rate_are_not_free():
-    """Rounding errors would make their divergence negative, which dp-accounting takes for 0."""
+    """Rounding errors would make the divergence negative, which dp-accounting treats as 0."""
     for rate in (1e-6, 1e-8, 1e-12, 5e-324):
         assert epsilon_of([Release(1.0, rate, 10**15)], DELTA) > 1
     assert epsilon_of([Release(100.0, 1e-7, 10**12)], DELTA) > 0

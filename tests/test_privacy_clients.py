@@ -1,4 +1,4 @@
-"""What a private client sends, pays, refuses and repeats."""
+"""Messages, budget, refusals, and repeated replies of a private client."""
 
 import io
 import json
@@ -83,7 +83,7 @@ SENT = {
 
 
 def weights_for(client):
-    """Return what FedAvg sends in the first round."""
+    """Return FedAvg's instruction in the first round."""
     state = client.build_model().state_dict()
     return Knowledge({f"weights/{name}": value.numpy() for name, value in state.items()})
 
@@ -116,21 +116,21 @@ def entries(directory: Path, client="client-1"):
 
 
 def drawn_alike(monkeypatch):
-    """Let all secret draws be the same in each run of a test."""
+    """Make all secret draws equal in each run of a test."""
     keys = (number.to_bytes(32, "big") for number in range(10**6))
     alike = SimpleNamespace(token_bytes=lambda size: next(keys))
     monkeypatch.setattr(secret_noise, "secrets", alike)
 
 
 def other_samples(split: Split, seed: int) -> Split:
-    """Return as many samples of the same classes, which have nothing else in common with these."""
+    """Return as many samples of the same classes, but otherwise different."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 256, split.x.shape, generator=rng).to(split.x.dtype)
     return Split(x, split.y[torch.randperm(len(split.y), generator=rng)])
 
 
 def replies(config, directory, seed, monkeypatch):
-    """Return what clients send in two rounds, if all have other samples than their own."""
+    """Return the replies of two rounds if all clients have other samples."""
     drawn_alike(monkeypatch)
     server, found = Server(config, directory), []
     for number in (1, 2):
@@ -149,7 +149,7 @@ def replies(config, directory, seed, monkeypatch):
 
 
 def multiplied(tensors):
-    """Return tensors with the product of two factors in their place: any rank may be sent."""
+    """Return tensors in which the product replaces two factors, because any rank may be sent."""
     rights = {n.removesuffix("/left"): n for n in tensors if n.endswith("/left")}
     products = {
         name: (tensors[left] @ tensors[f"{name}/right"]).ravel() for name, left in rights.items()
@@ -159,7 +159,7 @@ def multiplied(tensors):
 
 
 def distance(one, other):
-    """Return the largest difference between what was sent in two runs."""
+    """Return the largest difference between the messages of two runs."""
     worst = 0.0
     for (first, said), (second, told) in zip(one, other, strict=True):
         here, there = multiplied(first.tensors), multiplied(second.tensors)
@@ -179,8 +179,11 @@ def distance(one, other):
 def test_without_a_gradient_of_the_samples_all_samples_give_the_same_replies(
     method, tmp_path, monkeypatch
 ):
-    """If every sample's gradient and features are scaled down to nothing, only what escapes the
-    bound could still depend on the samples. With an ordinary bound the replies differ."""
+    """If every gradient and feature is scaled to nothing, replies depend on no sample.
+
+    Only values without a bound could still depend on the samples. With an ordinary bound, the
+    replies differ.
+    """
 
     def sent(norm, seed):
         config = private(
@@ -199,7 +202,7 @@ def test_without_a_gradient_of_the_samples_all_samples_give_the_same_replies(
 
 
 def test_only_a_simulated_clock_gets_the_number_of_rows(tmp_path):
-    """Neighbors have equally many; at a site, settings of a simulated clock are ignored."""
+    """Adjacent datasets have equal numbers; a site ignores settings of a simulated clock."""
     devices = tmp_path / "devices.csv"
     devices.write_text("client,sample-ms,mbit\nclient-0,1,100\nclient-1,1,100\n")
     for clock in ({}, {"pace.clock": str(devices)}):
@@ -233,7 +236,7 @@ def test_every_field_that_is_sent_has_a_reason(method, tmp_path):
 
 
 def test_the_classes_of_a_site_are_all_classes(tmp_path):
-    """With its own folder, a site would otherwise answer over those that it has samples of."""
+    """With its own directory, a site would otherwise reply for the classes of its samples."""
     folder = tmp_path / "own"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -309,7 +312,7 @@ def test_the_planned_noise_lasts_for_all_rounds(method, tmp_path):
 
 
 def test_the_gradients_of_a_private_client_are_those_of_its_samples(tmp_path):
-    """In the memory format in which it trains: channels_last is the default without privacy."""
+    """Private training uses the memory format channels_last by default, like other training."""
     client = opened(private("fedavg", models=["cnn2-gn"]), tmp_path)
     model, x = client.network.train(), client.compute.to_inputs(client.samples.own.x[:5])
     y = client.samples.own.y[:5]
@@ -386,7 +389,7 @@ def test_a_sites_budget_lasts_for_all_runs(tmp_path):
 
 @pytest.mark.parametrize("method", ["felo", "fedavg"])
 def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
-    """In the words of a budget, which the server takes for no failure."""
+    """The reply mentions the budget, so the server does not treat it as a failure."""
     config = private(method)
     earlier = opened(config, tmp_path)
     earlier.privacy.begin("earlier", 1)
@@ -401,7 +404,7 @@ def test_a_site_whose_budget_earlier_runs_have_spent_says_so(method, tmp_path):
 
 
 def test_what_is_left_of_a_sites_budget_is_enough_for_class_sums_too(tmp_path):
-    """Most is spent: sums get their share of what is left, not of the whole."""
+    """Most of the budget is consumed; class sums get a fraction of the remainder."""
     settings, plan = private("felo").run.privacy, Plan(100, (Passes(1, 20, 1),), 1, 2)
     spent = (Release(2.0, 1.0, 5),)
     budget = epsilon_of(spent, settings.delta) + 0.3
@@ -550,7 +553,7 @@ PLACES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("when", PLACES)
 def test_a_client_that_is_killed_has_paid_for_all_that_has_begun(when, tmp_path):
-    """It is killed, asked again, and sends; what was computed in either try is paid for."""
+    """The client is killed, called again, and replies; both attempts consume budget."""
     script = KILLED.format(
         tests=str(Path(__file__).parent), place=PLACES[when], state=str(tmp_path)
     )
@@ -631,7 +634,7 @@ def test_a_damaged_ledger_releases_nothing_more(tmp_path, line):
     + [('"source":"AES-256-CTR"', '"source":""'), (',"source":"AES-256-CTR"', "")],
 )  # fmt: skip
 def test_an_entry_that_no_accountant_takes_has_infinite_epsilon(tmp_path, call, old, new):
-    """Such an entry must not make any spending vanish, whether it is alone or among others."""
+    """Such an entry must not hide any consumption, alone or among other entries."""
     ledger = Ledger(tmp_path, "a")
     ledger.charge([Release(4.0)], lambda past: None, **entry())
     ledger.charge([Release(4.0)], lambda past: None, **entry(run="other"))
@@ -765,7 +768,7 @@ def test_a_private_run_says_that_runs_without_privacy_came_before_it(tmp_path, c
 
 
 def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
-    """A run without privacy voids the guarantee, but does not end the private runs."""
+    """A run without privacy voids the guarantee, but does not end private runs."""
     replied(at_site(open_config(), tmp_path), 1, Knowledge())
     given = []
     monkeypatch.setattr(
@@ -779,7 +782,7 @@ def test_a_sites_budget_is_that_of_its_private_runs(tmp_path, monkeypatch):
 
 
 def test_a_run_without_privacy_voids_the_guarantee_whatever_the_digest(tmp_path, call):
-    """Another seed, image size or sample changes the digest, and most samples are the same."""
+    """Another seed, image size, or sample changes the digest; most samples are equal."""
     ledger = Ledger(tmp_path, "a")
     ledger.record_unprotected("open", 1, "felo", "a", "first digest")
     ledger.charge([Release(4.0)], lambda past: None, **entry(run="private", data="other digest"))
@@ -793,7 +796,7 @@ def test_a_run_without_privacy_voids_the_guarantee_whatever_the_digest(tmp_path,
 
 @pytest.mark.parametrize(("method", "charged"), [("felo", {1, 2}), ("fedmd", {1, 2, 3})])
 def test_scores_are_logged_with_the_round_of_the_server(method, charged, tmp_path, caplog):
-    """Also if a method trains once more after the last round, which is charged as another one."""
+    """Some methods train again after the last round, which consumes more budget."""
     with caplog.at_level("INFO", "fedhet"):
         run(private(method, clients=2, rounds=2, **CHEAP), tmp_path)
     rounds = re.findall(r"client-1: round (\d+): accuracy", caplog.text)
@@ -802,7 +805,7 @@ def test_scores_are_logged_with_the_round_of_the_server(method, charged, tmp_pat
 
 
 def test_copies_of_a_ledger_are_merged_without_losing_or_doubling_an_entry(tmp_path, call):
-    """A backup is restored over a ledger that has grown, and both go on."""
+    """A backup replaces a ledger that has grown, and both copies grow."""
     ledger, copy = Ledger(tmp_path / "state", "a"), Ledger(tmp_path / "copy", "a")
     twice = [Release(4.0), Release(4.0)]  # alike in all, and both count
     for each in (ledger, copy):

@@ -1,4 +1,4 @@
-"""Secret noise and Poisson samples: distributions, keys, attacks, and where noise may come from."""
+"""Secret noise and Poisson samples: distributions, keys, attacks, and sources of noise."""
 
 import ast
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_the_noise_has_its_width_and_is_never_narrower(noise, norm):
 
 
 def grid_of(values):
-    """The largest power of two of which all values are multiples."""
+    """Return the largest power of two that divides all values."""
     width = 2.0 ** np.ceil(np.log2(np.abs(values).max()))
     while (values % width).any():
         width /= 2
@@ -125,7 +125,7 @@ def test_poisson_samples_have_their_rate(rate):
 
 
 def test_the_rate_of_a_sample_is_never_above_what_is_accounted(monkeypatch):
-    """The lowest and the highest accepted integer are those of the rate, rounded down."""
+    """The lowest and highest accepted integers are those of the rate, rounded down."""
     draws = SecretNoise(KEY)
     for rate in (0.1, 1 / 3, 2**-64, 1e-300, 1 - 2**-53):
         bound = int(rate * 2**64) - 2**63
@@ -168,7 +168,7 @@ def test_every_stream_has_its_own_key():
 
 
 class SeededNoise:
-    """The noise of earlier versions: PyTorch's CPU generator, which uses 32 bits of its seed."""
+    """The noise of earlier versions: PyTorch's CPU generator with 32 bits of seed."""
 
     seed = 7 * 2**32 + 3021
 
@@ -182,7 +182,7 @@ class SeededNoise:
 
 
 def seeds_found(reply, seeds):
-    """Return the seeds whose first draws explain the noised features of the first class sent."""
+    """Return the seeds whose first draws explain the noisy features of the first class."""
     row = int(reply["classes"][0])
     sums = torch.tensor(reply["features"][0] * reply["counts"][0], dtype=torch.float32)
     width, found = len(sums), []
@@ -231,7 +231,7 @@ PRIVATE_PATH = [
 
 
 def drawing(source):
-    """Return the names in a module by which it could draw from anything but `SecretNoise`."""
+    """Return the names in a module that could draw from generators other than `SecretNoise`."""
     # `fork_rng` keeps the state of PyTorch's generators and draws nothing.
     source = source.replace("torch.random.fork_rng(", "kept(")
     found = []

@@ -1,4 +1,4 @@
-"""DP-SGD and class sums against slow transcriptions, and the noise that is measured."""
+"""DP-SGD and class sums against slow transcriptions, and measured noise."""
 
 import copy
 
@@ -35,7 +35,7 @@ def batch(count=12, seed=0, classes=3):
 
 
 def transcribed(model, x, y, norm, batch_size, rate, weights=None):
-    """Algorithm 1 of Abadi et al. without noise: a sample at a time; return the parameters."""
+    """Run Algorithm 1 of Abadi et al. without noise, sample by sample."""
     total = [torch.zeros_like(p) for p in model.parameters()]
     for image, label in zip(x, y, strict=True):
         loss = F.cross_entropy(model(image[None]), label[None])
@@ -191,7 +191,7 @@ def test_a_model_with_group_norms_has_no_batch_norm_and_depends_on_no_other_samp
 
 
 class Own(nn.Module):
-    """An extractor of a user, whose features pass through `mix`, a function of (self, features)."""
+    """A custom extractor, whose features pass through `mix`, a function of (self, features)."""
 
     def __init__(self, mix, dropout=0.0):
         super().__init__()
@@ -291,7 +291,7 @@ def test_private_training_tests_its_models_too():
 
 
 def test_a_network_in_channels_last_format_is_refused():
-    """Opacus reads its convolutions' inputs as if they were contiguous."""
+    """Opacus reads inputs of convolutions as if they were contiguous."""
     model = network().to(memory_format=torch.channels_last)
     sgd._TESTED.clear()
     with pytest.raises(ModelError, match="a sample's gradient depends"):

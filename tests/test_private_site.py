@@ -1,7 +1,7 @@
-"""A private site replies alike whatever one of its samples is, and whatever a server asks for.
+"""A private site's replies do not reveal one sample, whatever the server requests.
 
-Two data sets of a site differ in one sample. A server that sends settings and instructions of its
-choice must not see a difference other than noise: no refusal, no other message, no other shape.
+Two datasets of a site differ in one sample. A server that chooses settings and instructions must
+see no difference other than noise: the same refusals, messages, and shapes.
 """
 
 import shutil
@@ -82,7 +82,7 @@ UNREADABLE = (not_a_number, label_out_of_range)
 
 
 def joined(folder, node=None, **run):
-    """Return the client that a server gets for the settings of a run."""
+    """Return the client that a server sees for the settings of a run."""
     settings = {"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0, **run}
     own = {
         "data": str(folder),
@@ -94,7 +94,7 @@ def joined(folder, node=None, **run):
 
 
 def outcome(folder, node=None, **run):
-    """Return what a server sees when the site joins: its description, or the error."""
+    """Return what a server receives when the site joins: its description, or the error."""
     try:
         return joined(folder, node, **run).get_properties({})
     except Exception as error:
@@ -157,7 +157,7 @@ def test_no_setting_of_a_run_makes_a_site_join_or_not_by_one_sample(names, tmp_p
 
 
 def reply(folder, node=None, **run):
-    """Return what a server sees of a round: kind of the reply, names, shapes, exact scalars."""
+    """Return a round's visible parts: kind of the reply, names, shapes, and exact scalars."""
     client = joined(folder, node, **run)
     inner = client._client
     model = inner.build_model().state_dict()
@@ -209,7 +209,7 @@ def test_no_setting_shows_a_sample_in_a_round(name, tmp_path):
 
 @pytest.fixture
 def public(tmp_path):
-    """A public set that the site lets runs read; its first row is to be chosen."""
+    """A public set that the site allows runs to read, with a chosen first row."""
 
     def written(first):
         folder = tmp_path / "public"
@@ -384,7 +384,7 @@ columns = [{ name = "size", kind = "number", mean = 3.0, deviation = 2.0 }]
 
 
 def test_a_table_with_a_schema_needs_no_other_declaration(tmp_path, caplog):
-    """Valid rows show nothing; a column that does not fit is the same refusal as for arrays."""
+    """Valid rows reveal nothing; a wrong column is refused with the same message as arrays."""
     seen = []
     for last in ("3,a", "-1e9,b", "other,a"):
         folder = tmp_path / last[:2]
@@ -416,7 +416,7 @@ def test_a_site_that_is_not_private_is_read_as_the_run_says(tmp_path):
 
 
 def test_no_setting_of_a_private_run_names_the_sites_own_data(tmp_path):
-    """Samples that a server makes public data of would be sent back as predictions on them."""
+    """If private samples became public data, predictions on them would be sent."""
     folder = site(tmp_path / "site")
     for place in (folder, folder / "train", tmp_path):
         for setting in ("data.public-dataset", "data.dataset"):

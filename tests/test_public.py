@@ -1,4 +1,4 @@
-"""The public set: nobody's, whatever it is cut from."""
+"""The public set: no client owns its samples, whatever its source."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_another_dataset_stays_as_it_is_stored_and_is_cut(tmp_path):
 
 
 def test_data_without_labels_is_one_class(tmp_path):
-    """Of any number of samples; `public-samples` cuts files too."""
+    """The number of samples does not matter, and `public-samples` also limits files."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
     name = folder(tmp_path, x, np.zeros(40, np.int64))

@@ -1,4 +1,4 @@
-"""What README and the first pages print works in a fresh clone: commands, settings, code."""
+"""The commands, settings, and code in README and the first pages work in a clone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def section(page: str, title: str) -> str:
-    """Return a section of a page of docs/, without those below it."""
+    """Return a section of a page in docs/, without its subsections."""
     text = (ROOT / "docs" / page).read_text()
     (found,) = re.findall(rf"^##? {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     return found
@@ -75,7 +75,7 @@ def test_only_known_programs_are_called():
 
 @pytest.mark.parametrize("words", ONCE, ids=" ".join)
 def test_a_command_is_accepted_as_printed(words, tmp_path, monkeypatch):
-    """Each is read in a folder that has what a clone has; what would train is only resolved."""
+    """Each command runs in a directory like a clone; training is only resolved."""
     taken = []
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ def draws(seed=0):
 
 
 def of_torch(make, rounds):
-    """The factors of a scheduler of torch, one a round."""
+    """Return the factors of a torch scheduler, one per round."""
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make(optimizer)
     found = []
@@ -116,7 +116,7 @@ def test_a_client_trains_at_the_rounds_rate(tmp_path):
 
 
 def test_a_clients_plateau_follows_its_own_training_loss(tmp_path):
-    """At an absurdly small rate the loss does not fall: each third round lowers the rate."""
+    """With a tiny rate, the loss does not decrease, so each third round lowers the rate."""
     config = small("local", lr=1e-30, optimizer="sgd", schedule="plateau", patience=1, decay=0.25)
     server = Server(config, tmp_path / "run")
     rates = []
@@ -227,7 +227,7 @@ def test_the_operations_are_those_of_torchvisions_randaugment(number, shape):
 
 
 def test_each_image_draws_two_operations(monkeypatch):
-    """With operations that mark images by powers of 30, the two can be read off."""
+    """Operations that mark images with powers of 30 can be identified."""
     marks = [lambda x, n=n: x * 30 + n for n in range(23)]
     monkeypatch.setattr(changes, "operations", lambda: marks)
     codes = changes.rand_augment(torch.full((4000, 1, 1, 1), -1.0), draws()).flatten()
@@ -310,7 +310,7 @@ def test_private_images_are_augmented_and_public_ones_with_their_logits_are_not(
 
 
 def test_a_client_augments_by_its_own_draws_of_the_round(tmp_path):
-    """Against the generator that (seed, client, round) gives."""
+    """Compare with the generator of (seed, client, round)."""
     server = Server(small("local", augment="crop-flip", seed=3), tmp_path / "run")
     client = client_of(server.ask(1)[1][0])
     client.recipe.begin(2)
@@ -357,7 +357,7 @@ def uninterrupted(client, config, rounds):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_kept_optimizer_is_one_that_never_ended(tmp_path, keep):
-    """Whether the client stays open or is read from disk."""
+    """The client stays open, or is read from disk."""
     config = small("local", clients=2, models="mlp", keep_optimizer=keep)
     server = Server(config, tmp_path / "run")
     for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""What a run writes, and what is read back: against JSON written out here by hand."""
+"""Records of a run, written and read, against JSON that is written here by hand."""
 
 import json
 import math
@@ -43,7 +43,7 @@ BARE = {
 
 
 def filled() -> RoundRecord:
-    """Return RECORD as a round fills it."""
+    """Return RECORD with the values of a round."""
     record = RoundRecord(3)
     record.asked, record.answered = ["a", "b", "c"], ["a", "b"]
     record.failed["c"] = "gone"
@@ -89,7 +89,7 @@ def test_what_other_versions_write_is_read(tmp_path):
 
 
 def test_what_is_not_finite_is_written_as_null(tmp_path):
-    """One odd number must not end a run."""
+    """A value that is not finite must not end a run."""
     record = RoundRecord(1)
     record.method |= {"share": math.nan, "most": math.inf, "kept": 7.0}
     record.accuracy = {"common": {"private": Score(mean=-math.inf, per_client={"a": 0.5})}}
@@ -220,7 +220,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
 
 
 def rounds_of(means):
-    """Return a record per round, evaluated where `means` has the round's accuracy."""
+    """Return a record per round; rounds in `means` have an evaluation with this accuracy."""
     records = []
     for number, mean in means.items():
         record = RoundRecord(number)

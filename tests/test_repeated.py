@@ -1,4 +1,4 @@
-"""Calls that follow changes: at most so often, and for a small part of the time."""
+"""Throttled calls after changes: a maximum rate, and a small fraction of the time."""
 
 import itertools
 import threading
@@ -8,7 +8,7 @@ from fedhet.runs import progress
 
 
 def test_calls_that_take_long_are_rare(monkeypatch):
-    """The processor's time counts, and not that of a machine which others use."""
+    """CPU time counts, not the wall-clock time of a shared machine."""
     share, busy, calls = 0.25, 1.1 * progress.SLOW_CALL, []
     monkeypatch.setattr(progress, "MAX_LOAD", share)
 

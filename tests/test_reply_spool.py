@@ -1,4 +1,4 @@
-"""Replies on disk: what is read from there, how much of it is in memory, and when it is gone."""
+"""Replies on disk: reading, memory use, and deletion."""
 
 import mmap
 import resource
@@ -28,7 +28,7 @@ LIMIT = 10**8
 
 
 def payload(tensors, sender="a"):
-    """Return a message as it arrives."""
+    """Return a message in the form in which it arrives."""
     return ndarrays_to_parameters(encode(Envelope("run", "m", 1, sender), Knowledge(tensors)))
 
 
@@ -47,7 +47,7 @@ def models(count, seed=0):
 
 
 def literal_mean(parts, total):
-    """The weighted mean of whole tensors, as a formula says it."""
+    """Return the weighted mean of full tensors."""
     mean = np.zeros(parts[0][0].shape, dtype=np.float64)
     for value, weight in parts:
         mean += value.astype(np.float64) * (weight / total)
@@ -126,7 +126,7 @@ def test_a_file_that_was_cut_is_refused(tmp_path):
 
 
 def test_a_full_disk_leaves_no_file(tmp_path):
-    """A limit on the size of files stands for it: the write fails in its midst."""
+    """A limit on file sizes simulates a full disk, so the write fails halfway."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
@@ -156,7 +156,7 @@ def test_what_a_killed_server_left_is_removed_and_so_is_what_a_failed_round_leav
 
 
 class Counted(mmap.mmap):
-    """A mapping that counts those that are alive."""
+    """A mapping that counts its living instances."""
 
     alive = most = 0
 
@@ -169,15 +169,15 @@ class Counted(mmap.mmap):
 
 
 def wide(shape, classes):
-    """Return a model of a megabyte, in two tensors for the most part."""
+    """Return a model of one megabyte, mostly in two tensors."""
     layers = [nn.Linear(shape[1] * shape[2], 2000), nn.ReLU(), nn.Linear(2000, 64)]
     return nn.Sequential(nn.Flatten(), *layers), nn.Linear(64, classes)
 
 
 def memory_of_a_round(method, clients, directory):
-    """Return what the server allocates in a round at most, over the payload, and its mappings.
+    """Return the server's peak allocation in a round over the payload, and its mappings.
 
-    All clients answer what the first one has.
+    All clients send the reply of the first client.
     """
     own = {"fedtype.proxy": "test_reply_spool:wide"} if method == "fedtype" else {}
     few = {"max_samples": 1000, "min_samples": 1, "max_test_samples": 20}

@@ -1,4 +1,4 @@
-"""The reports of synthetic runs, checked against numbers worked out here from the same files."""
+"""Reports of synthetic runs against numbers computed here from the same files."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_the_page_tells_the_run(tmp_path: Path) -> None:
 
 
 def test_the_start_and_the_rounds_are_told_apart(tmp_path: Path) -> None:
-    """Five rounds of 2 s each, and 3 s before the first; a run of an earlier version lacks it."""
+    """The run has five rounds of 2 s, and 3 s before the first; old runs lack this value."""
     old, new = make(tmp_path / "old", seed=1), make(tmp_path / "new", method="velo")
     summary = json.loads((new / "summary.json").read_text())
     summary["seconds"] |= {"total": 13.0, "start": 3.0}
@@ -353,7 +353,7 @@ def test_bytes_have_a_linear_axis_from_zero(tmp_path: Path) -> None:
 
 
 def deployment(root: Path) -> Path:
-    """A deployment of three sites with data of their own: one leaves, and has no last score."""
+    """A deployment of three sites with their own data; one site leaves and has no last score."""
     path = make(root, names=("north", "south", "west"), rounds=4)
     origin = {"run": "felo-1", "deployed": True, "own_data": True}
     (path / "run.json").write_text(json.dumps(origin))
@@ -580,7 +580,7 @@ def test_a_comparisons_numbers(tmp_path: Path) -> None:
 
 
 def cost(run: Path, target: float) -> float:
-    """Return the bytes sent up to the first round whose mean reached the target."""
+    """Return the bytes until the first round whose mean reached the target."""
     total = 0
     for each in lines_of(run):
         total += each["bytes_up"] + each["bytes_down"]
@@ -808,7 +808,7 @@ def test_a_deployments_page_says_how_many_clients_never_took_part(tmp_path: Path
 
 @pytest.mark.parametrize("width", [40, 60, 80, *range(125, 150), 200])
 def test_no_name_and_no_number_is_lost_whatever_the_width(width):
-    """The names are of letters that nothing else has, the numbers of digits."""
+    """Names consist of letters that occur nowhere else, and numbers of digits."""
     names, texts = ["a" * 30, "b" * 30], ["C" * 30, "D" * 30]
     columns = {"e": [Cell(name) for name in names], "f": [Cell(text) for text in texts]}
     columns |= {f"x{n} y": [Cell(f"0.{n:03d}1"), Cell(f"0.{n:03d}2")] for n in range(13)}

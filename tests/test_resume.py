@@ -1,4 +1,4 @@
-"""An interrupted run continues after its last complete round, and ends as if uninterrupted."""
+"""An interrupted run continues after its last complete round, as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PYTHON = [sys.executable, "-m", "fedhet"]
 
 @pytest.fixture(scope="module", params=["felo", "fedtype"])
 def whole(request, tmp_path_factory):
-    """A run that nothing disturbed; some clients sit rounds out."""
+    """An uninterrupted run, in which some clients skip rounds."""
     config = small(request.param, rounds=4, fraction=0.75)
     directory = tmp_path_factory.mktemp(request.param) / "whole"
     run(config, directory)
@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_cut(whole, tmp_path, round, mo
 
 
 def test_a_resumed_run_computes_as_it_was_begun(tmp_path, monkeypatch):
-    """config.toml has what `auto` meant there; what it means elsewhere does not matter."""
+    """config.toml contains the resolved value of `auto`, which applies on every machine."""
     config = small("fedavg", rounds=3, clients=2, max_samples=100, precision="auto")
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
     run(config, tmp_path / "whole")
@@ -83,7 +83,7 @@ VELO = {"velo.interval": 2, "velo.samples-per-class": 2, "velo.memory": 3, "velo
 @pytest.mark.parametrize(("method", "changes"), [("velo", VELO), ("fedgems", GEMS)])
 @pytest.mark.parametrize(("round", "moment"), [(2, "after"), (4, "before")])
 def test_a_server_that_keeps_more_resumes_too(tmp_path, method, changes, round, moment):
-    """The CVAE and its features; the server's model, the pool, and who has which logits."""
+    """The states are the CVAE and its features, server models, the pool, and logits."""
     config = small(method, rounds=4, fraction=0.75, models="mlp", max_samples=200, **changes)
     cut_and_resumed(config, tmp_path, round, moment)
 
@@ -103,7 +103,7 @@ def cut_short(whole, directory, after=3):
 
 
 def checkpoints_of(config, directory):
-    """Return a run's checkpoints, as the run itself opens them."""
+    """Return a run's checkpoints in the way the run opens them."""
     run_name = json.loads((directory / "run.json").read_text())["run"]
     return Checkpoints(directory, {"run": run_name, "method": config.method.name})
 
@@ -217,7 +217,7 @@ def test_a_run_of_other_settings_is_left_as_it_is(whole, tmp_path, change, messa
 
 
 def contents(folder):
-    """The files of a run, without those that TensorBoard's thread may still be writing."""
+    """Return the files of a run, except files that TensorBoard may still be writing."""
     files = [p for p in folder.rglob("*") if p.is_file() and "tensorboard" not in p.parts]
     return {path: path.read_bytes() for path in files}
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_of_another_method_does_not_fit(whole, tmp_path):
 
 
 def test_a_run_whose_models_were_not_kept_is_not_begun_anew(tmp_path):
-    """Its numbers are all that is left of it."""
+    """Only its metrics remain."""
     whole = tmp_path / "whole"
     run(small("local", rounds=2, clients=2), whole)
     (whole / "late").mkdir()  # replies that no round has used hold weights as well

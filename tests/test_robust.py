@@ -1,4 +1,4 @@
-"""Robust averages against slow transcriptions of their papers, and what a minority can do."""
+"""Robust averages against slow transcriptions, and the influence of a minority."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ SHARE = 0.2
 
 
 def averaged(points, kind, share=SHARE):
-    """Return an average of points [K, D], as the server's step puts the functions together."""
+    """Return an average of points [K, D], computed as in the server's step."""
     squared = mean_squares(points) * points.shape[1]
     if kind in ("median", "trimmed-mean"):
         return trimmed_mean(points, 0.5 if kind == "median" else share)
@@ -73,7 +73,7 @@ def test_where_all_agree_it_is_the_mean(clients, width, seed, kind):
 def test_the_malicious_clients_it_withstands_move_it_no_farther_than_honest_ones(
     clients, kind, far, seed, together
 ):
-    """Krum is shown for 2 f + 2 < K alone; far is in standard deviations of honest replies."""
+    """Krum requires 2 f + 2 < K; the distance is in standard deviations of honest replies."""
     rng, f = np.random.default_rng(seed), max_malicious(clients, SHARE)
     if kind == "krum" and clients < 2 * f + 3:
         return
@@ -122,7 +122,7 @@ def test_the_trimmed_mean_and_the_median_are_of_those_that_have_a_value(points, 
 @settings(max_examples=40, derandomize=True)
 @given(some_points())
 def test_the_geometric_median_has_the_least_sum_of_distances(points):
-    """No point near it, nor any of the clients' own, has less."""
+    """Neither a nearby point nor a client's reply has a smaller sum of distances."""
     squared = mean_squares(points) * points.shape[1]
     weights = geometric_weights(squared)
     assert weights.sum() == pytest.approx(1)
@@ -140,7 +140,10 @@ def test_the_geometric_median_has_the_least_sum_of_distances(points):
 @settings(max_examples=60, derandomize=True)
 @given(some_points(), st.floats(0.05, 0.45))
 def test_krum_keeps_those_nearest_to_their_nearest(points, share):
-    """Blanchard et al.: a client's score is of the K - f - 2 nearest; the K - f least are kept."""
+    """Blanchard et al.: scores use the K - f - 2 nearest replies.
+
+    The K - f replies with the lowest scores are kept.
+    """
     clients = len(points)
     f = min(math.ceil(share * clients - 1e-9), (clients - 1) // 2)
     scores = []
@@ -155,7 +158,7 @@ def test_krum_keeps_those_nearest_to_their_nearest(points, share):
 
 
 def slow_filter(points, share):
-    """Diakonikolas' filter with the covariance written out, until its largest value is usual."""
+    """Run Diakonikolas' filter with an explicit covariance until its top eigenvalue is normal."""
     clients = len(points)
     f = min(math.ceil(share * clients - 1e-9), (clients - 1) // 2)
     pairs = sorted(((a - b) ** 2).sum() for a, b in itertools.combinations(points, 2))
@@ -210,7 +213,7 @@ def test_differences_are_over_what_two_clients_have_in_common(points, seed, gaps
 
 
 def test_rounding_errors_are_no_differences():
-    """Otherwise a tensor that nobody changes would count as much as one that all train."""
+    """Otherwise, an unchanged tensor would count as much as a trained tensor."""
     point = np.random.default_rng(0).normal(size=50)
     points = point + 1e-8 * np.random.default_rng(1).normal(size=(5, 50))
     assert not mean_squares(points).any()
@@ -218,7 +221,7 @@ def test_rounding_errors_are_no_differences():
 
 
 def test_the_usual_distance_is_an_honest_one():
-    """Of five clients one may be malicious: six of the ten pairs are honest."""
+    """One of five clients may be malicious, so six of the ten pairs are honest."""
     points = np.array([[0.0], [1.0], [2.0], [4.0], [1000.0]])
     assert typical_distance(mean_squares(points), SHARE) == pytest.approx(16)
     assert relative_distances(mean_squares(points), SHARE).max() == 100

@@ -1,4 +1,4 @@
-"""The round's record on the server, and the messages that are counted into it."""
+"""The round's record on the server, and its message counts."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def test_who_was_asked_is_sorted_whatever_for(state):
 
 
 def test_many_threads_are_all_counted(state):
-    """As the proxies' threads do: 64 at once, each a thousand messages of one byte."""
+    """Like the proxies' threads, 64 threads count a thousand messages of one byte each."""
     gate = threading.Barrier(64)
 
     def send(name):
@@ -76,7 +76,7 @@ def test_many_threads_are_all_counted(state):
 
 
 def test_only_present_models_count(state):
-    """A client that has trained since, and was not evaluated, is in no mean; its value is kept."""
+    """A client that trained again without an evaluation is in no mean; its value is kept."""
     state.record_measured("a", measured(private=0.5, local=0.25))
     state.record_measured("b", measured(private=1.0, local=0.5))
     state.scores.mark_outdated(["b"])
@@ -185,7 +185,7 @@ def test_figures_are_numbers_that_json_has(state):
 
 
 def test_where_the_time_went(monkeypatch, notices):
-    """Two at once, three asked: 6 s of work take 3 s of the 5 s that were waited for."""
+    """Three clients run two at a time; 6 s of work take 3 s of the 5 s wait."""
     now = iter([10.0, 11.0, 16.0, 18.0])
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(now))
     state = RoundState(2, notices.append)

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave, that they are reproducible, and that a bad client ends none."""
+"""Complete runs: files, reproducibility, and robustness against a faulty client."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def felo(tmp_path_factory):
 
 
 def states(directory):
-    """Return the clients' states, and with them the name under which they know the run."""
+    """Return the clients' states, and the name under which the run is stored."""
     return sorted((directory / "state").glob("*/*/round-*.safetensors"))
 
 
@@ -200,7 +200,7 @@ DAMAGE = {
 
 
 class Damaging(InlineProxy):
-    """A client whose reply is damaged on its way, each in another manner."""
+    """A client whose reply is damaged in transit in a different way each time."""
 
     def fit(self, ins, timeout, group_id):
         result = super().fit(ins, timeout, group_id)
@@ -223,7 +223,7 @@ def test_bytes_that_are_no_message_are_dropped(tmp_path, monkeypatch):
 
 
 class Unwell(InlineProxy):
-    """A client that dies in round 1 and is well again in round 2."""
+    """A client that fails in round 1 and works again in round 2."""
 
     def fit(self, ins, timeout, group_id):
         if self.cid == "client-3" and group_id == 1:

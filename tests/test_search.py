@@ -82,7 +82,7 @@ def test_the_best_is_the_most_accurate_then_the_least_lossy_then_the_first():
 
 
 def plain_training(model, space, x, y, candidate, epochs, size, order):
-    """Cross-entropy on the client's classes with torch's own optimizers, a rate for each epoch."""
+    """Train with cross-entropy on the client's classes and torch optimizers, one rate per epoch."""
     make = {"adam": torch.optim.Adam, "sgd": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)}
     optimizer = make[candidate.optimizer](model.parameters(), lr=candidate.lr)
     rate = candidate.lr
@@ -133,7 +133,7 @@ def candidates_by_hand(decays):
 
 @pytest.mark.parametrize(("index", "decays"), [(0, (1.0, 0.5)), (1, (0.5, 0.4))])
 def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
-    """The whole search by hand, for both phases: the candidates, the part held out, the choice."""
+    """Repeat the search for both phases: candidates, held-out data, and the choice."""
     tried = {**GRID, "cofed.search-decays": decays}
     client = opened(tmp_path, index=index, **tried)
     space = client.space.tolist()
@@ -191,7 +191,7 @@ def test_what_is_found_is_what_plain_torch_finds(tmp_path, index, decays):
 
 
 def test_a_search_of_one_candidate_trains_as_without_a_search(tmp_path):
-    """So that trials leave no trace: neither in the draws of dropout nor of augmentation."""
+    """Trials must not change later draws of dropout or augmentation."""
     extra = {"training.augment": "crop-flip", "training.optimizer": "adam", "training.lr": 0.002}
     one = {"cofed.search-rates": 0.002, "cofed.search-decays": 1, "cofed.search-updates": 1}
     alone = {**GRID, **one, "cofed.search-optimizers": "adam"}

@@ -1,4 +1,4 @@
-"""Which clients are asked: at random, by power-of-choice, or by Oort."""
+"""Client selection: random, power-of-choice, and Oort."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_oort_explores_those_that_it_does_not_know():
 
 
 def test_oorts_utility_is_the_loss_of_all_samples_held_back_where_it_is_slow():
-    """Eq. 2, written out: |B| times the loss, times (T / t)^2 beyond T, with its bonus for age."""
+    """Compute Eq. 2: |B| times the loss, times (T / t)^2 beyond T, plus a bonus for age."""
     clients = {
         "a": LastReply(4, 2.0, 1.0, 50),
         "b": LastReply(9, 0.5, 10.0, 100),

@@ -1,4 +1,4 @@
-"""Selective knowledge fusion against slow references, written from Section 3.3 of FedGEMS."""
+"""Selective knowledge fusion against slow references for Section 3.3 of FedGEMS."""
 
 import math
 from decimal import Decimal, localcontext
@@ -28,7 +28,7 @@ def reference_entropy(row):
 
 
 def reference_alpha(logits, labels):
-    """Eq. 4 as it is printed, a loop over samples and clients, in numbers that do not overflow."""
+    """Compute Eq. 4 in a loop over samples and clients, with numbers that do not overflow."""
     clients, samples, _ = logits.shape
     alpha = np.zeros((clients, samples))
     with localcontext() as context:
@@ -79,7 +79,10 @@ def test_one_reliable_client_teaches_alone():
 
 @pytest.mark.parametrize("sure", [30.0, 1e4, 1e30])
 def test_at_entropy_0_the_weights_are_finite(sure):
-    """1/H has no bound; clients that are sure beyond the floor count alike, others not at all."""
+    """1/H is unbounded.
+
+    Clients below the floor count alike, and other clients not at all.
+    """
     logits, labels = one_sample([0.0, sure, 0], [0.0, 2 * sure, 0], [0.0, 1.0, 0])
     alpha = reliability(logits, labels)
     torch.testing.assert_close(alpha.flatten(), torch.tensor([0.5, 0.5, 0.0]))
@@ -104,7 +107,7 @@ def test_without_selection_everybody_counts():
 
 @pytest.mark.parametrize("fused", [lambda k, y: fuse(k, y), lambda k, y: fuse_all(k)])
 def test_logits_as_large_as_they_can_be_teach_a_number(fused):
-    """One client's finite reply must not end a run."""
+    """A client's finite reply must not end a run."""
     labels = torch.tensor([1, 1])
     most = torch.finfo(torch.float32).max
     sure = [[[-most, most, 0.0], [0.0, most, 0.0]], [[0.0, 1.0, 0.0], [0.0, most, 0.0]]]

@@ -1,4 +1,4 @@
-"""Settings from every source: the same values are the same run, a wrong one earns one line."""
+"""Settings from all sources: equal values give equal runs, and errors are one line."""
 
 import math
 import re
@@ -36,7 +36,7 @@ from fedhet.settings.text import as_text
 
 
 def refusal(call, *parts):
-    """The one line of the SettingsError, which holds each of `parts`."""
+    """Return the single line of the SettingsError, which contains each of `parts`."""
     with pytest.raises(SettingsError) as caught:
         call()
     message = str(caught.value)
@@ -69,7 +69,7 @@ def test_a_setting_says_what_it_is_and_what_it_takes(name):
     "name", [name for name in preset_names() if "felo.alpha" in read_preset(name)]
 )
 def test_velo_has_every_experiment_of_felos(name):
-    """A preset of Felo's given to another method loses Felo's own settings, the width too."""
+    """With another method, a preset of Felo loses Felo's settings, including the width."""
     felo, velo = read_preset(name), read_preset(name.replace("felo", "velo"))
     own = {key.replace("felo.", "velo."): value for key, value in felo.items()}
     algorithm_2 = {"velo.interval": 1, "velo.min-separation": 0.0, "velo.memory": 2000}
@@ -138,9 +138,9 @@ def test_a_pool_is_read_with_its_spaces():
 
 
 def test_a_setting_is_declared_in_one_place():
-    """Not again in a class that extends its table, nor, with another range, in the data's.
+    """A setting is not declared again in a subclass, nor with another range in the data.
 
-    Where a method's default differs from that of the method that it extends, nothing else does.
+    If the default of a method differs from that of the method it extends, only the default differs.
     """
 
     def schemas(base):
@@ -282,7 +282,7 @@ def test_cofeds_rounds_follow_from_its_settings():
 
 
 def numbers():
-    """Every setting that is a number, of every method."""
+    """Return every numeric setting of every method."""
     return [name for name, info in all_settings().items() if info.annotation in (int, float)]
 
 
@@ -621,7 +621,7 @@ def test_the_last_part_of_another_methods_setting_is_refused_with_its_full_name(
 
 
 def test_the_last_part_is_enough_on_the_command_line_alone():
-    """A file and Flower's run config say where a setting stands."""
+    """Files and Flower's run config need the full name."""
     for name in [n for n in RunSettings.fields() if "." in n]:
         last = name.rpartition(".")[2]
         if last not in RunSettings.fields():
@@ -835,7 +835,7 @@ def test_different_settings_are_different_configs(values, other):
 
 
 class Mine(MethodSettings):
-    """A schema as a method may write it."""
+    """A schema that a method may declare."""
 
     low: int = Field(1, ge=0, description="low end")
     high: int = Field(5, description="high end")

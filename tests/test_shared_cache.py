@@ -1,4 +1,4 @@
-"""Images as bytes, scaled batch by batch; and datasets that several processes map into memory."""
+"""Images as bytes, scaled batch by batch, and datasets mapped by several processes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def specs(folder: Path):
 
 
 def described(store: RunData) -> list[object]:
-    """Return all that a run's clients get of the data, as plain values."""
+    """Return all data of a run's clients as plain values."""
     data, spec = store.dataset, store.spec
     rows: list[object] = [
         data.name, data.classes, data.parts, data.columns, data.shape, data.scaled_images,
@@ -180,7 +180,7 @@ def test_what_is_mapped_is_what_was_read(tmp_path, monkeypatch, name):
 
 
 def shared(folder: Path, **changes: object) -> RunData:
-    """Return a store that maps what another one has written into the folder."""
+    """Return a store that maps the files of another store."""
     spec = DataSpec(dataset="digits", **changes)
     RunData(spec).share(folder)
     return RunData(spec, folder)
@@ -251,7 +251,7 @@ def test_clients_rows_are_those_that_were_drawn(tmp_path, monkeypatch, kind):
 
 
 def test_a_run_on_ray_leaves_no_copy_of_the_data(tmp_path):
-    """Its numbers are those of a run in one process, whose data is never written."""
+    """Its results equal a run in one process, which writes no copy."""
     import fedhet
 
     scores = {}

@@ -15,7 +15,7 @@ from fedhet.report.comparison import holm, p_value
 
 
 def student(t, freedom):
-    """The two-sided p of Student's t, by its density."""
+    """Return the two-sided p-value of Student's t from its density."""
     scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
     inside, _ = integrate.quad(
         lambda x: scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2), -abs(t), abs(t)
@@ -33,7 +33,7 @@ def test_the_t_test_is_that_of_the_mean_over_its_standard_error(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_wilcoxons_p_is_the_share_of_signs_as_extreme(seed):
-    """Over all signs of the ranks, which are equally likely if the center is 0."""
+    """Enumerate all signs of the ranks, which are equally likely if the center is 0."""
     differences = np.random.default_rng(seed).normal(0.5, 1, size=4 + seed)
     ranks = abs(differences).argsort().argsort() + 1
     middle = ranks.sum() / 2
@@ -58,7 +58,7 @@ def test_nothing_is_said_of_too_few_or_equal_ones(differences, test):
 
 
 def rejected_by_steps(values, level):
-    """Holm's procedure as he describes it: from the smallest on, until one is too large."""
+    """Holm's procedure: start with the smallest p-value, and stop at the first large one."""
     order = sorted((v, k) for k, v in enumerate(values) if not math.isnan(v))
     found = set()
     for step, (value, place) in enumerate(order):

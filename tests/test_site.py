@@ -1,4 +1,4 @@
-"""A site bounds what a run asks of it."""
+"""A site limits what a run may request."""
 
 import time
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def test_what_does_not_say_what_it_names_may_be_an_import(setting):
 
 
 def asked(node=None, **run):
-    """What Flower gives a site: the node's settings, and those of a run."""
+    """Return Flower's input for a site: the node's settings, and the settings of a run."""
     settings = {**SHIPPED, "clients": 4, **{k.replace("__", "."): v for k, v in run.items()}}
     return SimpleNamespace(node_config={**PARTITION, **(node or {})}, run_config=settings)
 
@@ -121,7 +121,7 @@ def test_a_round_that_takes_too_long_is_ended():
 
 
 def test_after_a_round_that_took_too_long_a_client_goes_on_as_if_it_had_not_been(tmp_path):
-    """Half of a round's steps were taken: neither the state in memory nor the random draws stay."""
+    """After half of the steps, neither the state in memory nor random draws may remain."""
     config = small("local", clients=2)
     server = Server(config, tmp_path)
     proxy, ins = server.ask(1)[0]
@@ -151,7 +151,7 @@ def test_after_a_round_that_took_too_long_a_client_goes_on_as_if_it_had_not_been
 @pytest.mark.parametrize("method", SENDS_CLASS_MEANS)
 @pytest.mark.parametrize("by_site", [False, True])
 def test_means_of_few_samples_stay_at_the_site(tmp_path, method, by_site):
-    """Whatever the run asks for: the larger of its limit and the site's counts."""
+    """The larger limit of the run and the site applies."""
     least = 9
     limits = (1, least) if by_site else (least, 1)
     run = small(method, clients=2, alpha=0.3, rounds=1, min_samples_per_class=limits[0])

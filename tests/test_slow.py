@@ -1,4 +1,4 @@
-"""What takes minutes: `make slow`."""
+"""Tests that take minutes: `make slow`."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def means(method, directory, protocol, kind="private", **changes):
-    """Return the last round's mean accuracies over three seeds of the demo."""
+    """Return the mean accuracies of the last round over three seeds of the demo."""
     found = []
     for seed in (0, 1, 2):
         named = {"method": method, "engine.backend": "inline", "seed": seed, **changes}
@@ -38,7 +38,7 @@ def test_felo_is_well_above_training_alone(tmp_path):
 
 @pytest.fixture
 def flower(tmp_path):
-    """Give an environment for `flwr`, and end the SuperLink that it starts."""
+    """Provide an environment for `flwr`, and stop the SuperLink that it starts."""
     home = tmp_path / "flower"
     yield {
         **os.environ,

@@ -1,6 +1,6 @@
-"""Which commands import no heavy library, as they read the methods' declarations alone.
+"""Commands that only read declarations import no heavy library.
 
-Time depends on the machine; what is imported does not. `benchmarks/start.py` measures the time.
+Time depends on the machine, but imports do not. `benchmarks/start.py` measures the time.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ print("IMPORTED", *sys.modules)
 
 
 def test_a_small_run_imports_neither_ray_nor_a_compiler_nor_what_draws(tmp_path):
-    """Unlike the commands above, it imports PyTorch, or the list above would prove nothing."""
+    """Unlike the commands above, it imports PyTorch; otherwise, the list would prove nothing."""
     done = subprocess.run(
         [sys.executable, "-c", TRAINING, str(tmp_path / "run")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -247,7 +247,7 @@ def test_a_backend_that_is_given_stays(backend):
 
 
 def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
-    """15 s for Ray; two workers save half of the work, so the bound is 30 s."""
+    """Ray takes 15 s, and two workers save half of the work, so the bound is 30 s."""
     for seconds, chosen, about in [(29, "inline", "about"), (31, "ray", "more than")]:
         monkeypatch.setattr(simulation, "_seconds_of_work", lambda *_, work=seconds: work)
         place = {"inline": "in this process", "ray": "on Ray"}[chosen]
@@ -312,7 +312,7 @@ def test_what_is_closed_while_the_report_is_written_is_waited_for(monkeypatch, t
 
 
 def test_a_declaration_imports_neither_pytorch_nor_flower():
-    """So that commands read the declarations themselves."""
+    """Commands can therefore read the declarations themselves."""
     modules = [f"fedhet.methods.{name.replace('-', '_')}" for name in sorted(shipped_names())]
     lines = [f"import {module}" for module in modules]
     lines += ["import sys", "print(*{name.partition('.')[0] for name in sys.modules})"]

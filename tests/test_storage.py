@@ -1,4 +1,4 @@
-"""Private state on disk: it comes back bit for bit, and no crash leaves half of it."""
+"""Private state on disk: it is restored bit for bit, and crashes leave no partial state."""
 
 import errno
 import itertools
@@ -196,7 +196,7 @@ def test_a_name_that_no_state_has(store):
 
 
 def test_what_was_loaded_outlives_the_next_save(store):
-    """The file is mapped into memory: a new state must not show through an old tensor."""
+    """The file is mapped into memory, and a new state must not change an old tensor."""
     store.save(1, *OLD)
     old, _ = store.load(1)
     store.save(1, *NEW)
@@ -251,7 +251,7 @@ def test_a_state_lies_below_its_root(run, client):
 
 
 def fault(path, read=lambda path: load(path)):
-    """The one line of the StateError, which names the path."""
+    """Return the single line of the StateError, which names the path."""
     with pytest.raises(StateError) as caught:
         read(path)
     message = str(caught.value)
@@ -354,7 +354,7 @@ def test_a_file_in_the_place_of_a_folder(tmp_path):
 
 
 def half_written(tensors, path, metadata):
-    """What a full disk leaves: half of the file."""
+    """Simulate a full disk: half of the file."""
     save_file(tensors, path, metadata=metadata)
     with open(path, "r+b") as file:
         file.truncate(os.path.getsize(path) // 2)
@@ -410,7 +410,7 @@ def test_an_interrupted_write_leaves_what_was_there(store, monkeypatch, raised):
 
 
 def test_a_write_that_the_system_cuts_off(tmp_path):
-    """A real failure of write(2), half-way through a file, in a process of its own."""
+    """A real failure of write(2) in the middle of a file, in a separate process."""
     script = """
 import resource, sys, torch
 from pathlib import Path
@@ -497,7 +497,7 @@ print(least)
 
 @pytest.fixture(scope="module")
 def after_kills(tmp_path_factory):
-    """The folder of a writer that was killed 60 times at odd moments, and what the killer saw."""
+    """The directory of a writer that was killed 60 times, and the killer's observations."""
     folder = tmp_path_factory.mktemp("killed")
     done = subprocess.run(
         [sys.executable, "-c", KILLED, folder, "60"], capture_output=True, text=True, check=False
@@ -512,7 +512,7 @@ def test_a_killed_writer_leaves_a_whole_state(after_kills):
 
 
 def test_what_writers_killed_long_ago_left_is_cleared_by_the_next_save(after_kills):
-    """Each may be as large as a model; a client that restarts often would fill its disk."""
+    """Each file may be as large as a model, so a client that restarts often would fill its disk."""
     folder, _ = after_kills
     for path in folder.rglob("*"):
         os.utime(path, (1e9, 1e9))

@@ -1,4 +1,4 @@
-"""Superclasses, and clients whose tasks differ."""
+"""Superclasses, and clients with different tasks."""
 
 import numpy as np
 import pytest
@@ -130,7 +130,7 @@ def test_label_spaces_vary_in_size_and_hang_on_the_seed():
 
 
 def test_subclasses_that_run_out_are_drawn_again():
-    """Two holders of 2 x 30 of a class of 60: one draw in two gives both the same subclass."""
+    """Two clients draw 2 x 30 samples of a class of 60; half of the draws coincide."""
     labels = torch.arange(120) % 4
     split = Split(torch.zeros(120, 1), labels)
     dataset = merge_classes(Dataset("d", split, None, ("0", "1", "2", "3")), PAIRS[:2])
@@ -150,7 +150,7 @@ FINE = torch.arange(50_000) % 100
 @pytest.mark.parametrize("preset", ["cofed-cifar100-iid", "cofed-cifar100-non-iid"])
 @pytest.mark.parametrize("seed", [0, 4, 27, 30, 40])
 def test_a_hundred_clients_find_cifar100_large_enough(preset, seed):
-    """With these seeds up to 50 clients hold one superclass of 2,500 samples."""
+    """With these seeds, up to 50 clients have one superclass of 2,500 samples."""
     spec = DataSpec.of(resolve(read_preset(preset)).run).replace(seed=seed)
     names = tuple(map(str, range(20)))
     split = Split(torch.zeros(50_000, 1), FINE // 5)

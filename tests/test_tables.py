@@ -1,4 +1,4 @@
-"""Tables of the user's own: what columns become, sites with one schema, and what is refused."""
+"""User tables: types of columns, sites with a shared schema, and rejected files."""
 
 import csv
 import datetime
@@ -101,7 +101,7 @@ def test_a_common_test_set_takes_the_schema_of_training(tmp_path):
 
 @pytest.mark.parametrize("value", ["0.1", "36.6", "1.7"])
 def test_a_column_of_equal_numbers_leaves_others_of_their_size(value, tmp_path):
-    """Rounding gives 60 times 0.1 a mean that is not 0.1, and a deviation of 1e-17."""
+    """Due to rounding, the mean of 60 values 0.1 is not 0.1, and the deviation is 1e-17."""
     rows = [[value, *row[1:]] for row in many(60)]
     write(tmp_path / "train.csv", rows)
     write(tmp_path / "test.csv", [[str(float(value) + 2), *rows[0][1:]]])
@@ -128,7 +128,7 @@ def test_codes_are_words(tmp_path):
 
 @pytest.mark.parametrize("sites", [1, 4])
 def test_a_table_takes_no_more_memory_than_is_allowed(tmp_path, sites):
-    """Neither its cells, of all files together, nor its features, of which words have many."""
+    """The limit applies to the cells of all files, and to the features."""
     names = [f"w{k}" for k in range(150)]
     for site in range(sites):
         rows = [[names[k % 150], "f", "2024-01-01", "a", "ny"[k % 2]] for k in range(4000 // sites)]
@@ -265,7 +265,7 @@ def test_sites_share_a_schema_and_a_site_that_differs_is_told_its_column(tmp_pat
 
 
 def test_a_site_with_another_schema_has_another_task(tmp_path, monkeypatch):
-    """The sites describe themselves by a digest, so that the server sees that one differs."""
+    """Sites send a digest, so the server notices a different schema."""
     from types import SimpleNamespace
 
     from flwr.common import Code, GetPropertiesIns
@@ -357,14 +357,14 @@ NUMBERS = [f"{k * 7 % 97 + 100}" for k in range(40)]
 
 
 def column_of(tmp_path, values, name="all.csv", **changes):
-    """What the only column of a table is taken for, and its features."""
+    """Return the type of a table's only column, and its features."""
     rows = [[value, "ny"[k % 2]] for k, value in enumerate(values)]
     data = load(spec(write(tmp_path / name, rows, ["v", "died"]), **changes))
     return data.schema.columns[0], data.train.x.numpy()
 
 
 def expected(values):
-    """A column of numbers, None if missing: centered and scaled, with a feature of missing ones."""
+    """Return a numeric column (None if missing), centered and scaled, with a missing feature."""
     numbers = np.array([np.nan if v is None else v for v in values], float)
     own = np.nan_to_num((numbers - np.nanmean(numbers)) / np.nanstd(numbers))
     gone = np.isnan(numbers)
@@ -571,7 +571,7 @@ def test_separators_trailing_ones_and_row_names_do_not_depend_on_who_owns_a_row(
 
 
 def test_many_columns_take_time_in_proportion(tmp_path):
-    """Twice 20,000 names were compared with each other: 200 million comparisons."""
+    """Comparing twice 20,000 names with each other would take 200 million comparisons."""
     head = [f"c{k}" for k in range(20_000)]
     path = write(tmp_path / "wide.csv", [["1"] * 20_000, ["2"] * 20_000], head)
     begun = time.process_time()
@@ -667,7 +667,7 @@ def test_a_text_file_with_many_numbers_as_labels_is_refused_and_booleans_are_lab
 
 
 def public_and_site(tmp_path, change, count=40):
-    """The schema of a public table, and a site whose words were changed."""
+    """Return the schema of a public table, and a site with changed words."""
     rng = np.random.default_rng(0)
     rows = [
         [
@@ -788,7 +788,7 @@ def test_parquet_values_without_a_meaning_are_refused_by_name(tmp_path, values, 
 
 @pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "dictionary"])
 def test_a_small_parquet_file_of_a_huge_table_takes_little_memory(tmp_path, encoding):
-    """3 MB, 2,000 times: the file has less than a kilobyte, and the table would have 6 GB."""
+    """2,000 times 3 MB: the file has less than a kilobyte, and the table would have 6 GB."""
     text = pa.array(["x" * 3_000_000]).dictionary_encode().dictionary
     values = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2000, np.int32)), text)
     if encoding == "DELTA_BYTE_ARRAY":  # PLAIN of all rows takes the writer 6 GB

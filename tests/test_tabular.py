@@ -136,7 +136,7 @@ def generated_spec(folder, **changes):
 
 
 def test_generated_columns_are_permutations_of_the_training_sets(tmp_path):
-    """The authors' script: `v(randperm(end, n_public))` of each column, so none is drawn twice."""
+    """The authors' script uses `v(randperm(end, n_public))`, so no value is drawn twice."""
     whole = load(generated_spec(tmp_path)).train.x
     widths = list(load(generated_spec(tmp_path)).columns)
     for size in (80, 50, 200):
@@ -206,7 +206,7 @@ def test_unused_rows_need_a_limit_that_leaves_some(tmp_path, most):
 
 
 def test_a_run_may_learn_from_unused_rows(tmp_path):
-    """Duplicates of a client's rows among them are no leak: Adult has some."""
+    """Duplicates of a client's rows are no leak, because Adult has some."""
     write_adult(tmp_path)
     rows = adult_rows(60, 0)
     (tmp_path / "adult.data").write_text("\n".join(rows + rows))

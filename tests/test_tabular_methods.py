@@ -1,4 +1,4 @@
-"""Where the data is a table and no models are given: what each method takes, and that it runs."""
+"""Tables without given models: the default models of each method, and a run."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Texts: reading, tokens, clients by column, a site's own folder, and what is refused."""
+"""Texts: reading, tokens, clients by column, site directories, and rejected files."""
 
 import contextlib
 import csv
@@ -51,7 +51,7 @@ def spec(place, **changes):
 
 
 def by_hand(text, vocabulary, length):
-    """The tokens of a text, word by word, of what the module's docstring promises."""
+    """Return the tokens of a text, word by word, as the module's docstring defines them."""
     found = re.findall(r"\w+|[^\w\s]", text.casefold()) or [""]
     digests = [hashlib.blake2b(word.encode(), digest_size=8).digest() for word in found]
     tokens = [1 + int.from_bytes(each, "big") % (vocabulary - 1) for each in digests][:length]
@@ -115,7 +115,7 @@ def test_a_column_says_who_is_a_client(tmp_path):
 @pytest.mark.parametrize(("words", "count"), [(1, 40_000), (400, 1000)])
 @pytest.mark.parametrize("ending", ["csv", "csv.gz", "tsv", "jsonl"])
 def test_rows_take_no_more_memory_than_is_allowed(tmp_path, ending, words, count):
-    """Of a file that is small enough, and of one that is refused on the way."""
+    """Test a file that is small enough, and a file that is rejected during reading."""
     rows = [("word " * words, str(k % 3)) for k in range(count)]
     path, most = write(tmp_path / f"all.{ending}", rows, ("text", "label")), 4_000_000
     for allowed in (most, most // 8):
@@ -204,7 +204,7 @@ def samples(data):
 
 @pytest.mark.parametrize("layout", ["csv", "tree"])
 def test_a_site_reads_its_own_folder_as_the_simulation_does(tmp_path, layout):
-    """A deployed node with a folder of its own, against a client of the same rows."""
+    """Compare a deployed node with its own directory with a client that has the same rows."""
     rows = [(text, label, who) for text, label, who in ROWS if who == "ann"]
     site = tmp_path / "site"
     site.mkdir()
@@ -434,7 +434,7 @@ def test_signals_of_clients_and_of_a_site(tmp_path):
 
 
 def test_tasks_of_texts_may_differ_in_their_superclasses(tmp_path):
-    """As images' do: topics are joined, and each client draws some of them, of one topic each."""
+    """As with images, topics are joined, and each client draws some topics."""
     write_example("text", tmp_path / "texts")
     given = spec(
         tmp_path / "texts",

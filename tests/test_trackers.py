@@ -1,4 +1,4 @@
-"""Trackers: what is sent, and that a run does not depend on them."""
+"""Trackers: sent values, and runs that do not depend on them."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from fedhet.runs.log import Watcher, trackers_of
 
 
 class Fake:
-    """Stands for either library; keeps its calls."""
+    """Replaces either library, and records its calls."""
 
     def __init__(self, fails=""):
         self.calls, self.fails = [], fails

@@ -1,4 +1,4 @@
-"""The one training loop against plain PyTorch, evaluation against numpy; devices and seeds."""
+"""The training loop against plain PyTorch, evaluation against numpy, devices, and seeds."""
 
 import copy
 import importlib
@@ -112,7 +112,7 @@ def plain_optimizer(model, run, fused):
 
 
 def plain_loop(model, x, y, run, epochs, fused=True):
-    """What anyone would write; returns each epoch's mean of the samples' losses."""
+    """A plain training loop that returns each epoch's mean loss over samples."""
     optimizer = plain_optimizer(model, run, fused)
     draws = generator(4)
     means = []
@@ -190,7 +190,7 @@ def test_train_epochs_is_so_many_epochs(case):
 
 
 def test_settings_change_what_is_learned():
-    """So that no setting is ignored: each changes the weights by itself."""
+    """Each setting changes the weights, so none is ignored."""
     base = TrainingSettings(
         optimizer="sgd", lr=0.05, batch_size=16, momentum=0.9, weight_decay=0.01
     )
@@ -252,7 +252,7 @@ def test_evaluation_is_what_numpy_says(samples, batch_size, classes, seed):
 
 
 class Fixed(nn.Module):
-    """A model whose outputs are given."""
+    """A model with given outputs."""
 
     def __init__(self, logits):
         super().__init__()
@@ -263,7 +263,7 @@ class Fixed(nn.Module):
 
 
 def test_logits_that_are_not_finite_are_wrong():
-    """argmax alone takes NaN for the largest, and rows of one value for the first class."""
+    """argmax alone treats NaN as the largest, and selects the first class in constant rows."""
     nan, inf = float("nan"), float("inf")
     rows = [
         [nan, nan, nan], [nan, 1.0, 2.0], [inf, 1.0, 2.0], [inf, inf, inf], [-inf, -inf, -inf],
@@ -274,7 +274,7 @@ def test_logits_that_are_not_finite_are_wrong():
 
 
 class Seen(nn.Module):
-    """A linear layer of a wide output, which notes the sizes of the batches it is given."""
+    """A linear layer with a wide output, which records its batch sizes."""
 
     def __init__(self, width):
         super().__init__()
@@ -331,7 +331,7 @@ def test_evaluation_changes_nothing(training):
 
 
 def test_a_part_that_is_kept_in_evaluation_mode_stays_there():
-    """A frozen extractor inside a model that trains: its statistics must not start to move."""
+    """A frozen extractor in a model that trains: its statistics must not change."""
     model = small_net().train()
     model[1].eval()
     evaluate(model, *data(), CPU)
@@ -432,7 +432,7 @@ def test_a_mac_has_mps(monkeypatch):
 )
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_on_a_processor(monkeypatch, has, chosen):
-    """The format that is fast there: bfloat16 with AMX; AVX-512 alone gains too little by it."""
+    """The fast format on a CPU is bfloat16 with AMX; with AVX-512 alone, it gains too little."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     dtype = compute_for(ComputeSettings()).autocast_dtype
     assert dtype is (torch.bfloat16 if chosen == "bfloat16" else None)
@@ -599,7 +599,7 @@ def test_compiled_steps_train_as_plain_ones_do():
     [({}, False), ({"compile": True}, True), ({"compile": True, "epsilon": 8.0}, False)],
 )
 def test_local_training_is_compiled_where_it_is_set(tmp_path, monkeypatch, settings, compiles):
-    """Not with DP-SGD, whose hooks a compiled network does not call."""
+    """Training with DP-SGD is not compiled, because compiled networks do not call its hooks."""
     found = []
     monkeypatch.setattr(torch, "compile", lambda module, mode: found.append(module) or module)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")

@@ -1,7 +1,7 @@
-"""Trees of images and texts as public data sets and users' disks hold them, and their decoding.
+"""Trees of images and texts in common layouts, and their decoding.
 
-What is expected of a layout is written by hand: how many samples of each class, and what is said
-about the other files; what is expected of an image is what viewers show of it.
+The expected result for a layout is written by hand: the number of samples per class, and notes
+about other files. The expected result for an image is what viewers show.
 """
 
 import io
@@ -25,7 +25,7 @@ from fedhet.inference.client import _files_in
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    """Keep decoded images in a directory of the test, and log each line anew."""
+    """Cache decoded images in a directory of the test, and log each line again."""
     monkeypatch.setenv("FEDHET_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "fsync", lambda _: None)
     _warn_once.cache_clear()
@@ -310,7 +310,7 @@ def test_of_an_animation_the_first_frame_is_read(tmp_path):
 
 
 def test_cmyk_is_shown_by_subtraction(tmp_path):
-    """JPEG files of print shops hold inverted values, as Adobe writes them."""
+    """JPEG files from print shops contain inverted values, as written by Adobe."""
     inks = np.zeros((8, 8, 4), np.uint8)
     inks[..., 0], inks[..., 3] = 255, 51  # cyan, and a fifth of black
     for name, options in (("a.jpg", {"quality": 100}), ("a.tiff", {})):
@@ -320,7 +320,7 @@ def test_cmyk_is_shown_by_subtraction(tmp_path):
 
 
 def test_only_formats_of_pictures_are_decoded(tmp_path):
-    """Pillow would run Ghostscript on a file that begins as EPS does, whatever its name."""
+    """Pillow would run Ghostscript on a file that begins like EPS, regardless of its name."""
     (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     with pytest.raises(DataError, match=r"a\.png: not a readable image"):
         shown(tmp_path / "a.png")
@@ -421,7 +421,7 @@ def test_images_with_texts_next_to_them_are_images(tmp_path, caplog):
 
 
 def test_nothing_of_the_counts_leaves_the_log(tmp_path, caplog):
-    """What is counted is a record of this machine's logger, and in no object that is sent."""
+    """The counts are only in this machine's log, and in no object that is sent."""
     root = plant(tmp_path, "train/a/*4.png", "train/b/*4.png", "train/a/*7.dcm")
     found = site_data(str(root), spec=DataSpec(test_fraction=0.25), classes=2, name="s")
     assert [record.name for record in caplog.records] == ["fedhet"]

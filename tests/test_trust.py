@@ -1,4 +1,4 @@
-"""What a received folder names to import is imported only if its user trusts it, by name."""
+"""Modules named in a received directory are imported only if the user trusts them by name."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def wide(shape, classes):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A module of somebody's, on the path; returns a function: was it imported since last asked?"""
+    """Create a module on the path, and return a function that detects its import."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "theirs.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path / "modules")

@@ -1,4 +1,4 @@
-"""The tutorials "Compare methods" and "Train on your data": their commands run, on fewer rounds."""
+"""The commands of the tutorials "Compare methods" and "Train on your data", with fewer rounds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_commands_of_a_tutorial_run_in_order(page, tmp_path):
 
 
 def test_the_sample_of_the_table_is_that_of_the_command(tmp_path):
-    """The first rows and the types of columns that the page shows."""
+    """Compare the first rows and the column types on the page."""
     page = (DOCS / "own-data.md").read_text()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     script = "\n".join(commands("own-data.md").splitlines()[:4])

@@ -1,4 +1,4 @@
-"""UM-pFSSL as a whole: Algorithm 1 at a client, who is sent what, and what a server remembers."""
+"""UM-pFSSL: Algorithm 1 on a client, sent models, and the server's state."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def opened(tmp_path, before=1, **changes):
 
 
 def message(own=0, train=True, rows=(), held=0):
-    """What the server says: rows of (number, version, role, seed of the weights)."""
+    """Return an instruction: rows of (number, version, role, seed of the weights)."""
     scalars = {"own": own, "train": train, "held": held}
     if not rows:
         return Knowledge(scalars=scalars)
@@ -63,7 +63,7 @@ CANDIDATE, FILL, REFRESH = 0, 1, 2
 
 
 def masks(client, state, number, version):
-    """A helper's predictions (Eq. 9), which tests/test_uncertainty.py checks."""
+    """Return a helper's predictions (Eq. 9), which tests/test_uncertainty.py tests."""
     model = models.build(MODEL, (1, 8, 8), 10, seed=0)
     model.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
     client.compute.place(model)  # rounding decides between pseudo-labels that are equally sure
@@ -163,7 +163,7 @@ def test_a_sampled_client_follows_algorithm_1(tmp_path, kind, divergence, pseudo
     [(0.1, "auto", 10), (1.0, "auto", 1), (0.2, "auto", 5), (0.1, 4, 4), (1.0, 10, 10)],
 )
 def test_helpers_are_updated_as_often_as_clients_train(fraction, refresh, expected):
-    """The paper's nu = 10 is for a tenth sampled: once for each round of a client."""
+    """The paper's nu = 10 applies if a tenth is sampled: one update per round of a client."""
     assert um(refresh=refresh).method_settings.refresh_rounds(fraction) == expected
 
 
@@ -283,7 +283,7 @@ def test_a_message_of_an_unknown_role_is_refused(tmp_path):
 
 
 class Wire:
-    """Plays rounds with real clients, and notes every model that is sent."""
+    """Runs rounds with real clients, and records every model that is sent."""
 
     def __init__(self, config, directory):
         self.server = Server(config, directory)
@@ -372,7 +372,7 @@ def test_who_was_away_catches_up(tmp_path):
 
 
 def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
-    """The warm-up's answer of one client does not arrive; its model comes with the next one."""
+    """One client's warm-up reply is lost, and its next reply contains the model."""
     config = um(clients=4, fraction=0.25, refresh=100)
     wire = Wire(config, tmp_path / "run")
     asked = wire.ask(1)
@@ -395,7 +395,7 @@ def test_an_upload_that_was_lost_is_made_up_for(tmp_path):
 
 
 def test_a_list_with_room_is_filled_with_models_seen_before_if_there_are_no_others(tmp_path):
-    """Those that were lost at the client, or turned down before its list was full."""
+    """The list is filled with models that the client lost, or rejected before."""
     wire = Wire(um(clients=4, helpers=4, replace=2), tmp_path / "run")
     wire.play(1)
     strategy = wire.strategy
@@ -411,7 +411,7 @@ def test_a_list_with_room_is_filled_with_models_seen_before_if_there_are_no_othe
 
 
 def test_nothing_new_is_not_sent(tmp_path):
-    """An update is due, but no helper has trained since: nobody is asked for that."""
+    """An update is due, but no helper has trained since, so no client is called for it."""
     config = um(clients=4, fraction=0.25, search_rounds=0, refresh=1, rounds=8, helpers=2)
     wire = Wire(config, tmp_path / "run")
     for round in range(1, 8):
@@ -523,7 +523,7 @@ def test_models_must_be_of_one_kind_and_drop_out(tmp_path):
 
 
 def test_a_run_learns_more_than_training_alone(tmp_path):
-    """Helpers of the same distribution: pseudo-labels get better, and models by far."""
+    """With helpers of the same distribution, pseudo-labels improve, and models improve by far."""
     alike = {"partition": "iid", "labeled-alpha": 0.3, "max-samples": 600, "local-epochs": 3}
     usual = {"models": MODEL, "clients": 6, "rounds": 6, "max-test-samples": 50, **alike}
     own = {"um-pfssl.passes": 4}
@@ -571,9 +571,9 @@ def test_the_servers_half_with_stubs_keeps_to_the_bounds():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_servers_plans_and_lists_are_those_of_the_algorithms(tmp_path, seed):
-    """Algorithm 1, lines 6 to 16 and 24, line by line, on what was drawn: the same, round by round.
+    """Compare plans and lists with Algorithm 1, lines 6 to 16 and 24, round by round.
 
-    Ranks for an update are those of the round's start, as docs/results.md says.
+    Ranks for an update are the ranks at the start of the round.
     """
     M, R, F, nu, K = 4, 2, 9, 3, 8
     named = {"helpers": M, "replace": R, "search-rounds": F, "refresh": nu}

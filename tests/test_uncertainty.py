@@ -1,4 +1,4 @@
-"""UM-pFSSL's Eqs. 9 to 14 against numpy, and what Monte Carlo dropout may touch."""
+"""UM-pFSSL's Eqs. 9 to 14 against numpy, and the scope of Monte Carlo dropout."""
 
 import math
 
@@ -43,7 +43,10 @@ def reference_entropy(row):
 
 @pytest.fixture
 def dropper():
-    """A model with dropout and batch norm, its statistics far from a batch's, its logits large."""
+    """A model with dropout and batch norm.
+
+    Its statistics differ from those of a batch, and its logits are large.
+    """
     model = models.build("cnn2-dropout", (1, 8, 8), 10, seed=0)
     with torch.no_grad():
         model.classifier.weight.mul_(150)
@@ -129,7 +132,7 @@ def test_helpers_weigh_as_much_as_they_are_related(relations):
 
 
 def test_the_mean_over_passes_is_that_of_a_loop(dropper):
-    """Many masks in a batch, or many calls with one mask each: the same distribution (Eq. 9)."""
+    """Many masks in one batch and many calls with one mask have the same distribution (Eq. 9)."""
     x, passes = images(4), 3000
     with seeded(0, "batched"):
         batched = predictive(dropper, x, passes, rows=5000)
@@ -210,7 +213,7 @@ def test_prediction_leaves_the_model_as_it_was(dropper, training):
 
 
 def test_batch_norm_uses_its_statistics_not_the_batch(dropper):
-    """A sample's prediction does not depend on who else is in the batch."""
+    """A sample's prediction does not depend on other samples in the batch."""
     quiet = models.build("cnn2-dropout", (1, 8, 8), 10, seed=0)
     quiet.load_state_dict(dropper.state_dict())
     for part in quiet.modules():

@@ -1,4 +1,4 @@
-"""`data.held-out-clients`: clients with which nobody trains, and what a method offers them."""
+"""`data.held-out-clients`: clients that never train, and the models that methods offer them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_they_are_never_asked_to_train_and_judge_after_the_last_round_alone(aver
 
 
 def test_nobody_knows_their_samples(tmp_path):
-    """The run is that of the other clients alone, whatever the samples of those held back."""
+    """The run equals a run of the other clients, whatever the held-out samples are."""
     unseen = draw_held_out(0.4, 5, 3)
     store = RunData.of(small().run)
     labeled, _ = RunData.of(small("central").run).pooled_parts()
@@ -97,7 +97,7 @@ def test_nobody_knows_their_samples(tmp_path):
 
 
 def learned(model: nn.Module, split, epochs: int, batch: int, lr: float, order) -> None:
-    """Train literally: Adam, cross-entropy, the samples in a given order."""
+    """Train with Adam and cross-entropy on the samples in a given order."""
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     model.train()
     for _ in range(epochs):
@@ -113,7 +113,7 @@ def accuracy(model: nn.Module, split) -> float:
 
 
 def test_as_it_is_it_is_the_servers_average_on_their_own_samples(averaged):
-    """The average is read from the checkpoint, and judged here."""
+    """The average is read from the checkpoint, and evaluated here."""
     file = max((averaged / "checkpoints").rglob("*.safetensors"))
     saved = {k.removeprefix("weights/"): v for k, v in load_file(file).items()}
     store, last = RunData.of(small().run), records(averaged)[-1]["accuracy"]
@@ -127,7 +127,7 @@ def test_as_it_is_it_is_the_servers_average_on_their_own_samples(averaged):
 
 
 def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
-    """A newcomer's batch is all its samples, so that one step does not depend on their order."""
+    """A newcomer's batch contains all its samples, so one step does not depend on their order."""
     config = small(**{"training.batch-size": 1000})
     node = read_node({"partition-id": 0, "num-partitions": 5}, config.run)
     client = open_client(config, node)
@@ -145,7 +145,7 @@ def test_one_epoch_is_one_epoch_and_leaves_the_offered_model_as_it_is():
 
 
 def test_with_and_without_it_the_trained_models_of_the_others_are_the_same(averaged, tmp_path):
-    """Whoever is held back changes nothing of what the others score in the last round."""
+    """Held-out clients do not change the other clients' scores in the last round."""
     again = tmp_path / "run"
     run(small(**{"training.weight-decay": 0.0}), again)
     one, two = records(averaged)[-1]["accuracy"], records(again)[-1]["accuracy"]

@@ -1,4 +1,4 @@
-"""Velo as a whole: what the server keeps and when it trains, what travels, what a client does."""
+"""Velo: the server's state and training, messages, and the client's training."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def velo(**changes):
 
 
 def started(directory, **changes):
-    """A strategy that knows its members, to be fed with replies that a test makes up."""
+    """A strategy that knows its members, for replies created by a test."""
     return Server(velo(**changes), directory / "run").strategy
 
 
@@ -96,7 +96,7 @@ def test_until_the_cvae_is_trained_the_means_are_sent(tmp_path):
 
 
 def test_synthetic_features_take_the_place_of_the_means(tmp_path):
-    """Line 5 and line 7, done over by hand on the same dataset."""
+    """Repeat lines 5 and 7 on the same dataset."""
     strategy = started(tmp_path, **{"velo.samples-per-class": 4})
     model = strategy.cvae
     by_hand = type(model)(WIDTH, 10, 3, 16)
@@ -139,7 +139,7 @@ def test_a_class_that_is_new_since_the_last_training_has_its_mean(tmp_path):
 
 
 def of_their_class(strategy, name, classes, places, width=0.05):
-    """A reply whose features of class y lie near 3 at component places[y] and 0 elsewhere."""
+    """Return a reply whose features of class y are near 3 at places[y], and near 0 elsewhere."""
     said = reply(strategy, name, classes)
     near = np.array([3.0 * np.eye(WIDTH)[places[y]] for y in classes])
     noise = width * np.random.default_rng(len(name)).normal(size=near.shape)
@@ -152,7 +152,7 @@ PLACES = {0: 0, 1: 1, 2: 2, 5: 5}
 
 
 def test_the_separation_is_measured_on_features_of_its_own_draw(tmp_path):
-    """In every round from the first training on; here in numpy, against the means of all."""
+    """Measure in every round after the first training, in numpy, against the means of all."""
     strategy = started(tmp_path, **{"velo.interval": 2})
     for round in (1, 2, 3):
         replies = two_replies(strategy, round)
@@ -178,7 +178,7 @@ def test_the_separation_is_measured_on_features_of_its_own_draw(tmp_path):
 
 @pytest.mark.parametrize("above", [False, True])
 def test_features_are_decoded_from_the_least_separation_on(tmp_path, above):
-    """At exactly the share that was measured they are, just above it the means are sent."""
+    """At exactly the measured fraction, features are decoded; above it, means are sent."""
     share = started(tmp_path / "a").aggregate(1, two_replies(started(tmp_path / "b"), 1))
     share = share["separation"]
     assert 0 < share < 1
@@ -193,7 +193,7 @@ def test_features_are_decoded_from_the_least_separation_on(tmp_path, above):
 
 
 def test_means_are_sent_again_when_the_cvae_no_longer_tells_the_classes_apart(tmp_path):
-    """The clients' classes change places, and the CVAE is trained only in every second round."""
+    """The clients' classes are swapped, and the CVAE is trained only in every second round."""
     strategy = started(tmp_path, **LEARNS, **{"velo.interval": 2})
     names, moved = ("client-0", "client-1"), {0: 5, 1: 2, 2: 1, 5: 0}
     shares, synthetic = [], []
@@ -356,7 +356,7 @@ def knowledge(count, width=64, classes=(0, 2, 3, 4, 5, 6, 7, 9)):
 
 
 def transcription(client, round, taught, count):
-    """Line 14 of Algorithm 1, sample by sample; which of a class's features is drawn a batch."""
+    """Compute line 14 of Algorithm 1 sample by sample, with a feature drawn per class and batch."""
     model = models.build("mlp", (1, 8, 8), 10, seed=client.run.seed, feature_dim=64).train()
     adam = torch.optim.Adam(model.parameters(), lr=client.run.training.lr)
     order, chance = client.generator(round, "batches"), client.generator(round, "features")
@@ -448,7 +448,7 @@ def test_a_run_with_several_features_a_class(tmp_path):
 
 
 def test_up_to_the_first_training_velo_is_felo(tmp_path):
-    """The first round is initial training, the second has seen the means alone."""
+    """The first round is initial training, and the second round uses only the means."""
     sent = {}
     for method in ("felo", "velo"):
         changes = {"rounds": 3, "models": ["cnn2", "mlp"]}
@@ -469,7 +469,7 @@ def test_up_to_the_first_training_velo_is_felo(tmp_path):
 
 
 def test_the_extreme_pool_meets_in_one_width():
-    """Table 3: ResNet-50 alone has features of another width than 512."""
+    """Table 3: only ResNet-50 has features with a width other than 512."""
     config = resolve(read_preset("velo-cifar10-extreme"))
     width = config.method_settings.feature_dim
     names = config.run.models.pool

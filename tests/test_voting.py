@@ -1,4 +1,4 @@
-"""The vote against Algorithm 1 as printed: dictionaries, sets and loops, nothing shared."""
+"""The vote against Algorithm 1 with dictionaries, sets, and loops, without shared code."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from fedhet.algorithms.consensus import (
 
 
 def algorithm_1(predictions, spaces, every, alpha, instances, weights):
-    """Lines 1 to 15; Section 4.6 adds weights where the printed version adds 1."""
+    """Run lines 1 to 15; Section 4.6 adds weights instead of 1."""
     total, sets = {}, {}
     for c in every:
         total[c] = 0.0
@@ -38,7 +38,7 @@ def algorithm_1(predictions, spaces, every, alpha, instances, weights):
 
 
 def section_4_3(sets, space):
-    """Eq. 19, less every index that is in two of the participant's sets."""
+    """Compute Eq. 19 without indices that are in two of the participant's sets."""
     received = {}
     for c in sorted(space):
         for index in sets[c]:
@@ -47,7 +47,7 @@ def section_4_3(sets, space):
 
 
 def drawn(seed):
-    """A random case: few classes and voters, so that ties, sole owners and conflicts abound."""
+    """Return a random case with few classes and voters, so that ties and conflicts are frequent."""
     rng = np.random.default_rng(seed)
     classes, voters = int(rng.integers(1, 7)), int(rng.integers(1, 9))
     instances = int(rng.integers(0, 12))
@@ -102,7 +102,7 @@ def test_exactly_algorithm_1(block):
 
 
 def is_tied(predictions, spaces, weights, alpha):
-    """Is some class's share exactly the threshold, above 0?"""
+    """Return whether the fraction of a class is exactly the threshold, above 0."""
     for column in zip(*predictions, strict=True):
         for c in set(column):
             total = sum(w for w, space in zip(weights, spaces, strict=True) if c in space)
@@ -117,7 +117,7 @@ def test_nobody_votes():
 
 
 def test_blocks_do_not_show():
-    """More instances than a block holds, the last one not full."""
+    """There are more instances than fit into a block, and the last block is not full."""
     rng = np.random.default_rng(0)
     classes, instances = 300, 2 * (CELLS // 300) + 7
     spaces = [np.arange(classes)] * 3

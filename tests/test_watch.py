@@ -1,4 +1,4 @@
-"""A run that is watched: its status in a file, on the command line, and in a browser."""
+"""The status of a run in progress: in a file, on the command line, and in a browser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedhet.server.members import ClientHealth
 
 
 class Looking(Watcher):
-    """Reads the status of its run, as another process would, once clients of round 2 are asked."""
+    """Reads the status of its run, like another process, after clients of round 2 are called."""
 
     def __init__(self, directory):
         self.directory, self.seen = directory, []
@@ -41,7 +41,7 @@ class Looking(Watcher):
 
 
 def answered(status):
-    """Return whether two have answered: what is written lags behind."""
+    """Return whether two clients have replied; the status file is written with a delay."""
     return sum(client.state == "done" for client in status.clients) >= 2
 
 
@@ -246,7 +246,7 @@ def test_runs_are_filtered_selected_and_compared(runs, browser):  # noqa: F811
 
 
 def test_a_run_whose_name_is_not_utf_8_is_listed_compared_and_reported(tmp_path, call):
-    """A directory's name is bytes, and may come from a system with another encoding."""
+    """A directory name consists of bytes, and may come from a system with another encoding."""
     for name in (b"r\xff", b"s\xe9t"):
         os.rename(make(tmp_path / "run"), os.fsencode(tmp_path) + b"/" + name)
     pages = watch.Pages(tmp_path)

@@ -1,4 +1,4 @@
-"""Runs with encodings: what clients have and lack, what is left unsent, and equal numbers."""
+"""Runs with encodings: known and missing weights, unsent changes, and equal results."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def encoded(method="fedavg", encoding="int8", **changes):
 
 
 def received(proxy, ins):
-    """What a client decodes of its instruction."""
+    """Return a client's decoded instruction."""
     client = client_of(proxy)
     return client.codec.read(parameters_to_ndarrays(ins.parameters), client.sizes)[1]
 
@@ -137,7 +137,7 @@ def lose(folder):
 
 
 def damage(folder):
-    """Put weights in the place of others: valid files, with wrong names."""
+    """Swap weights: the files are valid, but have wrong names."""
     paths = sorted(folder.glob("*.safetensors"))
     contents = [path.read_bytes() for path in paths]
     for path, other in zip(paths, [contents[-1], *contents], strict=False):
@@ -154,7 +154,7 @@ def cut(folder):
     ("encoding", "happens"), [("int8", lose), ("int8", damage), ("float16", cut)]
 )
 def test_a_client_that_lost_its_weights_is_sent_the_whole(encoding, happens, tmp_path):
-    """It costs bytes, and changes no number."""
+    """This costs bytes, but does not change the results."""
     servers = [Server(encoded(encoding=encoding), tmp_path / name) for name in ("whole", "lost")]
     for number in (1, 2, 3):
         for server in servers:
@@ -205,7 +205,7 @@ def test_a_repeated_round_counts_what_was_left_once(tmp_path):
 
 
 def test_what_is_sent_and_left_is_all_that_was_learned(tmp_path):
-    """Over rounds, by sums of what the server decodes and of what the client trained to."""
+    """Compare sums over rounds of the server's decoded values and the client's changes."""
     server = Server(encoded(encoding="top-k", clients=2), tmp_path)
     learned, came = {}, {}
     for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""The words of the command line: what is meant by another name, help, lists and completion."""
+"""Words of the command line: suggestions for wrong names, help, lists, and completion."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The workflows: actions pinned by version, few rights, and make's targets that exist."""
+"""CI workflows: actions with pinned versions, few permissions, and existing make targets."""
 
 import re
 from pathlib import Path
