@@ -29,11 +29,12 @@ from fedhet.base.errors import SettingsError, StateError, error_reason, one_line
 MAX_BYTES = 2**29
 MAX_TOML_BYTES = 2**20
 MAX_PARTS = 8_000_000
-"""Maximum number of values, lists and objects in a JSON file, about 200 bytes each in memory."""
+"""Maximum number of values, lists and objects in a JSON file; each takes about 200 bytes of
+memory."""
 MAX_KEY_PARTS = 32
-"""Maximum number of parts of a dotted key in TOML; memory grows with their square."""
+"""Maximum number of parts in a dotted TOML key; memory use grows with its square."""
 MAX_SPARSE_BYTES = 2**28
-"""Maximum size of sparse files, which allocate few of their bytes on disk."""
+"""Maximum size of sparse files, which allocate only few of their bytes on disk."""
 MAX_TEMPORARY_AGE = 3600.0
 """Age in seconds after which temporary files are removed, because their writer was killed."""
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -43,7 +44,10 @@ _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{MAX_KEY
 
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file. Raises OSError, and StateError if it is too large."""
+    """Read a regular file.
+
+    Raises OSError if it cannot be read, and StateError if it is too large.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -57,9 +61,10 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def check_mappable(path: Path) -> None:
-    """Raise StateError unless `path` is a regular file, and OSError if it does not exist.
+    """Check that a file can be mapped into memory.
 
-    Also rejects large sparse files, which would fill the memory when they are mapped.
+    Raises OSError if it does not exist, and StateError if it is not a regular file or is a large
+    sparse file, which would fill the memory.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -72,15 +77,15 @@ def check_mappable(path: Path) -> None:
 
 
 def check_json_size(path: Path, content: bytes, extra: int = 0) -> None:
-    """Raise StateError if JSON has too many values, counting its separators and `extra`."""
+    """Check JSON text. Raises StateError if it has too many values, including `extra`."""
     if sum(map(content.count, (b",", b"[", b"{"))) + extra > MAX_PARTS:
         raise StateError(f"{path}: expected at most {MAX_PARTS:,} values")
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError or RecursionError, also for unpaired surrogates.
+    """Parse JSON. Raises ValueError or RecursionError if it is invalid.
 
-    JSON can escape unpaired surrogates, which cannot be encoded in UTF-8 later.
+    Unpaired surrogates are also invalid, because they could not be encoded in UTF-8 later.
     """
     value = json.loads(text)
     if "\\ud" in text or "\\uD" in text:
@@ -89,7 +94,10 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
-    """Read a JSON file. Raises OSError, and StateError that names the file."""
+    """Read a JSON file.
+
+    Raises OSError if it cannot be read, and StateError with its path if it is invalid.
+    """
     content = read_file(path, max_bytes)
     check_json_size(path, content)
     try:
@@ -99,7 +107,10 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def read_toml_tables(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises OSError, and StateError that names the file."""
+    """Read a TOML file.
+
+    Raises OSError if it cannot be read, and StateError with its path if it is invalid.
+    """
     content = read_file(path, MAX_TOML_BYTES)
     try:
         text = content.decode()
@@ -108,14 +119,15 @@ def read_toml_tables(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise StateError(f"{path}: not valid UTF-8: {error}") from None
-    except (ValueError, RecursionError) as error:  # also too many digits, or deep nesting
+    # Other causes are too many digits and deep nesting.
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: not valid TOML: {one_line(str(error))}") from None
 
 
 def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
-    """Replace a leading `~` in `path` by the home directory.
+    """Replace a leading `~` in `path` with the home directory.
 
-    Raises SettingsError with the `remedy` if the home directory is unknown, e.g. in a container.
+    Raises SettingsError, with the `remedy`, if the home directory is unknown, e.g. in a container.
     """
     try:
         return Path(path).expanduser()
@@ -127,7 +139,7 @@ def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
 
 
 class Folder:
-    """Directory for writing without following symlinks; created, with its parents, on first use."""
+    """Directory for writing without following symlinks; it is created on first use."""
 
     def __init__(self, path: Path, within: Path | None = None, *, private: bool = False) -> None:
         """Describe a directory without creating it.
@@ -143,13 +155,16 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield a path of the directory for temporary files. Raises the errors of `opened`."""
+        """Yield a path to the directory for temporary files. Raises the same errors as `opened`."""
         with self.opened() as directory:
             yield self._path_of(directory)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Yield a descriptor of the directory. Raises OSError, and StateError for a symlink."""
+        """Yield a descriptor of the directory, which is created with its parents if missing.
+
+        Raises OSError if it cannot be opened, and StateError if a component is a symlink.
+        """
         self._within.mkdir(self._mode, parents=True, exist_ok=True)
         current, descriptor = self._within, os.open(self._within, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -172,7 +187,7 @@ class Folder:
     def replacing(self, name: str, *, private: bool = False) -> Iterator[Path]:
         """Yield a temporary path; if the block succeeds, sync the file and rename it to `name`.
 
-        Only the owner can read a `private` file. Raises StateError.
+        Only the owner can read a `private` file. Raises StateError if the file cannot be written.
         """
         temporary, flags = f".{name}.{secrets.token_hex(6)}", os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
@@ -197,7 +212,8 @@ class Folder:
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:
         """Open a file in the directory, and return its descriptor; creates a missing file.
 
-        Raises OSError, and StateError if it is a symlink or not a regular file.
+        Raises OSError if the file cannot be opened, and StateError if it is a symlink or not a
+        regular file.
         """
         with self.opened() as directory:
             try:
@@ -211,31 +227,37 @@ class Folder:
         return descriptor
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file in the directory. Raises OSError or StateError."""
+        """Rename a file in the directory. Raises OSError or StateError if that fails."""
         with self.opened() as directory:
             os.replace(name, new, src_dir_fd=directory, dst_dir_fd=directory)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files in the directory that exist. Raises OSError or StateError."""
+        """Remove files in the directory, if they exist.
+
+        Raises OSError or StateError if that fails.
+        """
         with self.opened() as directory:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
 
     def clear(self) -> None:
-        """Remove all files in the directory if it exists. Raises OSError or StateError."""
+        """Remove all files in the directory, if it exists.
+
+        Raises OSError or StateError if that fails.
+        """
         if os.path.lexists(self.path):
             self.remove(sorted(path.name for path in self.path.iterdir()))
 
     def remove_stale_temporaries(self, suffix: str) -> None:
-        """Remove old temporary files with this suffix, left behind by killed processes.
+        """Remove old temporary files with this suffix, which killed processes have left behind.
 
-        Raises OSError or StateError.
+        Raises OSError or StateError if that fails.
         """
         with self.opened() as directory, os.scandir(directory) as entries:
             for entry in entries:
                 is_temporary = entry.name.startswith(".") and f"{suffix}." in entry.name
-                if is_temporary or entry.name.startswith(".tmp"):  # safetensors uses .tmp
+                if is_temporary or entry.name.startswith(".tmp"):  # safetensors uses .tmp.
                     with contextlib.suppress(OSError):
                         modified = entry.stat(follow_symlinks=False).st_mtime
                         if time.time() - modified > MAX_TEMPORARY_AGE:
@@ -255,7 +277,7 @@ def write_text(path: Path, text: str, *, within: Path | None = None, private: bo
 
 
 def check_no_symlinks(directory: Path) -> None:
-    """Raise StateError if an entry of the directory is a symlink."""
+    """Check a directory. Raises StateError if one of its entries is a symlink."""
     for path in sorted(directory.iterdir()):
         _check_no_symlink(path)
 

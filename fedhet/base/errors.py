@@ -17,15 +17,15 @@ _AT_A_CLIENT = re.compile(
     r"ClientAppException occurred\. Message: )(.*)'>\)",
     re.DOTALL,
 )
-"""Text that Flower wraps around a client's error, in this process and in a Ray worker."""
+"""Pattern for the text that Flower wraps around a client's error, in this process and in Ray."""
 
 
 REPLY = "reply"
-"""`KnowledgeError.field` of a fault that concerns the reply as a whole."""
+"""Value of `KnowledgeError.field` for a fault in the reply as a whole."""
 
 
 class FedhetError(Exception):
-    """Base class of the errors raised for invalid input; the command line prints their message."""
+    """Base class for errors caused by invalid input, whose message the command line prints."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -44,7 +44,7 @@ class ModelError(FedhetError):
 
 
 class UserModelError(ModelError):
-    """Raised if a user's model fails in training or prediction; chained to the original error."""
+    """Raised, from the original error, if a user's model fails in training or prediction."""
 
 
 class PrivacyError(FedhetError):
@@ -60,11 +60,11 @@ class DropOutError(Exception):
 
 
 class DivergedError(FedhetError):
-    """Raised if training of the server's model diverges; the model is left unchanged."""
+    """Raised if training of the server's model diverges; the model is then unchanged."""
 
 
 class KnowledgeError(FedhetError):
-    """Raised if a message violates the contract; names the sender and the field."""
+    """Raised, with the sender and the field, if a message violates the contract."""
 
     def __init__(self, sender: str, field: str, fault: str) -> None:
         super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")
@@ -72,7 +72,7 @@ class KnowledgeError(FedhetError):
 
     @property
     def reason(self) -> str:
-        """The message without the sender: field and problem, or the client's reported error."""
+        """Message without the sender: field and problem, or the client's reported error."""
         return self.fault if self.field == REPLY else f"{self.field}: {self.fault}"
 
 
@@ -99,7 +99,7 @@ def safe_repr(value: object) -> str:
     """Return the printable representation of an untrusted value, for an error message."""
     try:
         return one_line(repr(value))
-    except ValueError:  # an integer of more digits than Python converts
+    except ValueError:  # The integer has more digits than Python converts.
         return f"{'-' if isinstance(value, int) and value < 0 else ''}a very large number"
 
 
@@ -111,18 +111,18 @@ def error_text(error: BaseException) -> str:
 
 
 def error_reason(error: BaseException) -> str:
-    """Return the message of an error; for an OSError, only its text, without the error number."""
+    """Return the message of an error, without the error number of an OSError."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and message of an error, such as "ValueError: too few samples"."""
+    """Return the type and message of an error, e.g. "ValueError: too few samples"."""
     message = error_text(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def error_location(error: BaseException, module: str) -> str:
-    """Return " (FILE, line N)" for the innermost line of the user's package in a traceback, or "".
+    """Return " (FILE, line N)" for a traceback's innermost line in the user's package, or "".
 
     `module` is the dotted path of the module being imported.
     """

@@ -17,11 +17,12 @@ from fedhet.base.errors import closest
 
 ACCURACY = "accuracy"
 BINS = 15
-"""Number of bins of the calibration error (Guo et al., ICML 2017)."""
+"""Number of bins for the calibration error (Guo et al., ICML 2017)."""
 MIN_LIKELIHOOD = 2.0**-52
 """Lower bound for the likelihood of the true class in the test loss."""
 MIN_ACCURACY = 1e-12
-"""Smallest accuracy above 0, far below one in a billion samples; keeps ratios finite."""
+"""Smallest valid accuracy above 0, far below one in a billion samples, which keeps ratios
+finite."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,16 @@ def auc(predictions: Predictions) -> float | None:
 
 
 def test_loss(predictions: Predictions) -> float:
-    """Return the mean cross-entropy, with likelihoods of at least `MIN_LIKELIHOOD`."""
+    """Return the mean cross-entropy, with likelihoods clipped at `MIN_LIKELIHOOD`."""
     truth = predictions.truth[:, None]
     likelihoods = np.take_along_axis(predictions.probabilities, truth, axis=1)
     return float(-np.log(likelihoods.clip(MIN_LIKELIHOOD, 1.0)).mean())
 
 
 def calibration_error(predictions: Predictions) -> float:
-    """Return the expected calibration error: |accuracy - mean confidence|, averaged over the bins.
+    """Return the expected calibration error, |accuracy - mean confidence| averaged over bins.
 
-    Bins are weighted by their number of samples.
+    Bins are weighted by their numbers of samples.
     """
     from sklearn.calibration import calibration_curve
 
@@ -104,15 +105,15 @@ class Metric:
     title: str
     """Label in tables and figures."""
     compute: Callable[[Predictions], float | Mapping[str, float] | None]
-    """Function that returns the value, a value per class number, or None if undefined."""
+    """Function that returns the value, a value per class number, or None if it is undefined."""
     lowest: float = 0.0
     highest: float = 1.0
-    """Bounds of valid values; the server rejects values outside."""
+    """Bound on valid values; the server rejects values outside of the bounds."""
     min_positive: float = 0.0
     """Smallest valid value above 0."""
     lower_is_better: bool = False
     by_class: bool = False
-    """Whether it has a value per class, reported as `recall.0`, `recall.1`, ..."""
+    """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
 
     @property
     def is_fraction(self) -> bool:
@@ -144,7 +145,7 @@ METRICS = {
 def select_metrics(names: Iterable[str]) -> tuple[str, ...]:
     """Return accuracy and the metrics in `names`, in the order of `METRICS`.
 
-    Raises ValueError for unknown names.
+    Raises ValueError if a name is unknown.
     """
     selected = {ACCURACY, *names}
     for name in sorted(selected - set(METRICS)):
@@ -155,7 +156,7 @@ def select_metrics(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def measure(metrics: Sequence[str], predictions: Predictions) -> dict[str, float]:
-    """Compute the metrics, by reported name; omits undefined ones."""
+    """Compute the metrics, by reported name; undefined metrics are omitted."""
     values: dict[str, float] = {}
     for name in metrics:
         value = METRICS[name].compute(predictions)
@@ -167,7 +168,7 @@ def measure(metrics: Sequence[str], predictions: Predictions) -> dict[str, float
 
 
 def measured_names(metrics: Sequence[str], classes: int) -> list[str]:
-    """Return the reported names of the metrics, with one name per class for some of them."""
+    """Return the reported names of the metrics, with one name per class for per-class metrics."""
     return [
         f"{name}.{label}" if METRICS[name].by_class else name
         for name in metrics
@@ -176,7 +177,7 @@ def measured_names(metrics: Sequence[str], classes: int) -> list[str]:
 
 
 def metric_of(name: str) -> Metric:
-    """Return the metric with a reported name such as `auc` or `recall.3`.
+    """Return the metric for a reported name such as `auc` or `recall.3`.
 
     An unknown metric is assumed to be better if it is higher.
     """
@@ -186,7 +187,7 @@ def metric_of(name: str) -> Metric:
 
 
 def in_order(name: str) -> tuple[int, int]:
-    """Sort key of reported names: the order of `METRICS`, then the class."""
+    """Sort key for reported names, by the order in `METRICS` and then by class."""
     kind, _, label = name.partition(".")
     return list(METRICS).index(kind), int(label or 0)
 

@@ -1,4 +1,4 @@
-"""Seeds of random draws, derived from names instead of global state.
+"""Seeds for random draws, derived from names instead of global state.
 
 `derive(seed, "client-3", 7, "batches")` returns the same number on every machine and in every
 process. The results of a run therefore do not depend on how it is distributed, and a resumed run
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def derive(seed: int, *names: str | int) -> int:
     """Derive a seed in [0, 2**63) from the run's `seed` and the `names` of its purpose."""
-    # Double the separator inside names, so that different names never result in the same path.
+    # Double the separator inside names, so that different names never give the same path.
     parts = [f"{type(n).__name__}:{n}".replace("\x1f", "\x1f\x1f") for n in names]
     path = "\x1f".join([str(seed), *parts])
     digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
@@ -42,10 +42,10 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 
 @contextmanager
 def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed PyTorch's global generators inside the block, and restore their state afterwards.
+    """Seed PyTorch's global generators in the block, and restore their states afterwards.
 
-    Affects the generators of the CPU and of `device`. Use it only for draws that PyTorch makes from
-    global state: weight initialization and dropout.
+    This affects the generators of the CPU and of `device`. Use it only for draws that PyTorch makes
+    from global state, i.e. weight initialization and dropout.
     """
     import torch
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 HOST = torch.device("cpu")
 MIN_PINNED_BYTES = 2**16
-"""Minimum size of tensors copied via pinned memory, which does not help smaller ones."""
+"""Minimum size of tensors to copy via pinned memory, which does not help smaller tensors."""
 DRAW_CHUNK = 4096
 """Number of random values copied to an accelerator at a time."""
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Move `x` to `device`, without blocking the host for a copy to a GPU.
+    """Move `x` to `device`, without blocking the host during a copy to a GPU.
 
-    A copy from a GPU to the host blocks, because the values may be read immediately.
+    A copy from a GPU to the host does block, because the values may be read immediately.
     """
     if device.type != "cuda":
         return x.to(device)
@@ -58,7 +58,7 @@ def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
 def joined(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Concatenate tensors on an accelerator into one vector, to reduce kernel launches.
 
-    Supports gradients. On a CPU, the tensors are returned unchanged.
+    The operation supports gradients. On a CPU, the tensors are returned unchanged.
     """
     if not tensors or tensors[0].device.type == "cpu":
         return list(tensors)
@@ -85,7 +85,7 @@ class Numbers:
         self._buffer: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
-        """Return the next `count` numbers, of shape [count]; equal on every device."""
+        """Return the next `count` numbers, of shape [count], which are equal on every device."""
         if self._device.type == "cpu":
             return self._draw(count)
         buffer = self._buffer
@@ -96,7 +96,7 @@ class Numbers:
         return numbers
 
     def get_state(self) -> Tensor | None:
-        """Return the buffered numbers; does not include the state of the generator."""
+        """Return the buffered numbers, but not the state of the generator."""
         return self._buffer
 
     def set_state(self, state: Tensor | None) -> None:

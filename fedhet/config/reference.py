@@ -1,8 +1,8 @@
-"""Generates reference documentation from the declarations in the code.
+"""Generator of the reference documentation from the declarations in the code.
 
 `python -m fedhet.config.reference`, run in the project's root directory, writes:
 
-- docs/reference.md: the settings of every run
+- docs/reference.md: the settings that every run has
 - docs/methods/NAME.md: the properties and settings of a method, and the paper's experiment
 - README.md and docs/methods.md: the list of methods
 - docs/rounds.md and docs/privacy.md: the treatment of late replies and of privacy, by method
@@ -81,7 +81,7 @@ def reference(root: Path) -> dict[Path, str]:
 
 
 def with_part(path: Path, part: str, paper: str = "") -> str:
-    """Return the text of a page with a new generated part; a new method page cites `paper`."""
+    """Return a page's text with a new generated part; a new method's page cites `paper`."""
     page = f"# {path.stem}\n\n{BEGIN}{END}\n"
     if path.exists():
         page = path.read_text(encoding="utf-8")
@@ -92,7 +92,7 @@ def with_part(path: Path, part: str, paper: str = "") -> str:
 
 
 def _index(methods: Iterable[Method], prefix: str, *, brief: bool = False) -> str:
-    """Build the table of methods; if `brief`, without their requirements."""
+    """Build the table of methods; `brief` omits their requirements."""
     columns = len(METHOD_COLUMNS) - brief
     rows = [
         (f"[`{method.name}`]({prefix}{method.name}.md)", method.spec.title, _needs(method.spec))
@@ -102,7 +102,7 @@ def _index(methods: Iterable[Method], prefix: str, *, brief: bool = False) -> st
 
 
 def _grouped(columns: tuple[str, str], words: Mapping[str, str]) -> str:
-    """Build a table that merges the methods with equal text into one row."""
+    """Build a table in which methods with the same text share a row."""
     names: dict[str, list[str]] = {}
     for name, line in words.items():
         names.setdefault(line, []).append(f"`{name}`")
@@ -191,7 +191,7 @@ def _short(values: str) -> str:
 
 
 def _own_settings(method: Method) -> str:
-    """Build the table of a method's settings, with the paper's values where they differ."""
+    """Build the table of a method's settings, with the paper's values if they differ."""
     name = method.name
     published = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
     rows = []
@@ -255,7 +255,7 @@ def defenses(method: Method) -> str:
 
 
 def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
-    """Return the name, type and description of each field of a message."""
+    """Return the name, type and description of each field in a message."""
     return [
         (field.name, field.describe(), field.help + ("" if field.required else " (optional)"))
         for field in contract.fields
@@ -284,7 +284,7 @@ def with_run_config(pyproject: str) -> str:
 
 @cache
 def paper_settings() -> dict[str, Any]:
-    """Read paper_settings.toml: a table per method, and "why" with reasons common to all methods.
+    """Read paper_settings.toml: a table per method, and "why" with reasons shared by methods.
 
     `tests/test_paper_settings.py` checks the file.
     """
@@ -294,9 +294,9 @@ def paper_settings() -> dict[str, Any]:
 def differences(name: str) -> list[tuple[str, str, str, str]]:
     """Return (setting, default, value in the paper, reason) for each default that differs.
 
-    The file describes a paper's value in words if the setting cannot express it.
+    The file describes a value in words if the setting cannot express it.
     """
-    # Import lazily: the default models need PyTorch, which `fedhet methods` does not load.
+    # Import lazily, because the default models need PyTorch, which `fedhet methods` does not load.
     from fedhet.config.resolve import resolve
 
     published, reasons = paper_settings()[name].get("settings", {}), paper_settings()["why"]

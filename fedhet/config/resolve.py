@@ -1,4 +1,4 @@
-"""Resolution of a run's settings: method defaults, and rules across tables.
+"""Resolution of a run's settings: defaults of the method, and rules across tables.
 
 `complete` checks every rule that involves several tables together with the method, the models or
 the data. Rules within one table are validators of its class in `fedhet.settings`.
@@ -45,14 +45,14 @@ PRIVATE: Mapping[str, tuple[object, ...]] = {
 }
 """Settings restricted by differential privacy, with their allowed values.
 
-Other values use samples without clipping and noise, or need client losses, which private clients
-do not send.
+Other values would use samples without clipping and noise, or need client losses, which private
+clients do not send.
 """
 
 
 @dataclass(frozen=True)
 class Config:
-    """Complete settings of one run: the shared tables and the table of its method."""
+    """Complete settings of one run: the shared tables and its method's table."""
 
     run: RunSettings
     method: Method
@@ -82,13 +82,13 @@ def resolve(values: Mapping[str, object]) -> Config:
     """Validate settings given by full name, and add the defaults of the method.
 
     Settings of other methods must have their default values, because Flower's run config contains
-    the settings of every method. Raises SettingsError.
+    the settings of every method. Raises SettingsError if a value is invalid or a rule is violated.
     """
     return complete(validate(values))
 
 
 def resolve_flower(values: Mapping[str, object]) -> Config:
-    """Resolve Flower's run config, which contains every setting; defaults count as unset."""
+    """Resolve Flower's run config, which contains every setting; default values count as unset."""
     return complete(replace(validate(from_flower(values)), explicit=frozenset()))
 
 
@@ -102,8 +102,8 @@ def complete(given: GivenSettings) -> Config:
     """Fill in the method's defaults for unset settings, and check the rules across tables.
 
     A shared setting with its default value counts as unset, because Flower's run config contains
-    every setting. A method setting with its default value counts as unset unless it is in
-    `given.explicit`. Raises SettingsError.
+    every setting. A method's setting with its default value counts as unset unless it is in
+    `given.explicit`. Raises SettingsError if a rule is violated.
     """
     run, method, settings = given.run, given.method, given.method_settings
     spec, is_private, kind = method.spec, run.privacy.is_on, sources.sample_kind(run.data)
@@ -145,7 +145,7 @@ def complete(given: GivenSettings) -> Config:
     return config
 
 
-# --- rules across tables; each function raises SettingsError
+# --- rules across tables; each function raises SettingsError if a rule is violated
 
 
 def _check_models_and_data(config: Config) -> None:
@@ -164,10 +164,10 @@ def _check_models_and_data(config: Config) -> None:
 
 
 def _check_against_malice(config: Config) -> None:
-    """Check that the attack and the defense suit the method, and that a defense can work.
+    """Check that the method supports the attack and the defense, and that the defense can work.
 
-    Malicious clients could form a majority by replying or joining first, if a round may close, or
-    a run may start, with too few honest clients.
+    If a round can close or a run can start with too few honest clients, malicious clients could
+    form a majority by replying or joining first.
     """
     run, name, spec = config.run, config.method.name, config.method.spec
     kind, average, fraction = run.attack.kind, run.defense.average, run.defense.malicious_fraction
@@ -251,7 +251,7 @@ def _check_training_and_pool(config: Config) -> None:
     if semi != "none":
         given = f"with 'training.semi' = '{semi}'"
         if not spec.semi:
-            problem = f"unsupported by {name}, which has a different local training"
+            problem = f"unsupported by {name}, whose local training differs"
             raise invalid_setting("training.semi", semi, "none", problem)
         if not sources.sample_kind(run.data).changeable:
             able = " or ".join(kind.plural for kind in KINDS.values() if kind.changeable)
@@ -275,7 +275,7 @@ def _check_training_and_pool(config: Config) -> None:
 
 
 def _check_method_model(config: Config, name: str, check: Callable[[Any], object]) -> None:
-    """Check the model named by the method's setting `name`, and name the setting in errors."""
+    """Check the model in the method's setting `name`, and name the setting in errors."""
     value = config.method_settings.flat()[name]
     try:
         check(value)
@@ -296,7 +296,7 @@ def _models_of_clients(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check(config: Config, store: RunData | None = None) -> None:
-    """Raise FedhetError if the data, a model or the device of `config` is unavailable here."""
+    """Check this machine. Raises FedhetError if data, a model or the device is unavailable."""
     run, store, spec = config.run, store or RunData.of(config.run), config.method.spec
     compute_for(run.engine)
     store.validate()
@@ -320,7 +320,7 @@ def check(config: Config, store: RunData | None = None) -> None:
 
 
 def check_trainable(config: Config, dataset: Dataset) -> None:
-    """Raise SettingsError if a model of a private run has layers without per-sample gradients."""
+    """Check a private run's models. Raises SettingsError if a layer has no per-sample gradients."""
     for setting, model in _models_of_clients(config):
         if model not in models.DRAWN:
             try:
@@ -332,7 +332,7 @@ def check_trainable(config: Config, dataset: Dataset) -> None:
 
 
 def check_deployable(config: Config) -> None:
-    """Raise SettingsError if the method, or a setting, is supported only in simulations."""
+    """Check for a deployment. Raises SettingsError if only simulations support the settings."""
     if config.method.spec.simulation_only:
         problem = "the data of all clients would have to leave their sites"
         expected = "another method in a deployment (or `fedhet run` to simulate)"

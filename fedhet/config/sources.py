@@ -3,7 +3,7 @@
 Settings come from `KEY=VALUE` arguments, TOML files, presets, and Flower's run config.
 `read_layers` and `override` merge them. Untrusted settings may name code to import, which
 `check_trusted` rejects. `validate` checks names, types and ranges, so that commands report a
-mistyped setting at once; `fedhet.config.resolve` checks the rules across tables and adds the
+mistyped setting immediately. `fedhet.config.resolve` checks the rules across tables and adds the
 method's defaults.
 """
 
@@ -48,7 +48,7 @@ from fedhet.settings.text import as_text, is_collection, read_text
 
 PRESETS = resources.files("fedhet") / "presets"
 CLIENTS, FOLLOW = "clients", 0
-"""In Flower's run config, `clients = 0` stands for the number of nodes in the simulation."""
+"""Setting and value that stand for the number of simulated nodes in Flower's run config."""
 PUBLIC_SOURCES = (
     ("data.public-dataset", "data.public-fraction"),
     ("data.public-fraction", "data.public-dataset"),
@@ -59,14 +59,14 @@ RESUME_CONFLICT = (
 )
 TRUST_VARIABLE = "FEDHET_TRUST"
 OBJECTS = "fedhet.inference.objects"
-"""Module of objects registered in this process; naming them imports no other code."""
+"""Module with objects registered in this process; naming them imports no other code."""
 METHOD = "method"
 DATASETS = ("data.dataset", "data.public-dataset")
 """Settings that name datasets."""
 
 
 def settings_of(*methods: str) -> dict[str, FieldInfo]:
-    """Return the fields of the shared settings and of these methods, by full name."""
+    """Return the fields of the shared settings and of the given methods, by full name."""
     fields = RunSettings.fields()
     for name in methods:
         fields |= find_method(name).settings()
@@ -93,8 +93,8 @@ def to_flower(values: Mapping[str, Any]) -> dict[str, Scalar]:
 def from_flower(values: Mapping[str, object]) -> dict[str, object]:
     """Convert Flower's run config to settings (inverse of `to_flower`).
 
-    Drops `clients = 0`, so that its default applies. Imports the run's method. Raises
-    SettingsError.
+    Drops `clients = 0`, so that its default applies, and imports the run's method. Raises
+    SettingsError if a setting is unknown or malformed.
     """
     values = {k: v for k, v in values.items() if (k, v) != (CLIENTS, FOLLOW)}
     known = known_settings(values)
@@ -112,7 +112,10 @@ def known_settings(values: Mapping[str, object]) -> dict[str, FieldInfo]:
 
 
 def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, object]:
-    """Parse `KEY=VALUE` arguments into settings by full name. Raises SettingsError."""
+    """Parse `KEY=VALUE` arguments as settings by full name.
+
+    Raises SettingsError if an argument is malformed or its name is unknown.
+    """
     texts = []
     for pair in pairs:
         key, sign, text = pair.partition("=")
@@ -128,7 +131,7 @@ def expand_names(given: Iterable[tuple[str, object]], method: str | None) -> dic
     """Return settings by full name.
 
     A name may be abbreviated to its last part if that is unique among the shared settings and those
-    of `method`. Raises SettingsError for unknown, ambiguous and duplicate names.
+    of `method`. Raises SettingsError if a name is unknown, ambiguous, or duplicate.
     """
     known = settings_of(*([method] if method else []))
     values: dict[str, object] = {}
@@ -158,10 +161,13 @@ def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """Read settings by full name from a TOML file. Raises SettingsError."""
+    """Read settings by full name from a TOML file.
+
+    Raises SettingsError if the file is unreadable or a setting is unknown.
+    """
     try:
         return flatten(read_toml_tables(path))
-    except StateError as error:  # names the file
+    except StateError as error:  # The error names the file.
         raise SettingsError(f"cannot read settings from {error}") from None
     except (OSError, RecursionError) as error:
         raise SettingsError(f"cannot read settings from {path}: {error_reason(error)}") from None
@@ -170,7 +176,7 @@ def read_toml(path: Path) -> dict[str, object]:
 def settings_for_method(values: Mapping[str, object], method: str) -> dict[str, object]:
     """Return the settings for a run of `method`, without the tables of other methods.
 
-    Raises SettingsError for a table that belongs to no method.
+    Raises SettingsError if a table belongs to no method.
     """
     tables = {"", find_method(method).table, *(table_of(name) for name in RunSettings.fields())}
     known = known_settings({"method": method, **values})
@@ -189,9 +195,9 @@ def preset_names() -> dict[str, str]:
 
 
 def read_preset(names: str) -> dict[str, object]:
-    """Return the settings of comma-separated presets, in which later presets override earlier ones.
+    """Return the settings in comma-separated presets; later presets override earlier presets.
 
-    Raises SettingsError for an unknown preset.
+    Raises SettingsError if a preset is unknown.
     """
     values: dict[str, object] = {}
     for name in names.split(","):
@@ -209,10 +215,11 @@ def read_layers(
     resume: Path | None = None,
     trust: str = "",
 ) -> dict[str, object]:
-    """Return the settings of comma-separated presets, overridden by those of a TOML file.
+    """Return the settings in comma-separated presets, overridden by a TOML file's settings.
 
-    If `resume` is the directory of a run, its settings are used instead; they may import the
-    modules in `trust` (see `check_trusted`). Raises FedhetError.
+    If `resume` is a run's directory, the run's settings are used instead; they may import the
+    modules in `trust` (see `check_trusted`). Raises FedhetError if the settings are unreadable or
+    untrusted.
     """
     if resume is None:
         values = read_preset(preset) if preset is not None else {}

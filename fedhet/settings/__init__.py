@@ -1,1 +1,1 @@
-"""Settings of a run: base classes, and the tables that every run has."""
+"""Settings of a run: base classes, and the tables of settings that every run has."""

@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 from fedhet.settings.schema import CountOrNone, NonNegative, Positive, Schema, invalid_setting
 
 Average = Literal["mean", "median", "trimmed-mean", "geometric-median", "krum", "filter"]
-"""Rule that averages the replies of a round; see `algorithms.robust`."""
+"""Rule for averaging the replies in a round; see `algorithms.robust`."""
 CHOOSING: tuple[Average, ...] = ("krum", "filter")
-"""Rules that exclude outlying replies and average the rest."""
+"""Rules that exclude outlying replies and average the remaining replies."""
 ROBUST: tuple[Average, ...] = ("median", "trimmed-mean", "geometric-median", *CHOOSING)
 """All rules except the mean."""
 
@@ -31,7 +31,9 @@ class AttackSettings(Schema):
         )
     )
     attackers: CountOrNone = Field(
-        0, description="malicious clients per round; 0 = as in FedGEMS (2 for ofom, otherwise 1)"
+        0,
+        description="number of malicious clients per round; 0 = as in FedGEMS (2 for ofom, "
+        "otherwise 1)",
     )
     scale: Positive = Field(
         10.0,
@@ -74,14 +76,14 @@ class DefenseSettings(Schema):
 
 Delta = Annotated[float, Field(gt=0, lt=0.1)]
 MIN_NOISE = 0.3
-"""Minimum noise multiplier that privacy accounting supports, in units of the sensitivity.
+"""Minimum noise multiplier that privacy accounting supports.
 
-Below it, the series of dp-accounting do not converge at every order: epsilon is no longer monotone
+Below it, dp-accounting's series do not converge at every order. Epsilon is then no longer monotone
 in the noise, and finally becomes 0 (an internal NaN). Less noise would not protect the samples
-anyway: a single step without sampling already has an epsilon above 20.
+anyway, because a single step without sampling already has an epsilon above 20.
 """
 MIN_CLASS_NOISE = 1.0
-"""Minimum noise of class sums and of counts; their combination then stays above `MIN_NOISE`."""
+"""Minimum noise of class sums and of counts, which keeps their combination above `MIN_NOISE`."""
 
 
 class PrivacySettings(Schema):
@@ -97,8 +99,8 @@ class PrivacySettings(Schema):
     )
     noise_multiplier: NonNegative = Field(
         0.0,
-        description="noise of DP-SGD in units of 'max-grad-norm', at least 0.3; 0 = derived from "
-        "'epsilon'",
+        description="noise of DP-SGD, as a multiple of 'max-grad-norm'; at least 0.3; 0 = "
+        "derived from 'epsilon'",
     )
     max_grad_norm: Positive = Field(1.0, description="clipping norm of per-sample gradients (L2)")
     class_clip: Positive = Field(
@@ -124,7 +126,7 @@ class PrivacySettings(Schema):
         return bool(self.epsilon or self.noise_multiplier)
 
     def describe_budget(self, rounds: int) -> str:
-        """Return a description of the privacy budget that a run of `rounds` rounds consumes."""
+        """Return a description of the privacy budget consumed by a run of `rounds` rounds."""
         if not self.epsilon:
             return (
                 f"noise multiplier {self.noise_multiplier:g}: a client's ε at δ = {self.delta:g} "

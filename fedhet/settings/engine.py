@@ -1,4 +1,4 @@
-"""Settings of execution (`[engine]`), round timing (`[pace]`) and message encoding (`[wire]`).
+"""Settings for execution (`[engine]`), round timing (`[pace]`) and message encoding (`[wire]`).
 
 The name "pace" follows Bonawitz et al., "Towards Federated Learning at Scale: System Design", MLSys
 2019. Unlike most engine settings, the pace settings change the results of a run.
@@ -26,7 +26,7 @@ from fedhet.settings.text import RayAddress
 
 
 class ComputeSettings(Schema):
-    """Device and precision of computations."""
+    """Settings for the device and the precision of computations."""
 
     device: Annotated[str, A_DEVICE] = machine_field(
         "auto", "compute device: auto, cpu, cuda, cuda:N, or mps"
@@ -66,7 +66,7 @@ class ComputeSettings(Schema):
 
 
 class EngineSettings(ComputeSettings):
-    """Execution of a run: backend, resources, timeouts and limits."""
+    """Settings for the execution of a run: backend, resources, timeouts and limits."""
 
     backend: Literal["auto", "ray", "inline"] = machine_field(
         "auto",
@@ -166,7 +166,7 @@ def _check_timeout(value: str) -> str:
 
 
 class PaceSettings(Schema):
-    """Closing of rounds, late replies, client selection, and simulated speeds."""
+    """Settings for closing rounds, late replies, client selection, and simulated speeds."""
 
     mode: Literal["synchronous", "asynchronous"] = Field(
         "synchronous",
@@ -251,7 +251,7 @@ class PaceSettings(Schema):
         return self.is_asynchronous or closes_early
 
     def max_seconds(self, typical: float) -> float:
-        """Return the timeout of a round in seconds, if a round typically takes `typical` s."""
+        """Return the timeout of a round in seconds, given a typical round duration in seconds."""
         match = _TIMEOUT.fullmatch(self.timeout)
         if match is None:
             return float("inf")
@@ -269,11 +269,11 @@ class PaceSettings(Schema):
 
 
 SIMULATED_ONLY: Mapping[str, Any] = {"clock": NO_CLOCK, "drop_outs": 0.0, "stragglers": 0.0}
-"""Pace settings that only simulations support, with the value required in a deployment."""
+"""Pace settings that only simulations support, with the values required in a deployment."""
 
 
 class WireSettings(Schema):
-    """Encoding of the floating-point tensors in messages."""
+    """Settings for the encoding of floating-point tensors in messages."""
 
     encoding: Literal["float32", "float16", "int8", "top-k"] = Field(
         "float32",

@@ -1,8 +1,8 @@
 """Settings that every run has, regardless of its method.
 
-Each table is read by one part of the library: `DataSettings` by the data sources and
+Each table is read by one part of the library: for example, `DataSettings` by the data sources and
 `TrainingSettings` by the optimizer. `EngineSettings` and `PaceSettings` are declared in engine.py.
-The functions at the end assign training settings to clients and choose the held-out clients.
+The functions at the end assign training settings to clients and select the held-out clients.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ else:
 
 
 class DataSettings(Schema):
-    """Data, its partition among the clients, and its public and unlabeled parts."""
+    """Settings for data, its partition among the clients, and its public and unlabeled parts."""
 
     dataset: Annotated[str, A_DATASET] = Field(
         "digits",
@@ -212,7 +212,7 @@ class DataSettings(Schema):
 
 
 class ModelSettings(Schema):
-    """Models of the clients."""
+    """Settings for the clients' models."""
 
     pool: Annotated[Names, A_MODEL] = Field(
         IMAGE.pool,
@@ -233,14 +233,14 @@ class ModelSettings(Schema):
 
 
 class TrainingSettings(Schema):
-    """Local training of the clients; a server that trains a model uses the same settings.
+    """Settings for local training, which the server also uses if it trains a model.
 
     The first four settings accept a list of values. Each client uses the values that `training_of`
-    assigns to it; the server uses the first of each list.
+    assigns to it, and the server uses the first value in each list.
     """
 
     local_epochs: Annotated[Count, Assigned] = Field(
-        5, description="epochs of local training per round"
+        5, description="number of local training epochs per round"
     )
     batch_size: Annotated[Count, Assigned] = Field(32, description="minibatch size")
     optimizer: Annotated[Optimizer, Assigned] = Field("adam", description="optimizer")
@@ -249,8 +249,8 @@ class TrainingSettings(Schema):
     weight_decay: NonNegative = Field(0.0, description="weight decay")
     schedule: Literal["constant", "cosine", "step", "plateau"] = Field(
         "constant",
-        description="schedule of the learning rate over the rounds. plateau: it is reduced when "
-        "the training loss stops improving (FedGEMS' server: the error on public data)",
+        description="schedule of the learning rate over the rounds. plateau: reduced when the "
+        "training loss stops improving (on FedGEMS' server: the error on public data)",
     )
     warm_up_rounds: CountOrNone = Field(
         0,
@@ -309,7 +309,7 @@ class TrainingSettings(Schema):
 
     @property
     def follows_rounds(self) -> str:
-        """The schedule if it depends on the total number of rounds, or ""."""
+        """Name of the schedule if it depends on the total number of rounds, or ""."""
         follows = self.schedule == "cosine" or (self.schedule == "step" and not self.milestones)
         return self.schedule if follows else ""
 
@@ -326,7 +326,7 @@ class RunSettings(Schema):
         "felo", description="method to run (see `fedhet methods`)"
     )
     rounds: Count = Field(10, description="number of rounds")
-    seed: CountOrNone = Field(0, description="seed of all random draws")
+    seed: CountOrNone = Field(0, description="seed for all random draws")
     clients: Count = Field(10, description="number of clients")
     fraction: Fraction = Field(1.0, description="fraction of clients sampled per round")
     evaluate_every: Count = Field(
@@ -390,7 +390,7 @@ def where_it_ran() -> frozenset[str]:
 
 
 def training_of(run: RunSettings, client: int) -> TrainingSettings:
-    """Return the training settings of client number `client`: one value of each setting.
+    """Return the training settings of client number `client`, with one value for each setting.
 
     If `models.assignment` is "cycle", clients cycle through the values of each setting. If it is
     "shuffle", the result is also shuffled, independently for each setting.
@@ -411,7 +411,7 @@ def training_of(run: RunSettings, client: int) -> TrainingSettings:
 
 
 def held_out_clients(run: RunSettings) -> frozenset[int]:
-    """Return the numbers of the held-out clients, a fraction 'data.held-out-clients' of all.
+    """Return the numbers of the held-out clients, whose fraction is 'data.held-out-clients'.
 
     If the fraction is positive, at least one client is held out, but never all of them.
 
@@ -422,7 +422,7 @@ def held_out_clients(run: RunSettings) -> frozenset[int]:
 
 
 def draw_held_out(fraction: float, clients: int, seed: int) -> frozenset[int]:
-    """Draw the numbers of the held-out clients, a fraction of `clients`."""
+    """Draw the numbers of the held-out clients, which are a fraction of `clients`."""
     if not fraction:
         return frozenset()
     count = min(clients - 1, max(1, round(fraction * clients)))
@@ -430,11 +430,11 @@ def draw_held_out(fraction: float, clients: int, seed: int) -> frozenset[int]:
 
 
 def cyclic_index(place: int, size: int, period: int) -> int:
-    """Return the index, in 0 to size - 1, of the value assigned to the client at `place`.
+    """Return the index, from 0 to size - 1, of the value assigned to the client at `place`.
 
-    Clients cycle through the values. The earlier assignments repeat after `period` clients, so the
-    cycle is shifted by one whenever the same combinations would start again. The first
-    size * period clients then have each combination exactly once.
+    Clients cycle through the values. Assignments of other settings repeat after `period` clients,
+    so the cycle is shifted by one whenever the same combinations would start again. The first size
+    * period clients thus have each combination exactly once.
     """
     shift = place // lcm(size, period) % gcd(size, period)
     return (place + shift) % size

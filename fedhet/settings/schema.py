@@ -32,12 +32,12 @@ from fedhet.base.metrics import select_metrics
 Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
 TECHNICAL_BOUND = 1_000_000
-"""Upper bounds from this value on only keep numbers finite; brief descriptions omit them."""
+"""Value from which upper bounds serve only to keep numbers finite; brief descriptions omit them."""
 RANGE = "integer >= 1, or a range such as [6, 8]"
 A_MODEL, A_METHOD, A_DATASET = "model", "method", "dataset"
 A_DIRECTORY, A_DEVICE, AN_ADDRESS = "directory", "device", "address"
 REFERENTS = (A_MODEL, A_METHOD, A_DATASET, A_DIRECTORY, A_DEVICE, AN_ADDRESS)
-"""Kinds of objects that the text of a setting can name, given in the setting's annotation."""
+"""Kinds of objects that a setting's text can name, as stated in the setting's annotation."""
 
 
 def kebab(name: str) -> str:
@@ -46,7 +46,7 @@ def kebab(name: str) -> str:
 
 
 class Schema(BaseModel):
-    """Frozen table of settings with kebab-case names; rejects unknown names and wrong types.
+    """Frozen table of settings with kebab-case names, which rejects unknown names and wrong types.
 
     If a field is itself a schema, its settings have dotted names.
     """
@@ -61,7 +61,7 @@ class Schema(BaseModel):
         return dict(_fields(cls))
 
     def flat(self) -> dict[str, Any]:
-        """Return the values by public name, in the types of TOML and JSON (lists, not tuples)."""
+        """Return the values by public name, as types of TOML and JSON (lists instead of tuples)."""
         values: dict[str, Any] = {}
         for field in type(self).model_fields:
             value, name = getattr(self, field), kebab(field)
@@ -85,21 +85,21 @@ def _fields(schema: type[Schema]) -> dict[str, FieldInfo]:
 
 
 class MethodSettings(Schema):
-    """Base class of a method's settings, which its strategy and its client both read."""
+    """Base class for a method's settings, which both its strategy and its client read."""
 
-    model_config = ConfigDict(validate_default=True)  # custom methods may be wrong
+    model_config = ConfigDict(validate_default=True)  # Custom methods may have errors.
 
     def fixed_rounds(self) -> int | None:
         """Return the number of rounds that the settings imply, or None if `rounds` sets it."""
         return None
 
     def uses_public(self) -> bool:
-        """Return whether these settings require public data, although the method does not."""
+        """Return whether these settings require public data although the method does not."""
         return False
 
 
 class Frozen(dict[str, Any]):
-    """Dictionary that can be hashed; it must not be changed."""
+    """Hashable dictionary, which must not be changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         """Return a hash of the items that does not depend on their order."""
@@ -114,7 +114,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace nested tables by dotted names: `{"felo": {"alpha": 1}}` -> `{"felo.alpha": 1}`."""
+    """Replace nested tables with dotted names: `{"felo": {"alpha": 1}}` -> `{"felo.alpha": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         if isinstance(value, Mapping) and "." not in name:
@@ -130,7 +130,7 @@ def table_of(name: str) -> str:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace dotted names by nested tables (inverse of `flatten`); top-level settings first."""
+    """Replace dotted names with nested tables (inverse of `flatten`); top-level settings first."""
     tree = {name: value for name, value in flat.items() if "." not in name}
     for name, value in flat.items():
         table, dot, inner = name.partition(".")
@@ -162,10 +162,10 @@ def _validate_each(value: Any, validate: Callable[[Any], Any]) -> Any:
 
 
 Assigned = WrapValidator(_validate_each)
-"""Marks a setting that accepts a list of values, one of which is assigned to each client.
+"""Annotation of a setting that accepts a list of values, one of which is assigned to each client.
 
-The annotation is the type of a single value. The table stores a single value, or a tuple of at
-least two, which `TrainingSettings.pools` returns.
+The annotated type is the type of a single value. The table stores either a single value, or a tuple
+of at least two values, which `TrainingSettings.pools` returns.
 """
 
 
@@ -183,7 +183,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _as_range(value: object) -> object:
-    """Return the two ends of a range; a single number N becomes (N, N)."""
+    """Return the two ends of a range; a single number N is converted to (N, N)."""
     ends = tuple(value) if isinstance(value, list | tuple) else (value,)
     return ends * 2 if len(ends) == 1 else ends
 
@@ -206,7 +206,7 @@ def _check_range(ends: tuple[int, int]) -> tuple[int, int]:
     return ends
 
 
-# Types and ranges that several settings share.
+# The following types and ranges are shared by several settings.
 ModelName = Annotated[str, A_MODEL]
 """Name of a model, which `resolve` checks."""
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -233,7 +233,7 @@ Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 def allowed_values(info: FieldInfo, *, brief: bool = False) -> str:
     """Describe the allowed values of a setting, e.g. "number > 0 and <= 1".
 
-    If `brief`, omits upper bounds >= `TECHNICAL_BOUND`.
+    With `brief`, upper bounds >= `TECHNICAL_BOUND` are omitted.
     """
     allowed = _describe(info.annotation, info.metadata, brief)
     return f"{allowed}, or a list to assign to clients" if is_assigned(info) else allowed
@@ -277,8 +277,8 @@ def _describe(kind: Any, metadata: Iterable[object], brief: bool, *, plural: boo
 def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
     """Validate `values`, keyed by public name, and return them as an instance of `schema`.
 
-    Raises SettingsError with a one-line message: the setting, its allowed values, and its value.
-    For an unknown name, the message suggests the closest known name.
+    Raises SettingsError if a value is invalid or a name is unknown. The one-line message contains
+    the setting, its allowed values, and its value, or the closest known name.
     """
     fields = schema.fields()
     for name in values:
@@ -289,7 +289,7 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
     except ValidationError as error:
         first: Any = error.errors()[0]
         fault = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else ""
-        # The error's location may have extra parts after the setting's name.
+        # The error's location may have additional parts after the setting's name.
         places = (".".join(map(str, first["loc"][:n])) for n in range(1, len(first["loc"]) + 1))
         name = next((each for each in places if each in fields), "")
         if not name:
@@ -384,7 +384,7 @@ _SYNONYMS = {
 SYNONYMS = MappingProxyType(
     {word: name for name, words in _SYNONYMS.items() for word in words.split()}
 )
-"""Full names of settings, keyed by their names in other libraries and papers."""
+"""Full names of settings, by their names in other libraries and papers."""
 _RECORDS = "a run always writes metrics.jsonl and TensorBoard files to its directory"
 UNSUPPORTED = MappingProxyType(
     {

@@ -1,8 +1,8 @@
-"""Text format of settings (command line, Flower's run config) and of network addresses.
+"""Text format of settings (on the command line and in Flower's run config) and of addresses.
 
 Flower's run config supports only strings, numbers and booleans, so lists and mappings are written
 as strings: `cnn2,mlp` (list), `a+b,c+d` (list of lists), `6-8` (range), `site-a=2` (mapping). In a
-list, `cnn2*3` repeats an item three times. TOML syntax for lists works too.
+list, `cnn2*3` repeats an item three times. TOML syntax for lists is also supported.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fedhet.settings.schema import AN_ADDRESS, is_assigned
 MAX_REPEATS = 1000
 """Maximum number of times that `VALUE*N` repeats a value in a list."""
 SEPARATORS = ",+"
-"""Separators of the items in a list, and of the items in a nested list."""
+"""Separators between the items in a list, and between the items in a nested list."""
 _UNQUOTED = re.compile(r"[^\s,+*=\[\]'\"]([^,+*=\[\]'\"]*[^\s,+*=\[\]'\"])?")
-"""Items that need no quotes in a list."""
+"""Pattern for items that need no quotes in a list."""
 AUTO = "auto"
 """Ray address of the cluster to which this machine belongs."""
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.IGNORECASE)
@@ -36,9 +36,9 @@ _CLIENT = "ray://"
 def read_text(name: str, info: FieldInfo | None, text: str) -> object:
     """Parse the text of a setting according to its type.
 
-    Text that does not match the type is returned unchanged, and `build` rejects it later. Text of
-    an unknown setting (`info` is None) is only unquoted. Raises SettingsError for malformed lists
-    and mappings.
+    Text that does not match the type is returned unchanged, and `build` rejects it later. The text
+    of an unknown setting (`info` is None) is only unquoted. Raises SettingsError if a list or a
+    mapping is malformed.
     """
     if info is None:
         return _unquote(text)
@@ -68,7 +68,7 @@ def as_text(value: object) -> str:
 
 
 def is_collection(info: FieldInfo) -> bool:
-    """Return whether a setting may be a list or a mapping, stored as text in Flower's config."""
+    """Return whether a setting may be a list or a mapping, which Flower's config stores as text."""
     kinds = [info.annotation, *get_args(info.annotation)]
     origins = {get_origin(_without_rules(kind)) for kind in kinds}
     return is_assigned(info) or not origins.isdisjoint({tuple, dict})
@@ -79,7 +79,7 @@ def _read(kind: Any, text: str, separators: str) -> Any:
     origin, parts = get_origin(kind), get_args(kind)
     if kind is str or origin is Literal:
         return _unquote(text)
-    if origin in (Union, UnionType):  # a keyword such as auto, or another type
+    if origin in (Union, UnionType):  # The text is a keyword such as auto, or has another type.
         kinds = [_without_rules(part) for part in parts]
         keywords = [word for k in kinds if get_origin(k) is Literal for word in get_args(k)]
         types = [each for each in kinds if each is not str and get_origin(each) is not Literal]
@@ -102,7 +102,7 @@ def _read_list(parts: tuple[Any, ...], text: str, separators: str) -> object:
     """Parse a list, in which `cnn2*3` repeats an item, or the two ends of a range."""
     if text.startswith("["):
         return _toml(text)
-    if parts[-1] is not Ellipsis:  # a range
+    if parts[-1] is not Ellipsis:  # The text is a range.
         return tuple(_toml(end.strip()) for end in re.split("[-,]", text))
     items = [part.strip() for part in text.split(separators[:1])] if text.strip() else []
     if _without_rules(parts[0]) is str:
@@ -144,7 +144,7 @@ def read_host(text: str) -> str:
     """Return the normalized form of a host name or an IP address, as used in certificates.
 
     Removes the brackets of an IPv6 address and the trailing dot of a name, and encodes
-    internationalized names in ASCII ("xn--..."). Raises ValueError.
+    internationalized names in ASCII ("xn--..."). Raises ValueError if the text is invalid.
     """
     invalid = ValueError(
         f"expected a host name or an IP address, such as fed.example.org or fd00::2, without "
@@ -172,7 +172,7 @@ def read_host(text: str) -> str:
 
 
 def split_host_port(text: str) -> tuple[str, int]:
-    """Split "HOST:PORT" into the normalized host and the port. Raises ValueError."""
+    """Split "HOST:PORT" into the normalized host and the port. Raises ValueError if invalid."""
     host, _, port = text.rpartition(":")
     number = int(port) if re.fullmatch("[0-9]{1,5}", port) else 0
     if not 1 <= number <= 65_535 or (":" in host and not host.startswith("[")):
