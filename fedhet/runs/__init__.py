@@ -1,1 +1,1 @@
-"""Run directories: files, records, logs, and the display of progress."""
+"""Run directories: files, records, logs, and displays of a run's progress."""

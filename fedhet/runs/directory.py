@@ -1,6 +1,6 @@
 """Directory of a run: files, lock, and checks before a run is resumed.
 
-Records, summaries and partitions are JSON files, whose schema is in `fedhet.runs.records`.
+Records, summaries and partitions are JSON files, whose schemas are in `fedhet.runs.records`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BASELINE = "baseline"
-"""Subdirectory of a run's directory for the baseline run that it is compared with."""
+"""Subdirectory for the baseline run with which a run is compared."""
 MAX_ADDED_PARTS = 20
-"""Number of parts of a parsed record that its line may leave out because they have defaults."""
+"""Maximum number of parts in a parsed record that its line may omit because they have defaults."""
 LOCK = "run.lock"
 """Name of the file that a run's process locks."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
-"""Seconds to wait after each attempt to lock, because a status query locks the file briefly."""
+"""Seconds to wait after each failed attempt to lock, because a status query locks the file
+briefly."""
 MODEL_DIRECTORIES = ("state", "checkpoints", "inbox", "late", "pool")
 """Subdirectories with models or replies, which use most of a run's disk space."""
 
@@ -63,7 +64,7 @@ def record_line(record: RoundRecord) -> str:
 
 
 def summary_text(summary: Summary) -> str:
-    """Serialize a summary to the text of summary.json. Omits optional fields that are empty."""
+    """Serialize a summary to the text of summary.json, without optional fields that are empty."""
     optional = "relative", "metrics", "training", "privacy"
     empty = {name for name in optional if not getattr(summary, name)}
     content = _finite(summary.model_dump(exclude=empty))
@@ -82,7 +83,10 @@ def _finite(content: Any) -> Any:
 
 
 def append(path: Path, line: str) -> None:
-    """Append a line to a file and sync it. Rejects symlinks. Raises StateError."""
+    """Append a line to a file and sync it.
+
+    Raises StateError if the file is a symlink or cannot be written.
+    """
     try:
         with os.fdopen(Folder(path.parent).open(path.name, os.O_WRONLY | os.O_APPEND), "a") as file:
             file.write(line)
@@ -93,10 +97,10 @@ def append(path: Path, line: str) -> None:
 
 
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
-    """Read metrics.jsonl, and return its records in order of rounds, and notes for the user.
+    """Read metrics.jsonl, and return its records in the order of rounds, and notes for the user.
 
     A truncated last line is skipped with a note. If a round was repeated after a resume, the later
-    record is used. Raises StateError naming the line if any other line is invalid.
+    record is used. Raises StateError, with the line number, if any other line is invalid.
     """
     with reading(path):
         text = read_file(path)
@@ -118,13 +122,16 @@ def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
 
 
 def read_if_exists(path: Path, schema: type[T]) -> T | None:
-    """Read and validate a JSON file, or return None if it does not exist. Raises StateError."""
+    """Read and validate a JSON file, or return None if it does not exist.
+
+    Raises StateError if the file is invalid.
+    """
     return read_validated(path, schema) if path.exists() else None
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert errors of reading `path` in the block to a StateError that names the file."""
+    """Convert errors from reading `path` in the block to a StateError with its path."""
     try:
         yield
     except FileNotFoundError:
@@ -137,7 +144,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_validated(path: Path, schema: type[T]) -> T:
-    """Read and validate a JSON file. Raises StateError naming the file and the field."""
+    """Read and validate a JSON file.
+
+    Raises StateError, with the file and the field, if it is invalid.
+    """
     with reading(path):
         content = read_json(path)
     return _validated(schema, content, str(path))
@@ -165,7 +175,10 @@ def create(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory if it does not exist, and check that it is readable. Raises StateError."""
+    """Create a directory if it does not exist, and check that it is readable.
+
+    Raises StateError if the directory cannot be created or read.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         next(directory.iterdir(), None)
@@ -196,7 +209,7 @@ def lock(directory: Path) -> IO[str]:
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process has locked the run, which means that the run is in progress."""
+    """Return whether a process has locked the run, i.e. whether the run is in progress."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -211,7 +224,7 @@ def is_locked(directory: Path) -> bool:
 
 
 def check_same(config: Config, directory: Path) -> None:
-    """Raise StateError unless `directory` contains a run that can be resumed with `config`.
+    """Check that `config` can resume the run in `directory`. Raises StateError if it cannot.
 
     Settings of the machine and of the end of the run may differ. A complete run can be resumed with
     more rounds.
@@ -251,11 +264,10 @@ def is_complete(config: Config, directory: Path) -> bool:
 
 
 def last_round(records: Sequence[RoundRecord], config: Config) -> int:
-    """Return the number of the last round of a run, as known after `records`.
+    """Return the number of a run's last round, as far as `records` determine it.
 
-    Early stopping ends the run one round after the headline accuracy has not increased for
-    `early-stopping` evaluations. This only depends on the records, so that a resumed run ends at
-    the same round.
+    If the headline accuracy has not increased for `early-stopping` evaluations, the run ends one
+    round later. This depends only on the records, so that a resumed run ends at the same round.
     """
     rounds, patience = config.run.rounds, config.run.early_stopping
     best, waited = -math.inf, 0
@@ -270,7 +282,7 @@ def last_round(records: Sequence[RoundRecord], config: Config) -> int:
 
 
 def read_run_name(directory: Path) -> str:
-    """Return the name of the run, as used in messages. Raises StateError."""
+    """Return the name of the run, as used in messages. Raises StateError if it is invalid."""
     path = directory / "run.json"
     name = read_validated(path, Origin).run
     if not is_name(name):

@@ -40,13 +40,13 @@ COLORS = {
     State.EXCLUDED: "red", State.OFFLINE: "dim",
 }  # fmt: skip
 MIN_ROWS = 3
-"""Minimum number of clients shown; on a small terminal, notices are cut instead."""
+"""Minimum number of clients to show; on a small terminal, notices are truncated instead."""
 TRACE = 20
-"""Maximum number of rounds with listed mean accuracies."""
+"""Maximum number of rounds for which mean accuracies are listed."""
 
 
 class LiveDisplay:
-    """Live terminal display of the rounds, and of each client's model, state and accuracy."""
+    """Live terminal display of the rounds and of each client's model, state and accuracy."""
 
     def __init__(self, console: Console, label: str = "") -> None:
         self.progress = Progress(self._print_lasting)
@@ -88,7 +88,7 @@ class LiveDisplay:
         """Yield the summary lines, and as many clients and notices as fit."""
         run = self.progress
         num_clients, done = len(run.clients), run.status.round - run.is_in_round
-        phase = printable(run.status.phase).replace("[", r"\[")  # escape rich's markup
+        phase = printable(run.status.phase).replace("[", r"\[")  # Escape rich's markup.
         self._start.update(self._phase, description=phase)
         self._bar.update(
             self._task, description=run.method, total=run.status.rounds or None, completed=done
@@ -135,7 +135,7 @@ class LiveDisplay:
         return lines
 
     def _clients(self, max_lines: int) -> Iterator[RenderableType]:
-        """Yield the table of clients, and a line that counts the clients that do not fit."""
+        """Yield the table of clients and, if not all clients fit, a line with their number."""
         run = self.progress
         table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
         table.add_column("client", no_wrap=True, max_width=24)
@@ -169,7 +169,7 @@ def _num_lines(console: Console, options: ConsoleOptions, parts: Sequence[Render
 
 
 def _truncated(text: str, style: str = "") -> Text:
-    """Return a line of text that is truncated at the width of the terminal."""
+    """Return a line of text, truncated to the width of the terminal."""
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -179,9 +179,9 @@ def _number(value: float, digits: int) -> str:
 
 @contextlib.contextmanager
 def display_on(console: Console, label: str = "") -> Iterator[Progress]:
-    """Show the progress of a run in the notebook, on the terminal, or as lines of text.
+    """Show a run's progress in the notebook, on the terminal, or as lines of text.
 
-    `label` is the prefix of each line, or of the title on a terminal.
+    `label` is the prefix of each line or, on a terminal, of the title.
     """
     make_output_lenient()
     if in_notebook():
@@ -211,7 +211,7 @@ def print_line(console: Console, text: str) -> None:
 def round_lines(console: Console, seconds: float = 10.0) -> Progress:
     """Return a progress that prints the states of the clients during long rounds.
 
-    Prints at most one line every `seconds` seconds. Used for the log of a deployment.
+    This is used for the log of a deployment, and prints at most one line every `seconds` seconds.
     """
 
     def show() -> None:
@@ -247,7 +247,7 @@ def notebook_display() -> Progress:
 
 
 def html_of(progress: Progress) -> str:
-    """Return HTML with a progress bar, the last accuracy, and notices, all escaped."""
+    """Return HTML with a progress bar, the last accuracy, and notices, with all text escaped."""
     record, done = progress.ended, progress.ended.round if progress.ended else 0
     latest = f"round {done}: {accuracies_of(record, progress.protocol)}" if record else ""
     if not latest and progress.status.round:

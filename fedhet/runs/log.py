@@ -1,10 +1,10 @@
-"""Log of a run: writes its files and notifies watchers, such as displays and trackers.
+"""Log of a run, which writes its files and notifies watchers, such as displays and trackers.
 
 config.toml  run.json  partition.json  metrics.jsonl (one record per round)  summary.json
 tensorboard/  checkpoints/ (server states of the last rounds, from which a run can be resumed)
 
-A tracker is a watcher that sends metrics to Weights & Biases, MLflow or Prometheus. An error of a
-tracker after the start of the run disables the tracker with a warning; the run continues.
+A tracker is a watcher that sends metrics to Weights & Biases, MLflow or Prometheus. If a tracker
+fails after the start of the run, it is disabled with a warning, and the run continues.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ from fedhet.wire.identity import ClientInfo
 
 LOG = logging.getLogger("fedhet")
 PROJECT = "fedhet"
-"""Project name at W&B and experiment name at MLflow."""
+"""Project name in W&B and experiment name in MLflow."""
 
 
 class Watcher:
-    """Base class for observers of a run's events. Methods must return quickly and must not raise.
+    """Base class for observers of a run's events; methods must return quickly and not raise.
 
     Each method does nothing by default.
     """
 
     def waiting(self, phase: str) -> None:
-        """Called before the first round when the run waits, for example for "starting Ray"."""
+        """Called before the first round when the run waits; `phase` is, e.g., "starting Ray"."""
 
     def run_started(
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
@@ -78,7 +78,7 @@ class Watcher:
         """Called when the run starts. `models` maps client names to model names."""
 
     def clients_excluded(self, clients: Mapping[str, str]) -> None:
-        """Called before a round with its excluded clients, each with a `State` as the reason."""
+        """Called before a round with the excluded clients, each with a `State` as the reason."""
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Called when a round starts. `asked` lists the sampled clients."""
@@ -106,7 +106,7 @@ class Watcher:
 
 
 class RunLog:
-    """Writes the files of a run and passes its events to watchers."""
+    """Log of one run, which writes the run's files and passes its events to watchers."""
 
     def __init__(
         self,
@@ -118,10 +118,11 @@ class RunLog:
         begun: float | None = None,
         deployed: bool = False,
     ) -> None:
-        """Create the run's directory, or prepare to resume the run in it. Raises StateError.
+        """Create the run's directory, or prepare to resume the run in it.
 
         `workers` clients train at the same time. `begun` is the start time of the run as returned
-        by `time.perf_counter`, by default now. `deployed` is set for runs over a network.
+        by `time.perf_counter`, by default now. `deployed` is set for runs over a network. Raises
+        StateError if the directory is unusable or the run cannot be resumed.
         """
         self.config, self.directory, self.watchers = config, directory, tuple(watchers)
         self.models: dict[str, str] = {}
@@ -133,7 +134,7 @@ class RunLog:
         self._queue: OrderedDict[str, None] = OrderedDict()
         """Clients sampled in this round that have not started to train."""
         self._queue_lock = threading.Lock()
-        """Protects `_queue`, because clients reply in several threads."""
+        """Lock for `_queue`, because clients reply in several threads."""
         self._origin = Origin(deployed=deployed)
         self._history: list[RoundRecord] = []
         self._seconds = RunSeconds()
@@ -147,7 +148,7 @@ class RunLog:
         else:
             create(directory)
             self._lock_file = lock(directory)
-            # The length is constant, so that the name does not affect byte counts. The random name
+            # The length is constant, so that the name does not affect byte counts. The random part
             # does not affect any results.
             self._origin.run = f"{config.method.name}-{secrets.token_hex(6)}"
             self._origin.started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
@@ -157,12 +158,12 @@ class RunLog:
 
     @property
     def run_name(self) -> str:
-        """Name of the run in messages."""
+        """Name of the run, as used in messages."""
         return self._origin.run
 
     @property
     def done(self) -> int:
-        """Number of rounds completed before this process started."""
+        """Number of rounds that were completed before this process started."""
         return self.resumed.round if self.resumed else 0
 
     @property
@@ -204,16 +205,16 @@ class RunLog:
 
     @property
     def best_round_config(self) -> dict[str, Scalar]:
-        """Config entry that tells clients to keep their models of the best round.
+        """Config entry that tells clients to keep their models from the best round.
 
-        The best round has the highest headline accuracy so far; 0 if none was evaluated. Empty
-        without `keep-best`.
+        The best round has the highest headline accuracy so far; it is 0 if no round was evaluated.
+        Without `keep-best`, the result is empty.
         """
         best = best_round(self._history, self.config.method.spec.headline)
         return {"best": best} if self.config.run.keep_best else {}
 
     def with_last_round(self, run: RunSettings) -> RunSettings:
-        """Return the settings with `rounds` reduced by early stopping, with a notice if reduced."""
+        """Return the settings, with `rounds` reduced (and a notice) after early stopping."""
         if (last := self.last_round) >= run.rounds:
             return run
         self.notice(
@@ -246,7 +247,7 @@ class RunLog:
 
     @property
     def dataset(self) -> str:
-        """Name of the data set, or a description if the clients read their own data."""
+        """Name of the dataset, or a description if the clients read their own data."""
         return OWN_DATA if self._origin.own_data else self.config.run.data.dataset
 
     def clients_joined(self, clients: Iterable[ClientInfo]) -> None:
@@ -262,7 +263,7 @@ class RunLog:
     def round_started(
         self, number: int, asked: Sequence[str], excluded: Mapping[str, str] | None = None
     ) -> None:
-        """Notify watchers of the start of a round, and of the excluded clients."""
+        """Notify watchers of the start of a round and of the excluded clients."""
         if math.isnan(self._seconds.start):
             self._seconds.start = time.perf_counter() - self._begun
         for watcher in self.watchers:
@@ -286,7 +287,7 @@ class RunLog:
         for watcher in self.watchers:
             watcher.client_answered(client, one_line(error))
         with self._queue_lock:
-            if client in self._queue:  # replied before its expected start
+            if client in self._queue:  # The client replied before its expected start.
                 del self._queue[client]
                 return
             following = [self._queue.popitem(last=False)[0]] if self._queue else []
@@ -298,7 +299,7 @@ class RunLog:
                 watcher.client_started(client)
 
     def notice(self, text: str) -> None:
-        """Pass a notice to watchers as one printable line, since parts of it may be untrusted."""
+        """Pass a notice to watchers as one printable line, because parts of it may be untrusted."""
         for watcher in self.watchers:
             watcher.notice(one_line(text))
 
@@ -330,7 +331,7 @@ class RunLog:
             watcher.run_failed(self._origin.fault)
 
     def missing_result(self) -> str:
-        """Return the reason if the run has no result, or "" if it has one.
+        """Return why the run has no result, or "" if it has one.
 
         A run has no result if no client replied in the last rounds, or if no model could be
         evaluated.
@@ -353,7 +354,7 @@ class RunLog:
         total = self._earlier + time.perf_counter() - self._begun
         scores = final_scores(history)
         headline: str = self.config.method.spec.headline
-        if last.accuracy and headline not in last.accuracy:  # only the other protocol has tests
+        if last.accuracy and headline not in last.accuracy:  # Only the other protocol has tests.
             headline = min(last.accuracy)
         return Summary(
             method=self.config.method.name,
@@ -372,7 +373,7 @@ class RunLog:
                 for name, epsilon in last.epsilon.items()
             },
             history=[PastRound.of(record) for record in history],
-            # The sums may exceed the limit if records were tampered with.
+            # The sums may exceed the limit if someone has changed the records.
             bytes_up=min(sum(each.bytes_up for each in history), MAX_BYTES),
             bytes_down=min(sum(each.bytes_down for each in history), MAX_BYTES),
             bytes_evaluation=min(sum(each.bytes_evaluation for each in history), MAX_BYTES),
@@ -387,11 +388,11 @@ class RunLog:
 # --- trackers
 
 Opened = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
-"""Functions that send the metrics of a round and that close the run."""
+"""Functions that send a round's metrics and that close the run."""
 
 
 def wandb(library: Any, config: Config, directory: Path) -> Opened:
-    """Open a run at Weights & Biases; a resumed run continues its earlier run there.
+    """Open a run in Weights & Biases; a resumed run continues its earlier run there.
 
     With `WANDB_MODE=offline`, the metrics are stored in the run's directory.
     """
@@ -411,9 +412,9 @@ def mlflow(library: Any, config: Config, directory: Path) -> Opened:
 
 
 def prometheus(library: Any, config: Config, directory: Path) -> Opened:
-    """Write the metrics of the last round to metrics.prom, for node_exporter's textfile collector.
+    """Write the last round's metrics to metrics.prom, for node_exporter's textfile collector.
 
-    Opens no port.
+    No port is opened.
     """
     labels = {"run": directory.name, "method": config.method.name}
     values: dict[str, float] = {"rounds": config.run.rounds, "finished": 0}
@@ -439,11 +440,11 @@ TRACKERS: Mapping[str, tuple[Callable[[Any, Config, Path], Opened], str]] = {
     "mlflow": (mlflow, "mlflow"),
     "prometheus": (prometheus, "prometheus_client"),
 }
-"""Function that opens a run, and the package it requires, by value of `engine.track`."""
+"""Function that opens a run and the package that it requires, by value of `engine.track`."""
 
 
 class Tracker(Watcher):
-    """Sends the metrics of each round to a tracking service; disabled by the first error."""
+    """Watcher that sends each round's metrics to a tracking service, until the first error."""
 
     def __init__(self, name: str, library: Any) -> None:
         self._name, self._library, self._is_disabled = name, library, False
@@ -451,7 +452,7 @@ class Tracker(Watcher):
     def run_started(
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
     ) -> None:
-        """Open the run at the tracking service, with its settings."""
+        """Open the run in the tracking service, with its settings."""
         self._method = config.method.name
 
         def begin() -> None:
@@ -473,7 +474,7 @@ class Tracker(Watcher):
             return
         try:
             call()
-        except Exception as error:  # the library or the network may raise anything
+        except Exception as error:  # The library or the network may raise any exception.
             self._is_disabled = True
             name, fault = self._name.capitalize(), one_line(str(error))[:200]
             LOG.warning("%s is disabled for the rest of the run: %s", name, fault)

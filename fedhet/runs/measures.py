@@ -1,6 +1,6 @@
-"""Client measurements, and statistics over the clients of a round and over rounds.
+"""Client measurements, and their statistics over clients and over rounds.
 
-Clients send their measurements as flat metric names, which are validated here.
+Clients send their measurements under flat metric names, which this module validates.
 """
 
 from __future__ import annotations
@@ -43,25 +43,27 @@ Result = TypeVar("Result")
 MAX_REPORTED = 1e15
 """Maximum loss, time or size that a client may report, so that sums and squares are finite."""
 ScoreKey = tuple[str, str, str]
-"""A metric, the protocol of the test split, and the kind of model."""
+"""Metric, protocol of the test split, and kind of model."""
 BUDGET_EXHAUSTED = "spent"
-"""Metric set with an error: the client's privacy budget is exhausted."""
+"""Metric reported with an error if the client's privacy budget is exhausted."""
 MISSING_BASE = "lacks"
-"""Metric set with an error: the client does not have the base weights of its instruction."""
+"""Metric reported with an error if the client lacks the base weights of its instruction."""
 SEMI_METRICS = ("pseudo_labels", "pseudo_error")
-"""Metrics of `training.semi`: the fraction of predictions that became pseudo-labels, and the error
+"""Metrics for `training.semi`: the fraction of predictions that became pseudo-labels, and the error
 rate of pseudo-labels whose true label is known."""
 WORK = "work"
-"""Metric for a simulated clock: number of training samples processed, counted in each epoch."""
+"""Metric for a simulated clock: number of training samples processed; a sample counts once per
+epoch."""
 MAJORITY = "majority"
-"""Prefix of a protocol: accuracy of always predicting the most frequent class of its test set."""
+"""Prefix of a metric, before the protocol: accuracy from always predicting the most frequent
+class."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
 )  # fmt: skip
 """Metric names written by `write_measures`, other than scores."""
 TAIL = 5
-"""Divisor of the number of rounds in the tail of a run, which is its last fifth."""
+"""Divisor of the number of rounds that gives the tail of a run, i.e. its last fifth."""
 
 
 def mean_metrics(reported: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
@@ -80,7 +82,7 @@ def peak_memory_mb() -> float:
 
 
 def reset_peak_memory() -> None:
-    """Reset the peak memory of this process to its current usage, where supported (Linux).
+    """Reset the peak memory of this process to its current usage, if supported (Linux).
 
     Otherwise, the peak would include earlier runs in the same process.
     """
@@ -96,7 +98,7 @@ def timed(function: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> t
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a client in one message."""
+    """A client's measurements in one message."""
 
     scores: dict[ScoreKey, float]
     """Scores of the models; each scored model has an accuracy."""
@@ -109,7 +111,7 @@ class Measured:
     epsilon: float | None = None
     """Privacy budget consumed by the run so far, or None without differential privacy."""
     majority: dict[str, float] = field(default_factory=dict)
-    """Accuracy of always predicting the most frequent class of the test split, by protocol."""
+    """Accuracy from always predicting the most frequent class of the test split, by protocol."""
 
 
 def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
@@ -136,10 +138,10 @@ def write_measures(measured: Measured) -> dict[str, float]:
 def read_measures(
     sender: str, metrics: Mapping[str, object], kinds: Sequence[str], score_names: Sequence[str]
 ) -> Measured:
-    """Validate the metrics of a client's message. Raises KnowledgeError.
+    """Validate the metrics in a client's message. Raises KnowledgeError if one is invalid.
 
-    `kinds` are the kinds of models that the method evaluates, and `score_names` the score metrics
-    of the run. Any other metric is rejected.
+    `kinds` contains the kinds of models that the method evaluates, and `score_names` the run's
+    score metrics. Any other metric is rejected.
     """
     number = partial(_number, sender, metrics)
     if WORK in metrics:
@@ -201,7 +203,7 @@ class Tail:
 
 
 def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) -> Score:
-    """Compute mean, standard deviation and worst value over clients with equal weights."""
+    """Compute the mean, standard deviation and worst value over clients with equal weights."""
     values = np.array([per_client[name] for name in sorted(per_client)])
     return Score(
         mean=float(values.mean()),
@@ -214,7 +216,7 @@ def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) ->
 def summarize(
     values: ByPlace, without: Collection[str] = (), *, lower_is_better: bool = False
 ) -> Scores:
-    """Compute `spread` for each protocol and kind with values, ignoring the clients `without`."""
+    """Compute `spread` for each protocol and kind, ignoring the clients in `without`."""
     scores: Scores = {}
     for protocol, kinds in sorted(values.items()):
         for kind, per_client in sorted(kinds.items()):
@@ -228,7 +230,7 @@ def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Rati
     """Compute statistics of each client's ratio of private to local accuracy, by protocol.
 
     Omits clients that did not report both, and clients whose local accuracy is zero or lower than
-    any positive accuracy on a test set.
+    any possible positive accuracy.
     """
     statistics: dict[str, Ratio] = {}
     for protocol, kinds in sorted(accuracy.items()):
@@ -274,9 +276,10 @@ def tail_of(
 ) -> Tail:
     """Compute the mean score over the last `ceil(rounds / 5)` rounds.
 
-    Averages the means of the evaluated rounds. If none of the last rounds was evaluated, uses the
-    last evaluated round. The mean of a round includes all clients whose current models have been
-    evaluated, even if they were not sampled (see `fedhet.server.round.RoundState.close`).
+    The result is the average over the means of the evaluated rounds. If none of the last rounds was
+    evaluated, the last evaluated round is used. The mean of a round includes all clients whose
+    current models have been evaluated, even if they were not sampled (see
+    `fedhet.server.round.RoundState.close`).
     """
     means = {
         record.round: score.mean
@@ -292,12 +295,12 @@ def tail_of(
 
 
 def tail_start(rounds: int) -> int:
-    """Return the first round of the tail, the last fifth of a run."""
+    """Return the first round of the tail, i.e. of the last fifth of a run."""
     return rounds - math.ceil(rounds / TAIL) + 1
 
 
 def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
-    """Return the scores of the last round, with their tail means, by metric."""
+    """Return the scores in the last round, with their tail means, by metric."""
     by_metric: dict[str, FinalScores] = {}
     for metric in records[-1].scores if records else ():
         scores = by_metric.setdefault(metric, {})
@@ -312,7 +315,7 @@ def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
 def scalars(
     record: RoundRecord, method: str, *, clients: bool = False
 ) -> Iterator[tuple[str, float]]:
-    """Yield a round's metrics by TensorBoard name, including those of each client if `clients`."""
+    """Yield a round's metrics by TensorBoard name; `clients` includes each client's metrics."""
     for metric in record.scores:
         for protocol, kind, score in record.each(metric):
             name = f"{metric}-{protocol}-{kind}"

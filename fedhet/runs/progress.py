@@ -1,9 +1,8 @@
-"""Progress of a run: tracks its events for displays and for status.json.
+"""Progress of a run, which is tracked for displays and for status.json.
 
 Displays on the terminal, in log lines and in notebooks show `Progress` (`fedhet.runs.display`).
-`status_file` writes it to status.json for `fedhet status` and `fedhet watch`. Whether the run's
-process is still alive is determined from the run's lock, since a killed process cannot update the
-file.
+`status_file` writes it to status.json for `fedhet status` and `fedhet watch`. The run's lock shows
+whether its process is still alive, because a killed process cannot update the file.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecor
 from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
 
 SLOW_CALL, MAX_LOAD = 0.05, 0.02
-"""Seconds from which a call is slow, as for thousands of clients, and maximum fraction of the time
-spent in slow calls."""
+"""Duration in seconds from which a call is slow (with thousands of clients), and maximum fraction
+of the time spent in slow calls."""
 RECENT = 5
-"""Number of last rounds used to estimate the remaining time."""
+"""Number of recent rounds from which the remaining time is estimated."""
 MAX_NOTICES = 6
-"""Number of last notices shown in a display."""
+"""Number of recent notices to show in a display."""
 MAX_NAMES = 10
-"""Maximum number of client names per state in a line."""
+"""Maximum number of client names to list per state in a line."""
 STATUS_FILE = "status.json"
 STATUS_SECONDS = 1.0
-"""Minimum interval between two updates of the file."""
+"""Minimum interval between two updates of the file, in seconds."""
 Stage = Literal["starting", "running", "finished", "stopped"]
 """Stage of a run; "stopped" if its process ended before the last round."""
 
@@ -54,14 +53,14 @@ class State(StrEnum):
     TRAINING = "training"
     WAITING = "waiting"
     LATE = "late"
-    """Still training although its round has closed."""
+    """The client is still training although its round has closed."""
     DONE = "done"
     NOT_SAMPLED = "not sampled"
     BACKING_OFF = "backing off"
-    """Called less often because it did not reply."""
+    """The client is called less often, because it did not reply."""
     EXCLUDED = "excluded"
     OFFLINE = "offline"
-    """Registered but not connected."""
+    """The client is registered, but not connected."""
 
 
 class ClientStatus(BaseModel):
@@ -72,19 +71,19 @@ class ClientStatus(BaseModel):
     name: Text
     model: Text = ""
     state: Text = ""
-    """A `State`, or an unknown state from another version."""
+    """A `State`, or an unknown state from another version of fedhet."""
     accuracy: Number = NAN
     loss: Number = NAN
     seconds: Number = NAN
-    """Duration of its last training or, in the file, of its current training so far."""
+    """Duration of the client's last training or, in the file, of its current training so far."""
     line: Text = ""
-    """Description of its last reply or failure."""
+    """Description of the client's last reply or failure."""
     began: Number = Field(default=NAN, exclude=True)
-    """Start time of its training, by the clock of `Progress`."""
+    """Start time of the client's training, on the clock of `Progress`."""
 
 
 class Status(BaseModel):
-    """Status of a run and its clients (status.json).
+    """Status of a run and its clients, as stored in status.json.
 
     `Progress.now` sets the stage, the clients and the times; `Progress` updates all other fields.
     """
@@ -100,12 +99,12 @@ class Status(BaseModel):
     rounds: Round = 0
     seconds_left: Number = NAN
     bytes: Number = Field(default=0.0, ge=0)
-    """Bytes of all messages for training in the rounds that have ended."""
+    """Total size of training messages in the rounds that have ended, in bytes."""
     mean: Number = NAN
     """Mean accuracy of the last evaluated round."""
     clients: list[ClientStatus] = []
     notices: list[Text] = []
-    """The last notices."""
+    """The most recent notices."""
     fault: Text = ""
     """Reason for the failure of the run."""
     updated: Number = 0.0
@@ -134,9 +133,10 @@ class Status(BaseModel):
 
 
 class Progress(Watcher):
-    """Tracks the progress of a run.
+    """Watcher that tracks the progress of a run.
 
-    Clients are replaced rather than modified, so that another thread can display the progress.
+    Client statuses are replaced rather than modified, so that another thread can display the
+    progress.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class Progress(Watcher):
     ) -> None:
         """Start tracking.
 
-        `show` is called after each event of the run, but not of clients, with a line of text or "".
-        `changed` is called after every event.
+        `show` is called with a line of text or "" after each event of the run, except client
+        events. `changed` is called after every event.
         """
         self._show_line, self._clock, self._changed = show, clock, changed
         self.status = Status(phase="starting")
@@ -158,13 +158,13 @@ class Progress(Watcher):
         self.asked = 0
         """Number of clients sampled in this round."""
         self.protocol = "common"
-        """Preferred protocol of the displayed accuracies."""
+        """Preferred protocol for the displayed accuracies."""
         self.ended: RoundRecord | None = None
-        """Record of the last finished round."""
+        """Record of the last finished round, or None before the first round has finished."""
         self.last: RoundRecord | None = None
-        """Last record with accuracies."""
+        """Last record with accuracies, or None if there is none."""
         self.means: list[float] = []
-        """Mean accuracy of each evaluated round."""
+        """Mean accuracy in each evaluated round."""
         self.summary: Summary | None = None
         """Summary of the run, or None before it has finished."""
         self._began = NAN
@@ -172,10 +172,10 @@ class Progress(Watcher):
         self._durations: list[float] = []
         self._excluded: dict[str, State] = {}
 
-    # Events of the run.
+    # Methods for events of the run.
 
     def waiting(self, phase: str) -> None:
-        """Set the activity before the first round."""
+        """Set the current activity before the first round."""
         self.status.phase = phase
         self._show(phase)
 
@@ -242,7 +242,7 @@ class Progress(Watcher):
         self._changed()
 
     def round_finished(self, record: RoundRecord) -> None:
-        """Update the results. Clients that were not evaluated keep their last accuracy."""
+        """Update the results; clients that were not evaluated keep their last accuracy."""
         self.status.round, self.ended = record.round, record
         self._add_bytes(record.bytes_up + record.bytes_down)
         self._durations.append(record.seconds.total)
@@ -265,7 +265,7 @@ class Progress(Watcher):
         self._show(round_line(record, self.protocol))
 
     def notice(self, text: str) -> None:
-        """Add a notice."""
+        """Add a notice for the user."""
         self.status.notices = [*self.status.notices, text][-MAX_NOTICES:]
         self._show(f"note: {text}")
 
@@ -274,7 +274,7 @@ class Progress(Watcher):
         self.summary = summary
         self._show(duration(summary))
 
-    # Queries of displays.
+    # Queries for displays.
 
     def now(self) -> Status:
         """Return the current status of the run."""
@@ -302,7 +302,7 @@ class Progress(Watcher):
             self.clients[name] = self.clients[name].model_copy(update=changes)
 
     def seconds_of(self, client: ClientStatus) -> float:
-        """Return the duration of a client's current or last training; NaN if unknown."""
+        """Return the duration of a client's current or last training, or NaN if it is unknown."""
         return client.seconds if math.isnan(client.began) else self._clock() - client.began
 
     def count(self, state: State) -> int:
@@ -316,19 +316,19 @@ class Progress(Watcher):
 
     @property
     def seconds_per_round(self) -> float:
-        """Mean duration of the last rounds; NaN if no round has finished."""
+        """Mean duration of the recent rounds, or NaN if no round has finished."""
         return fmean(self._durations[-RECENT:]) if self._durations else NAN
 
     @property
     def seconds_left(self) -> float:
-        """Estimated remaining time of the run; NaN if no round has finished."""
+        """Estimated remaining time of the run, or NaN if no round has finished."""
         if not self.is_in_round:
             return (self.status.rounds - self.status.round) * self.seconds_per_round
         elapsed = min(self._clock() - self._began, self.seconds_per_round)
         return (self.status.rounds - self.status.round + 1) * self.seconds_per_round - elapsed
 
     def clients_by_state(self) -> str:
-        """Describe the clients of the round: "round 3 of 20: done a · training b, c"."""
+        """Describe the clients in the round, e.g. "round 3 of 20: done a · training b, c"."""
         names: dict[str, list[str]] = {}
         for client in sorted(self.clients.values(), key=lambda c: natural(c.name)):
             names.setdefault(client.state, []).append(client.name)
@@ -368,7 +368,7 @@ def _nan_last(value: float) -> float:
 
 
 def duration(summary: Summary) -> str:
-    """Describe the duration of a run, its startup and its rounds."""
+    """Describe the durations of a run, of its startup and of its rounds."""
     seconds = summary.seconds
     text = f"{plural(summary.rounds, 'round')} in {seconds.total:.1f} s"
     rounds = [past.seconds for past in summary.history if math.isfinite(past.seconds)]
@@ -395,7 +395,7 @@ def round_line(record: RoundRecord, protocol: str) -> str:
 def accuracies_of(record: RoundRecord, protocol: str) -> str:
     """Describe the accuracy of each kind of model, with full statistics for the first kind.
 
-    Kinds are ordered as in `shown_scores`, which also selects the protocol.
+    The kinds are in the order of `shown_scores`, which also selects the protocol.
     """
     shown, kinds = shown_scores(record, protocol)
     if not kinds:
@@ -407,7 +407,7 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
 
 
 class Throttled:
-    """Calls a function after changes, at most once per interval, in a separate thread.
+    """Caller of a function after changes, at most once per interval, in a separate thread.
 
     A slow call is followed by a longer pause, in proportion to its duration.
     """
@@ -425,7 +425,7 @@ class Throttled:
             self._thread.start()
 
     def end(self) -> None:
-        """Call the function one last time."""
+        """Call the function one last time, and stop."""
         self._ended.set()
         self._changed.set()
         with self._calling:
@@ -441,7 +441,7 @@ class Throttled:
                     self._function()
             taken = time.thread_time() - started
             self._ended.wait(pause)
-            # Applies from the second call on, because the first call also imports modules.
+            # This applies from the second call on, because the first call also imports modules.
             pause = max(self._seconds, taken / MAX_LOAD if taken > SLOW_CALL else 0.0)
 
 
@@ -449,7 +449,7 @@ def status_file(directory: Path) -> Progress:
     """Return a progress that writes status.json after changes, in a separate thread."""
 
     def write() -> None:
-        # Ignore a directory that cannot be written; writing a record reports the error.
+        # Ignore a directory that cannot be written, because writing a record reports the error.
         with contextlib.suppress(StateError, OSError):
             write_text(directory / STATUS_FILE, progress.now().model_dump_json())
 
@@ -464,7 +464,10 @@ def status_file(directory: Path) -> Progress:
 
 
 def read_status(directory: Path) -> Status:
-    """Read the current status of a run. Raises StateError."""
+    """Read the current status of a run.
+
+    Raises StateError if `directory` is not a run directory or a file is invalid.
+    """
     if not (directory / "config.toml").exists():
         raise StateError(f"{directory} is not a run directory: config.toml not found")
     status = read_if_exists(directory / STATUS_FILE, Status) or Status()

@@ -1,6 +1,6 @@
-"""Schema of a run's files, mainly metrics.jsonl (one record per round) and summary.json.
+"""Schemas of a run's files, mainly metrics.jsonl (one record per round) and summary.json.
 
-Unknown fields are ignored on reading. NaN, which JSON does not support, is written as null.
+Unknown fields are ignored in reading. NaN, which JSON does not support, is written as null.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from fedhet.base.errors import one_line
 from fedhet.base.metrics import ACCURACY
 
 LARGEST = 1e18
-"""Maximum number in a run's files, larger than any sum of values that clients may report."""
+"""Maximum number in a run's files, which exceeds any sum of values that clients may report."""
 ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]]]]
-"""protocol ("personal", "common") -> kind ("private", "proxy", …) -> client -> value."""
+"""Values by protocol ("personal", "common"), kind ("private", "proxy", …), and client."""
 ByMetric = dict[str, ByPlace]
-"""metric -> protocol -> kind -> client -> value."""
+"""Values by metric, protocol, kind, and client."""
 
 PROTOCOLS = ("personal", "common")
-"""Test sets: the client's personal test split, and the test set common to all clients."""
+"""Protocols, i.e. test sets: a client's personal test split, and the test set common to all
+clients."""
 HELD_OUT, HELD_OUT_EPOCH = "unseen", "unseen-epoch"
 """Kinds of the model offered to held-out clients: unchanged, and after one local epoch."""
 KINDS = ("private", "local", "proxy", "global", "server", HELD_OUT, HELD_OUT_EPOCH)
@@ -54,7 +55,7 @@ def _bounded(value: float) -> float:
 
 
 def _numbers(values: object) -> object:
-    """Drop strings and tables, which other versions may have logged as well."""
+    """Drop strings and tables, which other versions may have recorded."""
     if not isinstance(values, Mapping):
         return values
     return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
@@ -82,12 +83,12 @@ class Score(BaseModel):
 
 
 class FinalScore(Score):
-    """Scores of the last round, with the mean over the last fifth of the rounds."""
+    """Scores in the last round, with the mean over the last fifth of the rounds."""
 
     tail: Number = NAN
     """Mean over the last fifth of the rounds (see `fedhet.runs.measures.tail_of`)."""
     clients: Integer = 0
-    """Number of clients in the mean; 0 for a model of the server."""
+    """Number of clients in the mean; 0 for a server model."""
 
 
 class Ratio(Score):
@@ -97,7 +98,7 @@ class Ratio(Score):
 
 
 Scores = dict[Text, dict[Text, Score]]
-"""protocol -> kind -> scores of the clients' models."""
+"""Scores of the clients' models, by protocol and kind."""
 FinalScores = dict[Text, dict[Text, FinalScore]]
 Loss = Annotated[
     Score | None,
@@ -108,7 +109,7 @@ Loss = Annotated[
 
 
 class Seconds(BaseModel):
-    """Seconds by stage: sums over clients for `train` and `evaluate`, otherwise wall time."""
+    """Seconds by stage: sums over clients for `train` and `evaluate`, and wall time otherwise."""
 
     model_config = READING
 
@@ -129,7 +130,7 @@ class Seconds(BaseModel):
 
 
 class RunSeconds(Seconds):
-    """Seconds of a run by stage; `total` starts with the command, before the first round."""
+    """Seconds of a run, by stage; `total` starts with the command, before the first round."""
 
     start: Number = NAN
     """Part of `total` before the first round or, if resumed, before the next round."""
@@ -137,7 +138,7 @@ class RunSeconds(Seconds):
 
 @pydantic.dataclasses.dataclass(config=READING)
 class RoundRecord:
-    """Record of a round, one line of metrics.jsonl; filled in during the round."""
+    """Record of a round, which is one line in metrics.jsonl and is filled in during the round."""
 
     round: Round
     asked: list[Text] = field(default_factory=list)
@@ -145,9 +146,9 @@ class RoundRecord:
     answered: list[Text] = field(default_factory=list)
     """Clients whose replies were accepted."""
     failed: dict[Text, Text] = field(default_factory=dict)
-    """Failed clients, with the reason."""
+    """Failed clients, with the reasons."""
     unevaluated: dict[Text, Text] = field(default_factory=dict)
-    """Clients whose models could not be evaluated, with the reason."""
+    """Clients whose models could not be evaluated, with the reasons."""
     late: list[Text] = field(default_factory=list)
     """Clients that had not replied when the round closed."""
     ages: dict[Text, Round] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class RoundRecord:
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """Ratios of private to local accuracy, by protocol."""
     majority: dict[Text, dict[Text, Number]] = field(default_factory=dict)
-    """Accuracy of always predicting the most frequent class, by protocol and client."""
+    """Accuracy from always predicting the most frequent class, by protocol and client."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
     """Scores other than accuracy, by metric."""
     loss: Loss = None
@@ -168,7 +169,7 @@ class RoundRecord:
     bytes_up: Integer = 0
     bytes_down: Integer = 0
     bytes_evaluation: Integer = 0
-    """Bytes of models sent for evaluation; can be reduced with `evaluate-every`."""
+    """Bytes of models sent for evaluation, which `evaluate-every` can reduce."""
     seconds: Seconds = field(default_factory=Seconds)
     method: Metrics = field(default_factory=dict)
     """Metrics of the method in this round."""
@@ -179,7 +180,7 @@ class RoundRecord:
 
     @property
     def scores(self) -> dict[str, Scores]:
-        """Scores by metric, accuracy first."""
+        """Scores by metric, with the accuracy first."""
         return {ACCURACY: self.accuracy, **self.metrics} if self.accuracy else {}
 
     def each(self, metric: str = ACCURACY) -> Iterator[tuple[str, str, Score]]:
@@ -189,11 +190,11 @@ class RoundRecord:
                 yield protocol, kind, score
 
     def score(self, metric: str, protocol: str, kind: str) -> Score | None:
-        """Return the score of a metric, or None if it was not evaluated."""
+        """Return the score for a metric, or None if it was not evaluated."""
         return self.scores.get(metric, {}).get(protocol, {}).get(kind)
 
     def set_scores(self, metric: str, scores: Scores) -> None:
-        """Set the scores of a metric; empty scores are only set for the accuracy."""
+        """Set the scores for a metric; empty scores are set only for the accuracy."""
         if metric == ACCURACY:
             self.accuracy = scores
         elif scores:
@@ -201,7 +202,7 @@ class RoundRecord:
 
 
 class PastRound(BaseModel):
-    """Round in the history of a summary, with mean accuracies, bytes and duration."""
+    """Round in a summary's history, with mean accuracies, bytes and duration."""
 
     model_config = READING
 
@@ -229,7 +230,7 @@ class PastRound(BaseModel):
 
 
 class ConsumedBudget(BaseModel):
-    """Privacy budget that a run has consumed for a client, as (epsilon, delta)."""
+    """Privacy budget that a run has consumed for a client, as epsilon at delta."""
 
     model_config = READING
 
@@ -238,7 +239,7 @@ class ConsumedBudget(BaseModel):
 
 
 class Summary(BaseModel):
-    """Summary of a finished run (summary.json), with the scores of the last round."""
+    """Summary of a finished run (summary.json), with the scores in the last round."""
 
     model_config = READING
 
@@ -248,7 +249,7 @@ class Summary(BaseModel):
     rounds: Round
     clients: Integer = 0
     models: dict[Text, Text] = {}
-    """Model of each client."""
+    """Model of each client, by client name."""
     training: dict[Text, Text] = {}
     """Optimizer, learning rate, epochs and batch size of each client, as text."""
     headline: Text = ""
@@ -266,12 +267,12 @@ class Summary(BaseModel):
     """Bytes of models sent for evaluation."""
     seconds: RunSeconds = RunSeconds()
     peak_memory_mb: Number = NAN
-    """Highest memory usage of any process, server or client."""
+    """Highest memory usage of any server or client process, in MB."""
     versions: dict[Text, Text] = {}
 
     @property
     def scores(self) -> dict[str, FinalScores]:
-        """Scores by metric, accuracy first."""
+        """Scores by metric, with the accuracy first."""
         return {ACCURACY: self.accuracy, **self.metrics}
 
     @property
@@ -281,7 +282,7 @@ class Summary(BaseModel):
 
 
 OWN_DATA = "the sites' own data"
-"""Name of the data set if the clients read their own data."""
+"""Name of the dataset if the clients read their own data."""
 
 
 class Origin(BaseModel):
@@ -290,15 +291,15 @@ class Origin(BaseModel):
     model_config = READING
 
     run: Text = ""
-    """Name of the run in messages."""
+    """Name of the run, as used in messages."""
     deployed: bool = False
     """Whether the run was deployed over a network rather than simulated."""
     started: Text = ""
     """Time of the first start in UTC, such as 2026-11-23 18:40."""
     own_data: bool = False
-    """Whether the clients read their own data instead of partitions of the run's data set."""
+    """Whether the clients read their own data instead of partitions of the run's dataset."""
     models: dict[Text, Text] = {}
-    """Model of each client so far, for runs without a summary."""
+    """Models of the clients that have joined so far, for runs without a summary."""
     classes: list[Text] = []
     """Class names, or empty if the server does not know them."""
     fault: Text = ""
@@ -306,7 +307,7 @@ class Origin(BaseModel):
 
 
 class Partition(BaseModel):
-    """Number of samples of each class at each client (partition.json)."""
+    """Number of samples of each class on each client, as stored in partition.json."""
 
     model_config = READING
 

@@ -1,6 +1,6 @@
-"""State on disk: client states, server checkpoints, and stored models.
+"""States on disk: client states, server checkpoints, and stored models.
 
-Each state is a safetensors file of tensors and metadata. It is written under a temporary name,
+Each state is a safetensors file with tensors and metadata. It is written under a temporary name,
 synced and renamed (`fedhet.base.disk`), so that readers never see a partial state.
 """
 
@@ -33,16 +33,16 @@ _KEY = "fedhet"
 _ROUND = re.compile(r"round-([0-9]{1,18})\.safetensors")
 _MODEL = re.compile(r"([0-9]{1,18})-([0-9]{1,18})\.safetensors")
 KEPT_STATES = 3
-"""Number of states kept per client, so that the server can resume from an earlier round."""
+"""Number of states to keep per client, so that the server can resume from an earlier round."""
 KEPT_CHECKPOINTS = 2
-"""Number of checkpoints kept by the server."""
+"""Number of checkpoints that the server keeps."""
 
 
 @dataclass(frozen=True)
 class ClientStore:
-    """Private states of a client in a run: ROOT/<run>/<client>/round-<n>.safetensors.
+    """A client's private states in a run: ROOT/<run>/<client>/round-<n>.safetensors.
 
-    A state is saved at the end of each of the client's rounds; only the last few are kept.
+    A state is saved at the end of each of the client's rounds; only the last few states are kept.
     """
 
     root: Path
@@ -70,9 +70,9 @@ class ClientStore:
     def save(
         self, round: int, tensors: Mapping[str, Tensor], metadata: Metadata, best_round: int = 0
     ) -> None:
-        """Save the state of `round` atomically, and delete old states.
+        """Save the state after `round` atomically, and delete old states.
 
-        Keeps the last few states and the state in use after `best_round`. States of later rounds
+        Keeps the last few states and the state in use after `best_round`. States from later rounds
         are deleted, because the server has resumed from an earlier round.
         """
         save(self.path(round), tensors, metadata, self.root)
@@ -93,7 +93,7 @@ class ClientStore:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State of the server after `round`."""
+    """Server state after `round`."""
 
     round: int
     tensors: Mapping[str, Array]
@@ -104,7 +104,7 @@ class Checkpoints:
     """Server checkpoints of a run."""
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
-        """Set the directory. `identity` is saved in each checkpoint and checked on reading."""
+        """Set the directory; `identity` is saved in each checkpoint, and checked on reading."""
         self._run, self._folder = directory, directory / "checkpoints"
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
@@ -113,7 +113,7 @@ class Checkpoints:
     ) -> None:
         """Save the checkpoint of `round`, and delete all but the last two and `best_round`.
 
-        Raises StateError.
+        Raises StateError if the checkpoint cannot be written.
         """
         writable = {
             name: torch.from_numpy(np.require(value, requirements="W"))
@@ -126,7 +126,10 @@ class Checkpoints:
             self._writable.remove(path_in(self._folder, number).name for number in old)
 
     def read(self, round: int) -> Checkpoint:
-        """Read the checkpoint of `round`. Raises StateError if it is invalid or of another run."""
+        """Read the checkpoint of `round`.
+
+        Raises StateError if it is invalid or from another run.
+        """
         path = path_in(self._folder, round)
         tensors, metadata = load(path)
         refuse_other(path, metadata, {**self._identity, "round": round})
@@ -140,8 +143,9 @@ class Checkpoints:
     def newest(self, notice: Callable[[str], None], recorded: int) -> Checkpoint | None:
         """Return the last valid checkpoint up to round `recorded`, or None if no checkpoint exists.
 
-        Skips checkpoints that cannot be read, contain NaN or infinity, or belong to another run,
-        with a notice. Raises StateError if checkpoints are missing, or exist but none is valid.
+        Checkpoints that cannot be read, contain NaN or infinity, or belong to another run are
+        skipped with a notice. Raises StateError if checkpoints are missing, or if none of them is
+        valid.
         """
         all_rounds = rounds_in(self._folder)
         rounds = [number for number in all_rounds if number <= recorded]
@@ -165,7 +169,7 @@ class Checkpoints:
         return None
 
     def hide_after(self, round: int) -> None:
-        """Rename the checkpoints after `round`, which are unreadable, so that they are ignored."""
+        """Rename the unreadable checkpoints after `round`, so that they are ignored."""
         for number in rounds_in(self._folder):
             if number > round:
                 path = path_in(self._folder, number)
@@ -174,14 +178,14 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class ModelStore:
-    """Directory of models, each in a safetensors file. No model is kept in memory."""
+    """Directory of models, each in a safetensors file; no model is kept in memory."""
 
     folder: Path
     within: Path | None = None
-    """Parent directory below which symlinks are rejected."""
+    """Parent directory below which symlinks are rejected, or None."""
 
     def put(self, key: Key, weights: Mapping[str, Array]) -> None:
-        """Write a model atomically. Raises StateError."""
+        """Write a model atomically. Raises StateError if it cannot be written."""
         tensors = {name: torch.tensor(np.asarray(value)) for name, value in weights.items()}
         save(self._path(key), tensors, {}, self.within)
 
@@ -199,7 +203,7 @@ class ModelStore:
         return sorted((int(name[1]), int(name[2])) for name in names if name)
 
     def trim(self, number: int, newest: int) -> None:
-        """Delete all but the `newest` latest versions of a model."""
+        """Delete all but the latest `newest` versions of a model."""
         versions = sorted(key for key in self.contents() if key[0] == number)
         self._remove(versions[:-newest])
 
@@ -218,7 +222,7 @@ class ModelStore:
 def refuse_other(
     path: Path, metadata: Metadata, identity: Mapping[str, str | int], whose: str = "this run's"
 ) -> None:
-    """Raise StateError unless the metadata of `path` contain all entries of `identity`."""
+    """Check the metadata of `path`. Raises StateError unless it contains `identity`."""
     for name, value in identity.items():
         if metadata.get(name) != value:
             raise StateError(
@@ -227,12 +231,12 @@ def refuse_other(
 
 
 def path_in(directory: Path, round: int) -> Path:
-    """Return the path of the state of `round`."""
+    """Return the path of the state after `round`."""
     return directory / f"round-{round:06d}.safetensors"
 
 
 def rounds_in(directory: Path) -> list[int]:
-    """Return the rounds with a state in a directory, in ascending order. Ignores other files."""
+    """Return the rounds with a state in a directory, in ascending order; ignores other files."""
     names = {path.name for path in directory.glob("round-*.safetensors")}
     numbers = [int(match[1]) for name in names if (match := _ROUND.fullmatch(name))]
     return sorted(number for number in numbers if path_in(directory, number).name in names)
@@ -241,9 +245,9 @@ def rounds_in(directory: Path) -> list[int]:
 def save(
     path: Path, tensors: Mapping[str, Tensor], metadata: Metadata, within: Path | None = None
 ) -> None:
-    """Write tensors and metadata to `path` atomically. Rejects symlinks below `within`.
+    """Write tensors and metadata to `path` atomically.
 
-    Raises StateError.
+    Raises StateError if the file cannot be written, or if there is a symlink below `within`.
     """
     directory = Folder(path.parent, within)
     with directory.replacing(path.name, private=True) as temporary:
@@ -252,7 +256,7 @@ def save(
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors that share no memory; copies tensors where necessary."""
+    """Return contiguous CPU tensors that share no memory; copies tensors if necessary."""
     result: dict[str, Tensor] = {}
     pointers: set[int] = set()
     for name, tensor in all_to_device(tensors, HOST).items():
@@ -265,13 +269,19 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(path: Path) -> Loaded:
-    """Load the tensors, onto the CPU, and the metadata of `path`. Raises StateError."""
+    """Load the tensors of `path` onto the CPU, and its metadata.
+
+    Raises StateError if the file is invalid.
+    """
     with _opened(path) as (file, metadata):
         return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
 
 
 def load_metadata(path: Path) -> dict[str, int | float | str]:
-    """Load the metadata of `path` without reading its tensors. Raises StateError."""
+    """Load the metadata of `path` without reading its tensors.
+
+    Raises StateError if the file is invalid.
+    """
     with _opened(path) as (_, metadata):
         return metadata
 

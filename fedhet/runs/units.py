@@ -31,11 +31,11 @@ _IN_ASCII = {"±": "+-", "…": "...", "—": "-", "–": "-", "×": "x", "→":
 FORM, LEVEL = "FEDHET_LOG", "FEDHET_LOG_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 WIDTH = 160
-"""Width of a deployed server's progress lines, in columns."""
+"""Width of progress lines on a deployed server, in columns."""
 
 
 def human_bytes(count: float) -> str:
-    """Format a number of bytes with three significant digits, such as "12.3 MB" (10^6 bytes)."""
+    """Format a number of bytes with three significant digits, e.g. "12.3 MB" (10^6 bytes)."""
     if not math.isfinite(count):
         return ABSENT
     power = 0
@@ -46,7 +46,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Format a duration, such as "0.42 s", "12.3 s", "4 min 05 s" or "2 h 13 min"."""
+    """Format a duration, e.g. "0.42 s", "12.3 s", "4 min 05 s" or "2 h 13 min"."""
     if not math.isfinite(seconds):
         return ABSENT
     if seconds < 59.95:
@@ -59,12 +59,12 @@ def human_seconds(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Format a count with a noun, such as "1 client" or "2 clients"."""
+    """Format a count with a noun, e.g. "1 client" or "2 clients"."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def time_left(seconds: float) -> str:
-    """Format an estimated remaining time, such as "about 7 s left" or "about 4 min 05 s left"."""
+    """Format an estimated remaining time, e.g. "about 7 s left" or "about 4 min 05 s left"."""
     rough = f"{round(seconds)} s" if seconds < 59.5 else human_seconds(round(seconds))
     return f"about {rough} left"
 
@@ -79,12 +79,12 @@ def human_number(value: float) -> str:
 
 
 def score(value: float) -> str:
-    """Format an accuracy with four digits, such as "0.7312"."""
+    """Format an accuracy with four digits, e.g. "0.7312"."""
     return f"{value:.4f}" if math.isfinite(value) else ABSENT
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction as a percentage without trailing zeros: 0.613 becomes "61.3 %"."""
+    """Format a fraction as a percentage without trailing zeros, e.g. 0.613 as "61.3 %"."""
     return f"{100 * fraction:.4g} %"
 
 
@@ -112,7 +112,7 @@ def printable(text: str) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Format sorted numbers as ranges: [1, 2, 3, 7] becomes "1–3, 7"."""
+    """Format sorted numbers as ranges, e.g. [1, 2, 3, 7] as "1–3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -123,7 +123,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shown_path(path: Path | None) -> str:
-    """Format a path; a path below the working directory becomes relative."""
+    """Format a path, relative to the working directory if it is below it."""
     inside = path is not None and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd()) if path and inside else path)
 
@@ -137,7 +137,8 @@ def make_output_lenient() -> None:
     """Configure the standard streams to replace characters that they cannot encode.
 
     Otherwise, a run would fail if its terminal or log is limited to ASCII. A closed standard stream
-    is replaced by the null device, because the next opened file would otherwise receive its output.
+    is replaced with the null device, because the next opened file would otherwise receive its
+    output.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
@@ -157,7 +158,7 @@ def make_output_lenient() -> None:
 def _replacement(error: UnicodeError) -> tuple[str, int]:
     r"""Return an ASCII replacement for characters that could not be encoded.
 
-    Bytes of file names that are not UTF-8 become backslash escapes such as `\xff`.
+    Bytes in file names that are not UTF-8 are replaced with backslash escapes such as `\xff`.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -173,7 +174,10 @@ codecs.register_error("fedhet.lenient", _replacement)
 
 
 def _log_form() -> tuple[bool, int]:
-    """Return whether the log is JSON, and its minimum level. Raises SettingsError."""
+    """Return whether the log is JSON, and its minimum level.
+
+    Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
+    """
     form, level = os.environ.get(FORM, "text"), os.environ.get(LEVEL, "INFO").upper()
     for name, value, choices in ((FORM, form, ("text", "json")), (LEVEL, level, LEVELS)):
         if value not in choices:
@@ -188,7 +192,7 @@ def json_line(level: str, logger: str, message: str, at: float | None = None) ->
 
 
 def message_of(line: str) -> str:
-    """Extract the message of a JSON log line. Other lines are returned unchanged."""
+    """Extract the message from a JSON log line; other lines are returned unchanged."""
     if not line.startswith('{"time": '):
         return line
     try:
@@ -201,7 +205,7 @@ class JsonFormatter(logging.Formatter):
     """Log formatter that writes each record as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record; a traceback becomes part of the message."""
+        """Format a record, with the traceback as part of the message."""
         message = record.getMessage()
         if record.exc_info:
             message += "\n" + self.formatException(record.exc_info)
@@ -222,7 +226,10 @@ class _JsonLines(io.TextIOBase):
 
 
 def configure_logs() -> None:
-    """Configure the loggers of this process from the environment. Raises SettingsError."""
+    """Configure the loggers of this process from the environment.
+
+    Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
+    """
     as_json, level = _log_form()
     fedhet, flower = logging.getLogger("fedhet"), logging.getLogger("flwr")
     fedhet.setLevel(level)
@@ -239,7 +246,8 @@ def console_for(stream: TextIO | None = None) -> Console:
 
     Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
     """
-    from rich.console import Console  # may be missing on a machine that is only inspected
+    # The package may be missing on a machine that is only inspected.
+    from rich.console import Console
 
     make_output_lenient()
     configure_logs()
