@@ -102,7 +102,7 @@ def test_a_table_has_the_columns_for_which_a_paper_has_room(tmp_path: Path) -> N
     assert "personal global" in omitted
     assert "bytes up" not in omitted
     make(tmp_path / "third", method="felo", dataset="wine", kinds=kinds, protocols=both)
-    assert list(parsed(comparison_latex(compare([tmp_path])))[0])[:2] == ["run", "data set"]
+    assert list(parsed(comparison_latex(compare([tmp_path])))[0])[:2] == ["run", "dataset"]
 
 
 def test_what_latex_reads_as_something_else_is_escaped() -> None:

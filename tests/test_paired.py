@@ -273,7 +273,7 @@ def test_where_nothing_can_be_paired_the_reason_is_said(tmp_path: Path) -> None:
     assert reasons == {
         "felo": "only 1 shared seed",
         "velo": "no shared seed",
-        "cofed": "different data sets",
+        "cofed": "different datasets",
         "fedgems": "not evaluated",
     }
     found = compare(paths[:3])

@@ -660,7 +660,7 @@ def test_runs_that_do_not_match_are_noted(tmp_path: Path) -> None:
     write_comparison(found, tmp_path / "out")
     notes = "\n".join(found.notes)
     for words in (
-        "different data sets are not comparable: digits, mnist.",
+        "different datasets are not comparable: digits, mnist.",
         "The runs have different numbers of rounds: 3, 5.",
         "Not evaluated under common private, and therefore last: fedtype.",
         "d: unfinished, 5 of 9 rounds; its last round is shown",

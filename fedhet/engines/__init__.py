@@ -1,1 +1,1 @@
-"""Execution backends: clients train in this process, or on Ray workers."""
+"""Execution backends, with which clients train in this process or on Ray workers."""

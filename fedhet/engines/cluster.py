@@ -1,7 +1,7 @@
-"""Clients on a Ray cluster: a cluster started on this machine, or an existing cluster.
+"""Clients on a Ray cluster, either started on this machine or existing.
 
 Flower's server runs in this process, and calls the clients in Ray actors. Functions import Ray
-lazily, since a run in one process does not need it.
+lazily, because a run in one process does not need it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from fedhet.wire.identity import client_name
 
 LOG = logging.getLogger("flwr")
 REQUIRED = ("flwr", "torch", "torchvision", "pydantic", "sklearn", "safetensors", "flwr_datasets")
-"""Packages that must be installed on every machine; the code of fedhet is sent to the machines."""
+"""Packages that must be installed on every machine; fedhet's code is sent to the machines."""
 
 
 class ReachableClients(SimpleClientManager):
-    """Registry of the clients of a run, any of which any worker can train."""
+    """Registry of a run's clients, each of which can be trained by any worker."""
 
     def __init__(self, pool: WorkerPool, clients: int) -> None:
         super().__init__()
@@ -66,14 +66,17 @@ class ReachableClients(SimpleClientManager):
 
 
 class WorkerProxy(DirectProxy):
-    """A client that any worker of the cluster can run."""
+    """Proxy of a client that any worker in the cluster can run."""
 
     def __init__(self, name: str, partition: int, pool: WorkerPool) -> None:
         super().__init__(name)
         self._partition, self._pool = partition, pool
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the client on a worker. Raises ClientCallError or UserCodeError."""
+        """Call the client on a worker.
+
+        Raises ClientCallError if the call fails, and UserCodeError if the client's code does.
+        """
 
         def task(actor: Any, *, alone: bool = False) -> Any:
             return actor.call.remote(self._partition, name, instruction, alone=alone)
@@ -105,7 +108,7 @@ def fit(parts: ServerAppComponents) -> None:
 
 
 class LocalCluster:
-    """A Ray cluster on this machine that starts in a background thread."""
+    """Ray cluster on this machine, which starts in a background thread."""
 
     def __init__(
         self, config: Config, data: RunData, directory: Path, notice: Callable[[str], None]
@@ -116,7 +119,7 @@ class LocalCluster:
             config: Configuration of the run, without `auto` settings.
             data: Data of the run.
             directory: The run's directory.
-            notice: Called if a worker is lost.
+            notice: Function called with a message if a worker is lost.
         """
         self._config, self._data, self._decoded = config, data, directory / "decoded"
         self._started = BACKGROUND.submit(self._start, directory / "state", notice)
@@ -133,16 +136,20 @@ class LocalCluster:
     def pool(self) -> WorkerPool:
         """Wait until the cluster has started, and return its workers.
 
-        Raises FedhetError if Ray cannot be started, or the machine has too few CPUs.
+        Raises FedhetError if Ray cannot be started, or if the machine has too few CPUs.
         """
         pool = self._started.result()
         if threading.current_thread() is threading.main_thread():
-            # Restore Python's handler: Ray's own prints a stack trace on SIGTERM.
+            # Restore Python's signal handler, because Ray's handler prints a stack trace on
+            # SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
         return pool
 
     def run(self, parts: ServerAppComponents) -> None:
-        """Run a federation whose workers all map one copy of the data. Raises FedhetError."""
+        """Run a federation whose workers all map the same copy of the data.
+
+        Raises FedhetError if the cluster did not start or no worker is left.
+        """
         try:
             self._data.share(self._decoded)
             fit(parts)
@@ -151,7 +158,7 @@ class LocalCluster:
 
     def close(self) -> None:
         """Stop the workers and Ray, in the background if they are still starting."""
-        if self._started.cancel():  # Ray has not begun to start
+        if self._started.cancel():  # Ray has not begun to start.
             return
         if self._started.done():
             self._stop()
@@ -159,7 +166,7 @@ class LocalCluster:
             end_later(self._stop)
 
     def _stop(self) -> None:
-        with contextlib.suppress(Exception):  # if the start failed, there is nothing to stop
+        with contextlib.suppress(Exception):  # If the start failed, there is nothing to stop.
             self.pool().close()
             leave()
 
@@ -168,21 +175,21 @@ class LocalCluster:
 def joined_workers(
     config: Config, directory: Path, notice: Callable[[str], None]
 ) -> Iterator[WorkerPool]:
-    """Join the Ray cluster of 'engine.ray-address', and provide workers during the block.
+    """Join the Ray cluster at 'engine.ray-address', and provide workers in the block.
 
-    The cluster keeps running afterwards. If an error is raised before the block, the run's
-    directory is not kept.
+    The cluster keeps running afterwards. If an error is raised before the block, a new run
+    directory is removed.
 
     Args:
         config: Configuration of the run.
         directory: The run's directory.
-        notice: Called if a worker is lost.
+        notice: Function called with a message if a worker is lost.
 
     Raises:
-        FedhetError: The cluster cannot be joined, or one of its machines cannot take part.
+        FedhetError: If the cluster cannot be joined, or if one of its machines cannot take part.
     """
     engine = config.run.engine
-    device = find_device(engine.device).type  # workers use the same type of device as this machine
+    device = find_device(engine.device).type  # Workers use the same type of device as this machine.
     worker_config = absolute(config.replacing(engine=engine.model_copy(update={"device": device})))
     with contextlib.ExitStack() as stack:
         with _created(directory, resume=config.run.resume):
@@ -200,7 +207,7 @@ def joined_workers(
 def _created(directory: Path, *, resume: bool) -> Iterator[None]:
     """Create the run's directory for the block, and remove new directories if the block fails.
 
-    Raises StateError if the directory holds another run.
+    Raises StateError if the directory contains another run.
     """
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     if not (resume and directory.exists()):
@@ -215,7 +222,7 @@ def _created(directory: Path, *, resume: bool) -> Iterator[None]:
 
 
 def running_machines() -> list[Machine]:
-    """Return the current machines of the cluster, sorted by address."""
+    """Return the machines currently in the cluster, sorted by address."""
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -230,7 +237,7 @@ def running_machines() -> list[Machine]:
 
 
 def usable_machines(machines: Sequence[Machine], engine: EngineSettings) -> list[Machine]:
-    """Return the machines with enough CPUs for a worker. Raises SettingsError if there is none."""
+    """Return the machines with enough CPUs for a worker. Raises SettingsError if none has."""
     usable = [machine for machine in machines if machine.max_workers(engine, on_gpu=False)]
     if not usable:
         max_cpus = max((machine.cpus for machine in machines), default=0.0)
@@ -242,9 +249,9 @@ def usable_machines(machines: Sequence[Machine], engine: EngineSettings) -> list
 def place_workers(
     machines: Sequence[Machine], engine: EngineSettings, clients: int, *, on_gpu: bool
 ) -> list[Machine]:
-    """Return the machine of each worker: round-robin, with at most one worker per client.
+    """Return the machine for each worker, round-robin, with at most one worker per client.
 
-    Raises FedhetError if no machine can take a worker.
+    Raises FedhetError if no machine can run a worker.
     """
     limits = [machine.max_workers(engine, on_gpu=on_gpu) for machine in machines]
     turns = range(max(limits, default=0))
@@ -269,16 +276,17 @@ def start_workers(
     notice: Callable[[str], None],
     decoded: Path | None = None,
 ) -> WorkerPool:
-    """Start as many workers as the machines can take.
+    """Start as many workers as the machines can run.
 
     Args:
         machines: The machines.
         config: Configuration of the run, with absolute paths.
         states: Directory of the clients' states.
-        notice: Shows a message to the user.
+        notice: Function that shows a message to the user.
         decoded: Directory from which workers map the run's data, or None.
     """
-    import ray  # after `connect` or `start`, which set the environment variables that Ray reads
+    # Import Ray after `connect` or `start`, which set the environment variables that it reads.
+    import ray
 
     engine = config.run.engine
     on_gpu = find_device(engine.device).type == "cuda"
@@ -299,14 +307,14 @@ def start_workers(
 
 
 def pinned(machine: Machine) -> Any:
-    """Return Ray's scheduling strategy that runs a task only on this machine."""
+    """Return the Ray scheduling strategy that runs a task only on the given machine."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(machine.node, soft=False)
 
 
 def modules_of(config: Config) -> list[str]:
-    """Return the modules that workers import by name: method, user models and dataset."""
+    """Return the modules that workers import by name, for the method, user models and dataset."""
     source, location = find_source(config.run.data.dataset)
     return [
         *[side.__module__ for side in (config.method.strategy, config.method.client)],
@@ -316,7 +324,7 @@ def modules_of(config: Config) -> list[str]:
 
 
 def needs_of(config: Config, directory: Path) -> Needs:
-    """Return the requirements of a run for each machine; `config` must have absolute paths."""
+    """Return a run's requirements for each machine; `config` must have absolute paths."""
     run, names = config.run, config.run.models.pool
     encoders = [encoder_directory(encoder_parts(name)[2]) for name in names if is_encoder(name)]
     modules = dict.fromkeys([*REQUIRED, *modules_of(config)])
@@ -333,7 +341,7 @@ def needs_of(config: Config, directory: Path) -> Needs:
 
 
 def check_machines(machines: Sequence[Machine], needs: Needs, timeout: float) -> None:
-    """Check the requirements of a run on every machine.
+    """Check a run's requirements on every machine.
 
     Args:
         machines: The machines.
@@ -341,13 +349,14 @@ def check_machines(machines: Sequence[Machine], needs: Needs, timeout: float) ->
         timeout: Maximum time to wait for the machines, in seconds.
 
     Raises:
-        FedhetError: A machine cannot take part. If there are several faults, the notes of the error
-            list them all.
+        FedhetError: If a machine cannot take part. If there are several faults, the error's notes
+            list all of them.
     """
     import ray
 
     directory = Path(needs.directory)
-    with Folder(directory).replacing(needs.token) as path:  # identifies the directory on machines
+    # The token identifies the directory on other machines.
+    with Folder(directory).replacing(needs.token) as path:
         path.write_text(needs.token, encoding="utf-8")
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(inspection.faults)
@@ -362,7 +371,8 @@ def check_machines(machines: Sequence[Machine], needs: Needs, timeout: float) ->
             if ref in finished:
                 try:
                     faults = ray.get(ref)
-                except Exception as error:  # an error of Ray, or of packages on the machine
+                # The error may be from Ray or from packages on the machine.
+                except Exception as error:
                     faults = [f"cannot be checked: {error_text(error)}"]
             faults_by_machine.append([one_line(f"{address}: {fault}") for fault in faults])
     finally:

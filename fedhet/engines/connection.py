@@ -1,14 +1,14 @@
-"""Ray clusters, started here or joined, and the environment of processes that train.
+"""Ray clusters, started here or joined, and environment variables for training processes.
 
-glibc returns the pages of freed memory to the system, and requests them again, at every step of a
-training loop. Its threshold adapts to the sizes of freed blocks, but only up to 32 MiB, and the
-activations of a batch are larger. Thousands of page faults per step cost a tenth of the time or
-more. Thresholds of 1 GiB keep the pages. Huge pages, if supported by glibc (2.35) and the system,
-reduce the first faults. A process may thus keep up to 1 GiB of freed memory.
+In every step of a training loop, glibc returns the pages of freed memory to the system and then
+requests them again. Its threshold adapts to the sizes of freed blocks, but only up to 32 MiB, and
+the activations of a batch are larger. Thousands of page faults per step take a tenth of the time or
+more. With thresholds of 1 GiB, glibc keeps the pages, so a process may hold up to 1 GiB of freed
+memory. Huge pages, if glibc (2.35) and the system support them, reduce the initial page faults.
 
-By default, Ray listens on all interfaces without authentication: anyone who can reach one of its
-ports can execute any function. Its logs and sockets in /tmp/ray are readable by all users. A
-cluster started by this module uses only the loopback interface, a token, and a private directory.
+By default, Ray listens on all interfaces without authentication, so anyone who can reach one of its
+ports can execute any function. All users can read its logs and sockets in /tmp/ray. A cluster
+started by this module uses only the loopback interface, a token, and a private directory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KEEPING_PAGES = ":".join(
         "glibc.malloc.hugetlb=1",
     )
 )
-"""Value of TUNABLES. glibc reads it at the start of a process, and ignores unknown tunables."""
+"""Value of TUNABLES, which glibc reads at the start of a process; it ignores unknown tunables."""
 FORWARDED = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -49,22 +49,22 @@ FORWARDED = (
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     TUNABLES,
 )
-"""Environment variables forwarded to the workers of a cluster, in addition to FEDHET_*."""
+"""Environment variables that are forwarded to a cluster's workers, in addition to FEDHET_*."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Names of directories that contain installed packages."""
 
 
 def for_training() -> dict[str, str]:
-    """Return additional environment variables for a process that trains.
+    """Return additional environment variables for a training process.
 
-    A value of GLIBC_TUNABLES set by the user is not replaced.
+    If the user has set GLIBC_TUNABLES, its value is not replaced.
     """
     return {} if TUNABLES in os.environ else {TUNABLES: KEEPING_PAGES}
 
 
 @contextlib.contextmanager
 def inherited(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, for processes that are started in it."""
+    """Set environment variables in the block, for processes that are started in it."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -80,8 +80,8 @@ def inherited(changes: Mapping[str, str]) -> Iterator[None]:
 def for_workers() -> dict[str, str]:
     """Return the environment variables of workers on all machines of a cluster.
 
-    PYTHONPATH starts with the directories of the user's modules, since a module that is sent to a
-    machine may import other modules, and ends with the machine's PYTHONPATH.
+    PYTHONPATH starts with the directories of the user's modules, because a module that is sent to a
+    machine may import other modules. It ends with the machine's own PYTHONPATH.
     """
     forwarded = {k: v for k, v in os.environ.items() if k in FORWARDED or k.startswith("FEDHET_")}
     path = os.pathsep.join([*user_paths(), "${PYTHONPATH}"])
@@ -91,7 +91,7 @@ def for_workers() -> dict[str, str]:
 def code_of(modules: Iterable[str]) -> list[str]:
     """Return the directory or file of each module's top-level package.
 
-    Modules of the standard library, and modules that are not found, are omitted.
+    Modules in the standard library, and modules that are not found, are omitted.
     """
     library, paths = Path(sysconfig.get_path("stdlib")).resolve(), []
     for name in dict.fromkeys(module.partition(".")[0] for module in modules):
@@ -109,7 +109,7 @@ def code_of(modules: Iterable[str]) -> list[str]:
 def user_paths() -> list[str]:
     """Return the directories on `sys.path` that contain no installed packages.
 
-    Installed packages may be in other directories on another machine.
+    Directories with installed packages are excluded, because they may differ on another machine.
     """
     library = Path(sysconfig.get_path("stdlib")).resolve()
     directories = [Path(path or ".").resolve() for path in sys.path]
@@ -126,19 +126,19 @@ def user_paths() -> list[str]:
 CONNECT_SECONDS = 10.0
 """Time limit for connecting to a cluster's address; Ray itself would try for minutes."""
 BACKGROUND = ThreadPoolExecutor(1)
-"""Executor whose thread lives until this process ends, since Ray's processes end with the thread
+"""Executor whose thread lives until this process ends, because Ray's processes end with the thread
 that started them."""
 _starting: list[Future[None]] = []
-"""The start of a cluster that no caller of `start` has waited for."""
+"""Start of a cluster for which no caller of `start` has waited yet."""
 _stopping: list[Future[None]] = []
-"""The stop of a cluster that was still starting when it was no longer needed."""
+"""Stop of a cluster that was still starting when it was no longer needed."""
 _directories: list[tempfile.TemporaryDirectory[str]] = []
-"""Directory of the running cluster, which is removed at the latest when this process ends."""
+"""Directory of the running cluster, which is removed when this process ends, if not before."""
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Start a Ray cluster in the background; inside the block, `start` waits for it.
+    """Start a Ray cluster in the background; in the block, `start` waits for it.
 
     The cluster is stopped after the block if `start` was not called. If the block raises an error
     while the cluster is starting, the caller can use `abandon` to end the process without waiting.
@@ -181,7 +181,10 @@ def _stop_if_unused() -> None:
 
 
 def start() -> None:
-    """Start a Ray cluster on this machine, for this process only. Raises FedhetError."""
+    """Start a Ray cluster on this machine, for this process only.
+
+    Raises FedhetError if Ray cannot be started.
+    """
     if _starting:
         _starting.pop().result()
     else:
@@ -193,7 +196,8 @@ def _start() -> None:
     try:
         variables = {"PYTHONPATH": os.pathsep.join(user_paths()), **for_training()}
         with _private_directory() as directory, inherited(variables):
-            # Without an address, Ray joins an existing cluster of this machine or of RAY_ADDRESS.
+            # Without an address, Ray would join an existing cluster on this machine or at
+            # RAY_ADDRESS.
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -201,7 +205,7 @@ def _start() -> None:
                 logging_level=logging.ERROR,
                 _temp_dir=directory,
             )
-    except Exception as error:  # Ray raises several types of errors, some with several lines
+    except Exception as error:  # Ray raises several types of errors, some with several lines.
         leave()
         raise FedhetError(
             f"cannot start Ray on this machine ({error_text(error)}). Use --backend inline to run "
@@ -211,14 +215,14 @@ def _start() -> None:
 
 @contextlib.contextmanager
 def _private_directory() -> Iterator[str]:
-    """Provide a directory for a cluster started in the block, on loopback and with a token.
+    """Provide a directory for a cluster that is started in the block, on loopback with a token.
 
     Ray's processes inherit the token from the environment, so it does not appear on a command line.
     This process keeps the token until it leaves the cluster.
     """
     from ray._private import ray_constants
 
-    # Below /tmp, as in Ray, since the path of a socket is limited to about 100 characters.
+    # Use /tmp, like Ray, because the path of a socket is limited to about 100 characters.
     parent = os.environ.get("RAY_TMPDIR", "/tmp" if os.path.isdir("/tmp") else None)  # noqa: S108
     _directories.append(tempfile.TemporaryDirectory("", "fedhet-ray-", parent, True))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -228,7 +232,7 @@ def _private_directory() -> Iterator[str]:
     try:
         with inherited({**token, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
             _read_environment()
-            # A subdirectory, since Ray makes its directory readable by all users.
+            # Use a subdirectory, because Ray makes its directory readable by all users.
             yield os.path.join(_directories[-1].name, "ray")
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
@@ -249,7 +253,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
         modules: Modules that workers import, in their version on this machine.
 
     Raises:
-        FedhetError: No cluster runs at the address, or this machine is not part of it.
+        FedhetError: If no cluster runs at the address, or if this machine is not part of it.
     """
     ray = _ray()
     if address != AUTO:
@@ -267,7 +271,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
             logging_level=logging.ERROR,
             runtime_env={"env_vars": for_workers(), "py_modules": code_of(["fedhet", *modules])},
         )
-    except Exception as error:  # Ray raises several types of errors, some with several lines
+    except Exception as error:  # Ray raises several types of errors, some with several lines.
         ray.shutdown()
         option = "" if address == AUTO else f" --address={address}"
         raise FedhetError(
@@ -277,9 +281,12 @@ def connect(address: str, modules: Iterable[str]) -> None:
 
 
 def _ray() -> Any:
-    """Set the environment variables that Ray reads, and import Ray. Raises FedhetError."""
+    """Set the environment variables that Ray reads, and import Ray.
+
+    Raises FedhetError if this process has already joined Ray.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's future default: a worker to which no GPU is assigned still sees all GPUs.
+    # With this value, Ray's future default, a worker without an assigned GPU still sees all GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
@@ -289,7 +296,7 @@ def _ray() -> Any:
 
 
 def leave() -> None:
-    """Leave the cluster. A cluster started by this process is stopped, and its files removed."""
+    """Leave the cluster; a cluster that this process started is stopped, and its files removed."""
     import ray
 
     ray.shutdown()

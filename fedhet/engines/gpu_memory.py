@@ -1,4 +1,4 @@
-"""GPU memory: the fraction of a GPU for each worker, and recovery from running out of memory."""
+"""GPU memory: fraction of a GPU for each worker, and recovery if memory runs out."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from fedhet.models import Refitted, build_any
 from fedhet.settings.schema import kebab
 
 CONTEXT_BYTES = 2**29
-"""GPU memory that CUDA itself uses in each process."""
+"""GPU memory that CUDA itself uses in each process, in bytes."""
 USABLE_FRACTION = 0.9
 """Fraction of a GPU's memory that workers may use."""
 MAX_WORKERS = 8
-"""Maximum number of workers per GPU, if the number is computed from the size of the models."""
+"""Maximum number of workers per GPU if the number is computed from the size of the models."""
 RETRIED_ALONE = "ran out of GPU memory and is called again without other clients"
 COPIES = 4
-"""Copies of each weight in training: the weight, its gradient, and two moments of Adam."""
+"""Number of values stored per weight in training: the weight, its gradient, and Adam's two
+moments."""
 
 
 def with_gpu_share(config: Config, data: RunData) -> Config:
     """Set 'engine.gpus-per-client' if the run trains on a GPU and the setting is 0.
 
-    The fraction of a GPU for each worker follows from the memory needed to train the largest model
-    of the pool, and the additional models of the method.
+    The fraction of a GPU for each worker is computed from the memory needed to train the largest
+    model in the pool and the method's additional models.
     """
     run, dataset = config.run, data.dataset
     device = find_device(run.engine.device)
@@ -58,11 +59,11 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
 
 
 def gpu_fraction(needed: int, total: int) -> float:
-    """Return the fraction 1/k of a GPU for each worker, if k workers fit into its memory.
+    """Return the fraction 1/k of a GPU for each worker, where k workers fit into its memory.
 
     Args:
-        needed: Memory of a worker in bytes.
-        total: Memory of the GPU in bytes.
+        needed: Memory that a worker needs, in bytes.
+        total: Memory of the GPU, in bytes.
     """
     num_fitting = int(USABLE_FRACTION * total / needed)
     return math.floor(100 / min(max(num_fitting, 1), MAX_WORKERS)) / 100
@@ -75,7 +76,7 @@ def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> in
     The estimate includes the weights with their gradients and optimizer state, and the output of
     each layer with its gradient.
     """
-    if isinstance(model, Refitted):  # fitted on the CPU
+    if isinstance(model, Refitted):  # This model is fitted on the CPU.
         return 0
     outputs = [0]
 
@@ -95,7 +96,7 @@ def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> in
 
 
 def release_memory() -> None:
-    """Close the open clients of this process, and release unused GPU memory."""
+    """Close the open clients in this process, and release unused GPU memory."""
     close_clients()
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -103,7 +104,7 @@ def release_memory() -> None:
 
 
 def memory_error(error: torch.OutOfMemoryError) -> FedhetError:
-    """Return the error to raise if a client alone does not fit into the GPU's memory."""
+    """Return the error to raise if even a single client does not fit into the GPU's memory."""
     cause = one_line(" ".join(str(error).split()).partition(". ")[0])
     return FedhetError(
         f"does not fit into the GPU's memory, even without other clients ({cause}). Use a smaller "

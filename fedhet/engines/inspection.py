@@ -1,7 +1,7 @@
-"""Checks whether a machine of a cluster can take part in a run.
+"""Checks of whether a machine in a cluster can take part in a run.
 
-`faults` is sent to each machine and executed there. At the top, this module imports no package that
-a machine may lack. Ray itself rejects machines with another version of Python.
+`faults` is sent to each machine and executed there. At module level, this module imports no package
+that a machine may lack. Ray itself rejects machines with another version of Python.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Listing = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a run for each machine, taken from the machine that starts the run."""
+    """A run's requirements for each machine, taken from the machine that starts the run."""
 
     directory: str
     """The run's directory."""
     token: str
     """Name and content of a file in the run's directory."""
     device: str
-    """cpu, cuda or mps."""
+    """Device type: cpu, cuda or mps."""
     torch: str
     """Major and minor version of PyTorch."""
     data: dict[str, Listing | None]
-    """Files and directories that the run reads, with their listings (None if missing)."""
+    """Files and directories that the run reads, with their listings, or None if missing."""
     modules: tuple[str, ...]
     """Modules that the run imports."""
 
@@ -102,7 +102,7 @@ def is_found(module: str) -> bool:
 
 
 def listing(path: str) -> Listing | None:
-    """Return the listing of a file, or of all files below a directory; None if it is missing."""
+    """Return the listing of a file or of all files below a directory, or None if it is missing."""
     if not os.path.exists(path):
         return None
     tree = os.walk(path, followlinks=True)

@@ -1,8 +1,8 @@
-"""Simulation of a federation: the clients train in this process or on Ray workers.
+"""Simulation of a federation, whose clients train in this process or on Ray workers.
 
 `simulate` executes a run and writes its report; `train` writes no report. `with_backend` chooses
-the execution backend, and `engine_of` starts it. Module `cluster` implements Ray workers, on this
-machine or on a cluster.
+the execution backend, and `engine_of` starts it. The module `cluster` implements Ray workers on
+this machine or on a cluster.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from fedhet.engines.cluster import LocalCluster
 
 RAY_SECONDS = 15.0
-"""CPU time to start and stop Ray and its workers, including imports, in seconds."""
+"""CPU time for starting and stopping Ray and its workers, including imports, in seconds."""
 
 
 def simulate(
@@ -75,12 +75,12 @@ def simulate(
 
     Args:
         config: Configuration of the run.
-        directory: Directory of the results.
+        directory: Directory for the results.
         watchers: Observers of the run.
         begun: Start time of the command, as returned by `time.perf_counter`; None means now.
 
     Raises:
-        FedhetError: The run failed. If this machine cannot execute the run, the error is raised
+        FedhetError: If the run failed. If this machine cannot execute the run, the error is raised
             before any training.
     """
     with _trained(config, directory, watchers, begun):
@@ -93,7 +93,8 @@ def simulate(
 def train(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:
     """Execute a run like `simulate`, but without a report.
 
-    A report takes longer than a small run; `fedhet report` writes it from the files in `directory`.
+    Writing a report takes longer than a small run; `fedhet report` writes it from the files in
+    `directory`.
     """
     with _trained(config, directory, watchers, None, with_report=False):
         pass
@@ -110,7 +111,7 @@ def _trained(
 ) -> Iterator[None]:
     """Execute a run on entry, and shut Ray down in the background while the block runs.
 
-    With `with_report`, the libraries of the report are imported while Ray workers train.
+    With `with_report`, the report's libraries are imported while Ray workers train.
     """
     begun = time.perf_counter() if begun is None else begun
     reset_peak_memory()
@@ -126,7 +127,7 @@ def _trained(
     if not all(path.exists() for path in paths_of(config.run.data)):
         check(config, data)
     with contextlib.ExitStack() as stack:
-        # Clients of this run may stay open in this process, but must not keep its data in memory.
+        # This run's clients may stay open in this process, but must not keep its data in memory.
         stack.callback(data.forget)
         is_undecided = config.run.engine.backend == "auto"
         if is_undecided:
@@ -135,13 +136,14 @@ def _trained(
         if reason:
             show_waiting(watchers, reason)
         cluster = stack.enter_context(cluster_for(decided, data, directory, watchers))
-        if not is_undecided:  # while Ray workers start
+        if not is_undecided:  # Check while Ray workers start.
             check_models_and_data(config, data)
         engine = stack.enter_context(engine_of(decided, data, directory, watchers, cluster))
         if with_report and decided.run.engine.backend == "ray":
 
             def import_report() -> None:
-                with contextlib.suppress(Exception):  # the import for the report raises it again
+                # The import for the report raises the error again.
+                with contextlib.suppress(Exception):
                     importlib.import_module("fedhet.report")
 
             threading.Thread(target=import_report, daemon=True).start()
@@ -164,9 +166,9 @@ def _trained(
 
 
 def check_models_and_data(config: Config, data: RunData) -> None:
-    """Raise FedhetError if this machine cannot execute a run.
+    """Check this machine. Raises FedhetError if it cannot execute the run.
 
-    Also sets up a client without samples for each user model, since a method may need more of a
+    Also sets up a client without samples for each user model, because a method may need more from a
     model than a forward pass, such as another feature width.
     """
     check(config, data)
@@ -181,12 +183,12 @@ def check_models_and_data(config: Config, data: RunData) -> None:
             config.method.client(config, node, samples=samples).setup()
         except ModelError:
             raise
-        except Exception as error:  # an error of the method, which the first round reports
+        except Exception as error:  # The first round reports an error in the method.
             logging.getLogger("fedhet").debug("set-up of %s: %s", name, error)
 
 
 def baseline_of(config: Config, directory: Path, method: str) -> Config:
-    """Return the configuration of a run's baseline: the same experiment with another method.
+    """Return the configuration of a run's baseline, i.e. the same experiment with another method.
 
     The baseline is resumed if it exists. Raises SettingsError if the method does not support the
     experiment.
@@ -198,10 +200,10 @@ def baseline_of(config: Config, directory: Path, method: str) -> Config:
 
 
 def resolve_auto(config: Config, directory: Path) -> Config:
-    """Replace `auto` settings of the engine by values for this machine.
+    """Replace `auto` in the engine settings with values for this machine.
 
     A resumed run keeps the values in its config.toml, which were chosen on the machine where it
-    started. So a run can be repeated or resumed on another machine.
+    started. A run can thus be repeated or resumed on another machine.
     """
     config_file = directory / "config.toml"
     if not (config.run.resume and config_file.exists()):
@@ -216,7 +218,7 @@ def resolve_auto(config: Config, directory: Path) -> Config:
 
 @contextlib.contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Redirect Flower's log to a file inside the block."""
+    """Redirect Flower's log to a file in the block."""
     logger = logging.getLogger("flwr")
     before = list(logger.handlers)
     descriptor = Folder(path.parent).open(path.name, os.O_WRONLY | os.O_APPEND)
@@ -235,20 +237,20 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Engine:
-    """Execution backend of a run: this process, or the workers of a Ray cluster."""
+    """Execution backend of a run, i.e. this process or the workers of a Ray cluster."""
 
     run: Callable[[ServerAppComponents], None]
-    """Runs Flower's server to the end."""
+    """Function that runs Flower's server to the end."""
     workers: int = 1
     """Number of clients that train at the same time."""
     starting: str = ""
     """Progress message before the first round."""
     manager: ClientManager | None = None
-    """Registry of all clients, if they are known from the start."""
+    """Registry of all clients, if they are known from the start, or None."""
 
 
 def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config, str]:
-    """Choose the backend if it is `auto`, and return the reason of the choice.
+    """Choose the backend if it is `auto`, and return the reason for the choice.
 
     The backend is Ray if it is required, or if its workers save more time than Ray takes to start.
     The results are the same on both backends.
@@ -272,7 +274,7 @@ def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config
         backend = "ray"
     else:
         cpus = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-        # In a child process, leave the other CPUs to the runs that execute in parallel.
+        # In a child process, leave the other CPUs to parallel runs.
         workers = min(len(cpus), config.run.clients) if parent_process() is None else 1
         backend, reason = "inline", "Ray would have one worker"
         if workers > 1:
@@ -285,9 +287,9 @@ def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config
 
 
 def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: float) -> float:
-    """Estimate the CPU seconds of the remaining rounds from a training step of each model.
+    """Estimate the CPU seconds for the remaining rounds from a training step of each model.
 
-    Stops with a lower estimate as soon as it exceeds `bound`.
+    Stops with an incomplete estimate as soon as it exceeds `bound`.
     """
     run, clients = config.run, config.run.clients
     done = 0
@@ -325,7 +327,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
     batch_size = run.training.batch_size
     batch_size = max(batch_size) if isinstance(batch_size, tuple) else batch_size
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that this thread's CPU time is the total
+    torch.set_num_threads(1)  # Use one thread, so that its CPU time is the total.
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_any(
@@ -343,10 +345,10 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
                     loss = torch.nn.functional.cross_entropy(logits, compute.to_device(batch.y))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seconds = time.thread_time() - begun
-                if step and seconds > 0.5:  # the first step warms up
+                if step and seconds > 0.5:  # The first step is for warm-up.
                     break
             return seconds / size
-    except Exception:  # the first round reports the error
+    except Exception:  # The first round reports the error.
         return math.inf
     finally:
         torch.set_num_threads(threads)
@@ -358,8 +360,8 @@ def cluster_for(
 ) -> Iterator[LocalCluster | None]:
     """Start a Ray cluster on this machine in the background, if the run needs one.
 
-    Yields None if the run trains in this process or joins an existing cluster. Raises
-    SettingsError.
+    Yields None if the run trains in this process or joins an existing cluster. Raises SettingsError
+    if the engine settings do not suit a cluster on this machine.
     """
     engine = config.run.engine
     if engine.backend == "ray" and engine.device.startswith("cuda:"):
@@ -383,7 +385,7 @@ def engine_of(
     watchers: Sequence[Watcher],
     cluster: LocalCluster | None,
 ) -> Iterator[Engine]:
-    """Provide the execution backend of a run. Raises FedhetError if it cannot be started."""
+    """Provide a run's execution backend in the block. Raises FedhetError if it cannot start."""
     if config.run.engine.backend == "inline":
         notice, states = _notice(watchers), directory / "state"
         yield Engine(lambda parts: run_inline(config, data, states, parts, notice))
@@ -415,7 +417,7 @@ def _notice(watchers: Sequence[Watcher]) -> Callable[[str], None]:
 
 
 def show_waiting(watchers: Iterable[Watcher], text: str) -> None:
-    """Show the reason why the run is waiting."""
+    """Show the user why the run is waiting."""
     for watcher in watchers:
         watcher.waiting(text)
 
@@ -434,7 +436,8 @@ def run_inline(
         data: Data of the run.
         state_dir: Directory of the clients' states.
         parts: Components of Flower's server.
-        notice: Called if a client runs out of GPU memory and is called again.
+        notice: Function called with a message if a client runs out of GPU memory and is called
+            again.
     """
     server, rounds = parts.server, parts.config
     assert isinstance(server, Server)
@@ -448,10 +451,10 @@ def run_inline(
 
 
 class InlineProxy(DirectProxy):
-    """A client in this process."""
+    """Proxy of a client in this process."""
 
-    # Flower's server calls clients from several threads, but they share torch's generators and the
-    # data caches. So call one client at a time.
+    # Flower's server calls clients from several threads, but the clients share torch's generators
+    # and the data caches, so only one client is called at a time.
     _one_at_a_time = threading.Lock()
 
     def __init__(
@@ -476,7 +479,8 @@ class InlineProxy(DirectProxy):
                     return call_client()
                 except torch.OutOfMemoryError:
                     self._notice(f"{self.cid} {RETRIED_ALONE}")
-                release_memory()  # outside the handler, which refers to the failed client's tensors
+                # Retry outside the handler, which refers to the failed client's tensors.
+                release_memory()
                 try:
                     return call_client()
                 except torch.OutOfMemoryError as error:

@@ -1,9 +1,8 @@
-"""Ray workers of a run: the actor that trains clients, and the pool of all actors.
+"""Ray workers of a run: the actor that trains clients, and a pool of actors.
 
-Flower's own pool of Ray actors returns a dead actor to the pool, so that all its later tasks fail,
-and its simulation scans all messages for each client ten times a second. This pool removes a lost
-worker, starts a new worker if the machine is still available, and calls the client on another
-worker.
+Flower's own pool of Ray actors keeps dead actors, whose later tasks all fail, and its simulation
+scans all messages for each client ten times a second. This pool removes a lost worker, starts a new
+worker if the machine is still available, and calls the client on another worker.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
 POLL_SECONDS = 0.5
-"""Time between two checks whether a worker has started."""
+"""Seconds between two checks of whether a worker has started."""
 RELEASE_SECONDS = 30.0
-"""Maximum time to wait for idle workers to release GPU memory."""
+"""Maximum time to wait for idle workers to release GPU memory, in seconds."""
 MAX_ATTEMPTS = 2
-"""Number of workers on which a client is called, if they are lost, before it fails."""
+"""Number of workers on which a client is called before it fails, if the workers are lost."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Description of a client's error. Exceptions themselves may not be picklable."""
+    """Description of a client's error, because exceptions may not be picklable."""
 
     reason: str
     traceback: str
     user_code_fault: UserCodeFault | None = None
-    """Error in the client's code, if this is the cause."""
+    """Error in the client's code, if this is the cause, or None."""
     is_out_of_memory: bool = False
     """Whether the client ran out of GPU memory."""
 
@@ -60,8 +59,8 @@ class Worker:
         Args:
             config: Configuration of the run.
             state_dir: Directory of the clients' states.
-            decoded: Directory from which the run's data is mapped, if it is on this machine. It may
-                be written after the worker has started.
+            decoded: Directory from which the worker maps the run's data, if it is on this machine.
+                The data may be written after the worker has started.
         """
         self._config, self._state_dir = config, state_dir
         self._data = RunData.of(config.run, shared=decoded)
@@ -95,7 +94,7 @@ class Worker:
                 self._use_gpu(self._config.run.engine.gpus_per_client)
 
     def release_memory(self) -> None:
-        """Release GPU memory that this worker does not need at the moment."""
+        """Release GPU memory that this worker does not currently need."""
         release_memory()
 
     def is_ready(self) -> bool:
@@ -110,7 +109,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine of the cluster, or more precisely a Ray node."""
+    """Machine in the cluster, or more precisely a Ray node."""
 
     node: str
     """Ray's node id."""
@@ -133,14 +132,14 @@ class LostError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class PlacedWorker:
-    """A worker and its machine."""
+    """Worker with its machine."""
 
     machine: Machine
     actor: Any
 
 
 Task = Callable[[Any], Any]
-"""Starts a task on an actor, and returns Ray's reference to the result."""
+"""Function that starts a task on an actor, and returns Ray's reference to the result."""
 
 
 class WorkerPool:
@@ -156,7 +155,8 @@ class WorkerPool:
 
         Args:
             places: The machine of each worker.
-            start: Starts an actor on a machine. The actor must have a method `is_ready`.
+            start: Function that starts an actor on a machine. The actor must have a method
+                `is_ready`.
             notice: Shows a message to the user.
         """
         self.places = tuple(places)
@@ -165,15 +165,18 @@ class WorkerPool:
         self._idle: deque[PlacedWorker] = deque()
         self._busy: set[PlacedWorker] = set()
         self._starting: dict[Any, PlacedWorker] = {}
-        """Workers that are starting, by Ray's reference to the result of `is_ready`."""
+        """Workers that are starting, by the Ray reference to the result of `is_ready`."""
         self._exclusive = threading.Lock()
         self._is_reserved = False
-        """Whether a task runs alone, or waits for the other tasks to end."""
+        """Whether a task runs alone or is waiting for the other tasks to end."""
         for machine in places:
             self._start_worker(machine)
 
     def wait(self, timeout: float) -> None:
-        """Wait until a worker has started. Raises FedhetError after `timeout` seconds."""
+        """Wait until a worker has started.
+
+        Raises FedhetError if none has within `timeout` seconds.
+        """
         try:
             worker = self._acquire(time.monotonic() + timeout)
         except TimeoutError:
@@ -204,8 +207,8 @@ class WorkerPool:
             The result of the task.
 
         Raises:
-            LostError: The second worker is lost too, or no worker is left.
-            TimeoutError: The time limit is exceeded.
+            LostError: If the second worker is also lost, or if no worker is left.
+            TimeoutError: If the time limit is exceeded.
         """
         import ray
 
@@ -217,7 +220,7 @@ class WorkerPool:
                 try:
                     return ray.get(task(worker.actor), timeout=_remaining(deadline))
                 except ray.exceptions.GetTimeoutError:
-                    self._replace(worker)  # it is still busy, and might never end
+                    self._replace(worker)  # The worker is still busy, and might never finish.
                     raise TimeoutError("did not reply in time") from None
                 except ray.exceptions.RayError as error:
                     LOG.warning("%s", error)
@@ -253,7 +256,7 @@ class WorkerPool:
         try:
             worker = self._acquire(deadline, alone=alone)
             try:
-                # Ignore errors: a worker that is lost uses no memory.
+                # Ignore errors, because a lost worker uses no memory.
                 if alone and (refs := [w.actor.release_memory.remote() for w in self._idle]):
                     ray.wait(refs, num_returns=len(refs), timeout=RELEASE_SECONDS)
                 yield worker
@@ -293,7 +296,7 @@ class WorkerPool:
             self._changed.notify()
 
     def _replace(self, worker: PlacedWorker) -> None:
-        """Kill a worker, and start a new worker on its machine, if the machine still exists."""
+        """Kill a worker and, if its machine still exists, start a new worker there."""
         with self._changed:
             self._busy.discard(worker)
             _kill(worker)
@@ -331,5 +334,5 @@ def _remaining(deadline: float | None) -> float | None:
 def _kill(worker: PlacedWorker) -> None:
     import ray
 
-    with contextlib.suppress(Exception):  # the actor may be dead already
+    with contextlib.suppress(Exception):  # The actor may already be dead.
         ray.kill(worker.actor, no_restart=True)

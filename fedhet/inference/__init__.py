@@ -1,1 +1,1 @@
-"""Use of trained models: the Python API, predictions, and export."""
+"""Python API, and use of trained models for predictions and export."""

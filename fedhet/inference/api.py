@@ -72,8 +72,8 @@ def run(
     Arguments override the settings in `config`, which override those in `preset`.
 
     Python objects can replace the names of models, datasets and methods. With the backend "ray",
-    such objects must be importable from the top level of a module. With "inline", any object works;
-    "auto" falls back to "inline" if an object is not importable.
+    such objects must be importable from the top level of a module. With "inline", any object is
+    supported; "auto" falls back to "inline" if an object is not importable.
 
     Args:
         method: Name of a method, a module, or a pair of classes (strategy, client).
@@ -81,30 +81,30 @@ def run(
         rounds: Number of rounds.
         models: Model or list of models, assigned to the clients in turn. A model is a name, or a
             function of (shape, classes) that returns an extractor and a classifier. Text such as
-            "cnn2,mlp*3" works too.
+            "cnn2,mlp*3" is also supported.
         dataset: Name of a dataset, a `fedhet.Dataset`, a pair (x, y), a mapping from `train` and
             `test` to such pairs, or a function that returns one of these.
-        seed: Seed of all random draws.
+        seed: Seed for all random draws.
         backend: "auto", "ray" or "inline".
         out: Run directory; by default a new directory in `runs/`.
-        preset: Comma-separated names of presets; later ones override earlier ones.
+        preset: Comma-separated names of presets; later presets override earlier presets.
         config: TOML file with settings.
-        resume: Directory of a run to continue after its last complete round. Its settings apply;
-            arguments may add rounds and change where it executes.
+        resume: Directory of a run to continue after its last complete round, with its own settings.
+            Arguments may add rounds and change the execution backend.
         trust: Comma-separated modules that the settings of a resumed run may import.
-        settings: All other settings, such as `{"training.lr": 0.01}`. The last part of a name
-            suffices if it is unique.
-        against: Baseline method, such as "local", that is trained in the same way afterwards. The
-            report shows both runs, and `Result.baseline` returns the second one.
+        settings: Any other settings, e.g. `{"training.lr": 0.01}`. A name may be abbreviated to its
+            last part if that is unique.
+        against: Baseline method, such as "local", to train afterwards in the same way. The report
+            shows both runs, and `Result.baseline` returns the baseline's result.
         progress: Whether to print a line per round.
-        watchers: Additional receivers of the run's events; see `fedhet.runs.log.Watcher`.
+        watchers: Additional observers of the run's events; see `fedhet.runs.log.Watcher`.
 
     Returns:
         The result of the run, which is also stored in the run directory.
 
     Raises:
-        FedhetError: If a setting is invalid, or this machine cannot execute the run. Raised before
-            training starts.
+        FedhetError: If a setting is invalid, or if this machine cannot execute the run. The error
+            is raised before training starts.
 
     Example:
         >>> import fedhet
@@ -142,11 +142,11 @@ def load(
 
     Args:
         directory: Run directory.
-        objects: Python objects that were passed to `fedhet.run` in another process, by name, such
-            as `{"tiny": tiny}` for a model "fedhet.inference.objects:tiny". They are only needed to
+        objects: Python objects that were passed to `fedhet.run` in another process, by name, e.g.
+            `{"tiny": tiny}` for a model "fedhet.inference.objects:tiny". They are needed only to
             use the trained models.
-        trust: Comma-separated modules that the run's settings may import to restore its models,
-            such as "mymodels"; by default only modules of fedhet.
+        trust: Comma-separated modules, such as "mymodels", that the run's settings may import to
+            restore its models. By default, only fedhet's modules may be imported.
 
     Returns:
         The result of the run.
@@ -172,15 +172,17 @@ def compare(
     against: str | None = None,
     metric: str = ACCURACY,
 ) -> ComparedRuns:
-    """Compare runs, like `fedhet compare`. Runs that differ only in their seeds form a group.
+    """Compare runs, like `fedhet compare`.
+
+    Runs that differ only in their seeds form a group.
 
     Args:
         runs: Results, run directories, or directories of runs.
-        out: Directory for the HTML report and the figures; by default nothing is written.
+        out: Directory for the HTML report and the figures. By default, nothing is written.
         target: Accuracy for the bytes-to-target column, e.g. 0.7.
         kind: Kind of model by which runs are ordered, e.g. "private".
         protocol: Test set by which runs are ordered, "common" or "personal".
-        against: Baseline of the paired differences: a method, or the label of a run.
+        against: Baseline for the paired differences, as a method or the label of a run.
         metric: Metric to compare.
 
     Returns:
@@ -215,7 +217,7 @@ def _resolve(
 ) -> Config:
     """Resolve the settings of a run, with Python objects replaced by names.
 
-    Raises SettingsError.
+    Raises SettingsError if a setting is invalid or an object cannot be named.
     """
     values = read_layers(preset, config, resume, trust)
     backends = (v for k, v in [*given, *values.items()] if k in (BACKEND, "backend"))
@@ -230,12 +232,12 @@ def _resolve(
     if "method" not in values:
         raise SettingsError("METHOD is missing. Pass it as in fedhet.run('felo', ...).")
     if backend == "auto" and any(HERE in str(value) for value in values.values()):
-        values[BACKEND] = "inline"  # Ray's workers cannot import objects of this process
+        values[BACKEND] = "inline"  # Ray's workers cannot import this process's objects.
     return resolve(values)
 
 
 def _as_name(setting: str, value: Any, inline: bool) -> Any:
-    """Replace objects in the value of a setting by names, which TOML can store."""
+    """Replace objects in a setting's value with names, which TOML can store."""
     if setting == "data.dataset":
         return dataset_name(value, inline=inline)
     if setting == "models.pool" and not isinstance(value, str):
@@ -248,7 +250,7 @@ def _as_name(setting: str, value: Any, inline: bool) -> Any:
 
 
 class _Frame(pd.DataFrame):  # type: ignore[misc]
-    """Data frame that prints all of its columns; operations on it return plain data frames."""
+    """Data frame that is printed with all of its columns; operations return plain data frames."""
 
     def __repr__(self) -> str:
         with pd.option_context("display.max_columns", None):
@@ -256,9 +258,9 @@ class _Frame(pd.DataFrame):  # type: ignore[misc]
 
 
 class Result:
-    """Result of a run: its records as data frames, and the models of its clients.
+    """Result of a run, with its records as data frames and the models of its clients.
 
-    Returned by `fedhet.run` and `fedhet.load`. Models are loaded from disk on first use.
+    `fedhet.run` and `fedhet.load` return this object. Models are loaded from disk on first use.
     """
 
     def __init__(self, run: report.Run, *, best: bool = False, trust: str = "") -> None:
@@ -288,7 +290,7 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy of the private models after the last evaluation, or NaN if not evaluated.
+        """Mean accuracy of the private models in the last evaluation, or NaN if not evaluated.
 
         The method determines the test set (`headline`).
         """
@@ -313,7 +315,7 @@ class Result:
 
         Returns:
             One row per round, client, protocol (test set) and kind of model. The column `accuracy`
-            and a column per additional metric contain the scores, or NaN if undefined.
+            and one column per additional metric contain the scores, or NaN if they are undefined.
 
         Example:
             >>> frame = result.to_frame()
@@ -335,7 +337,7 @@ class Result:
         ]
 
     def _views(self) -> list[tuple[str, report.Run]]:
-        """Return a view of the run for each metric, accuracy first."""
+        """Return a view of the run for each metric, with accuracy first."""
         names = dict.fromkeys(name for record in self._run.records for name in record.metrics)
         return [(name, self._run.with_metric(name)) for name in (ACCURACY, *names)]
 
@@ -373,14 +375,14 @@ class Result:
         return {path.stem: path for path in sorted((self.directory / "figures").glob("*.png"))}
 
     def best(self) -> Result:
-        """Return this result with the models of the best round instead of the last.
+        """Return this result with the models from the best round instead of the last round.
 
         The run must have used the setting `keep-best`; otherwise, `model` raises StateError.
         """
         return Result(self._run, best=True, trust=self._trust)
 
     def kinds(self, client: str) -> tuple[str, ...]:
-        """Return the kinds of model that a client stores, such as ("private", "proxy").
+        """Return the kinds of models that a client stores, e.g. ("private", "proxy").
 
         Raises the same errors as `model`.
         """
@@ -391,12 +393,12 @@ class Result:
 
         Args:
             client: Client name, e.g. "client-0".
-            kind: Kind of model: "private", or another one in `kinds`.
+            kind: Kind of model, either "private" or another kind in `kinds`.
 
         Returns:
             Module in evaluation mode on the CPU. It maps inputs of shape [N, *shape], scaled as in
             training, to logits of shape [N, C]. Logits of classes outside the client's label space
-            are minus infinity.
+            are -inf.
 
         Raises:
             StateError: If the run contains no such client or model.
@@ -434,16 +436,16 @@ class Result:
         Args:
             client: Client name.
             out: Output file.
-            form: "safetensors", "pt2" or "onnx"; by default the extension of `out`.
+            form: "safetensors", "pt2" or "onnx". The default is the extension of `out`.
             kind: Kind of model, as in `model`.
 
         Returns:
-            Path of the model card, `out` with the additional extension .json.
+            Path of the model card, i.e. `out` with the additional extension .json.
 
         Raises:
             SettingsError: If the format is unknown.
             ModelError: If the format does not support the model.
-            StateError: If the model is not found, or the file cannot be written.
+            StateError: If the model is not found, or if the file cannot be written.
         """
         path = Path(out)
         return export(self._client(client), form or path.suffix.lstrip("."), path, kind)
@@ -467,13 +469,13 @@ class Result:
 
 
 class ComparedRuns:
-    """Comparison of runs, grouped over seeds, as returned by `fedhet.compare`."""
+    """Comparison of runs, grouped over seeds, which `fedhet.compare` returns."""
 
     def __init__(self, comparison: report.Comparison) -> None:
         self.comparison = comparison
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a data frame with one row per group, best first.
+        """Return a data frame with one row per group, with the best group first.
 
         The columns contain the mean and the standard deviation of the metric for each test set and
         kind of model, and the mean bytes and seconds.

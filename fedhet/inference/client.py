@@ -1,4 +1,4 @@
-"""Trained clients of a run: loading their models from disk, and predicting samples."""
+"""Trained clients of a run, whose models are loaded from disk to predict samples."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ from fedhet.wire.identity import client_name
 MAX_STATE_FACTOR = 8
 """Maximum memory for building a client's models, as a multiple of the size of its state."""
 STATE = "state"
-"""Directory of the client states in the directory of a simulated run."""
+"""Subdirectory with the client states in a simulated run's directory."""
 ROUNDING = 1e-3
-"""Tolerance for scaled pixels outside [-1, 1]."""
+"""Tolerance for scaled pixel values outside [-1, 1]."""
 MAX_BYTES = 2**29
 """Default maximum size of model inputs in memory, in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions of a model for N samples."""
+    """A model's predictions for N samples."""
 
     labels: NDArray[np.int64]
     """Index of the most probable class of each sample, of shape [N]."""
     probabilities: NDArray[np.float32]
-    """Class probabilities, of shape [N, C]; 0 for classes outside the client's label space."""
+    """Class probabilities, of shape [N, C], which are 0 for classes outside the client's label
+    space."""
     classes: tuple[str, ...]
     """Class names."""
 
@@ -83,30 +84,30 @@ class Predictions:
 
 @dataclass(frozen=True, eq=False)
 class TrainedClient:
-    """Client of a finished or unfinished run, with its models restored."""
+    """Client of a finished or unfinished run, with restored models."""
 
     record: ClientRecord
     config: Config
     round: int
-    """Round after which the restored state was saved."""
+    """Round at the end of which the restored state was saved."""
     participations: int
     """Number of rounds in which the client trained."""
     _client: Any
-    """The method's client, a HetClient."""
+    """The method's client, an instance of HetClient."""
     _trust: str = ""
     """Comma-separated modules that the settings may import."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of model that the client stores: `private`, and others for some methods."""
+        """Kinds of models that the client stores: `private` and, for some methods, other kinds."""
         return tuple(self._client.models)
 
     def model(self, kind: str = "private") -> nn.Module:
         """Return a model in evaluation mode.
 
-        It maps scaled inputs of shape [N, *shape] to logits of shape [N, C], which are minus
-        infinity for classes outside the client's label space. Raises StateError if the client does
-        not store this kind of model.
+        The model maps scaled inputs of shape [N, *shape] to logits of shape [N, C], which are -inf
+        for classes outside the client's label space. Raises StateError if the client does not store
+        this kind of model.
         """
         if kind not in self.kinds:
             raise StateError(
@@ -120,13 +121,13 @@ class TrainedClient:
         return model.eval()
 
     def network(self, kind: str = "private") -> nn.Module:
-        """Return a network as trained, without masking classes outside the label space."""
+        """Return the trained network, without masking of classes outside the label space."""
         self.model(kind)
         network: nn.Module = self._client.models[kind]
         return network
 
     def predict(self, x: Tensor, kind: str = "private") -> Predictions:
-        """Predict samples of shape [N, *shape], already scaled by `samples_for`."""
+        """Predict samples of shape [N, *shape], which `samples_for` has scaled."""
         model, compute = self.model(kind), self._client.compute
         with torch.no_grad():
             if isinstance(model, Refitted):
@@ -141,8 +142,8 @@ class TrainedClient:
     def accuracy(self, kind: str = "private") -> dict[str, float]:
         """Return the model's accuracy on the client's local test split and the common test set.
 
-        Loads the data named by the run's settings. Raises DataError if it is not found, and
-        SettingsError if it is a function of an untrusted module.
+        Loads the data that the run's settings name. Raises DataError if it is not found, and
+        SettingsError if it is a function in an untrusted module.
         """
         check_trusted(self.record.settings, self._trust, Path(self.record.client))
         saved = self._client.node
@@ -165,13 +166,13 @@ def open_client(
 ) -> TrainedClient:
     """Restore a client's models from a run directory, or from the state directory of a site.
 
-    Networks are restored without data. Models without gradients are not stored; they are fitted
-    again on their training data, which must still exist.
+    Networks are restored without data. Models without gradients are not stored, but refitted on
+    their training data, which must still exist.
 
     Args:
         directory: Run directory, or state directory of a site.
         client: Client name.
-        best: Whether to restore the best round instead of the last; requires a run directory.
+        best: Whether to restore the best round instead of the last round; requires a run directory.
         trust: Comma-separated modules that the settings may import (see `check_trusted`).
 
     Raises:
@@ -194,7 +195,7 @@ def open_client(
     round = best_round_of(root, trust) if best else MAX_ROUNDS
     largest = max(store.path(each).stat().st_size for each in store.rounds())
     try:
-        # The record may state any shape, but the models cannot exceed their saved state.
+        # The record may contain any shape, but the models cannot exceed their saved state.
         with AllocationLimit(MAX_STATE_FACTOR * largest + 2**26):
             restored = config.method.client(config, node, samples=record.without_data(config))
             restored.state.restore(store.run, before=round + 1)
@@ -217,7 +218,7 @@ def open_client(
 
 
 def _rebuild_record(directory: Path, store: ClientStore, trust: str) -> ClientRecord:
-    """Rebuild the missing record of a client from the settings and the data of its run.
+    """Rebuild a client's missing record from the settings and the data of its run.
 
     Raises StateError if `directory` is not a run directory.
     """
@@ -240,7 +241,7 @@ def _rebuild_record(directory: Path, store: ClientStore, trust: str) -> ClientRe
 def find_store(directory: Path, client: str) -> ClientStore:
     """Find the saved states of a client.
 
-    `directory` is a run directory, or a state directory: of a site, of one run, or of one client.
+    `directory` is a run directory, or the state directory of a site, of one run, or of one client.
     Raises StateError if the states are not found or ambiguous.
     """
     stores = list(_stores(directory))
@@ -308,7 +309,8 @@ def _stores(directory: Path) -> Iterator[ClientStore]:
     for path in filter(Path.is_dir, candidates):
         try:
             store = ClientStore(path.parents[1], path.parent.name, path.name)
-        except (StateError, IndexError):  # not a valid name of a run or client
+        # The directory's name is not a valid name of a run or client.
+        except (StateError, IndexError):
             continue
         if store.rounds():
             yield store
@@ -320,21 +322,21 @@ def _stores(directory: Path) -> Iterator[ClientStore]:
 def read_inputs(
     paths: Sequence[Path], record: ClientRecord, *, resize: bool = False, max_bytes: int = MAX_BYTES
 ) -> tuple[list[str], Tensor]:
-    """Read the samples to predict from files, scaled as in training.
+    """Read the samples to predict from files, and scale them as in training.
 
     Args:
         paths: Image or text files or directories of them, a single table, or a single .npz file
             with an array `x`.
         record: Record of the client, whose model determines the kind and the shape of samples.
-        resize: Whether to resize images of another size; implied by `data.image-size`.
-        max_bytes: Maximum size of the samples in memory. It replaces `data.max-bytes` of the run,
-            whose settings may be untrusted.
+        resize: Whether to resize images of another size; `data.image-size` implies it.
+        max_bytes: Maximum size of the samples in memory. It replaces the run's `data.max-bytes`,
+            because the run's settings may be untrusted.
 
     Returns:
         The names of the samples, and the samples of shape [N, *shape].
 
     Raises:
-        DataError: If a file is unreadable, unsuitable or too large; names the file.
+        DataError: If a file is unreadable, unsuitable or too large. The error names the file.
     """
     bounds = DataSpec.of(record.config().run).replace(max_bytes=max_bytes)
     if record.kind == TEXT.name:
@@ -369,10 +371,10 @@ def read_inputs(
 
 
 def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
-    """Convert samples to the input of the client's models: float32 [N, *shape], or token ids.
+    """Convert samples to inputs of the client's models, as float32 [N, *shape] or token ids.
 
-    uint8 values are scaled like the client's images; floats must already be scaled; texts are a
-    sequence of str. Raises DataError, which names `where`, for unsuitable types, shapes or ranges.
+    uint8 values are scaled like the client's images, floats must already be scaled, and texts must
+    be a sequence of str. Raises DataError, with `where`, if the type, shape or range is unsuitable.
     """
     if record.kind == TEXT.name:
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):
@@ -403,7 +405,7 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
 def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
     """Return the sample files in `paths` and, recursively, in directories, in natural order.
 
-    Logs a line about unused files in directories. Does not follow symlinks to directories. Raises
+    Unused files in directories are logged, and symlinks to directories are not followed. Raises
     DataError if there are no samples.
     """
     names: list[str] = []
@@ -422,6 +424,6 @@ def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
 
 
 def _check_regular(path: Path) -> None:
-    """Raise DataError for pipes and devices, which may never end."""
+    """Check a path. Raises DataError if it is a pipe or a device, which may never end."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: expected a regular file")

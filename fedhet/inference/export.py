@@ -31,22 +31,22 @@ from fedhet.models.adapted import Adapted, merged_base, peft_config
 from fedhet.runs.storage import unshared
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft", "merged")
-"""Export formats: weights only, a program of torch.export, ONNX, and for models with adapters the
-adapters of the library peft, or the base model with merged adapters."""
+"""Export formats: weights only, a torch.export program, ONNX and, for models with adapters,
+adapters for the library peft or the base model with merged adapters."""
 DIRECTORIES = ("peft", "merged")
 """Export formats that consist of several files in a directory."""
 HEAD = "head.safetensors"
-"""File with the layers after the base model, in an exported directory."""
+"""File with the layers after the base model in an exported directory."""
 NEEDED = ("onnx", "onnxscript")
 """Packages that PyTorch requires to write ONNX."""
 _NUMBER, _CODE, _MISSING = range(3)
-"""Kinds of table features: scaled number, one-hot category, or missing-value indicator."""
+"""Kinds of table features: scaled number, one-hot category, and missing-value indicator."""
 
 
 class Encoder(nn.Module):
-    """Encoder of table rows as a module; equivalent to `TableSchema.encode`.
+    """Module that encodes table rows like `fedhet.data.tables.encode`.
 
-    Computes in float64 like the schema, because float32 has too few digits for dates.
+    It computes in float64, because float32 has too few digits for dates.
     """
 
     column: Tensor
@@ -100,8 +100,8 @@ class ExportedModel(nn.Module):
 def export(trained: TrainedClient, form: str, path: Path, kind: str = "private") -> Path:
     """Export a client's model to `path` and its model card to `path`.json.
 
-    The formats peft and merged write a directory. All other files also contain the card. Programs
-    in the formats pt2 and onnx support any batch size.
+    The formats peft and merged are written as a directory. Files in all other formats also contain
+    the card. Programs in the formats pt2 and onnx support any batch size.
 
     Returns:
         Path of the model card.
@@ -136,8 +136,8 @@ def export(trained: TrainedClient, form: str, path: Path, kind: str = "private")
 def _write_directory(trained: TrainedClient, kind: str, form: str, path: Path) -> None:
     """Write adapters or a merged base model, and the layers after it.
 
-    `PeftModel.from_pretrained` loads adapters, and `AutoModel.from_pretrained` a merged model.
-    Raises ModelError if the model has no adapters.
+    `PeftModel.from_pretrained` loads the adapters, and `AutoModel.from_pretrained` loads the merged
+    model. Raises ModelError if the model has no adapters.
     """
     network = trained.network(kind)
     encoder = next((each for each in network.modules() if isinstance(each, Adapted)), None)
@@ -182,7 +182,7 @@ def _write_program(
         exported = ExportedModel(model, Encoder(record.table)).eval()
     else:
         shape = tuple(record.shape)
-        if record.kind == TEXT.name:  # the program has a fixed text length
+        if record.kind == TEXT.name:  # The program has a fixed text length.
             example = torch.ones(2, shape[1], dtype=torch.int64)
         else:
             example = torch.zeros(2, *shape)
@@ -204,7 +204,7 @@ def _write_program(
             onnx.save(str(path), external_data=False)
     except FedhetError:
         raise
-    except Exception as error:  # PyTorch's tracer and ONNX converter raise many types
+    except Exception as error:  # PyTorch's tracer and ONNX converter raise many exception types.
         raise ModelError(
             f"{record.client}: cannot export model '{record.model}' as {form}: "
             f"{one_line(' '.join(str(error).split()))}"
@@ -213,7 +213,7 @@ def _write_program(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress progress output and internal warnings of PyTorch's exporters."""
+    """Suppress progress output and internal warnings from PyTorch's exporters."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -233,7 +233,7 @@ SCALING: dict[Stored, str] = {
     "scaled": _FROM_BYTES,
     "given": "none: float32 in the range of the client's training samples",
 }
-"""Scaling of model inputs, by the storage format of the client's samples."""
+"""Description of the scaling of model inputs, by the storage format of the client's samples."""
 VALUES = {
     "number": "the number, without its unit",
     "date": "days since 1970-01-01, with the time of day as a fraction; UTC if no zone is given",
@@ -241,38 +241,38 @@ VALUES = {
     "missing": "NaN for an empty value and for the words in missing (any case); for numbers "
     "and dates, also for the words in missing_numbers",
 }
-"""Encoding of table values as numbers, by the kind of the column."""
+"""Description of the encoding of table values as numbers, by the kind of column."""
 FEATURES = (
     "number, date: (value - mean) / deviation, or 0 if missing; category: one-hot over the "
     "categories; a column with missing = true adds a feature that is 1 for a missing value and 0 "
     "otherwise"
 )
-"""Conversion of table values to features."""
+"""Description of the conversion of table values to features."""
 HASHED = (
     "words and punctuation marks (regular expression \\w+|[^\\w\\s]) of the text in Unicode NFKC "
     "form, case-folded; the token of a word is 1 + h mod (vocabulary - 1), where h is the 8-byte "
     "BLAKE2b hash of its UTF-8 form as a big-endian number; an empty text consists of the word ''; "
     "longer texts are truncated, shorter texts are padded at the end"
 )
-"""Tokenization with `data.tokenizer` = words."""
+"""Description of the tokenization with `data.tokenizer` = words."""
 ENCODED = (
     "tokens of the encoder's tokenizer.json without padding, with the ids 0 and pad_token_id (of "
     "config.json) swapped; longer texts are truncated, shorter texts are padded at the end"
 )
-"""Tokenization with the tokenizer of an encoder."""
+"""Description of the tokenization with an encoder's tokenizer."""
 
 
 def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
-    """Build the card of an exported model as JSON, without paths of this machine.
+    """Build the card of an exported model as JSON, without paths on this machine.
 
-    `is_scaling` tells whether the exported program scales its inputs and encodes table columns. The
-    accuracy is null if the test data is unavailable.
+    `is_scaling` states whether the exported program scales its inputs and encodes table columns.
+    The accuracy is null if the test data is unavailable.
     """
     record, run = trained.record, trained.config.run
     try:
         accuracy: dict[str, float] | None = trained.accuracy(kind)
         reason = ""
-    except (DataError, SettingsError):  # the message may contain local paths
+    except (DataError, SettingsError):  # The message may contain local paths.
         accuracy, reason = None, "the test data is unavailable on this machine"
     network = trained.network(kind)
     width = network.feature_dim if isinstance(network, HetModel) else None

@@ -1,6 +1,6 @@
-"""Names for the models, datasets and methods that a user passes to `fedhet.run` as objects.
+"""Names for models, datasets and methods that a user passes to `fedhet.run` as objects.
 
-Settings store names. An importable object is named by its import path. Any other object is
+Settings store names. The name of an importable object is its import path. Any other object is
 registered as an attribute of this module, for this process only.
 """
 
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_registered(settings: Mapping[str, object]) -> None:
-    """Raise SettingsError if settings name objects that are not registered in this process."""
+    """Check settings. Raises SettingsError if an object that they name is not registered."""
     names = re.findall(rf"{re.escape(HERE)}[:.](\w+)", " ".join(map(str, settings.values())))
     if missing := [name for name in dict.fromkeys(names) if name not in _registry]:
         raise _missing(missing)
@@ -46,10 +46,10 @@ def _missing(names: Sequence[str]) -> SettingsError:
 
 
 def model_name(model: object, *, inline: bool) -> str:
-    """Return the name of a model, which is given by name or as a function.
+    """Return the name of a model that is passed by name or as a function.
 
-    Raises SettingsError for other objects, and for functions that workers cannot import unless the
-    run is `inline`.
+    Raises SettingsError if it is another object, or if it is a function that workers cannot import
+    and the run is not `inline`.
     """
     if isinstance(model, str):
         return model
@@ -62,10 +62,10 @@ def model_name(model: object, *, inline: bool) -> str:
 
 
 def dataset_name(data: object, *, inline: bool) -> str:
-    """Return the name of a dataset, which is given by name, as data, or as a function.
+    """Return the name of a dataset that is passed by name, as data, or as a function.
 
-    Raises SettingsError for data, and for functions that workers cannot import, unless the run is
-    `inline`.
+    Unless the run is `inline`, raises SettingsError for data, and for functions that workers cannot
+    import.
     """
     if isinstance(data, str):
         return data
@@ -74,10 +74,10 @@ def dataset_name(data: object, *, inline: bool) -> str:
 
 
 def method_name(method: object, *, inline: bool) -> str:
-    """Return the name of a method, which is given by name, as a module, or as a pair of classes.
+    """Return the name of a method that is passed by name, as a module, or as a pair of classes.
 
-    The pair consists of subclasses of HetStrategy and HetClient. Raises SettingsError for other
-    objects, and for methods that workers cannot import unless the run is `inline`.
+    The pair consists of subclasses of HetStrategy and HetClient. Raises SettingsError if the method
+    is another object, or if workers cannot import it and the run is not `inline`.
     """
     if isinstance(method, str):
         return method
@@ -102,7 +102,7 @@ def method_name(method: object, *, inline: bool) -> str:
 def register(objects: Mapping[str, Any]) -> None:
     """Register objects under the names that they had in an earlier process.
 
-    A method is a module or a pair of classes; a dataset is data or a function that returns it.
+    A method is a module or a pair of classes; a dataset is data or a function that returns data.
     """
     for name, value in objects.items():
         is_pair = isinstance(value, tuple) and all(isinstance(each, type) for each in value)
@@ -125,7 +125,7 @@ class _Data:
 
 
 def _loader(data: Any) -> Callable[[], Any]:
-    """Return a function that returns the data: `data` itself if callable, or a wrapper."""
+    """Return a function that returns the data, i.e. `data` itself if callable, or a wrapper."""
     if callable(data):
         return data  # type: ignore[no-any-return]
     entries = (each for each in _registry.values() if isinstance(each, _Data) and each.data is data)
@@ -133,7 +133,7 @@ def _loader(data: Any) -> Callable[[], Any]:
 
 
 def _module_with(classes: list[type]) -> ModuleType:
-    """Return the registered module that contains the classes of a method, or a new one."""
+    """Return the registered module that contains a method's classes, or create it."""
     for module in _registry.values():
         if isinstance(module, ModuleType) and set(classes) <= set(vars(module).values()):
             return module
@@ -150,13 +150,13 @@ def _import_path(target: Any) -> str:
         return ""
     try:
         imported = getattr(importlib.import_module(module), name, None)
-    except Exception:  # a user's module may raise any error
+    except Exception:  # A user's module may raise any exception.
         return ""
     return f"{module}:{name}" if imported is target else ""
 
 
 def _registered_path(target: Any, argument: str, inline: bool, label: str = "") -> str:
-    """Register an object and return its path in this process. Raises SettingsError for Ray."""
+    """Register an object and return its path. Raises SettingsError unless the run is inline."""
     title: str = label or getattr(target, "__name__", type(target).__name__)
     if not inline:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""Reports of runs, comparisons and sweeps: tables, figures and HTML."""
+"""Reports on runs, comparisons and sweeps: tables, figures and HTML."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def write(directory: Path | str) -> Run:
-    """Write the figures and the HTML report of a run into its directory, and return the run.
+    """Write a run's figures and HTML report into its directory, and return the run.
 
     Raises StateError if a file of the run is missing, truncated or malformed.
     """

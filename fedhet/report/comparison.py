@@ -1,8 +1,8 @@
-"""Comparison of runs: groups of runs that differ only in their seeds, and paired differences.
+"""Comparison of runs, by groups that differ only in their seeds, with paired differences.
 
-Runs with the same seed share data, splits and initial weights as far as their settings allow.
+Runs with the same seed share data, splits and initial weights, as far as their settings allow.
 Therefore, the difference between two methods varies less over seeds than their accuracies. Tests of
-the differences use Holm's correction. SciPy is only imported if a test is requested.
+the differences use Holm's correction. SciPy is imported only if a test is requested.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Column = tuple[str, str]
 BASELINE = "local"
 """Default baseline method, if it is among the runs."""
 MIN_STANDARD_ERRORS = 2.0
-"""Number of standard errors from zero beyond which a difference is marked."""
+"""Distance from zero, in standard errors, beyond which a difference is marked."""
 TESTS = {"none": "", "t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}
-"""Tests of the differences (see `p_value`)."""
+"""Titles of the tests of the differences; see `p_value`."""
 DIGITS = 12
 """Decimals of a difference; further decimals are floating-point errors."""
 
@@ -41,7 +41,7 @@ DIGITS = 12
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and sample standard deviation over the runs of a group; NaN std for a single run."""
+    """Mean and sample standard deviation over the runs in a group; std is NaN for a single run."""
 
     mean: float = NAN
     std: float = NAN
@@ -69,7 +69,7 @@ class Group:
 
     @property
     def dataset(self) -> str:
-        """Name of the data set."""
+        """Name of the dataset."""
         return self.runs[0].dataset
 
     @property
@@ -79,32 +79,32 @@ class Group:
 
     @property
     def seeds(self) -> tuple[int | None, ...]:
-        """Seeds of the runs."""
+        """Seeds of the runs in the group."""
         return tuple(run.seed for run in self.runs)
 
     def score(self, column: Column) -> Spread:
-        """Return the spread over runs of the mean score in the last round."""
+        """Return the mean score in the last round, with its spread over runs."""
         return Spread.of(run.last(*column).mean for run in self.runs)
 
     def tail(self, column: Column) -> Spread:
-        """Return the spread over runs of the mean score in the last fifth of the rounds."""
+        """Return the mean score in the last fifth of the rounds, with its spread over runs."""
         return Spread.of(run.tail(*column).mean for run in self.runs)
 
     def worst(self, column: Column) -> Spread:
-        """Return the spread over runs of the worst client's score in the last round."""
+        """Return the worst client's score in the last round, with its spread over runs."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
-        """Return the mean scores of the runs by seed. `of` is `Run.last` or `Run.tail`."""
+        """Return the runs' mean scores by seed; `of` is `Run.last` or `Run.tail`."""
         means = {run.seed: of(run, *column).mean for run in self.runs if run.seed is not None}
         return pd.Series(means, dtype=float)
 
     def total(self, cost: str) -> Spread:
-        """Return the spread over runs of an entry of `Run.totals`, such as `bytes_up`."""
+        """Return an entry of `Run.totals`, such as `bytes_up`, with its spread over runs."""
         return Spread.of(float(run.totals[cost]) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
-        """Return the mean and std of the score by round, and the mean cumulative costs."""
+        """Return the mean and std of the score in each round, and the mean cumulative costs."""
         curve = over_seeds([run.curve(*column)["mean"] for run in self.runs])
         for cost in ("bytes", "epsilon", "clock"):
             mean = over_seeds([run.costs[cost] for run in self.runs])["mean"]
@@ -113,17 +113,17 @@ class Group:
 
     @property
     def method_metrics(self) -> set[str]:
-        """Names of the metrics of the method that all runs have."""
+        """Names of the method's metrics that all runs have."""
         return set.intersection(*(set(run.method_metrics) for run in self.runs))
 
     def method_curve(self, metric: str) -> pd.DataFrame:
-        """Return the mean and std of a metric of the method by round."""
+        """Return the mean and std of a method's metric in each round."""
         absent = pd.Series(dtype=float)
         return over_seeds([run.method_metrics.get(metric, absent) for run in self.runs])
 
 
 def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
-    """Return the mean and sample standard deviation of curves, for rounds in all of them.
+    """Return the mean and sample standard deviation of curves, for rounds that all have.
 
     The standard deviation of a single curve is NaN.
     """
@@ -132,7 +132,7 @@ def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Return the run directories among `directory` and two levels of its subdirectories."""
+    """Return the run directories among `directory` and its subdirectories, two levels deep."""
     if (directory / "config.toml").is_file():
         return [directory]
     near = {path.parent for path in directory.glob("*/config.toml")}
@@ -141,7 +141,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def load_runs(directories: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
-    """Load the runs in the directories (see `find_runs`).
+    """Load the runs found in the directories by `find_runs`.
 
     Returns the runs, and a note for each run that cannot be read. Raises StateError if a directory
     contains no run, or if no run can be read.
@@ -167,8 +167,8 @@ def load_runs(directories: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     """Group runs that differ only in their seeds; return the groups and notes on skipped runs.
 
-    Unfinished runs are skipped if their group has finished runs. Of several runs with the same
-    seed, which are one sample, only the longest and then latest run is kept.
+    Unfinished runs are skipped if their group has finished runs. If several runs have the same
+    seed, they are one sample, so only the longest and then the latest run is kept.
     """
     ignored = where_it_ran() | {"seed"}
     by_settings: dict[tuple[tuple[str, str], ...], list[Run]] = {}
@@ -199,10 +199,10 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
 
 
 def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
-    """Label each row with its method and the settings that vary among the rows of that method.
+    """Label each row with its method and the settings that vary among the method's rows.
 
-    Settings are shortened to their last part if that is unique, and paths to file names if these
-    are still distinct.
+    A setting's name is shortened to its last part if that is unique, and paths are shortened to
+    file names if those are still distinct.
     """
 
     def file_names(values: pd.Series[str]) -> pd.Series[str]:
@@ -229,9 +229,9 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Paired differences of the scores of two groups, for the seeds that both have.
+    """Paired differences between the scores of two groups, over the seeds that both have.
 
-    With fewer than two shared seeds, mean and standard error are NaN.
+    With fewer than two shared seeds, the mean and the standard error are NaN.
     """
 
     per_seed: Mapping[int, float] = field(default_factory=dict)
@@ -267,21 +267,22 @@ class Pair:
     baseline: Group
     column: Column
     baseline_column: Column
-    """Same protocol as `column`, but perhaps another kind of model."""
+    """Column of the baseline, with the same protocol as `column`, but possibly another kind of
+    model."""
     last: Difference
     """Differences in the last round."""
     tail: Difference
     """Differences in the last fifth of the rounds."""
     p: float = NAN
-    """p-value of the last round, corrected for the number of pairs; NaN if not tested."""
+    """p-value for the last round, corrected for the number of pairs, or NaN if not tested."""
 
     @property
     def fault(self) -> str:
-        """Reason why the two groups cannot be compared by seed, or ""."""
+        """Reason why the two groups cannot be compared by seed, or "" if they can."""
         if self.last.n > 1:
             return ""
         if self.group.dataset != self.baseline.dataset:
-            return "different data sets"
+            return "different datasets"
         sides = (self.group, self.column), (self.baseline, self.baseline_column)
         if not all(group.score(column).n for group, column in sides):
             return "not evaluated"
@@ -296,16 +297,16 @@ class Comparison:
     columns: tuple[Column, ...]
     target: float
     target_label: str
-    """Target as text: a percentage if the metric is a fraction."""
+    """Target as text, which is a percentage if the metric is a fraction."""
     notes: tuple[str, ...]
     method_metrics: tuple[str, ...]
-    """Metrics of the methods to plot over rounds."""
+    """Method metrics to plot over rounds."""
     pairs: tuple[Pair, ...]
-    """Differences to the baseline, one pair per group."""
+    """Differences from the baseline, with one pair per group."""
     metric: Metric
     """Metric of the compared scores."""
     test: str
-    """Test of the differences, a key of `TESTS`."""
+    """Test of the differences, as a key of `TESTS`."""
 
     @property
     def headline(self) -> Column:
@@ -313,10 +314,10 @@ class Comparison:
         return self.columns[0]
 
     def to_target(self, group: Group, cost: str) -> Spread:
-        """Return the cumulative cost at which the runs of a group first reached the target.
+        """Return the cumulative cost at which the runs in a group first reached the target.
 
-        `cost` is a column of `Run.costs`, such as `bytes`, or `clock` in simulated seconds. Ignores
-        runs that did not reach the target.
+        `cost` is a column of `Run.costs`, such as `bytes` or `clock` (simulated seconds). Runs that
+        did not reach the target are ignored.
         """
         sign = -1 if self.metric.lower_is_better else 1
         costs = []
@@ -361,14 +362,15 @@ def compare(
     """Compare runs that differ in settings, with statistics over seeds.
 
     Args:
-        dirs: Directories of runs, or parents of these up to two levels above.
-        target: Score for the bytes to reach it: a fraction, or a percentage if above 1. By default,
-            90 % of the lowest last score, which all runs reach.
-        kind: Kind of models whose score orders the groups, by default `private`.
-        protocol: Test set of this score, by default the headline protocol of most runs.
-        figures: Comma-separated metrics of the methods to plot over rounds.
-        against: Baseline of the paired differences (see `pair_groups`).
-        metric: Metric to compare, by default the accuracy.
+        dirs: Run directories, or directories up to two levels above run directories.
+        target: Score for which to report the bytes needed to reach it, as a fraction, or as a
+            percentage if above 1. The default is 90 % of the lowest last score, which all runs
+            reach.
+        kind: Kind of models by whose score the groups are ordered; the default is `private`.
+        protocol: Test set for this score; the default is the headline protocol of most runs.
+        figures: Comma-separated method metrics to plot over rounds.
+        against: Baseline for the paired differences; see `pair_groups`.
+        metric: Metric to compare; the default is the accuracy.
         test: Test of the paired differences: "none", "t" or "wilcoxon" (see `p_value`).
 
     Returns:
@@ -432,11 +434,11 @@ def compare(
 def choose_columns(
     groups: Sequence[Group], kind: str | None = None, protocol: str | None = None
 ) -> tuple[Column, ...]:
-    """Return all columns of the groups, with the headline column of the comparison first.
+    """Return all columns of the groups, with the comparison's headline column first.
 
-    Its kind is by default `private`. Its protocol is by default the headline protocol of most
-    groups; ties are broken by the number of evaluated groups, then in favor of `common`. Raises
-    StateError if no group was evaluated, and SettingsError for an unknown kind or protocol.
+    The default kind is `private`. The default protocol is the headline protocol of most groups;
+    ties are broken by the number of evaluated groups, and then in favor of `common`. Raises
+    StateError if no group was evaluated, and SettingsError if the kind or protocol is unknown.
     """
     columns = {column for group in groups for run in group.runs for column in run.columns}
     if not columns:
@@ -463,7 +465,7 @@ def _check(name: str, value: str | None, available: set[str], where: str = "") -
 
 
 def choose_metrics(names: str, available: Sequence[str]) -> tuple[str, ...]:
-    """Split a comma-separated list of metric names. Raises SettingsError for unknown names."""
+    """Split a comma-separated list of metric names. Raises SettingsError if one is unknown."""
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
     for name in chosen:
         if name not in available:
@@ -477,8 +479,8 @@ def choose_metrics(names: str, available: Sequence[str]) -> tuple[str, ...]:
 def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> float:
     """Return 90 % of the lowest last score of any run, so that all runs reach the target.
 
-    If lower scores are better, returns 110 % of the highest. The percentage is relative to the
-    metric's lowest possible value.
+    If lower scores are better, returns 110 % of the highest last score. The percentage is relative
+    to the metric's lowest possible value.
     """
     last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
     if not last.count():
@@ -491,11 +493,11 @@ def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> f
 
 
 def cautions(groups: Sequence[Group], column: Column) -> list[str]:
-    """Return notes on differences that limit the comparison."""
+    """Return notes on differences between groups that limit the comparison."""
     notes = []
     datasets = sorted({group.dataset for group in groups})
     if len(datasets) > 1:
-        notes.append(f"Scores on different data sets are not comparable: {', '.join(datasets)}.")
+        notes.append(f"Scores on different datasets are not comparable: {', '.join(datasets)}.")
     rounds = sorted({run.done for group in groups for run in group.runs})
     if len(rounds) > 1:
         notes.append(f"The runs have different numbers of rounds: {', '.join(map(str, rounds))}.")
@@ -524,10 +526,10 @@ def pair_groups(
 ) -> tuple[Pair, ...]:
     """Pair each group with its baseline, in the order of the groups.
 
-    `against` is the label or method of the baseline, or "NAME:KIND" for its models of another kind.
-    The default is `local` or, if absent, the first group. If several groups have the method, each
-    group is paired with the one that shares the most settings. Raises SettingsError if the baseline
-    does not exist.
+    `against` is the label or method of the baseline, or "NAME:KIND" to use its models of another
+    kind. The default is `local` or, if absent, the first group. If several groups have the method,
+    each group is paired with the group that shares the most settings. Raises SettingsError if the
+    baseline does not exist.
     """
     baselines, baseline_column = _baselines(groups, column, against)
     pairs = []
@@ -551,9 +553,9 @@ def pair_groups(
 def _baselines(
     groups: Sequence[Group], column: Column, against: str | None
 ) -> tuple[list[Group], Column]:
-    """Return the baseline groups, and their protocol and kind."""
+    """Return the baseline groups, and the protocol and kind of their scores."""
 
-    def with_name(name: str) -> list[Group]:  # labels take precedence over methods
+    def with_name(name: str) -> list[Group]:  # Labels take precedence over methods.
         labeled = [group for group in groups if group.label == name]
         return labeled or [group for group in groups if group.method == name]
 
@@ -583,9 +585,9 @@ def _baselines(
 def p_value(differences: Sequence[float], test: str) -> float:
     """Return the two-sided p-value of the hypothesis that the differences are centered at 0.
 
-    Returns NaN if it cannot be computed. The t-test assumes a normal distribution, the Wilcoxon
-    signed-rank test a symmetric one. With n seeds, the p-value of the latter is at least 2^(1-n):
-    0.25 for three seeds, 0.0625 for five.
+    Returns NaN if it cannot be computed. The t-test assumes a normal distribution, and the Wilcoxon
+    signed-rank test assumes a symmetric distribution. With n seeds, the p-value of the latter is at
+    least 2^(1-n), i.e. 0.25 for three seeds and 0.0625 for five seeds.
     """
     from scipy import stats
 
@@ -594,7 +596,7 @@ def p_value(differences: Sequence[float], test: str) -> float:
         return NAN
     if test == "wilcoxon":
         return float(stats.wilcoxon(differences).pvalue)
-    if len(set(differences)) == 1:  # the t-test needs a positive standard deviation
+    if len(set(differences)) == 1:  # The t-test needs a positive standard deviation.
         return NAN
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 

@@ -43,7 +43,7 @@ from fedhet.runs.units import (
 )
 
 MAX_CURVES = 12
-"""Maximum number of plotted curves, of the best groups."""
+"""Maximum number of curves to plot, for the best groups."""
 COST_AXES = {
     "bytes": ("costs", "bytes sent", "by bytes sent", "bytes sent, up and down", "bytes"),
     "epsilon": (
@@ -51,8 +51,8 @@ COST_AXES = {
     ),
     "clock": ("clock", "simulated time", "by simulated time", "simulated hours", "seconds"),
 }  # fmt: skip
-"""Cumulative costs against which accuracy is plotted: name of the figure, name in the alternative
-text, end of the title, axis label, and unit."""
+"""Cumulative costs against which the accuracy is plotted, each with the figure's name, the name in
+the alternative text, the end of the title, the axis label, and the unit."""
 COSTS = ("bytes_up", "bytes_down", "seconds", "start")
 TAIL_OF = "tail: mean over the last fifth of the rounds, for"
 PAIRED = (
@@ -60,14 +60,14 @@ PAIRED = (
     f"{MARK}: more than two standard errors from zero."
 )
 MAX_COLUMNS = 6
-"""Maximum number of columns that fit the text width of a paper."""
+"""Maximum number of columns that fit into the text width of a paper."""
 
 
 # --- files ------------------------------------------------------------------------------------
 
 
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write compare.png, .html, .md, .json and a figure for each requested metric of the methods.
+    """Write compare.png, .html, .md, .json, and a figure for each requested method metric.
 
     Each figure is also written as SVG. Returns the paths of all other files.
     """
@@ -87,7 +87,7 @@ def write_for_paper(
 ) -> list[Path]:
     """Write the tables as LaTeX (compare.tex) and the scores as CSV (compare.csv).
 
-    The CSV file has a row for each run, protocol and kind of model. Returns the paths.
+    The CSV file has a row for each run, protocol and kind of model. Returns the paths of the files.
     """
     texts = {}
     if latex:
@@ -113,14 +113,17 @@ def write_for_paper(
 
 
 def write_figures_for_paper(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write the figures as PDFs in the size and fonts of a paper into `paper/`."""
+    """Write the figures as PDFs, with the size and fonts of a paper, into `paper/`."""
     out = Path(out_dir)
     directory = Folder(out / "paper", out)
     return [figure.write_for_paper(directory) for figure in drawings(comparison)]
 
 
 def comparison_html(dirs: Sequence[Path | str]) -> str:
-    """Return the HTML report of a comparison without writing files. Raises like `compare`."""
+    """Return the HTML report of a comparison without writing files.
+
+    Raises the same errors as `compare`.
+    """
     comparison = compare(dirs)
     return render_comparison(comparison, drawings(comparison))
 
@@ -137,15 +140,15 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         hero[name] = f"{other}, {abs(best.mean - spread.mean):.4f} {worse}"
     protocol, kind = comparison.headline
     of = f"mean {metric.title} of {label}: {kind} models {where(protocol)}, last round"
-    # Omit empty columns, and the data set if it is the same for all groups.
+    # Omit empty columns, and the dataset if all groups have the same dataset.
     cells = comparison_cells(comparison).columns
     texts = {header: {cell.text for cell in column} for header, column in cells.items()}
     kept = {
         header: column
         for header, column in cells.items()
-        if texts[header] != {ABSENT} and (header != "data set" or len(texts[header]) > 1)
+        if texts[header] != {ABSENT} and (header != "dataset" or len(texts[header]) > 1)
     }
-    # A setting is shared even if some methods do not have it.
+    # A setting counts as shared even if some methods do not have it.
     settings = pd.DataFrame([group.settings for group in groups])
     differs = settings.nunique() > 1
     return render(
@@ -155,7 +158,7 @@ def render_comparison(comparison: Comparison, panels: Sequence[Drawing]) -> str:
         groups=groups,
         datasets=sorted({group.dataset for group in groups}),
         hero={"value": score(best.mean), "description": of, **hero},
-        table=Cells(kept, words=sum(header in ("run", "data set") for header in kept)),
+        table=Cells(kept, words=sum(header in ("run", "dataset") for header in kept)),
         paired=paired_cells(comparison),
         paired_basis=paired_legend(comparison),
         plots=[panel.chart() for panel in panels],
@@ -176,7 +179,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def to_dict(comparison: Comparison) -> dict[str, object]:
-    """Return a comparison as plain data, with NaN for unknown values."""
+    """Convert a comparison to plain data, with NaN for unknown values."""
 
     def curve(frame: pd.DataFrame) -> dict[str, list[float]]:
         return {"rounds": frame.index.tolist(), **frame.to_dict("list")}
@@ -250,7 +253,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
 
     columns = {
         "run": [Cell(name) for name in names],
-        "data set": [Cell(printable(group.dataset)) for group in groups],
+        "dataset": [Cell(printable(group.dataset)) for group in groups],
         "n": [Cell(str(len(group.runs)), len(group.runs)) for group in groups],
     }
     for column in comparison.columns:
@@ -285,7 +288,7 @@ def paired_cells(comparison: Comparison) -> Cells | None:
             for d, absent in values
         ]
 
-    against = [  # name the baseline's kind of model if it differs
+    against = [  # Name the baseline's kind of model if it differs.
         pair.baseline.label
         + (f" ({pair.baseline_column[1]})" if pair.baseline_column != pair.column else "")
         for pair in pairs
@@ -303,7 +306,7 @@ def paired_cells(comparison: Comparison) -> Cells | None:
 
 
 def paired_legend(comparison: Comparison) -> str:
-    """Return the legend of the paired differences."""
+    """Return the legend for the paired differences."""
     if comparison.test == "none":
         return PAIRED
     return (
@@ -328,21 +331,21 @@ def paired_table(comparison: Comparison) -> Blocks | None:
 
 
 def comparison_latex(comparison: Comparison) -> str:
-    """Return the table of a comparison, and the paired differences if any, as LaTeX.
+    """Return the table of a comparison and, if there are any, the paired differences as LaTeX.
 
-    The table has at most `MAX_COLUMNS` columns: label, data set if there are several, headline
+    The table has at most `MAX_COLUMNS` columns: label, dataset if there are several, headline
     score, epsilon, worst client, bytes, and further scores if they fit. A comment lists the omitted
     columns.
     """
     columns = comparison_cells(comparison).columns
     headline, *others = [" ".join(column) for column in comparison.columns]
     several = len({group.dataset for group in comparison.groups}) > 1
-    labels = ["run", "data set"] if several else ["run"]
+    labels = ["run", "dataset"] if several else ["run"]
     costs = ("bytes up", "bytes down")
     preferred = [*labels, headline, "epsilon", "worst client", *costs, *others, "tail"]
     chosen = [header for header in preferred if header in columns][:MAX_COLUMNS]
     kept = Cells({h: columns[h] for h in columns if h in chosen}, words=len(labels))
-    omitted = [header for header in columns if header not in (*chosen, "run", "data set")]
+    omitted = [header for header in columns if header not in (*chosen, "run", "dataset")]
     notes = f"% Columns only in compare.json: {', '.join(omitted)}\n" if omitted else ""
     sign = -1 if comparison.metric.lower_is_better else 1
     scores = [
@@ -360,7 +363,7 @@ def comparison_latex(comparison: Comparison) -> str:
 
 
 def drawings(comparison: Comparison) -> list[Drawing]:
-    """Return the figures of a comparison; metrics of the methods come last."""
+    """Return the figures of a comparison, with method metrics last."""
     title, groups = comparison.metric.title, comparison.groups
     panels: list[tuple[str, str, Callable[[Axes, Comparison], None]]] = [
         ("finals", f"last {title} by group", _finals),
@@ -388,7 +391,7 @@ def drawings(comparison: Comparison) -> list[Drawing]:
 
 
 def overview(comparison: Comparison) -> Drawing:
-    """Draw the score over rounds next to the scores of the last round."""
+    """Draw the score over rounds, next to the scores in the last round."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
@@ -447,7 +450,7 @@ def _draw(
 ) -> list[int]:
     """Draw a curve with a band over seeds for each group, over rounds or the column `x`.
 
-    Returns the rounds covered.
+    Returns the rounds that the curves cover.
     """
     rounds, names = [1], _names(comparison)
     for number, group in enumerate(comparison.groups[:MAX_CURVES]):
@@ -461,7 +464,7 @@ def _draw(
 
 
 def _finals(ax: Axes, comparison: Comparison) -> None:
-    """Draw the scores of the last round: a dot for each seed, and a marker for the mean."""
+    """Draw the scores in the last round, with a dot for each seed and a marker for the mean."""
     names, column = _names(comparison), comparison.headline
     for row, (group, name) in enumerate(zip(comparison.groups, names, strict=True)):
         color, mark = style.mark(row)

@@ -1,4 +1,4 @@
-"""Figures of a run, over its rounds and of its clients."""
+"""Figures of a run, over rounds and by client."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fedhet.report.style import GAP, HEIGHT, WIDTH, Drawing
 from fedhet.runs.units import human_bytes, human_seconds, plural
 
 MAX_BARS = 50
-"""Maximum number of bars; in longer runs, each bar is the mean of several rounds."""
+"""Maximum number of bars; in longer runs, each bar is the mean over several rounds."""
 STAGE_NAMES = {
     "train": "training", "evaluate": "evaluation", "server": "server", "overhead": "overhead",
 }  # fmt: skip
 MAX_PANELS, PANELS_PER_ROW = 12, 3
-"""Maximum number of plotted metrics of the method, and of panels in a row."""
+"""Maximum number of method metrics to plot, and of panels in a row."""
 MAX_NAMED = 30
-"""Maximum number of clients labeled with their names."""
+"""Maximum number of clients that are labeled with their names."""
 
 
 def write_figures(run: Run, *, paper: bool = False) -> list[Path]:
     """Write the figures of a run as PNG and SVG into `figures/`, and return the paths of the PNGs.
 
-    With `paper`, writes PDFs in the size and fonts of a paper into `figures/paper/` instead.
+    With `paper`, writes PDFs with the size and fonts of a paper into `figures/paper/` instead.
     """
     directory = Folder(run.path / "figures" / ("paper" if paper else ""), run.path)
     write = Drawing.write_for_paper if paper else Drawing.write
@@ -132,10 +132,10 @@ def _traffic(run: Run) -> Drawing:
 
 
 def _time(run: Run) -> Drawing:
-    """Draw the time by stage, in a bar for the full run and a bar for each round.
+    """Draw the time by stage, with a bar for the full run and a bar for each round.
 
-    The sum of the clients' times exceeds the wall time if clients train at the same time. The axis
-    label therefore states both.
+    If clients train at the same time, the sum of their times exceeds the wall time. The axis label
+    therefore states both.
     """
 
     def draw(figure: Figure) -> None:
@@ -189,7 +189,7 @@ def _time(run: Run) -> Drawing:
 
 
 def _loss(run: Run) -> Drawing | None:
-    """Draw the mean training loss over rounds, with the range of 80 % of the clients."""
+    """Draw the mean training loss over rounds, with the range that contains 80 % of the clients."""
     mean = run.mean_loss
     if mean.empty:
         return None
@@ -245,7 +245,7 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
-    """Draw metrics of `Run.extra_metrics` over rounds, with a panel for each metric."""
+    """Draw the metrics in `Run.extra_metrics` over rounds, with a panel for each metric."""
 
     def draw(ax: Axes, title: str) -> None:
         view = dict(views)[title]
@@ -259,7 +259,7 @@ def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
 
 
 def _method(run: Run) -> Drawing | None:
-    """Draw the metrics of the method over rounds, with a panel for each metric."""
+    """Draw the method's metrics over rounds, with a panel for each metric."""
 
     def draw(ax: Axes, name: str) -> None:
         style.line(ax, run.method_metrics[name])
@@ -271,7 +271,7 @@ def _method(run: Run) -> Drawing | None:
 def _grid(
     name: str, panels: Sequence[str], draw: Callable[[Axes, str], None], alt: str
 ) -> Drawing | None:
-    """Return a figure of small panels, each filled by `draw`, or None without panels."""
+    """Return a figure with small panels, each filled by `draw`, or None without panels."""
     columns = min(len(panels), PANELS_PER_ROW)
     if not columns:
         return None
@@ -325,7 +325,7 @@ def _labels(run: Run) -> Drawing | None:
 
 
 def _set_names(ax: Axes, axis: str, names: Sequence[str]) -> None:
-    """Label the ticks of an axis, or every n-th tick if there are many."""
+    """Label the ticks on an axis, or every n-th tick if there are many."""
     max_ticks = MAX_NAMED if axis == "y" else 12 if max(map(len, names)) > 3 else 20
     ticks = range(0, len(names), math.ceil(len(names) / max_ticks))
     shown = [style.short(names[tick]) for tick in ticks]
@@ -387,7 +387,7 @@ def _client_curves(run: Run) -> Drawing | None:
 
 
 def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
-    """Return the `model` and `value` of each client with a value, in ascending order."""
+    """Return the `model` and `value` of each client that has a value, in ascending order."""
     frame = pd.DataFrame({"value": pd.Series(values, dtype=float).dropna()})
     models = [run.models.get(name, "model unknown") for name in frame.index]
     return frame.assign(model=models).sort_values("value", kind="stable")
@@ -425,7 +425,7 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     pool = {str(model): clients["value"] for model, clients in scores.groupby("model")}
     for column, (model, values) in enumerate(pool.items()):
         color, mark = style.mark(column)
-        # Spread the markers of a bin horizontally, and more widely if the bin has more values.
+        # Spread the markers in a bin horizontally, and more widely if the bin has more values.
         span = values.max() - values.min() or 1.0
         bins = values.groupby((values - values.min()) // (span / 24))
         number, size = bins.cumcount(), bins.transform("size")

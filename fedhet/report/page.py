@@ -1,4 +1,4 @@
-"""HTML reports, each a self-contained file that is also readable on paper and on a phone."""
+"""HTML reports; each is a self-contained file that is also readable on paper and on a phone."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from fedhet.runs.units import (
 from fedhet.settings.text import as_text
 
 MAX_SPARKLINES = 24
-"""Maximum number of metrics of the method with a sparkline."""
+"""Maximum number of method metrics with a sparkline."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """Additional content of a report that is served by `fedhet watch`."""
+    """Additional content for a report that `fedhet watch` serves."""
 
     status: str
-    """URL of the run's status."""
+    """URL from which to load the run's status."""
     rounds: int
-    """Number of recorded rounds; the report is reloaded when it increases."""
+    """Number of recorded rounds; the report is reloaded when this number increases."""
     home: bool
     """Whether to link to the list of runs."""
 
@@ -54,7 +54,7 @@ def write_report(run: Run) -> Path:
 
 
 def render(template: str, package: str = "fedhet.report", **content: object) -> str:
-    """Render a template of a package to HTML. All text is escaped.
+    """Render a package's template to HTML, with all text escaped.
 
     Templates may extend or include templates of `fedhet.report`. File names end in `.md`, because a
     Flower app bundle (FAB) contains no .html, .css or .js files.
@@ -82,12 +82,12 @@ def render(template: str, package: str = "fedhet.report", **content: object) -> 
 
 
 def render_run(run: Run, live: Live | None = None) -> str:
-    """Return the HTML report of a run. `live` is set if the report is served."""
+    """Return the HTML report of a run; `live` is set if the report is served."""
     metrics = run.method_metrics
     over_rounds = [name for name in metrics if metrics[name].nunique() > 1]
     once = {name: metrics[name].dropna() for name in metrics if name not in over_rounds}
     about, hero = "", {}
-    if run.method in shipped_names():  # do not import a user's method
+    if run.method in shipped_names():  # Do not import a user's method.
         spec = find_method(run.method).spec
         about = f"{run.method}: {spec.title}. {spec.paper}"
     if run.columns:
@@ -142,7 +142,7 @@ def render_run(run: Run, live: Live | None = None) -> str:
 
 
 def where(protocol: str) -> str:
-    """Describe the test set of a protocol, such as "on the common test set"."""
+    """Describe the test set of a protocol, e.g. "on the common test set"."""
     name = TEST_SETS.get(protocol, protocol)
     return f"on each client's {name}" if protocol == "personal" else f"on the {name}"
 
@@ -152,10 +152,11 @@ def _sparkline(
 ) -> dict[str, str]:
     """Return the last value and the range of a metric, and its sparkline as SVG paths.
 
-    NaN values become gaps. `chart` describes the curve for tooltips (see `style.Canvas`).
+    NaN values are gaps in the curve. `chart` describes the curve for tooltips (see `style.Canvas`).
     """
 
-    def scaled(values: pd.Series) -> pd.Series:  # to [0, 1]; the values are not all equal
+    # Scale the values to [0, 1]; they are not all equal.
+    def scaled(values: pd.Series) -> pd.Series:
         return (values - values.min()) / (values.max() - values.min())
 
     valid = values.dropna()

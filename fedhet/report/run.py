@@ -1,7 +1,7 @@
 """Results of a run, read from its directory.
 
-An interrupted run is accepted: `summary.json` may be missing, and the last line of `metrics.jsonl`
-may be truncated. Any other missing or malformed file raises a StateError that names the file.
+In an interrupted run, `summary.json` may be missing, and the last line of `metrics.jsonl` may be
+truncated. If any other file is missing or malformed, a StateError with its path is raised.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ MEANING = {
     HELD_OUT: "the model offered to held-out clients, which never train",
     HELD_OUT_EPOCH: "the same model after one local epoch",
 }
-"""Descriptions of the protocols and the common kinds of models."""
+"""Descriptions of the protocols and of common kinds of models."""
 STATISTICS = ["mean", "std", "worst"]
 STAGES = ("train", "evaluate", "server", "overhead")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a run. The score methods return one metric, by default the accuracy."""
+    """Results of a run, whose score methods return one metric, by default the accuracy."""
 
     path: Path
     settings: Mapping[str, object]
@@ -76,9 +76,9 @@ class Run:
     planned: int
     """Planned number of rounds."""
     models: Mapping[str, str]
-    """Model of each client; may be incomplete if the run is unfinished."""
+    """Model of each client, which may be incomplete if the run is unfinished."""
     metric: str = ACCURACY
-    """Metric of `scores` and of all derived values (see `with_metric`)."""
+    """Metric for `scores` and all derived values; see `with_metric`."""
 
     @property
     def finished(self) -> bool:
@@ -86,7 +86,7 @@ class Run:
         return self.summary is not None
 
     def title_of(self, metric: str) -> str:
-        """Return the title of a metric of the method."""
+        """Return the title of a method's metric."""
         is_shipped = self.method in shipped_names()  # do not import a user's method
         return metric_title(metric, find_method(self.method).spec.metrics if is_shipped else {})
 
@@ -107,35 +107,35 @@ class Run:
 
     @cached_property
     def last_evaluated(self) -> RoundRecord | None:
-        """Last record with scores of the metric."""
+        """Last record with scores for the metric."""
         evaluated = (each for each in reversed(self.records) if each.scores.get(self.metric))
         return next(evaluated, None)
 
     @property
     def scores(self) -> Mapping[str, Mapping[str, Score]]:
-        """Scores of the metric in the last round or, if unfinished, the last evaluated round."""
+        """Scores in the last round or, if the run is unfinished, in the last evaluated round."""
         if self.summary:
             return self.summary.scores.get(self.metric, {})
         return self.last_evaluated.scores[self.metric] if self.last_evaluated else {}
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Reported names of the metrics other than accuracy, such as `recall.3`."""
+        """Reported names of all metrics other than accuracy, e.g. `recall.3`."""
         return tuple(self.last_evaluated.metrics) if self.last_evaluated else ()
 
     def with_metric(self, metric: str) -> Run:
-        """Return the run with the scores of another metric."""
+        """Return the run with scores for another metric."""
         return self if metric == self.metric else replace(self, metric=metric)
 
     @cached_property
     def extra_metrics(self) -> tuple[tuple[str, Run], ...]:
-        """Title of each displayed metric other than accuracy, and the run with its scores."""
+        """Titles of the displayed metrics other than accuracy, each with the run for its scores."""
         shown = filter(is_shown, self.metrics)
         return tuple((metric_of(name).title, self.with_metric(name)) for name in shown)
 
     @cached_property
     def protocols(self) -> tuple[str, ...]:
-        """Evaluated protocols, the headline protocol first."""
+        """Evaluated protocols, with the headline protocol first."""
         headline = self.summary.headline if self.summary else self.settings.get("headline")
         evaluated = [name for name, kinds in self.scores.items() if kinds]
         return tuple(sorted(evaluated, key=lambda name: position(name, [headline, *TEST_SETS])))
@@ -146,44 +146,44 @@ class Run:
         return next(iter(self.protocols), "")
 
     def kinds(self, protocol: str) -> tuple[str, ...]:
-        """Return the kinds of models evaluated under a protocol, `private` first."""
+        """Return the kinds of models evaluated under a protocol, with `private` first."""
         kinds = self.scores.get(protocol, {})
         return tuple(sorted(kinds, key=lambda name: position(name, KINDS)))
 
     @property
     def columns(self) -> tuple[tuple[str, str], ...]:
-        """All (protocol, kind) pairs of the last round, the headline first."""
+        """All (protocol, kind) pairs in the last round, with the headline first."""
         return tuple((name, kind) for name in self.protocols for kind in self.kinds(name))
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
-        """Protocol and last ratios to local training, of the headline protocol if possible."""
+        """Protocol and last ratios to local training, for the headline protocol if possible."""
         ratios = self.last_evaluated.relative if self.last_evaluated else {}
         return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
     def majority(self, protocol: str) -> Mapping[str, float]:
-        """Return the accuracy of always predicting the most frequent class, by client.
+        """Return the accuracy from always predicting the most frequent class, by client.
 
-        Empty for metrics other than accuracy.
+        The result is empty for metrics other than accuracy.
         """
         if self.metric != ACCURACY or self.last_evaluated is None:
             return {}
         return self.last_evaluated.majority.get(protocol, {})
 
     def last(self, protocol: str, kind: str) -> Score:
-        """Return the scores of the last round, or an empty score if not evaluated."""
+        """Return the scores in the last round, or an empty score if it was not evaluated."""
         return self.scores.get(protocol, {}).get(kind, Score())
 
     def tail(self, protocol: str, kind: str) -> Tail:
         """Return the mean over the last fifth of the recorded rounds.
 
-        Computed from the records, because summaries of older versions lack it.
+        This is computed from the records, because summaries from older versions lack it.
         """
         return tail_of(self.records, protocol, kind, self.metric)
 
     @property
     def baseline_column(self) -> tuple[str, str] | None:
-        """Protocol and kind of the baseline's models with which the headline is compared."""
+        """Protocol and kind of the baseline models with which the headline is compared."""
         if self.baseline is None or not self.columns:
             return None
         (protocol, kind), available = self.columns[0], self.baseline.columns
@@ -191,7 +191,7 @@ class Run:
         return next((each for each in candidates if each in available), None)
 
     def client_count(self, protocol: str, kind: str) -> str:
-        """Format the number of clients in a mean, such as "2 of 3"; "" for a server model."""
+        """Format the number of clients in a mean, e.g. "2 of 3", or "" for a server model."""
         count, all_clients = len(self.last(protocol, kind).per_client), len(self.clients)
         if kind == "server":
             return ""
@@ -203,7 +203,7 @@ class Run:
         return not math.isnan(self.records[-1].clock)
 
     def curve(self, protocol: str, kind: str) -> pd.DataFrame:
-        """Return the mean, std and worst score of each evaluated round."""
+        """Return the mean, std and worst score in each evaluated round."""
         scores = {r.round: r.score(self.metric, protocol, kind) for r in self.records}
         rows = {number: (s.mean, s.std, s.worst) for number, s in scores.items() if s}
         index = pd.Index(rows, name="round", dtype=int)
@@ -221,7 +221,7 @@ class Run:
 
     @cached_property
     def costs(self) -> pd.DataFrame:
-        """Bytes and seconds of each round; `bytes`, `epsilon` and `clock` are cumulative.
+        """Bytes and seconds in each round; `bytes`, `epsilon` and `clock` are cumulative.
 
         `epsilon` is the maximum over clients, or NaN without differential privacy. `clock` is in
         simulated seconds, or NaN without a simulated clock. `seconds` is wall-clock time, with one
@@ -246,7 +246,7 @@ class Run:
 
     @property
     def mean_loss(self) -> pd.Series:
-        """Mean training loss of each round with a loss."""
+        """Mean training loss in each round with a loss."""
         means = [record.loss.mean if record.loss else NAN for record in self.records]
         return pd.Series(means, index=_rounds(self.records), dtype=float).dropna()
 
@@ -258,10 +258,10 @@ class Run:
 
     @cached_property
     def totals(self) -> pd.Series:
-        """Total bytes and wall-clock seconds of the run, also by stage.
+        """Total bytes and wall-clock seconds of the run, in total and by stage.
 
         `start` is the part of `seconds` before the first round, or NaN if unknown. `clock` and
-        `epsilon` are the values of the last round. `seconds_a_round` is the mean over rounds.
+        `epsilon` are the values in the last round. `seconds_a_round` is the mean over rounds.
         """
         if self.summary is None:
             sums = {**self.costs.drop(columns="bytes").sum(), "start": NAN}
@@ -274,15 +274,15 @@ class Run:
 
     @cached_property
     def samples(self) -> Mapping[str, int]:
-        """Number of samples of each client; empty if the label counts are unknown."""
+        """Number of samples on each client; empty if the label counts are unknown."""
         counts = self.partition.counts if self.partition else {}
         return {name: sum(row) for name, row in counts.items()}
 
     @cached_property
     def failures(self) -> pd.DataFrame:
-        """Rounds of the failures, by client and reason. Includes clients that did not reply."""
+        """Rounds with failures, by client and reason, including missing replies."""
         rows = []
-        for record in self.records:  # a late reply is not a failure
+        for record in self.records:  # A late reply is not a failure.
             replied = {*record.answered, *record.failed, *record.late}
             silent = dict.fromkeys(set(record.asked) - replied, "no reply")
             failures = {**record.failed, **silent}
@@ -293,7 +293,7 @@ class Run:
 
 
 def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
-    """Read the results of a run, and of its baseline if it has one.
+    """Read the results of a run and, if it has one, of its baseline.
 
     Raises StateError if a file is missing, truncated or malformed.
     """
@@ -316,7 +316,7 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     partition = directory.read_if_exists(root / "partition.json", Partition)
     origin, baseline = directory.read_if_exists(root / "run.json", Origin) or Origin(), None
     if with_baseline:
-        with contextlib.suppress(StateError):  # the baseline may not have recorded a round yet
+        with contextlib.suppress(StateError):  # The baseline may not have recorded a round yet.
             baseline = load_run(root / directory.BASELINE, with_baseline=False)
     dataset = summary.dataset if summary else str(settings.get("data.dataset", "?"))
     seed = summary.seed if summary else settings.get("seed")

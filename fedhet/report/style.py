@@ -1,9 +1,10 @@
-"""Style of all figures (colors, fonts, axes), and their export as files or as SVG for HTML reports.
+"""Style of all figures (colors, fonts, axes), and their export to files and HTML reports.
 
-Figures use matplotlib's object interface instead of pyplot, so that no global state is changed. The
-colors of series are by Okabe and Ito, which color-blind readers can distinguish. In a report, each
-color is a CSS variable, so that figures follow its light or dark color scheme. Artists are tagged
-with their series, so that the report can hide a series, and their values are recorded for tooltips.
+Figures use matplotlib's object interface instead of pyplot, so that no global state is changed.
+Series have the colors of Okabe and Ito, which color-blind readers can distinguish. In a report,
+each color is a CSS variable, so that figures match the report's light or dark color scheme. Artists
+are tagged with their series, so that the report can hide a series, and their values are recorded
+for tooltips.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from fedhet.base.disk import Folder
 from fedhet.runs.units import human_bytes, printable
 
 WIDTH, HEIGHT = 5.4, 3.5
-"""Size of a figure with a single axes, in inches."""
+"""Size of a figure with a single Axes object, in inches."""
 REPORT_SCALE = 0.87
-"""Scale of figures in reports, smaller so that their text is legible on a phone."""
+"""Scale of figures in reports, below 1 so that their text is legible on a phone."""
 RC: Any = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9.0,
     "text.color": "#1d2329", "text.parse_math": False,
@@ -63,22 +64,23 @@ RC: Any = {
 }  # fmt: skip
 """Style of all figures. In reports, CSS variables replace these colors (see `VARIABLES`)."""
 COLUMN_WIDTH, TEXT_WIDTH = 3.25, 6.75
-"""Width of a figure in a paper, in inches, with a single axes and with several axes."""
+"""Widths of figures in a paper, in inches, with a single Axes object and with several."""
 PAPER_RC: Any = {
     "font.family": "serif",
-    "font.serif": ["STIXGeneral", "DejaVu Serif"],  # like Times; both come with matplotlib
+    # Both fonts resemble Times, and matplotlib includes them.
+    "font.serif": ["STIXGeneral", "DejaVu Serif"],
     "font.size": 8.0, "axes.titlesize": 8.0, "axes.labelsize": 8.0, "legend.fontsize": 7.0,
     "xtick.labelsize": 7.0, "ytick.labelsize": 7.0, "lines.linewidth": 1.2,
     "axes.labelcolor": "000000", "text.color": "000000",
     "xtick.labelcolor": "000000", "ytick.labelcolor": "000000",
 }  # fmt: skip
-"""Style overrides for papers, with text of 8 points in print."""
+"""Style overrides for papers, in which text has 8 points in print."""
 LEGEND_CHARS = 72
-"""Number of characters in a line of the legend above an axes of size WIDTH."""
+"""Number of characters per legend line above an Axes object of size WIDTH."""
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
 RULE, PAPER = RC["grid.color"], RC["figure.facecolor"]
 ON_LIGHT, ON_DARK = "#14181c", "#fdfdfd"
-"""Text colors on fills that are light, or dark, in both color schemes of a report."""
+"""Text colors on light and on dark fills, for both color schemes of a report."""
 SERIES = (
     "#0072b2", "#d55e00", "#009e73", "#c2619b", "#c98a00", "#56b4e9", "#7a5c3e", "#6f6fb5",
 )  # fmt: skip
@@ -105,13 +107,14 @@ TAG = "series-"
 POINTS = 72
 """SVG units per inch."""
 GAP = "\N{EN SPACE}"
-"""Separator of the name and the value of a series; SVG would merge two ordinary spaces."""
+"""Separator between the name and the value of a series; SVG would merge two ordinary spaces."""
 MAX_VALUES = 60_000
-"""Maximum number of values of a figure that are included in a report for tooltips."""
+"""Maximum number of values per figure that a report includes for tooltips."""
 
 PANEL = {"mode": "x", "head": "round", "unit": "score", "xUnit": "number", "dots": True}
-"""Default tooltip of an axes. Mode "x" shows all curves at the nearest x, preceded by `head`; mode
-"point" shows the nearest point. `dots` marks each value. Units: score, bytes, seconds, number."""
+"""Default tooltip options of an Axes object. The mode "x" shows all curves at the nearest x,
+preceded by `head`; the mode "point" shows the nearest point. `dots` marks each value. The units are
+score, bytes, seconds, and number."""
 
 
 class Canvas(Figure):
@@ -131,7 +134,7 @@ class Canvas(Figure):
         return self.series.index(series)
 
     def description(self) -> str:
-        """Return the position, limits and curves of each axes as JSON."""
+        """Return the position, limits and curves of each Axes object as JSON."""
         panels = [(ax, content) for ax, content in self.panels.items() if content["curves"]]
         count = sum(len(curve["y"]) for _, content in panels for curve in content["curves"])
         width, height = (POINTS * inches for inches in self.get_size_inches())
@@ -146,7 +149,7 @@ class Canvas(Figure):
 
 
 def panel(ax: Axes, **options: Any) -> None:
-    """Change the tooltip options of an axes (see PANEL)."""
+    """Change the tooltip options of an Axes object; see PANEL."""
     if isinstance(ax.figure, Canvas):
         ax.figure.panels[ax].update(options)
 
@@ -163,7 +166,8 @@ def record(
 ) -> None:
     """Record the values of a curve, indexed by x, for tooltips.
 
-    `name` is the name of the curve, by default the series, and `names` are those of the points.
+    `name` is the name of the curve, by default the series, and `names` contains the names of the
+    points.
     """
     if isinstance(ax.figure, Canvas):
         curve = _curve(ax.figure.series_number(series), name or series, values)
@@ -183,7 +187,7 @@ def _rounded(values: Iterable[float]) -> list[float | None]:
 def single_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> str:
     """Describe an SVG of a single curve over `xs`, in the format of `Canvas.description`.
 
-    `box` is the left, top, right and bottom of the curve.
+    `box` contains the left, top, right and bottom of the curve.
     """
     x, y = [min(xs), max(xs), False], [values.min(), values.max(), False]
     options = {"box": _rounded(box), "x": x, "y": y, **PANEL, "unit": "number"}
@@ -195,7 +199,7 @@ def single_curve(values: pd.Series, box: Sequence[float], xs: Sequence[int]) -> 
 
 
 class Chart(NamedTuple):
-    """Figure of a report, with separate title and legend."""
+    """Figure in a report, with a separate title and legend."""
 
     title: str
     legend: Sequence[dict[str, Any]]
@@ -219,14 +223,15 @@ class Drawing:
         """Write the figure as PNG and SVG, and return the path of the PNG file."""
         with _styled(self) as figure:
             for artist in figure.findobj():
-                artist.set_gid(None)  # ids must be unique in a file, but artists share series
+                artist.set_gid(None)  # Ids must be unique in a file, but artists share series.
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
-            figure.set_layout_engine("none")  # keep the layout: computing it takes half of the time
+            # Keep the layout, because computing it takes half of the time.
+            figure.set_layout_engine("none")
             self._save(figure, folder, "svg", metadata={"Date": None})
         return folder.path / f"{self.name}.png"
 
     def write_for_paper(self, folder: Folder) -> Path:
-        """Write the figure as PDF in the size and fonts of a paper, and return its path.
+        """Write the figure as PDF, with the size and fonts of a paper, and return its path.
 
         Fonts are embedded as TrueType (type 42), as required by publishers.
         """
@@ -241,14 +246,15 @@ class Drawing:
             figure.savefig(path, format=form, **options)
 
     def chart(self) -> Chart:
-        """Return the figure for a report, with separate title and legend."""
+        """Return the figure for a report, with a separate title and legend."""
         with _styled(self, REPORT_SCALE) as figure:
             titles = [ax.get_title(loc="left") for ax in figure.axes]
             for ax in figure.axes:
                 ax.set_title("")
                 if box := ax.get_legend():
                     box.remove()
-            legend: dict[str, dict[str, Any]] = {}  # entries by text, without duplicates
+            # Collect the entries by text, without duplicates.
+            legend: dict[str, dict[str, Any]] = {}
             for ax in figure.axes:
                 for handle, text in zip(*ax.get_legend_handles_labels(), strict=True):
                     artist: Any = handle[0] if isinstance(handle, Container) else handle
@@ -276,7 +282,7 @@ class Drawing:
 def _styled(drawing: Drawing, scale: float = 1.0, overrides: Any = None) -> Iterator[Canvas]:
     rc = {**RC, "svg.hashsalt": drawing.name, **(overrides or {})}
     with mpl.rc_context(), warnings.catch_warnings():
-        mpl.rcdefaults()  # ignore matplotlibrc files of the user and the working directory
+        mpl.rcdefaults()  # Ignore matplotlibrc files of the user and in the working directory.
         mpl.rcParams.update(rc)
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
@@ -290,7 +296,7 @@ def _styled(drawing: Drawing, scale: float = 1.0, overrides: Any = None) -> Iter
 def _inline(svg: str, alt: str, description: str) -> Markup:
     """Convert an SVG file to inline SVG for a report.
 
-    Removes attributes that only a file needs, replaces colors by CSS variables, and adds the
+    Removes attributes that only a file needs, replaces colors with CSS variables, and adds the
     description of series and values. Matplotlib escapes the text in the SVG; attributes are escaped
     here.
     """
@@ -315,14 +321,14 @@ def _inline(svg: str, alt: str, description: str) -> Markup:
 
 
 def legend_columns(labels: Sequence[str], max_chars: int = LEGEND_CHARS) -> int:
-    """Return the number of legend columns that fit above an axes, in a single row if possible."""
+    """Return the number of legend columns that fit above a plot, in a single row if possible."""
     if sum(len(label) + 5 for label in labels) <= max_chars:
         return max(len(labels), 1)
     return max(1, max_chars // (max(map(len, labels)) + 5))
 
 
 def legend_chars(ax: Axes) -> int:
-    """Return the number of characters in a line of the legend above an axes."""
+    """Return the number of characters that fit into a legend line above a plot."""
     if mpl.rcParams["font.family"] != [PAPER_RC["font.family"]]:
         return LEGEND_CHARS
     spec = ax.get_subplotspec()
@@ -333,7 +339,7 @@ def legend_chars(ax: Axes) -> int:
 
 
 def set_title(ax: Axes, title: str) -> None:
-    """Set the title of an axes and, below it, a legend of the labeled series."""
+    """Set the title of a plot and, below it, a legend of the labeled series."""
     handles, labels = ax.get_legend_handles_labels()
     columns = legend_columns(labels, legend_chars(ax))
     ax.set_title(title, color=INK, pad=10 + 13 * math.ceil(len(labels) / columns))
@@ -352,7 +358,7 @@ def over_rounds(
     text: Callable[[float], str] = "{:.4g}".format,
     margin: float = 0.0,
 ) -> None:
-    """Configure the axes of a plot over rounds. `note` is added to the label of the rounds."""
+    """Configure the axes of a plot over rounds; `note` is added to the label of the rounds."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
     low, high = min(rounds), max(rounds)
@@ -375,7 +381,7 @@ def log_bytes(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
     ax.set(**{f"{axis}scale": "log"})
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     low, high = chosen.get_view_interval()
-    if high < 10 * low:  # extend the range to a power of ten, so that it contains a tick
+    if high < 10 * low:  # Extend the range to a power of ten, so that it contains a tick.
         middle = math.sqrt(low * high)
         ax.set(**{f"{axis}lim": (middle / math.sqrt(10), middle * math.sqrt(10))})
     chosen.set_major_locator(LogLocator(numticks=6))
@@ -395,7 +401,7 @@ def in_hours(seconds: float) -> str:
 
 
 def mark(number: int) -> tuple[str, str]:
-    """Return the color and marker of a series. Pairs repeat only after many series."""
+    """Return the color and marker of a series; pairs repeat only after many series."""
     cycle, index = divmod(number, len(SERIES))
     return SERIES[index], MARKERS[(index + cycle) % len(MARKERS)]
 
@@ -436,21 +442,21 @@ def shade(
 
 
 def short(name: str, width: int = 16) -> str:
-    """Shorten a name in the middle to at most `width` characters, since names differ at the end."""
+    """Shorten a name in the middle to at most `width` characters, as names differ at the end."""
     name = printable(name)
     tail = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[-tail:]}"
 
 
 def disambiguate(names: Sequence[str], width: int) -> list[str]:
-    """Shorten names. Names that would become equal start at the first word that differs."""
+    """Shorten names; names that would become equal start at the first word that differs."""
     shortened = [short(name, width) for name in names]
     labels = shortened[:]
     for index, (name, label) in enumerate(zip(names, shortened, strict=True)):
         equal = {n for n, other in zip(names, shortened, strict=True) if other == label}
         columns = zip(*equal, strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda chars: len(set(chars)) == 1, columns))
-        start = max(name.rfind(char, 0, start) for char in " =,") + 1  # start of the word
+        start = max(name.rfind(char, 0, start) for char in " =,") + 1  # Find the start of the word.
         if start and len(equal) > 1:
             labels[index] = f"…{short(name[start:], width - 1)}"
     return labels

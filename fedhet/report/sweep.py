@@ -1,4 +1,4 @@
-"""Results of a sweep over values of one or more settings: table, figure and HTML report."""
+"""Results of a sweep over values of one or more settings, as table, figure and HTML report."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from fedhet.settings.text import as_text
 TAIL = ", tail"
 """Suffix of quantities that are means over the last fifth of the rounds."""
 MAX_CURVES = 12
-"""Maximum number of curves in a panel, one per combination of all settings but the first."""
+"""Maximum number of curves in a panel, with one curve per combination of all settings but the
+first."""
 Point = tuple[object, ...]
-"""A value for each swept setting."""
+"""Point in a sweep, i.e. a value for each swept setting."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Sweep:
     names: tuple[str, ...]
     """Swept settings."""
     runs: Mapping[Point, tuple[Run, ...]]
-    """Runs of each point, one for each seed, in the order of the sweep."""
+    """Runs at each point, with one run per seed, in the order of the sweep."""
 
     @cached_property
     def results(self) -> pd.DataFrame:
@@ -71,7 +72,7 @@ class Sweep:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Quantities other than accuracy, metrics of the method first."""
+        """Quantities other than accuracy, with the method's metrics first."""
         of_method = {name for runs in self.runs.values() for r in runs for name in r.method_metrics}
         metrics = [name for name in self.results if "accuracy, " not in name]
         return sorted(metrics, key=lambda name: name not in of_method)
@@ -83,18 +84,18 @@ class Sweep:
         return next(iter(self.runs.values()))[0].title_of(quantity)
 
     def spread(self, quantity: str) -> pd.DataFrame:
-        """Return the mean, std and count of a quantity over the seeds of each point."""
+        """Return the mean, std and count of a quantity over the seeds at each point."""
         return self.results.groupby(level=0)[quantity].agg(["mean", "std", "count"])
 
 
 def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
-    """Load the runs of a sweep over the settings `names`; each point has a run for each seed."""
+    """Load the runs of a sweep over the settings `names`, with a run per seed at each point."""
     loaded = {point: tuple(load_run(path) for path in paths) for point, paths in runs.items()}
     return Sweep(tuple(names), loaded)
 
 
 def _label(names: Sequence[str], point: Point) -> str:
-    """Describe a point, such as "lr=0.1, alpha=0.5"."""
+    """Describe a point, e.g. "lr=0.1, alpha=0.5"."""
     pairs = zip(names, point, strict=True)
     return ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
 
@@ -103,7 +104,7 @@ def plotted_quantities(results: Sweep, figures: str) -> list[str]:
     """Return the quantities to plot: the (relative) accuracy and the metrics `figures`.
 
     `figures` is a comma-separated list of metrics, by default the first metric. Raises
-    SettingsError for an unknown metric.
+    SettingsError if a metric is unknown.
     """
     metrics = results.metrics
     return [*results.results.columns[:1], *(choose_metrics(figures, metrics) or metrics[:1])]
@@ -156,8 +157,8 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
 def sweep_table(results: Sweep, figures: str = "") -> Table:
     """Build the terminal table with a row per point.
 
-    Shows the plotted quantities (see `write_sweep`), and the mean accuracy over the last fifth of
-    the rounds.
+    The table shows the plotted quantities (see `write_sweep`) and the mean accuracy over the last
+    fifth of the rounds.
     """
     first, *rest = plotted_quantities(results, figures)
     tails = [name for name in results.results if name.endswith(TAIL)]

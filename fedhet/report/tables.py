@@ -1,4 +1,4 @@
-"""Tables of runs and comparisons, rendered as Markdown, LaTeX, or on the terminal.
+"""Tables of runs and comparisons, rendered as Markdown, as LaTeX, or on the terminal.
 
 HTML reports render the same cells with macros in their templates.
 """
@@ -28,8 +28,8 @@ MARK = "†"
 MAX_NAMED = 3
 """Maximum number of models named in a sentence."""
 MAX_ROWS, ENDS = 30, 5
-"""Maximum number of clients listed on the terminal, and of best and worst clients shown if there
-are more."""
+"""Maximum number of clients to list on the terminal, and the number of best and of worst clients to
+show if there are more."""
 MIN_TEXT = 14
 """Minimum width to which a text column may be shrunk."""
 
@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def key(self) -> float | str:
-        """Sort key: the number or the text."""
+        """Sort key, which is the number or the text."""
         if self.value is None:
             return self.text
         return self.value if math.isfinite(self.value) else ""
@@ -133,7 +133,7 @@ def _number(value: float) -> Cell:
 
 
 def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> Cell:
-    """Format a mean, with the number of runs in it if it does not include all `runs`."""
+    """Format a mean, with the number of runs in it unless it includes all `runs`."""
     count = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
     return Cell(shown(spread.mean) + count, spread.mean)
 
@@ -164,7 +164,7 @@ def recall_cells(run: Run) -> Cells | None:
 
 
 def legend(run: Run) -> str:
-    """Return the legend of the columns of a run's table."""
+    """Return the legend for the columns in a run's table."""
     names = [protocol for protocol, _ in run.columns] + [kind for _, kind in run.columns]
     entries = [f"{name}: {MEANING[name]}" for name in dict.fromkeys(names) if name in MEANING]
     if entries and any(run.majority(protocol) for protocol in run.protocols):
@@ -173,7 +173,7 @@ def legend(run: Run) -> str:
 
 
 def remarks(run: Run) -> list[str]:
-    """Return remarks on inaccurate models, and on clients that were not connected or late."""
+    """Return remarks on inaccurate models, and on clients that were disconnected or late."""
     below = [
         f"{name} ({protocol} {kind})"
         for protocol, kind in run.columns
@@ -221,7 +221,7 @@ def baseline_line(run: Run) -> str:
 
 
 def relative_line(run: Run) -> str:
-    """Return a line on the clients' gains over local training, or "" if they were not measured."""
+    """Return a line on the clients' gains over local training, or "" if not measured."""
     if run.relative is None:
         return ""
     protocol, ratio = run.relative
@@ -295,14 +295,14 @@ class Blocks:
     title: str
     caption: str = ""
     parts: Sequence[Sequence[Row]] | None = None
-    """Sections of rows to show, or None for all rows."""
+    """Sections of rows to show, or None to show all rows."""
     between: str = ""
     """Line between two sections."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a table for each block of columns; each table repeats the text columns."""
         words, width = list(range(self.cells.words)), options.max_width
-        blocks = [words[:]]  # column indices of each block
+        blocks = [words[:]]  # Each block is a list of column indices.
         for number in range(self.cells.words, len(self.cells.columns)):
             wider = self._table([*blocks[-1], number], width)
             measured = console.measure(wider, options=options.update(width=10_000)).maximum
@@ -318,7 +318,7 @@ class Blocks:
             yield Text(self.caption, style="table.caption")
 
     def _table(self, columns: Sequence[int], width: int) -> Table:
-        """Build a table of the given columns; text columns may wrap, numbers are right-aligned.
+        """Build a table with the given columns; text columns may wrap, numbers are right-aligned.
 
         The width of text columns is fixed, because Rich might otherwise shrink them to nothing.
         Together, they use at most half of `width`.
@@ -362,7 +362,7 @@ class Blocks:
 
 
 def final_table(run: Run) -> Blocks:
-    """Build the terminal table of the last round's accuracy of each client.
+    """Build the terminal table with each client's accuracy in the last round.
 
     The footer contains statistics over clients, the mean over the last fifth of the rounds, and the
     number of clients in the means. For more than 30 clients, only the best five and the worst five
@@ -391,7 +391,7 @@ def final_table(run: Run) -> Blocks:
 
 
 def metric_table(run: Run) -> Blocks | None:
-    """Build the terminal table of metrics other than accuracy, or return None without any."""
+    """Build the terminal table of metrics other than accuracy, or return None if there are none."""
     rows = [
         (title, column, view.last(*column), view.tail(*column).mean)
         for title, view in run.extra_metrics

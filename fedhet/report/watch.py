@@ -1,4 +1,4 @@
-"""Local web server for the HTML reports of runs in progress (`fedhet watch`).
+"""Local web server for HTML reports on runs in progress (`fedhet watch`).
 
 A report polls the status of its run every two seconds, and is reloaded after each round.
 """
@@ -30,7 +30,7 @@ from fedhet.runs.units import natural, path_text
 HOST = "127.0.0.1"
 Version = tuple[int, ...]
 CACHE_SIZE = 32
-"""Number of runs, reports and comparisons kept in memory."""
+"""Number of runs, reports and comparisons to keep in memory."""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -62,7 +62,7 @@ def serve(folder: Path, port: int = 0) -> Iterator[str]:
 
 
 class Pages:
-    """Served pages by path: the list of runs (/), reports (/run/NAME), and /compare?run=NAME."""
+    """Pages by path: the list of runs (/), reports (/run/NAME), and /compare?run=NAME."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +72,8 @@ class Pages:
     def page(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
         """Return the content of a page and its MIME type.
 
-        Raises KeyError if the page does not exist, and FedhetError or OSError if it cannot be made.
+        Raises KeyError if the page does not exist, and FedhetError or OSError if it cannot be
+        created.
         """
         section, _, name = path.lstrip("/").partition("/")
         if section == "status" and name:
@@ -112,7 +113,7 @@ class Pages:
 
 
 def _row(name: str, path: Path) -> dict[str, Any]:
-    """Return the row of a run in the list of runs; `fault` is set if the run cannot be read."""
+    """Return a run's row in the list of runs; `fault` is set if the run cannot be read."""
     row: dict[str, Any] = {
         "name": name, "link": f"/run/{quote(name)}", "method": "", "dataset": "", "stage": "",
         "done": 0, "planned": 0, "clients": 0, "mean": NAN, "worst": NAN, "bytes": NAN,
@@ -136,7 +137,7 @@ def _row(name: str, path: Path) -> dict[str, Any]:
 
 
 def _version(path: Path) -> Version:
-    """Return the modification times of the files of a run and its baseline, as a cache key."""
+    """Return the modification times of a run's and its baseline's files, as a cache key."""
     names = ("config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json")
     files = [directory / name for directory in (path, path / BASELINE) for name in names]
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
@@ -158,7 +159,10 @@ def _compared(paths: tuple[Path, ...], versions: tuple[Version, ...]) -> str:
 
 
 def _rounds(path: Path) -> int:
-    """Return the number of recorded rounds, without parsing the records. Raises StateError."""
+    """Return the number of recorded rounds, without parsing the records.
+
+    Raises StateError if the records cannot be read.
+    """
     try:
         return read_file(path / "metrics.jsonl").count(b"\n")
     except FileNotFoundError:
@@ -169,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
     pages: Pages
 
     def do_GET(self) -> None:
-        """Respond with a page, or with an error message.
+        """Respond with a page or an error message.
 
         Rejects requests for other host names, because a website could otherwise read the reports
         through a host name that resolves to this machine (DNS rebinding).
