@@ -1,7 +1,8 @@
 """Command line of fedhet.
 
-Commands import PyTorch, Flower and Matplotlib, which takes seconds, only in their bodies: after a
-first check of the settings, and only if needed. Help, lists and errors therefore appear at once.
+Importing PyTorch, Flower and Matplotlib takes seconds. Commands therefore import them only in their
+bodies, if needed and after a first check of the settings, so that help, lists and errors appear
+immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn, get_args
 
 if any(option[:1] == "e" for option in sys.warnoptions):
-    # Typer, Flower and PyTorch issue warnings, which must not end the program as errors.
+    # Typer, Flower and PyTorch issue warnings, which must not be turned into errors.
     warnings.simplefilter("default")
     os.environ["PYTHONWARNINGS"] = "default"
 
@@ -39,7 +40,7 @@ from fedhet.settings.schema import synonym_of
 
 
 class Command(TyperCommand):
-    """Command with help for its arguments, and a hint for settings used as options."""
+    """Command with help texts for its arguments, and with hints for settings used as options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,13 +72,13 @@ class Command(TyperCommand):
 app = typer.Typer(
     help="Federated learning for clients with different models.",
     no_args_is_help=True,
-    suggest_commands=False,  # click already suggests commands
+    suggest_commands=False,  # click already suggests commands.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", cls=Command)(run.run_command)
 app.command("sweep", cls=Command)(run.sweep_command)
-# The experiments are optional: without their directory, only this command is missing.
+# The experiments are optional. Without their package, only this command is missing.
 if (experiments := find_spec("fedhet.experiments")) and experiments.has_location:
     app.command("table", cls=Command)(import_module("fedhet.experiments.command").table_command)
 app.command("compare", cls=Command)(results.compare_command)
@@ -116,7 +117,7 @@ def root(
 def command() -> NoReturn:
     """Run the command line, then exit the process.
 
-    Skips Python's clean-up of modules, which takes a second if PyTorch is loaded.
+    This skips Python's clean-up of modules, which takes a second if PyTorch is loaded.
     """
     status: object = 0
     try:
@@ -129,18 +130,18 @@ def command() -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader may have gone
+        with contextlib.suppress(OSError, ValueError):  # The reader of the output may have exited.
             stream.flush()
     os._exit(status or 0)
 
 
 def main() -> None:
-    """Run the command line; a user error exits with a one-line message and status 2."""
+    """Run the command line; on a user error, exit with a one-line message and status 2."""
     make_output_lenient()
     try:
         try:
             os.getcwd()
-        except FileNotFoundError:  # oneMKL would abort the process
+        except FileNotFoundError:  # oneMKL would abort the process.
             raise FedhetError(
                 "working directory: not found, because it was deleted. Change to another directory."
             ) from None

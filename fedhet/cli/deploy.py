@@ -1,4 +1,4 @@
-"""Commands for deployments: certificates and keys, sites, runs, and status."""
+"""Commands for deployments: certificates, keys, sites, runs, and status."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def register_command(
 ) -> None:
     """Register the public keys of nodes with a server.
 
-    The file name is the client name. A key can then participate only under its name, and no other
-    key can use that name unless --replace is given.
+    The name of a key's file is the client name. The key can then participate only under this name,
+    and no other key can use the name unless --replace is given.
     """
     if name and len(keys) > 1:
         raise SettingsError(f"--name {name}: expected one key, got {len(keys)}")
@@ -241,7 +241,7 @@ def status_command(
     ca: AuthorityOfServer = None,
     as_json: Json = False,
 ) -> None:
-    """Show the progress of a run: its round, and the state of each client."""
+    """Show the progress of a run, with its round and the state of each client."""
     if where is not None and not Path(where).exists() and (":" in where or ca is not None):
         _show_server(where, ca, as_json=as_json)
         return
@@ -383,7 +383,7 @@ def doctor_command(
         typer.Option(
             metavar="HOST:PORT",
             show_default=NONE,
-            help="Address of a server's control API; checks this server in addition.",
+            help="Address of a server's control API, to also check this server.",
         ),
     ] = None,
     ca: AuthorityOfServer = None,
@@ -391,8 +391,8 @@ def doctor_command(
 ) -> None:
     """Diagnose this machine, keys and certificates, or a server; exits with 1 on errors.
 
-    Checks packages, GPUs, memory, disk and ports of the machine; expiry and signatures of
-    certificates; pairing and file modes of keys; and whether the server replies and its clock
+    Checks the machine's packages, GPUs, memory, disk and ports; the expiry dates and signatures of
+    certificates; the pairing and file modes of keys; and whether the server replies and its clock
     agrees.
     """
     from fedhet.deployment import doctor

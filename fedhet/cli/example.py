@@ -1,7 +1,7 @@
-"""Command `example-data`: writes synthetic texts, signals or tables to try fedhet with.
+"""Command `example-data`, which writes synthetic texts, signals or tables for first trials.
 
-Texts consist of random words, some of them typical of a topic. Signals are noisy waves of four
-shapes. The data is not meant as a benchmark.
+Texts consist of random words, some of which are typical of a topic. Signals are noisy waves with
+four shapes. The data is not suitable as a benchmark.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ CHANNELS, STEPS = 3, 96
 BY = "site"
 """Column or array with the site of each sample."""
 SETTINGS = {"table": " --set target=outcome"}
-"""Additional options of a run on an example."""
+"""Additional options for a run on an example dataset."""
 
 
 def write_example(kind: str, directory: Path) -> None:
-    """Write training and test data of the given kind to a new directory. Raises DataError.
+    """Write training and test data of the given kind to a new directory.
 
-    Texts: CSV files with the columns text, label and site. Tables: CSV files of patients with
-    missing values and the label column outcome. Signals: .npz files with x [N, 3, 96], y [N] and
-    site [N].
+    Texts are CSV files with the columns text, label and site. Tables are CSV files of patients,
+    with missing values and the label column outcome. Signals are .npz files with x [N, 3, 96], y
+    [N] and site [N]. Raises DataError if the directory is not empty.
     """
     if directory.exists() and any(directory.iterdir()):
         raise DataError(f"{directory}: expected a new or empty directory")
@@ -90,7 +90,7 @@ def _text(rng: np.random.Generator) -> tuple[str, str, str]:
 
 
 def _patient(rng: np.random.Generator) -> tuple[str, ...]:
-    """Return a row; age, blood pressure and an emergency raise the risk of readmission."""
+    """Return a patient's row; age, blood pressure and an emergency raise the readmission risk."""
     site, age = int(rng.integers(OWNERS)), int(rng.integers(20, 90))
     ward = str(rng.choice(["cardiology", "surgery", "emergency"]))
     pressure = rng.normal(110 + age / 3 + site, 10)
@@ -104,7 +104,7 @@ def _patient(rng: np.random.Generator) -> tuple[str, ...]:
 
 
 def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.float64]:
-    """Return a noisy wave [3, 96] of one shape, with a frequency that depends on the owner."""
+    """Return a noisy wave [3, 96] with one shape, whose frequency depends on the owner."""
     wave = list(FORMS.values())[form]
     time = np.linspace(0, 2 * np.pi * (2 + 0.3 * owner), STEPS)
     starts = rng.uniform(0, 2 * np.pi, (CHANNELS, 1))

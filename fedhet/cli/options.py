@@ -1,6 +1,6 @@
-"""Code shared by the commands: console, tables, shell completion, and options for settings.
+"""Code that commands share: console, tables, shell completion, and options for settings.
 
-A command declares its options in its signature, using the aliases in this module, and passes the
+A command declares its options in its signature, using the aliases in this module. It passes the
 options for settings to `gather`.
 """
 
@@ -41,16 +41,17 @@ for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
     # Rich would accept a size of 0 and fail on non-ASCII digits; Typer fails on text.
     if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(_name, "1")):
         del os.environ[_name]
-os.environ["MPLBACKEND"] = "agg"  # all figures are files; Matplotlib fails on an unknown backend
+# All figures are files, and Matplotlib would fail on an unknown backend.
+os.environ["MPLBACKEND"] = "agg"
 _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
 console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
 errors = Console(stderr=True)
 NONE = "none"
-"""Default shown in the help of options that are unset by default."""
+"""Default that the help shows for options that are unset by default."""
 GAP = 2
 """Width of the gap between two table columns."""
 MAX_HEADER = 20
-"""Maximum width of a header in `listings`; longer headers are wrapped."""
+"""Maximum width of a header in `listings`, beyond which headers are wrapped."""
 
 
 def say(line: str) -> None:
@@ -60,7 +61,7 @@ def say(line: str) -> None:
 
 @contextlib.contextmanager
 def loading(libraries: str = "PyTorch and Flower") -> Iterator[None]:
-    """Show a status in the terminal while the block imports libraries, which takes seconds.
+    """Show a status on the terminal while the block imports libraries, which takes seconds.
 
     Raises FedhetError if an import fails.
     """
@@ -159,11 +160,11 @@ FLAGS = {
     "strict": "engine.strict",
     "out": "out",
 }
-"""Settings with a command-line option, by the name of the option."""
+"""Settings that have a command-line option, by the name of the option."""
 
 
 def _flag(name: str, metavar: str | None = None) -> Any:
-    """Declare an option in `FLAGS`, with the description, default and choices of its setting."""
+    """Declare an option in `FLAGS`, with its setting's description, default and choices."""
     info = RunSettings.fields()[FLAGS[name]]
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     description = info.description or ""
@@ -231,21 +232,23 @@ def gather(
     trust: str | None = None,
     **flags: str | bool | None,
 ) -> dict[str, object]:
-    """Merge the settings of presets, a file, and `--set` and other options, in this order.
+    """Merge the settings from presets, a file, and options such as `--set`, in this order.
 
-    If `resume` is given, the settings of that run replace presets and file. Raises SettingsError.
+    If `resume` is given, the settings of that run replace presets and file. Raises SettingsError if
+    a setting is unknown or invalid.
     """
     options = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
     pairs = [*(set_ or []), *options]
     values = read_layers(preset, config, resume, trust or "")
-    if method is not None:  # `run local --preset felo-...` trains the baseline of a Felo experiment
+    # `run local --preset felo-...` trains the baseline for a Felo experiment.
+    if method is not None:
         values = settings_for_method(values, method)
     name = values.get("method")
     return override(values, parse_pairs(pairs, None if name is None else str(name)), resume)
 
 
 def read_seeds(text: str) -> list[int]:
-    """Parse seeds such as "0,1,2". Raises SettingsError."""
+    """Parse seeds such as "0,1,2". Raises SettingsError if they are invalid or duplicate."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""Commands that use finished runs: `compare`, `report`, `predict`, `export` and `privacy`."""
+"""Commands for finished runs: `compare`, `report`, `predict`, `export` and `privacy`."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def compare_command(
     ] = False,
     paper: Paper = False,
 ) -> None:
-    """Compare runs, with the mean and the standard deviation over seeds.
+    """Compare runs by their mean and standard deviation over seeds.
 
     Writes an HTML report with tables and figures, and compare.json with all numbers. Groups with at
-    least two common seeds are also compared in pairs of the same seed.
+    least two common seeds are also compared seed by seed.
     """
     with loading("pandas and Matplotlib"):
         from fedhet import report
@@ -131,7 +131,7 @@ def report_command(
     directory: Annotated[Path, typer.Argument(help="Run directory.")],
     paper: Paper = False,
 ) -> None:
-    """Write the figures and report.html of a run again; also works for unfinished runs."""
+    """Rewrite a run's figures and report.html, even if the run is unfinished."""
     with loading("pandas and Matplotlib"):
         from fedhet import report
 
@@ -211,7 +211,7 @@ def predict_command(
     ] = 2**29,
     trust: Trust = "",
 ) -> None:
-    """Predict the classes of samples, with probabilities, using a client's model."""
+    """Predict classes of samples, with probabilities, using a client's model."""
     with loading("PyTorch"):
         from fedhet.inference.client import open_client, read_inputs
 
@@ -293,7 +293,8 @@ def privacy_command(
 ) -> None:
     """Show the privacy budget consumed per dataset and run, and in total.
 
-    Runs without privacy are listed too, because they void the guarantee of all runs in the ledger.
+    Runs without privacy are also listed, because they void the guarantee for all runs in the
+    ledger.
     """
     if not 0 < delta < 1:
         raise SettingsError(f"--delta: expected number > 0 and < 1, got {delta:g}")
@@ -342,7 +343,7 @@ def privacy_command(
 
 
 def _consumed(path: Path, delta: float) -> list[dict[str, Any]]:
-    """Return a row per dataset and run, and a row for the total.
+    """Return a row per dataset and run, and a row with the total.
 
     `epsilon` is infinite for runs without privacy; `guarantee` is then False in every row.
     """

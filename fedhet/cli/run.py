@@ -1,6 +1,7 @@
 """Commands that train on this machine: `run` and `sweep`.
 
-They validate all settings before PyTorch is imported. Training itself is in `fedhet.cli.training`.
+They validate all settings before they import PyTorch. `fedhet.cli.training` implements the
+training.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def run_command(
         validate(settings_for_method(values, against))
     _announce(given, f", {len(seed_list)} seeds" if seed_list else "")
     on_local_ray = given.run.engine.backend == "ray" and not given.run.engine.ray_address
-    with starting() if on_local_ray else nullcontext():  # Ray starts while PyTorch is imported
+    with starting() if on_local_ray else nullcontext():  # Ray starts while PyTorch is imported.
         with loading():
             from fedhet.cli import training
 
@@ -174,7 +175,7 @@ def sweep_command(
         ),
     ] = 1,
 ) -> None:
-    """Train a run for each combination of values of settings and write a report."""
+    """Train a run for each combination of setting values and write a report."""
     values = gather(
         method, preset, config, set_, dataset=dataset, clients=clients, models=models,
         rounds=rounds, backend=backend,
@@ -207,11 +208,11 @@ PER_RUN_SETTINGS = {
     "out": "use --out",
     "resume": "interrupted runs always resume",
 }
-"""Settings that a command with many runs sets for each run, with a hint for the user."""
+"""Settings that a command with several runs sets for each run, with a hint for the user."""
 
 
 def check_sweepable(names: Iterable[str]) -> None:
-    """Raise SettingsError if one of `names` is in `PER_RUN_SETTINGS`."""
+    """Check swept settings. Raises SettingsError if one of them is in `PER_RUN_SETTINGS`."""
     for name in names:
         if name in PER_RUN_SETTINGS:
             hint = PER_RUN_SETTINGS[name]
@@ -221,7 +222,7 @@ def check_sweepable(names: Iterable[str]) -> None:
 def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     """Parse "KEY=A,B,C" or "KEY=START:STOP:STEP" (inclusive) into the setting and its values.
 
-    Raises SettingsError for malformed text, an unknown setting, or a duplicate value.
+    Raises SettingsError if the text is malformed, the setting is unknown, or a value is duplicate.
     """
     name, sign, value_text = text.partition("=")
     known = settings_of(method)
@@ -233,7 +234,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
     check_sweepable([name])
     parts = value_text.split(",")
     if ":" in value_text:
-        try:  # decimal arithmetic, in which 0.1 + 0.2 is exactly 0.3
+        try:  # Use decimal arithmetic, in which 0.1 + 0.2 is exactly 0.3.
             start, stop, step = (Decimal(end.strip()) for end in value_text.split(":"))
             if not all(each.is_finite() for each in (start, stop, step)):
                 raise ValueError(text)
@@ -245,7 +246,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
             )
         parts = [str(start + n * step) for n in range(int((stop - start) / step) + 1)]
     parsed = [read_text(name, known[name], part.strip()) for part in parts]
-    # Replace a list with a single item by the item, which the setting accepts too.
+    # Replace a list that has a single item with the item, which the setting also accepts.
     values = [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in parsed]
     if len(set(map(str, values))) != len(values):
         raise SettingsError(f"sweep '{text}': duplicate value")
@@ -253,9 +254,10 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 
 
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
-    """Parse the settings of a sweep and their values; the sweep runs all combinations.
+    """Parse the settings of a sweep and their values, all combinations of which will be run.
 
-    Raises SettingsError for malformed text, duplicate settings, or too many combinations.
+    Raises SettingsError if the text is malformed, a setting is duplicate, or there are too many
+    combinations.
     """
     grid: dict[str, list[object]] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""Commands that list methods, models, datasets and settings, or show a partition or a schema."""
+"""Commands that list methods, models, datasets and settings, or show partitions and schemas."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def partition_command(
     clients: Clients = None,
     set_: Pairs = None,
 ) -> None:
-    """Show the partition: the number of samples per client and class."""
+    """Show the partition as the number of samples per client and class."""
     given = validate(gather(None, preset, config, set_, dataset=dataset, clients=clients))
     with loading("PyTorch"):
         from fedhet.config.resolve import complete

@@ -1,6 +1,6 @@
 """Training of one run, of several seeds, or of a sweep, for the commands `run` and `sweep`.
 
-The report package is imported only after training, because its imports take time.
+The report package is imported only after training, because importing it takes time.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ T = TypeVar("T")
 RUNS_PER_PROCESS = 20
 """Number of runs after which a worker process is replaced, to free its caches.
 
-The imports of a new process take as long as a small run.
+In a new process, imports take as long as a small run.
 """
 STOP_SIGNALS = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "stopped by SIGTERM",
     signal.SIGHUP: "stopped by SIGHUP",
 }
-"""Signals that stop a command, with the description that is printed."""
+"""Signals that stop a command, with the descriptions to print."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run to train: its label in the output, its directory, and its settings."""
+    """Run to train, with its label in the output, its directory, and its settings."""
 
     label: str
     directory: Path
@@ -64,7 +64,7 @@ class PlannedRun:
 
 
 def train_one(given: GivenSettings, against: str | None = None) -> None:
-    """Train one run, and a baseline with the method `against` if given, and show the results."""
+    """Train one run and, if given, a baseline with the method `against`; show the results."""
     config = complete(given)
     directory = run_directory(config)
     baselines = _baselines(config, directory, against)
@@ -77,7 +77,7 @@ def train_one(given: GivenSettings, against: str | None = None) -> None:
 
 
 def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) -> None:
-    """Train a run per seed, with a baseline for each if `against` is given, and compare them."""
+    """Train a run per seed, each with a baseline if `against` is given, and compare them."""
     parent = run_directory(complete(by_seed[0]))
     if (parent / "config.toml").exists():
         raise StateError(f"{parent} already contains a run. Use another directory with --out.")
@@ -91,7 +91,7 @@ def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) ->
     begun: float | None = _process_begun()
     for run in _incomplete(every):
         _run(run.config, run.directory, begun=begun)
-        begun = None  # only the first run includes the start of the process
+        begun = None  # Only the first run includes the start of the process.
     from fedhet import report
 
     for run in runs if against else ():
@@ -106,11 +106,11 @@ def train_sweep(
     out: Path,
     jobs: int,
 ) -> None:
-    """Train the runs of each point of a grid and show the results together.
+    """Train the runs at each point of a grid, and show the results together.
 
     Args:
         swept: Names of the swept settings.
-        points: Settings of the runs of each point, by the values of the swept settings.
+        points: Settings of the runs at each point, by the values of the swept settings.
         figures: Comma-separated method metrics to plot in addition to the accuracy.
         out: Directory for the runs and the report.
         jobs: Number of runs to execute in parallel; 0 = as many as the CPUs allow.
@@ -126,7 +126,8 @@ def train_sweep(
             )
             for given in by_seed
         ]
-    runs = [run for planned in by_point.values() for run in planned]  # all valid at this point
+    # All settings are valid at this point.
+    runs = [run for planned in by_point.values() for run in planned]
     todo = _incomplete(runs)
     num_jobs = jobs or jobs_that_fit(runs[0].config)
     if min(num_jobs, len(todo)) <= 1:
@@ -156,7 +157,7 @@ def _train(run: PlannedRun) -> str:
 
 
 def _baselines(config: Config, directory: Path, against: str | None) -> list[PlannedRun]:
-    """Return the same experiment with the method `against`, or an empty list if it is None.
+    """Return the same experiments with the method `against`, or an empty list if it is None.
 
     Raises SettingsError if the method does not support the experiment.
     """
@@ -168,15 +169,18 @@ def _baselines(config: Config, directory: Path, against: str | None) -> list[Pla
 
 
 def _planned(label: str, directory: Path, given: GivenSettings) -> PlannedRun:
-    """Plan a run that resumes from the contents of its directory. Raises SettingsError."""
+    """Plan a run that resumes from the contents of its directory.
+
+    Raises SettingsError if a setting is invalid.
+    """
     path = directory.resolve()
     return PlannedRun(label, path, complete(given).replacing(out=str(path), resume=True))
 
 
 def _incomplete(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the incomplete runs, and print a line for each complete one.
+    """Return the incomplete runs, and print a line for each complete run.
 
-    Raises StateError if a directory contains a run of another experiment.
+    Raises StateError if a directory contains a run from another experiment.
     """
     complete = [
         run for run in runs if is_complete(resolve_auto(run.config, run.directory), run.directory)
@@ -215,7 +219,7 @@ def _resume_hint(directory: Path) -> str:
 def run_parallel(
     todo: Sequence[T], jobs: int, function: Callable[[T], str]
 ) -> Iterator[tuple[T, str]]:
-    """Call `function` for each item in worker processes; yield (item, result) on completion.
+    """Call `function` for each item in worker processes; yields each (item, result) when done.
 
     The processes are spawned, because PyTorch's threads do not survive a fork. If a process is
     killed, the result of all unfinished items is an error message.
@@ -238,7 +242,7 @@ def run_parallel(
 
 
 def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
-    """Yield each item with an estimate of the time left for the remaining items, as text."""
+    """Yield each item with a text that estimates the time left for the remaining items."""
     begun = time.monotonic()
     for number, item in enumerate(items, 1):
         left = (time.monotonic() - begun) / number * (total - number)
@@ -248,9 +252,9 @@ def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
 def error_of(
     config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
 ) -> str:
-    """Train a run, and write its report if `report`; return the error message, or "".
+    """Train a run, and write its report if `report` is set; return the error message, or "".
 
-    Prints the traceback of an unexpected error. Later runs still execute.
+    The traceback of an unexpected error is printed, and later runs still execute.
     """
     try:
         (simulate if report else train)(config, directory, watchers)
@@ -263,7 +267,7 @@ def error_of(
 
 
 def jobs_that_fit(config: Config) -> int:
-    """Return the number of parallel runs that the CPUs allow; one with Ray, which uses them all."""
+    """Return the number of parallel runs that the CPUs allow; 1 with Ray, which uses all CPUs."""
     if config.run.engine.backend == "ray":
         return 1
     return max(1, (os.cpu_count() or 1) // config.run.engine.threads)
@@ -274,12 +278,12 @@ def jobs_that_fit(config: Config) -> int:
 
 @contextlib.contextmanager
 def exit_on_signal(hint: Callable[[], str]) -> Iterator[None]:
-    """Exit at once on Ctrl-C, SIGTERM or SIGHUP, without waiting for Flower's threads.
+    """Exit immediately on Ctrl-C, SIGTERM or SIGHUP, without waiting for Flower's threads.
 
     Prints a line that ends with `hint()`. Clusters and containers send SIGTERM, and a closed
-    terminal sends SIGHUP. Both stay ignored if they already were, e.g. under nohup. A separate
-    thread reads the signals, because Python runs signal handlers only in the main thread, which may
-    be blocked.
+    terminal sends SIGHUP. Signals that were already ignored, e.g. under nohup, stay ignored. A
+    separate thread reads the signals, because Python runs signal handlers only in the main thread,
+    which may be blocked.
     """
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
@@ -296,7 +300,7 @@ def exit_on_signal(hint: Callable[[], str]) -> Iterator[None]:
                         console.show_cursor(True)
                         reason = STOP_SIGNALS[signal.Signals(number)]
                         errors.print(f"\nfedhet: {reason}; {hint()}", markup=False, soft_wrap=True)
-                    finally:  # printing fails if the terminal is gone
+                    finally:  # Printing fails if the terminal is closed.
                         os._exit(128 + number)
 
     threading.Thread(target=exit_on_receipt, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Keys and certificates for a deployment: a development CA, a server certificate, and node keys.
+"""Keys and certificates for a deployment: development CA, server certificate, and node keys.
 
 A deployment with an existing certificate authority needs only the node keys.
 """
@@ -35,16 +35,16 @@ CA_CERTIFICATE, CA_KEY = "ca.crt", "ca.key"
 SERVER_CERTIFICATE, SERVER_KEY = "server.pem", "server.key"
 NODES = "nodes"
 AUTHORITY_DAYS = 3650
-"""Minimum lifetime of the CA, since a new CA certificate would have to be copied to every site."""
+"""Minimum lifetime of the CA in days, because a new CA certificate must be copied to every site."""
 RENEWAL_PERIOD = datetime.timedelta(days=30)
-"""Time before its expiry in which a certificate should be renewed."""
+"""Period before a certificate's expiry in which it should be renewed."""
 
 
 def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
     """Create a CA, a server certificate and a key pair per node, unless they exist.
 
     Args:
-        directory: Directory of all files.
+        directory: Directory that contains all files.
         hosts: Names and addresses under which nodes reach the server; loopback is always included.
         nodes: Names of the nodes.
         days: Lifetime of the server certificate.
@@ -53,8 +53,8 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
         The new files.
 
     Raises:
-        FedhetError: A name is invalid, a file cannot be written, or a server certificate exists
-            although `hosts` are given.
+        FedhetError: If a name is invalid, if a file cannot be written, or if a server certificate
+            exists although `hosts` are given.
     """
     _check_names(nodes)
     names = list(dict.fromkeys(_host(host) for host in (*LOCAL_HOSTS, *hosts)))
@@ -81,20 +81,20 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
 
 
 def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """Replace the server's certificate and key, signed by the same CA.
+    """Replace the server's key and its certificate, which is signed by the same CA.
 
     Sites trust the CA and need no change. The server reads the new files when it starts.
 
     Args:
-        directory: Directory of all files.
-        hosts: Names and addresses to add to those of the current certificate.
+        directory: Directory that contains all files.
+        hosts: Names and addresses to add to those in the current certificate.
         days: Lifetime of the new certificate.
 
     Returns:
         The replaced files.
 
     Raises:
-        FedhetError: The certificate cannot be renewed; no file was replaced.
+        FedhetError: If the certificate cannot be renewed. In this case, no file was replaced.
     """
     extensions = read_certificate(directory / SERVER_CERTIFICATE).extensions
     current: list[x509.GeneralName] = []
@@ -116,7 +116,7 @@ def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Read a certificate in PEM format. Raises FedhetError."""
+    """Read a certificate in PEM format. Raises FedhetError if it cannot be read."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -124,7 +124,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def expiry(path: Path) -> str:
-    """Return a sentence on the expiry date of a certificate. Raises FedhetError."""
+    """Return a sentence on a certificate's expiry date. Raises FedhetError if it is unreadable."""
     end = read_certificate(path).not_valid_after_utc
     days = (end - datetime.datetime.now(datetime.UTC)).days
     when = f"in {plural(days, 'day')}" if days >= 0 else f"{plural(-days, 'day')} ago"
@@ -132,9 +132,9 @@ def expiry(path: Path) -> str:
 
 
 def make_node_key(path: Path) -> list[Path]:
-    """Create a key pair of a node (ECDSA P-384, OpenSSH format).
+    """Create a key pair for a node (ECDSA P-384, OpenSSH format).
 
-    The private key stays at the site; only the public key is registered at the server.
+    The private key stays at the site; only the public key is registered with the server.
 
     Args:
         path: Path of the private key; the public key is written to the same path with `.pub`.
@@ -143,7 +143,7 @@ def make_node_key(path: Path) -> list[Path]:
         The two files.
 
     Raises:
-        FedhetError: A file exists already, or the file name is not a valid name of a node.
+        FedhetError: If a file already exists, or if the file name is not a valid name of a node.
     """
     _check_names([path.name])
     public_path = path.with_name(f"{path.name}.pub")
@@ -221,7 +221,10 @@ def _certificate(
 
 
 def _host(host: str) -> x509.GeneralName:
-    """Convert a host to a name for a certificate; `*.` may start a name. Raises FedhetError."""
+    """Convert a host to a name for a certificate, which may start with `*.`.
+
+    Raises FedhetError if the host is invalid.
+    """
     start = "*." if host.startswith("*.") else ""
     try:
         name = read_host(host.removeprefix(start))

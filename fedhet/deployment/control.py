@@ -1,7 +1,7 @@
-"""Access to a deployed server: its sites and runs.
+"""Access to a deployed server, its sites, and its runs.
 
 This module uses Flower's command line to register nodes, and to start and follow runs. It uses
-Flower's control API to list sites, since the command line does not show their registered names.
+Flower's control API to list sites, because the command line does not show their registered names.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from fedhet.settings.schema import nest
 from fedhet.settings.text import join_host_port, split_host_port
 
 CONNECTION = "fedhet-server"
-"""Name of the connection. It must not be the name of a directory, which Flower would run as an
-app."""
+"""Name of the connection, which must not be the name of a directory, because Flower would run it as
+an app."""
 COMPLETED = "finished:completed"
 _FLOWER_LINE = re.compile(
     r"(INFO|DEBUG)\b|Using SuperLink|Success|ERROR\b.*(ServerApp raised|Exit Code: 201)"
-    r"|An unhandled exception occurred in the ServerApp|For more information, visit: <https://flower"
+    r"|An unhandled exception occurred in the ServerApp|For more information, visit: "
+    "<https://flower"
 )
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile("[─│╭╮╰╯]+")
 _UNREACHABLE = "Connection to the SuperLink is unavailable"
 POLL_SECONDS = 5.0
-"""Time between two checks whether the server of a run still replies."""
+"""Seconds between two checks of whether a run's server still replies."""
 START_SECONDS = 15.0
-"""Time for which a server that has just started may be unreachable."""
+"""Seconds for which a server that has just started may be unreachable."""
 NUM_LOG_LINES = 8
-"""Number of lines shown from the end of a run's log."""
+"""Number of lines to show from the end of a run's log."""
 _FEDHET_ERROR = re.compile(r"fedhet\.base\.errors\.\w+: ")
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Flower's command line, configured for one server."""
+    """Connection to one server through Flower's command line."""
 
     home: Path
     """Directory of the configuration."""
@@ -68,7 +69,7 @@ class Connection:
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of the server. Raises FedhetError."""
+        """Host and port of the server. Raises FedhetError if the address is invalid."""
         try:
             return split_host_port(self.address)
         except ValueError as error:
@@ -77,7 +78,8 @@ class Connection:
     def prepare(self) -> None:
         """Write the configuration of Flower's command line.
 
-        Raises FedhetError if the address is not HOST:PORT, or the CA's certificate cannot be read.
+        Raises FedhetError if the address is not HOST:PORT, or if the CA's certificate cannot be
+        read.
         """
         address = join_host_port(*self.endpoint)
         if not self.authority.is_file():
@@ -102,12 +104,12 @@ class Connection:
     def follow(self, run_id: str, say: Callable[[str], None]) -> None:
         """Show the log of a run until the run ends.
 
-        Also report if the server stops or resumes replying, since Flower's command line prints
+        Also reports when the server stops or resumes replying, because Flower's command line prints
         nothing for a minute in this case.
 
         Args:
             run_id: Flower's id of the run.
-            say: Shows a line to the user.
+            say: Function that shows a line to the user.
         """
         ended = threading.Event()
 
@@ -137,7 +139,10 @@ class Connection:
             poller.join()
 
     def check_reachable(self) -> None:
-        """Raise FedhetError if no server replies, or if its certificate is refused."""
+        """Check the connection.
+
+        Raises FedhetError if no server replies or its certificate is refused.
+        """
         context = ssl.create_default_context(cafile=str(self.authority))
         try:
             with socket.create_connection(self.endpoint, 5.0) as plain:
@@ -177,7 +182,7 @@ class Connection:
             time.sleep(1.0)
         if done.returncode != 0 or '"success": false' in done.stdout:
             message = done.stdout
-            with contextlib.suppress(ValueError):  # the output may not be JSON
+            with contextlib.suppress(ValueError):  # The output may not be JSON.
                 report = json.loads(message)
                 fields = report.items() if isinstance(report, dict) else ()
                 message = next((f"{v} " for k, v in fields if "message" in k), message)
@@ -199,8 +204,9 @@ class Connection:
     def environment(self) -> dict[str, str]:
         """Return the environment variables for Flower's programs."""
         programs = str(Path(sys.executable).parent)
-        # Bypass proxies, because a proxy cannot reach this machine's loopback. `check_reachable`
-        # has reached the server directly. gRPC and Python read different names of the variable.
+        # Bypass proxies, because a proxy cannot reach this machine's loopback interface, and
+        # `check_reachable` has reached the server directly. gRPC and Python read the variable under
+        # different names.
         direct = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *LOCAL_HOSTS]
         without_proxy = ",".join(filter(None, [*direct, self.endpoint[0]]))
         return {
@@ -211,15 +217,15 @@ class Connection:
             "NO_PROXY": without_proxy,
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
-            # This module reads the output, and a site's log must not depend on the locale.
+            # This module parses the output, and a site's log must not depend on the locale.
             "PYTHONIOENCODING": "utf-8",
         }
 
 
 def filter_log(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a server's log without Flower's lines, and without some tracebacks.
+    """Yield the lines of a server's log without Flower's own lines and without some tracebacks.
 
-    Errors of fedhet are shortened to their messages. Tracebacks of other errors are unchanged.
+    fedhet's errors are shortened to their messages. Tracebacks of other errors are unchanged.
     """
     trace: list[str] = []
     for line in lines:
@@ -240,17 +246,17 @@ def filter_log(lines: Iterable[str]) -> Iterator[str]:
 def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:
     """Execute a run on a deployment, and wait until it ends.
 
-    The Flower app sent to the server contains the settings and no code, since each site uses its
-    installation of fedhet.
+    The Flower app that is sent to the server contains only the settings and no code, because each
+    site uses its own installation of fedhet.
 
     Args:
         config: Configuration of the run.
         connection: Connection to the server.
-        say: Shows a line to the user.
+        say: Function that shows a line to the user.
 
     Raises:
-        FedhetError: The run failed.
-        SettingsError: The method supports only simulations.
+        FedhetError: If the run failed.
+        SettingsError: If the method supports only simulations.
     """
     check_deployable(config)
     connection.check_reachable()
@@ -288,7 +294,7 @@ def submit(config: Config, connection: Connection, say: Callable[[str], None]) -
 
 @contextlib.contextmanager
 def interrupted_by_terminate() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C during the block, so that processes and files are cleaned up."""
+    """Treat SIGTERM like Ctrl-C in the block, so that processes and files are cleaned up."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -308,7 +314,7 @@ def listens(host: str, port: int) -> bool:
 
 
 def program(name: str) -> str:
-    """Return the path of a command of Flower, next to this Python or on the PATH.
+    """Return the path of a Flower command, next to this Python or on the PATH.
 
     Raises FedhetError if the command is not found.
     """
@@ -326,13 +332,13 @@ def _write_toml(path: Path, content: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """A registered site of a deployment."""
+    """Registered site of a deployment."""
 
     name: str
     node: int
     """Flower's node id."""
     state: str
-    """online, offline, or registered (never online)."""
+    """State of the site: online, offline, or registered (never online)."""
     since: datetime | None
     """Time at which the site went online or offline, in UTC."""
     key: bytes = b""
@@ -341,17 +347,17 @@ class Site:
 
 @dataclass(frozen=True)
 class DeployedRun:
-    """A run on a deployed server."""
+    """Run on a deployed server."""
 
     number: int
     state: str
-    """Flower's status: pending, running, finished:completed, …"""
+    """Flower's status of the run: pending, running, finished:completed, …"""
     lines: tuple[str, ...]
     """Last lines of the run's log."""
 
 
 def sites(connection: Connection) -> list[Site]:
-    """Return the registered sites, sorted by name. Raises FedhetError."""
+    """Return the registered sites, sorted by name. Raises FedhetError if the server refuses."""
     from flwr.proto.control_pb2 import ListNodesRequest
 
     with _client(connection) as client:
@@ -372,7 +378,7 @@ def register(
     """Register public keys under client names, and yield a line about each key.
 
     Flower's server accepts any number of keys under one name, so this function compares the names.
-    It checks all keys before it registers the first. Registering a key again changes nothing.
+    It checks all keys before it registers the first key. Registering a key again has no effect.
 
     Args:
         connection: The connection to the server.
@@ -380,7 +386,7 @@ def register(
         replace: Whether a key may take the name of another key, which is then unregistered.
 
     Raises:
-        FedhetError: A file is not a public key, a name belongs to another key, or a key is
+        FedhetError: If a file is not a public key, if a name belongs to another key, or if a key is
             registered under another name.
     """
     requested = [(name, path, _public_key(path)) for name, path in keys]
@@ -437,7 +443,10 @@ def _public_key(path: Path) -> bytes:
 
 
 def unregister(connection: Connection, name: str) -> int:
-    """Unregister all sites with a name, and return their number. Raises FedhetError."""
+    """Unregister all sites with a name, and return their number.
+
+    Raises FedhetError if the request fails.
+    """
     named = [site for site in sites(connection) if site.name == name]
     for site in named:
         _unregister(connection, site)
@@ -452,7 +461,7 @@ def _unregister(connection: Connection, site: Site) -> None:
 
 
 def newest_runs(connection: Connection, limit: int = 3) -> list[DeployedRun]:
-    """Return the last runs of a server, newest first. Raises FedhetError."""
+    """Return a server's last runs, newest first. Raises FedhetError if the request fails."""
     from flwr.proto.control_pb2 import ListRunsRequest, StreamLogsRequest
 
     with _client(connection) as client:
@@ -469,7 +478,7 @@ def newest_runs(connection: Connection, limit: int = 3) -> list[DeployedRun]:
 
 @contextlib.contextmanager
 def _client(connection: Connection) -> Iterator[Any]:
-    """Provide a client of the control API; errors in the block are raised as FedhetError."""
+    """Provide a client for the control API; errors in the block are raised as FedhetError."""
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 

@@ -1,4 +1,4 @@
-"""Checks of a machine, its keys and a server (`fedhet doctor`)."""
+"""Checks of a machine, its keys and a server, for `fedhet doctor`."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ P = ParamSpec("P")
 Level = Literal["ok", "warning", "error"]
 MIN_MEMORY, MIN_DISK = 2 * 2**30, 2 * 2**30
 MAX_SKEW = 60.0
-"""Maximum difference of two clocks in seconds; Flower refuses messages of a node that seem old."""
+"""Maximum difference between two clocks in seconds, because Flower refuses messages that seem
+old."""
 PORTS = {8000: "the server's control API", 9092: "the server's port for sites", 9094: "a site"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check, shown as one line."""
+    """Result of a check, which is shown as one line."""
 
     level: Level
     subject: str
-    """The part of the system that was checked."""
+    """Part of the system that was checked."""
     text: str
-    """The result, and advice if there is a problem."""
+    """Result of the check, and advice if there is a problem."""
 
 
 ok = partial(Finding, "ok")
@@ -54,7 +55,7 @@ error = partial(Finding, "error")
 
 
 def _guarded(check: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Finding]]:
-    """Make a check yield a warning instead of raising an error."""
+    """Wrap a check so that it yields a warning instead of raising an error."""
 
     @wraps(check)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finding]:
@@ -67,7 +68,7 @@ def _guarded(check: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Find
 
 
 def check_machine(directory: Path) -> Iterator[Finding]:
-    """Check this machine, and the disk that contains a directory."""
+    """Check this machine and the disk that contains a directory."""
     shared = Path("/dev/shm")  # noqa: S108
     space = {
         "memory": (lambda: psutil.virtual_memory().available, MIN_MEMORY, "", "few clients fit"),
@@ -85,7 +86,7 @@ def check_machine(directory: Path) -> Iterator[Finding]:
 
 
 def check_keys(directory: Path) -> Iterator[Finding]:
-    """Check the keys and certificates in a directory of `fedhet certs`."""
+    """Check the keys and certificates in a directory that `fedhet certs` has written."""
     for path in sorted(directory.rglob("*")):
         is_pair = path.is_file() and path.with_name(f"{path.name}.pub").exists()
         if path.suffix in (".crt", ".pem"):
@@ -205,12 +206,12 @@ def _pair(path: Path) -> Iterator[Finding]:
 
 @_guarded
 def _authority_key(path: Path) -> Iterator[Finding]:
-    """Check that the CA's key belongs to root, and not to a service that may be attacked."""
+    """Check that the CA's key belongs to root instead of a service that may be attacked."""
     uid = path.stat().st_uid
     advice = f"expected root. Use `chown root: {path}`, or move it to an offline machine."
     try:
         user = pwd.getpwuid(uid)
-    except KeyError:  # a user of another machine or container image
+    except KeyError:  # The user is from another machine or container image.
         yield warning("CA key", f"{path}: belongs to the unknown user {uid}, {advice}")
         return
     if user.pw_uid == 0:
@@ -223,7 +224,7 @@ def _authority_key(path: Path) -> Iterator[Finding]:
 
 @_guarded
 def check_server(address: str, authority: Path) -> Iterator[Finding]:
-    """Check whether a server at HOST:PORT replies, its certificate, and its clock."""
+    """Check a server at HOST:PORT: whether it replies, its certificate, and its clock."""
     try:
         host, port = split_host_port(address)
     except ValueError as fault:
@@ -247,7 +248,7 @@ def check_server(address: str, authority: Path) -> Iterator[Finding]:
     try:
         server_time = email.utils.parsedate_to_datetime(response.headers.get("Date") or "")
     except ValueError:
-        return  # a proxy may remove or replace the header
+        return  # A proxy may remove or replace the header.
     if server_time.tzinfo is None:
         server_time = server_time.replace(tzinfo=datetime.UTC)
     skew = abs((datetime.datetime.now(datetime.UTC) - server_time).total_seconds())

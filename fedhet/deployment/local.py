@@ -1,7 +1,7 @@
-"""A deployment on this machine: Flower's SuperLink and SuperNodes as processes, over gRPC.
+"""Deployment on this machine, with Flower's SuperLink and SuperNodes as processes.
 
-It works like a deployment on separate machines (docs/deploy.md), but with temporary keys: TLS,
-authenticated nodes, and a separate state directory per node.
+It works like a deployment on separate machines (docs/deploy.md), with gRPC over TLS, authenticated
+nodes, and a separate state directory per node, but its keys are temporary.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_768)
-"""Candidates for free ports, below the ephemeral ports of Linux and macOS."""
+"""Candidates for free ports, which are below the ephemeral ports of Linux and macOS."""
 START_SECONDS = 120.0
-"""Time limit for the start of the server."""
+"""Time limit for the start of the server, in seconds."""
 STOP_SECONDS = 10.0
-"""Time that processes have to terminate before they are killed."""
+"""Time that processes have to terminate before they are killed, in seconds."""
 
 
 @dataclass
@@ -50,12 +50,12 @@ class LocalDeployment:
     """
 
     root: Path
-    """Directory of all files."""
+    """Directory that contains all files."""
     nodes: int
     """Number of SuperNodes."""
     host: str = LOOPBACK
     command_prefix: Callable[[str], Sequence[str]] = lambda name: ()
-    """Returns the command prefix of a process, such as `ip netns exec …` or `nice`."""
+    """Function that returns the command prefix of a process, e.g. `ip netns exec …` or `nice`."""
 
     def __post_init__(self) -> None:
         self.fleet_port, self.control_port = free_port(), free_port()
@@ -84,7 +84,7 @@ class LocalDeployment:
         self.stop()
 
     def prepare(self) -> None:
-        """Make keys and certificates, and write the configuration of Flower's command line."""
+        """Create keys and certificates, and write the configuration of Flower's command line."""
         certs.make(self.certs, [self.host], [site_name(k) for k in range(self.nodes)], days=30)
         self.connection.prepare()
         (self.root / "log").mkdir(exist_ok=True)
@@ -112,7 +112,7 @@ class LocalDeployment:
                 time.sleep(0.1)
 
     def register(self, index: int) -> None:
-        """Register a node with the server, with its public key and its client's name."""
+        """Register a node with the server, under its client's name."""
         key = self.certs / certs.NODES / f"{site_name(index)}.pub"
         self.connection.register(key, client_name(index, self.nodes))
 
@@ -121,8 +121,8 @@ class LocalDeployment:
 
         Args:
             index: Index of the node.
-            options: Command-line options that override the defaults; an empty value stands for a
-                flag, and None omits the option.
+            options: Command-line options that override the defaults; an empty value means a flag,
+                and None omits the option.
         """
         arguments = {
             "root-certificates": self.certs / certs.CA_CERTIFICATE,
@@ -138,7 +138,7 @@ class LocalDeployment:
                 words += [f"--{name}", str(value)] if str(value) else [f"--{name}"]
         environment = {
             STATE_DIR_VARIABLE: str(self.root / "state" / site_name(index)),
-            # Allow everything: both the run and this machine belong to the user.
+            # Permit everything, because both the run and this machine belong to the user.
             ALLOW_MODELS_VARIABLE: "*",
             ALLOW_PATHS_VARIABLE: "/",
             **for_training(),
@@ -150,7 +150,7 @@ class LocalDeployment:
         return (self.root / "log" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def stop(self, *names: str) -> None:
-        """Stop some processes and their descendants, by default all."""
+        """Stop the given processes, by default all, and their descendants."""
         end_trees([self.processes.pop(name) for name in names or list(self.processes)])
 
     def _start(
@@ -169,7 +169,7 @@ class LocalDeployment:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                umask=0o077,  # the server's database holds messages of clients
+                umask=0o077,  # The server's database contains messages from clients.
             )
 
 
@@ -180,10 +180,10 @@ def deploy_local(
 
     Args:
         config: Configuration of the run.
-        directory: Directory of the results.
+        directory: Directory for the results.
         keep: Directory for keys, logs and the states of the sites; by default, a temporary
             directory, which is deleted if the run succeeds.
-        say: Shows a message to the user.
+        say: Function that shows a message to the user.
 
     Raises:
         FedhetError: If the run fails.
@@ -214,7 +214,7 @@ def site_name(index: int) -> str:
 def free_port() -> int:
     """Return an unused port on loopback. Raises FedhetError if none is found.
 
-    The port is not ephemeral, since the system might assign an ephemeral port to an outgoing
+    The port is not ephemeral, because the system might assign an ephemeral port to an outgoing
     connection before it is used.
     """
     for port in random.SystemRandom().sample(PORTS, 100):

@@ -247,7 +247,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _worker(self, deadline: float | None, *, alone: bool) -> Iterator[PlacedWorker]:
-        """Hold a worker during the block; with `alone`, all other workers stay idle."""
+        """Reserve a worker for the block; with `alone`, all other workers stay idle."""
         import ray
 
         if alone:

@@ -1,1 +1,1 @@
-"""Experiments: the tables of the papers and the table of all methods, made by `fedhet table`."""
+"""Experiments: papers' tables and the table of all methods, which `fedhet table` makes."""

@@ -36,20 +36,20 @@ from fedhet.report.tables import Cell, Cells, escape_markdown, markdown
 from fedhet.runs.directory import read_validated
 
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
-"""Directory of the finished tables that come with fedhet."""
+"""Directory of the finished tables that are included in fedhet."""
 USUAL_HARDWARE = "Two cores of an AMD EPYC."
 """Hardware that a page does not repeat in each section, because docs/tables.md names it."""
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
-"""Possible verdicts on a claim, over all comparisons of its table."""
+"""Possible verdicts on a claim, over all comparisons in its table."""
 WORDS = dict(zip(VERDICTS, ("holds", "inconclusive", "does not hold", "not measured"), strict=True))
 MAX_SEEDS = 100
-"""More seeds than this are not suggested: only a larger federation can decide the claim."""
+"""Maximum number of seeds to suggest; beyond it, only a larger federation can decide the claim."""
 
 
 def read_finished(folder: Path) -> list[TableResult]:
     """Return the finished tables in a directory, sorted by name and size.
 
-    Other files are ignored. Raises StateError for an unreadable or misnamed file.
+    Other files are ignored. Raises StateError if a file is unreadable or misnamed.
     """
     results = []
     for name, size in product(table_names(), SIZES):
@@ -64,7 +64,7 @@ def read_finished(folder: Path) -> list[TableResult]:
 
 @dataclass(frozen=True)
 class TestedClaim:
-    """A paper's claim, tested on one size of a table, and the comparisons that test it."""
+    """Claim of a paper, with the comparisons that test it on one size of a table."""
 
     result: TableResult
     says: str
@@ -77,22 +77,22 @@ class TestedClaim:
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Number of comparisons by outcome."""
+        """Numbers of comparisons, by outcome."""
         return Counter(each.outcome for each in self.comparisons)
 
     @property
     def verdict(self) -> str:
-        """One of `VERDICTS`; see `verdict_of`."""
+        """Verdict on the claim, which is one of `VERDICTS`; see `verdict_of`."""
         return verdict_of(self.counts)
 
     @property
     def seeds_to_decide(self) -> int | None:
-        """Number of seeds that would decide the claim if differences and spread stay the same.
+        """Number of seeds that would decide the claim if differences and spreads stayed the same.
 
-        A comparison that points against the claim can refute it alone; if none does, every
-        comparison within noise must be confirmed. n seeds decide a comparison if
-        |difference| > 2 SE(n), where SE(n) = SE(k) sqrt(k / n) and k is the number of seeds that
-        were run. None if the claim is decided or not measured, or if a difference is zero.
+        A single comparison that points against the claim can refute it. If no comparison does,
+        every comparison within noise must be confirmed. n seeds decide a comparison if |difference|
+        > 2 SE(n), where SE(n) = SE(k) sqrt(k / n) and k is the number of seeds that were run. The
+        result is None if the claim is decided or not measured, or if a difference is zero.
         """
         if self.verdict != "not-told-apart":
             return None
@@ -109,8 +109,8 @@ class TestedClaim:
 def verdict_of(outcomes: Collection[str]) -> str:
     """Return the verdict on a claim from the outcomes of its comparisons.
 
-    A claim holds if it holds in all comparisons, and does not hold if it fails in one. Otherwise it
-    is not measured if no comparison is, and not told apart if at least one is.
+    A claim holds if it holds in all comparisons, and does not hold if it fails in one. Otherwise,
+    it is "not measured" if no comparison is measured, and "not told apart" if at least one is.
     """
     distinct = set(outcomes)
     if "does not hold" in distinct:
@@ -130,12 +130,12 @@ def claims_in(tables: Iterable[TableResult]) -> list[TestedClaim]:
 
 
 def claims_of(table: str) -> list[str]:
-    """Return the paper's claims about a table, without duplicates."""
+    """Return a paper's claims about a table, without duplicates."""
     return [*dict.fromkeys(claim.says for claim in read_table(table).claims)]
 
 
 def counted(claims: Sequence[TestedClaim]) -> Cells:
-    """Count the claims by verdict: one row for each paper and size, and one for each size."""
+    """Count the claims by verdict, with a row for each paper and size, and a row for each size."""
     papers = [*dict.fromkeys(paper_of(name) for name in table_names())]
     columns: dict[str, list[Cell]] = {
         name: [] for name in ("paper", "size", "tables", "claims", *WORDS.values())
@@ -159,7 +159,7 @@ def counted(claims: Sequence[TestedClaim]) -> Cells:
 
 
 def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
-    """Return the text of the generated pages by path."""
+    """Return the text of the generated pages, by path."""
     results = read_finished(folder)
     parts = {
         "results.md": markdown(counted(claims_in(results))),
@@ -174,7 +174,7 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
 
 
 def paper_part(results: Sequence[TableResult]) -> str:
-    """Return a section for each table of a paper: numbers, verdicts on claims, and the command.
+    """Return a section for each table in a paper: numbers, verdicts on claims, and the command.
 
     The section shows the largest size that was made.
     """
@@ -213,7 +213,7 @@ def _places(counts: Counter[str]) -> str:
 
 
 def tables_part(results: Sequence[TableResult]) -> str:
-    """Return a row for each table: the parts of the paper that it shows, and its claims by size."""
+    """Return a row for each table, with the parts of the paper it shows and its claims by size."""
     rows = []
     for name in dict.fromkeys(result.table for result in results):
         table = read_table(name)
@@ -236,7 +236,7 @@ def tables_part(results: Sequence[TableResult]) -> str:
 
 
 def tables_listed() -> list[tuple[str, str, str, str]]:
-    """Return the rows of the list of tables, with the number of runs per seed of each size."""
+    """Return the rows in the list of tables, with the number of runs per seed for each size."""
     rows = []
     for name in table_names():
         table = read_table(name)

@@ -1,4 +1,4 @@
-"""The command `fedhet table`, which is available if this package is installed."""
+"""Command `fedhet table`, which is available if this package is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIST = resources.files("fedhet.experiments") / "list.json"
 TableName = Annotated[
     str | None,
     typer.Argument(
-        help="A table, a paper (such as felo) for all of its tables, all, or field; lists the "
+        help="A table, a paper such as felo (all of its tables), all, or field; lists the "
         "tables if omitted. claims counts the claims that hold in finished tables."
     ),
 ]
@@ -114,7 +114,7 @@ def table_command(
     rows: TableRows = "",
     as_json: TableJson = False,
 ) -> None:
-    """Make the tables of the papers next to their printed numbers, or the table of all methods.
+    """Make papers' tables next to their printed numbers, or the table of all methods.
 
     Finished runs are kept, and interrupted runs continue.
     """

@@ -1,6 +1,6 @@
-"""The table of all methods: its results, the methods' mean ranks, and the output formats.
+"""Table of all methods: its results, the methods' mean ranks, and the output formats.
 
-Ranks are averaged over cells and compared by Friedman's test and Nemenyi's critical difference
+Ranks are averaged over cells and compared using Friedman's test and Nemenyi's critical difference
 (Demšar, Statistical Comparisons of Classifiers over Multiple Data Sets, JMLR 2006). SciPy is
 imported only when ranks are computed.
 """
@@ -36,13 +36,13 @@ from fedhet.runs.records import NAN, PROTOCOLS
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
 
 KINDS = {"personal": ("private", "global", "server"), "common": ("global", "server", "private")}
-"""Kinds of model by protocol; the first kind that a method has is its accuracy."""
+"""Kinds of models, by protocol; the first kind that a method has determines its accuracy."""
 CEILING = "central"
 SHARE = 0.9
-"""Fraction of the accuracy of `CEILING` up to which costs are reported."""
+"""Fraction of the accuracy of `CEILING` for which the costs of reaching it are reported."""
 ACCURACIES = ("personal", "worst client", "common", "common, own models")
 EVERYWHERE = "all"
-"""Scope of the ranks over all architectures."""
+"""Scope of ranks over all architectures."""
 ALPHA = 0.05
 """Significance level of the critical difference."""
 Value = float | int | str
@@ -58,7 +58,7 @@ COSTS: Mapping[str, Callable[[float], str]] = {
     "seconds": human_seconds,
     "memory": human_bytes,
 }
-"""Costs of a run, with the function that formats each."""
+"""Costs of a run, each with the function that formats it."""
 LEGEND = "Percent, mean over clients in the last round; mean ± standard deviation over seeds."
 RANKS = (
     "Mean rank over cells (1 = best) of the methods that run in all of them, with the number of "
@@ -79,17 +79,17 @@ COST = (
 
 @dataclass(frozen=True)
 class Ranking:
-    """Mean ranks of k methods over N cells; lower is better."""
+    """Mean ranks of k methods over N cells; lower ranks are better."""
 
     ranks: pd.Series
-    """Mean rank by method, ascending; ties share their mean rank."""
+    """Mean rank of each method, ascending; tied methods share their mean rank."""
     cells: int
     p: float
     """p-value of Friedman's test of equal methods."""
     critical: float
     """Critical difference between two mean ranks (Demšar, Section 3.2.2)."""
     critical_by_seed: float
-    """Critical difference if each seed of a cell counted as an independent data set."""
+    """Critical difference if each seed in a cell counted as an independent dataset."""
 
     def behind(self, method: str) -> bool:
         """Return whether a method is significantly worse than the best method."""
@@ -101,7 +101,7 @@ def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
 
     Args:
         scores: Scores of shape [N cells, methods]; methods with a missing score are excluded.
-        seeds: Number of runs averaged in each score.
+        seeds: Number of runs over which each score is averaged.
 
     Returns:
         The ranking, or None for fewer than three methods or two cells.
@@ -141,7 +141,7 @@ class FieldResults:
 
     @property
     def finished(self) -> int:
-        """The number of finished runs."""
+        """Number of finished runs."""
         return len(self.runs)
 
     def by_seed(self, method: str, cell: Place, measure: str) -> pd.Series:
@@ -155,12 +155,12 @@ class FieldResults:
 
     @property
     def ranked_methods(self) -> list[str]:
-        """Methods that are ranked: all except those that need all data in one place."""
+        """Methods to rank, i.e. all except those that need all data in one place."""
         return [name for name in self.plan.methods if not find_method(name).spec.simulation_only]
 
     @cached_property
     def rankings(self) -> Mapping[tuple[str, str], Ranking]:
-        """Rankings by protocol and scope: all cells, or the cells of one set of architectures.
+        """Rankings by protocol and by scope (all cells, or the cells of one set of architectures).
 
         A ranking contains the methods that have finished all seeds in all cells of its scope.
         """
@@ -180,7 +180,7 @@ class FieldResults:
 
 
 def collect(plan: FieldPlan) -> FieldResults:
-    """Return the results of a plan's finished runs. Raises StateError for a damaged run."""
+    """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     rows: list[dict[str, Value]] = []
     done = [
         (each, seed, run.directory)
@@ -208,7 +208,7 @@ def kind_of(run: Run, protocol: str) -> str:
 
 
 def _measured(run: Run, ceiling: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a run's accuracies and costs, and the costs of reaching 90 % of the `ceiling`."""
+    """Return a run's accuracies and costs, including the costs to reach 90 % of `ceiling`."""
     federated = not find_method(run.method).spec.simulation_only
     sent, until = run.totals["bytes_up"] + run.totals["bytes_down"], dict[str, Value]()
     elapsed = run.costs["clock"] if run.has_clock else run.costs["seconds"].cumsum()
@@ -311,7 +311,7 @@ def matrix(results: FieldResults, measure: str) -> Cells:
 
 
 def every(results: FieldResults) -> Cells:
-    """Return one row per method and cell, with all measurements or the reason for their absence."""
+    """Return one row per method and cell, with all measurements or the reason for missing ones."""
     cells = results.plan.every
     columns: dict[str, Sequence[Cell]] = {
         "method": [Cell(each.method) for each in cells],
@@ -363,7 +363,7 @@ def costs(results: FieldResults) -> Cells:
 
 
 def refusals(results: FieldResults) -> Cells | None:
-    """Return unsupported cells by method with the reason, or None if there are none."""
+    """Return the unsupported cells by method with the reasons, or None if there are none."""
     found: dict[tuple[str, str], list[Place]] = {}
     for each in results.plan.every:
         if each.refused:

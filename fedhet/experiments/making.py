@@ -1,4 +1,4 @@
-"""Make tables: train their missing runs, in one process or in parallel, and write the results."""
+"""Making of tables: training of missing runs, one by one or in parallel, and writing of results."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ MEANING = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """Options of `fedhet table`."""
+    """Options that the user has passed to `fedhet table`."""
 
     size: str
     seeds: Sequence[int]
     out: Path
     """Directory of the table; its runs are in the subdirectory `runs`."""
     over: Values
-    """Settings of all runs that override the table's."""
+    """Settings for all runs that override the table's settings."""
     jobs: int = 1
-    """Number of runs in parallel."""
+    """Number of runs to train in parallel."""
     keep_models: bool = False
     """Whether finished runs keep their models."""
     dry_run: bool = False
     """Whether to list the runs without training."""
     latex: bool = False
-    """Whether to write LaTeX in addition."""
+    """Whether to also write LaTeX files."""
 
 
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
-    """Train the missing runs of the tables that `word` selects, and print and write the tables.
+    """Train the missing runs for the tables that `word` selects; print and write the tables.
 
     If `rows` is not empty, only rows whose names start with one of its words are trained.
     """
@@ -93,7 +93,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
             say(f"{found.name}: {notice}, as set with --set")
     runs = each_once(run for found in plans for run in found.runs_of(rows))
     for run in runs:
-        resolve(run.values)  # all are checked before the first one starts
+        resolve(run.values)  # All tables are checked before the first run starts.
     if wanted.dry_run:
         show_plan(runs)
         return
@@ -114,9 +114,9 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
 
 
 def make_field(methods: Sequence[str], wanted: Wanted) -> None:
-    """Train the missing runs of the table of all methods, and write the table after each seed.
+    """Train the missing runs for the table of all methods, and write it after each seed.
 
-    An empty list of methods means all.
+    An empty list of methods means all methods.
     """
     size = wanted.size
     if size not in SIZES:
@@ -157,8 +157,8 @@ def show_result(result: paper.TableResult, table: PaperTable) -> None:
 def show_tables(word: str, directory: Path | None, default: Path) -> None:
     """Print finished tables in full: numbers, comparisons, the claims' verdicts, and notes.
 
-    They are read from `directory`, or if it is None, from `default` and the tables that come with
-    fedhet. Raises StateError if none of the tables has been made.
+    The tables are read from `directory` or, if it is None, from `default` and from the tables
+    included in fedhet. Raises StateError if none of the tables has been made.
     """
     names, source = tables_of(word), directory or default
     results = [each for each in claims.read_finished(source) if each.table in names]
@@ -184,8 +184,9 @@ def show_tables(word: str, directory: Path | None, default: Path) -> None:
 def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
     """Count the claims of finished tables by verdict.
 
-    The tables are read from `folder`. If it is None, they are read from `usual`, or if that has
-    none, from the tables that come with fedhet. Raises StateError if `folder` has no table.
+    The tables are read from `folder`. If it is None, they are read from `usual` or, if that
+    contains no tables, from the tables included in fedhet. Raises StateError if `folder` contains
+    no table.
     """
     found, where = claims.read_finished(folder or usual), f"the tables in {folder or usual}"
     if folder and not found:
@@ -221,17 +222,17 @@ def show_plan(runs: Sequence[PlannedRun]) -> None:
 
 
 def raise_faults(faults: Mapping[str, str]) -> None:
-    """Raise FedhetError that lists the failed runs with their reasons, if there are any."""
+    """Raise FedhetError with the failed runs and the reasons, if any run failed."""
     if faults:
         reasons = "; ".join(f"{label}: {fault}" for label, fault in faults.items())
         raise FedhetError(f"{plural(len(faults), 'run')} failed: {reasons}")
 
 
 def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[str, str]:
-    """Train the unfinished runs, `wanted.jobs` in parallel; return errors by run.
+    """Train the unfinished runs, `wanted.jobs` in parallel, and return errors by run.
 
-    Reports are not written, since writing one can take longer than a small run; `fedhet report`
-    writes them later.
+    Reports are not written, because writing a report can take longer than a small run; `fedhet
+    report` writes them later.
     """
     make, jobs = partial(_made, keep_models=wanted.keep_models), wanted.jobs
 
@@ -271,7 +272,7 @@ def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[st
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
     """Train or resume a run; return an error message, or "" if it succeeded."""
-    if run.finished:  # by another process that makes a table with the same run
+    if run.finished:  # Another process may make a table with the same run.
         return ""
     fault = error_of(run.config, run.directory.resolve(), watchers, report=False)
     if not (fault or keep_models):

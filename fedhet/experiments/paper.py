@@ -1,4 +1,4 @@
-"""A paper's table: the results of its runs, the paper's claims, and the table's output formats."""
+"""Table of a paper: results of its runs, verdicts on the paper's claims, and output formats."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from fedhet.runs.directory import read_if_exists
 from fedhet.runs.records import NAN, Origin, Summary
 
 OUTCOMES = ("holds", "within noise", "does not hold", "not measured")
-"""The possible outcomes of one comparison."""
+"""Possible outcomes of a comparison."""
 KIB = 1024.0
 COLUMNS = ("row", "column", "method", "metric", "seed", "measured", "printed", "printed_spread")
-"""Columns of the CSV file, which has one line per cell and seed."""
+"""Columns in the CSV file, which has one line per cell and seed."""
 LEGEND = (
     "Mean ± standard deviation over the seeds, in the last round; the paper's numbers in "
     "parentheses."
@@ -48,52 +48,53 @@ TAU = (
 
 
 class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """The difference between two cells that a claim compares, paired by seed, and its outcome."""
+    """Comparison of two cells by a claim: their difference, paired by seed, and the outcome."""
 
     claim: str
     where: str
     above: str
     below: str
     outcome: Literal["holds", "within noise", "does not hold", "not measured"]
-    """The difference holds, or does not hold, only beyond two standard errors."""
+    """Outcome, which is decided only if the difference exceeds two standard errors."""
     difference: float | None = None
-    """Mean over the seeds, in the unit of the printed numbers, or None if not measured."""
+    """Mean difference over the seeds, in the unit of the printed numbers, or None if not
+    measured."""
     se: float | None = None
     """Standard error of `difference`."""
 
 
 Measured = tuple[float | None, float | None]
-"""Mean and standard deviation over the seeds; None if too few runs have finished."""
+"""Mean and standard deviation over the seeds, or None if too few runs have finished."""
 
 
 class TableResult(BaseModel, frozen=True, extra="forbid"):
-    """The results of a table in one size: its file NAME-SIZE.json, which outlives the runs."""
+    """Results of a table in one size, stored in NAME-SIZE.json, which outlives the runs."""
 
     table: str
     size: Size
     seeds: list[int] = Field(min_length=1)
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings of all runs that override the table's."""
+    """Settings for all runs that override the table's settings."""
     runs: int
     finished: int
     """Number of runs that have finished."""
     made: str = ""
-    """Day on which the last run started, as YYYY-MM-DD."""
+    """Date on which the last run started, as YYYY-MM-DD."""
     hours: float | None = None
     """Total duration of the runs, in hours."""
     hardware: str = ""
-    """Machine on which the table was made; written by hand."""
+    """Machine on which the table was made, as entered by hand."""
     remark: str = ""
-    """Interpretation of the results; written by hand."""
+    """Interpretation of the results, as entered by hand."""
     agreement: dict[str, float | None] = Field(default_factory=dict)
     """Kendall's tau between measured and printed numbers, by column."""
     cells: dict[str, dict[str, Measured]] = Field(default_factory=dict)
-    """Measured values by row and column, in the unit of the printed numbers."""
+    """Measured values, by row and column, in the unit of the printed numbers."""
     comparisons: list[Comparison] = Field(default_factory=list)
 
     @property
     def file_name(self) -> str:
-        """Name of the file of this result."""
+        """Name of the file that contains this result."""
         return f"{self.table}-{self.size}.json"
 
     @property
@@ -104,7 +105,7 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
         return " ".join([words, *as_options(self.settings)])
 
     def about(self, table: PaperTable) -> str:
-        """Return one line with the size and, if runs are missing, the number of finished runs."""
+        """Return a line with the size and, if runs are missing, the number of finished runs."""
         line = f"Size {self.size}: {table.sizes[self.size].says}"
         if self.finished < self.runs:
             line += f" {self.finished} of {self.runs} runs are finished."
@@ -136,11 +137,11 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Results:
-    """The measurements of a table's finished runs."""
+    """Measurements from a table's finished runs."""
 
     plan: Plan
     cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
-    """Each cell, with its measurements by seed in the unit of the printed numbers."""
+    """Cells, with their measurements by seed in the unit of the printed numbers."""
     result: TableResult
 
 
@@ -213,9 +214,9 @@ def _compare(
 
 
 def _kendall(cells: Mapping[Place, tuple[PlannedCell, pd.Series]], column: str) -> float:
-    """Return Kendall's tau between the measured and printed numbers of a column.
+    """Return Kendall's tau between the measured and printed numbers in a column.
 
-    NaN if fewer than two rows have both.
+    The result is NaN if fewer than two rows have both numbers.
     """
     both = [
         (values.mean(), cell.printed)
@@ -291,11 +292,12 @@ def write_results(results: Results, out: Path) -> Path:
 def write_latex(results: Results, out: Path) -> Path:
     """Write the table and its claims to NAME-SIZE.tex in a directory; return its path.
 
-    In each column of scores the best row is bold and the second best is underlined. A dagger marks
-    differences beyond two standard errors.
+    In each column of scores, the best value is bold and the second-best value is underlined. A
+    dagger marks differences beyond two standard errors.
     """
     plan, result = results.plan, results.result
-    scored = {}  # 1 if higher numbers of a column are better, -1 if lower ones
+    # The value is 1 if higher numbers in a column are better, or -1 if lower numbers are.
+    scored = {}
     for column in plan.table.columns_in(plan.size):
         of_column = [cell for (_, name), (cell, _) in results.cells.items() if name == column.name]
         metrics = {cell.metric for cell in of_column}
@@ -311,13 +313,13 @@ def write_latex(results: Results, out: Path) -> Path:
 
 
 def write_overview(tables: Sequence[Results], path: Path) -> None:
-    """Write several tables to one Markdown file, preceded by the outcomes of all claims."""
+    """Write several tables to one Markdown file, after the outcomes of all claims."""
     sections = "\n".join(as_markdown(each.result, each.plan.table) for each in tables)
     write_text(path, f"{markdown(overview(tables))}\n{sections}")
 
 
 def overview(tables: Sequence[Results]) -> Cells:
-    """Return one row per table: its finished runs and the outcomes of its comparisons."""
+    """Return one row per table, with its finished runs and the outcomes of its comparisons."""
     found = [each.result for each in tables]
     counts = [Counter[str](each.outcome for each in result.comparisons) for result in found]
     taus = [[tau for tau in result.agreement.values() if tau is not None] for result in found]
@@ -334,7 +336,7 @@ def overview(tables: Sequence[Results]) -> Cells:
 
 
 def as_markdown(result: TableResult, table: PaperTable) -> str:
-    """Return a section of Markdown: the table, its claims, every comparison, and notes."""
+    """Return a Markdown section with the table, its claims, every comparison, and notes."""
     parts = [
         f"## {escape_markdown(table.title)}\n",
         f"{escape_markdown(table.source)}. {escape_markdown(result.about(table))}\n",
@@ -354,7 +356,7 @@ def cells(
 ) -> Cells:
     """Return the measured and printed numbers, without unmeasured rows if `measured_only`.
 
-    The last row shows the agreement with the paper, if a column has it.
+    The last row shows the agreement with the paper, if it is known for a column.
     """
     rows = table.rows_in(result.size)
     if measured_only:
@@ -394,7 +396,7 @@ def outcomes(result: TableResult) -> Cells:
 
 
 def claims(result: TableResult) -> Cells:
-    """Return one row per comparison: the claim, the place, the difference, and the outcome."""
+    """Return one row per comparison, with the claim, the place, the difference, and the outcome."""
     found = result.comparisons
     return Cells(
         {

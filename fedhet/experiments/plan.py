@@ -1,12 +1,12 @@
 """Declarations of tables in TOML files, and the runs that their cells need.
 
 The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, printed numbers, and
-claims. A cell is one run per seed. The settings of the size are overridden by the column,
+claims. A cell has one run per seed. The settings of the size are overridden by those of the column,
 the row, and the entry in `places` for both, in this order; each applies its presets first. Cells
-with equal settings share their runs, so rows or columns can show different models of one run. The
-table of all methods, `field.toml`, combines model architectures with splits of the data.
+with equal settings share their runs, so rows or columns can show different models from the same
+run. The table of all methods, `field.toml`, combines model architectures with splits of the data.
 
-The directory of a run is named after a hash of its settings, so different tables share runs.
+The name of a run's directory is a hash of its settings, so that different tables share runs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from fedhet.settings.text import as_text
 FILES = resources.files("fedhet.experiments") / "tables"
 Values = dict[str, object]
 Place = tuple[str, str]
-"""Position of a cell: its row and column, or its architectures and split."""
+"""Position of a cell, i.e. its row and column, or its architectures and split."""
 FIELD = "field"
 """Name of the table of all methods."""
 Size = Literal["tiny", "small", "paper"]
 SIZES: tuple[Size, ...] = get_args(Size)
-"""Digits in minutes; the paper's federation with small networks; the paper's settings."""
+"""Sizes: digits in minutes, the paper's federation with small networks, and the paper's
+settings."""
 STATISTICS = ("mean", "std", "tail", "worst")
 DIRECTIONS = ("up", "down")
 RATIOS = ("mean", "best", "worst")
@@ -71,7 +72,7 @@ Metric = Annotated[str, AfterValidator(_is_metric)]
 `bytes/up` is the mean number of KiB that all clients together send per round.
 """
 Printed = float | Annotated[list[float], Field(min_length=1, max_length=2)]
-"""A number printed in the paper, or a number and its spread."""
+"""Number printed in the paper, or a number and its spread."""
 
 
 class _Part(BaseModel):
@@ -79,25 +80,25 @@ class _Part(BaseModel):
 
 
 class Change(_Part):
-    """Settings that override earlier settings: first of presets, then individual settings."""
+    """Settings that override earlier settings, from presets first and then individually."""
 
     preset: str = ""
     settings: dict[str, Any] = Field(default_factory=dict)
 
 
 class Scale(Change):
-    """A size of the table: the settings shared by all of its runs."""
+    """Size of a table, with the settings that all of its runs share."""
 
     says: str
-    """Description of the experiment and of its differences from the paper's."""
+    """Description of the experiment and of its differences from the paper's experiment."""
 
 
 class Line(_Part):
-    """A row or a column."""
+    """Row or column of a table."""
 
     name: str
     every: Change = Change()
-    """Settings in every size."""
+    """Settings that apply in every size."""
     tiny: Change | None = None
     small: Change | None = None
     paper: Change | None = None
@@ -112,11 +113,11 @@ class Line(_Part):
 
 
 class Row(Line):
-    """A row: a method or a variant of a method."""
+    """Row of a table, i.e. a method or a variant of a method."""
 
     method: str
     printed: dict[str, Printed] = Field(default_factory=dict)
-    """Printed numbers by column."""
+    """Printed numbers, by column."""
 
     def printed_in(self, column: str) -> tuple[float | None, float | None]:
         """Return the number that the paper prints in a column, and its spread, or None."""
@@ -127,13 +128,13 @@ class Row(Line):
 
 
 class PlaceSettings(Line):
-    """Settings of the row `name` in some columns."""
+    """Settings for the row `name` in some columns."""
 
     columns: list[str] = Field(min_length=1)
 
 
 class Claim(_Part):
-    """A claim of the paper: each of `above` is greater than each of `below`."""
+    """Claim of the paper that each value in `above` is greater than each value in `below`."""
 
     says: str
     above: list[str] = Field(min_length=1)
@@ -145,13 +146,13 @@ class Claim(_Part):
 
 
 class PaperTable(_Part):
-    """A table of a paper."""
+    """Table of a paper."""
 
     title: str
     source: str
-    """The paper, and the table or figure."""
+    """Paper, and table or figure in it."""
     metric: Metric
-    """Metric of the cells whose row and column do not set one."""
+    """Metric of cells whose row and column do not set a metric."""
     unit: Literal["percent", "ratio"] = "percent"
     """Unit of the printed numbers; accuracies are measured as fractions."""
     notes: list[str] = Field(default_factory=list)
@@ -203,10 +204,10 @@ class PaperTable(_Part):
 
 
 class Architectures(Line):
-    """A model pool."""
+    """Model pool, which is one set of architectures in the table of all methods."""
 
     instead: list[Line] = Field(default_factory=list)
-    """Pools for methods that cannot train this one; `name` is the method."""
+    """Pools for methods that cannot train this pool; `name` is the method."""
 
     def of(self, method: str, size: Size) -> list[Change]:
         """Return the settings of a method in a size; later settings override earlier settings."""
@@ -215,7 +216,7 @@ class Architectures(Line):
 
 
 class FieldTable(_Part):
-    """The table of all methods, with one cell per method, architectures, and split."""
+    """Table of all methods, with one cell per method, set of architectures, and split."""
 
     title: str
     notes: list[str] = Field(default_factory=list)
@@ -256,7 +257,7 @@ def tables_of(word: str) -> list[str]:
 
 
 def paper_of(name: str) -> str:
-    """Return the short name of a table's paper: its method."""
+    """Return the short name of a table's paper, which is its method."""
     return next(method for method in shipped_names() if name.startswith(f"{method}-"))
 
 
@@ -276,7 +277,7 @@ def read_table(name: str) -> PaperTable:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run: its settings and its directory."""
+    """Planned run, with its settings and its directory."""
 
     label: str
     values: Values
@@ -289,7 +290,7 @@ class PlannedRun:
 
     @property
     def config(self) -> Config:
-        """The resolved settings, with `resume` enabled. Raises SettingsError.
+        """Resolved settings, with `resume` enabled. Raises SettingsError if they are invalid.
 
         To save time, only the last fifth of the rounds is evaluated. All rounds are evaluated if
         earlier accuracies matter (early stopping, the best round, relative accuracy), unless
@@ -304,14 +305,14 @@ class PlannedRun:
 
     @property
     def command(self) -> str:
-        """The command that makes this run alone."""
+        """Command that makes only this run."""
         chosen = {k: v for k, v in self.values.items() if k not in (*PLACE, "method")}
         return " ".join(["fedhet run", str(self.values["method"]), *as_options(chosen)])
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell: its metric, its runs by seed, and the number printed in the paper."""
+    """Planned cell, with its metric, its runs by seed, and the number printed in the paper."""
 
     row: Row
     column: Line
@@ -323,7 +324,7 @@ class PlannedCell:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a paper's table in one size."""
+    """Plan of the runs for a paper's table in one size."""
 
     name: str
     table: PaperTable
@@ -335,7 +336,7 @@ class Plan:
 
     @property
     def runs(self) -> list[PlannedRun]:
-        """The runs of all cells without duplicates, ordered by row, column, and seed."""
+        """Runs of all cells without duplicates, ordered by row, column, and seed."""
         return self.runs_of(())
 
     @property
@@ -358,12 +359,12 @@ class Plan:
 
 
 def as_options(settings: Mapping[str, object]) -> list[str]:
-    """Return the `--set` options for these settings."""
+    """Return the `--set` options for the settings."""
     return [f"--set {shlex.quote(f'{name}={as_text(v)}')}" for name, v in settings.items()]
 
 
 def each_once(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs in order, keeping the first run of each directory."""
+    """Return the runs in order, with only the first run in each directory."""
     found: dict[Path, PlannedRun] = {}
     for run in runs:
         found.setdefault(run.directory, run)
@@ -385,8 +386,8 @@ def plan(
         table: Declaration of the table.
         size: Size, one of `SIZES`.
         seeds: Seeds of each cell.
-        out: Directory of the runs.
-        over: Settings of all runs that override the table's.
+        out: Directory for the runs.
+        over: Settings for all runs that override the table's settings.
 
     Raises:
         SettingsError: If a preset or method does not exist.
@@ -413,10 +414,10 @@ def layered(changes: Iterable[Change], over: Mapping[str, object], method: str) 
 
 
 def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[int, PlannedRun]:
-    """Return one run per seed with these settings, in the directory `out`.
+    """Return one run per seed with the given settings, in the directory `out`.
 
-    Runs are stored under a hash of the settings that affect results. Settings at their defaults are
-    not hashed, so existing directories keep their names when fedhet gains a setting.
+    Runs are stored under a hash of the settings that affect results. Settings with default values
+    are not hashed, so existing directories keep their names when a setting is added to fedhet.
     """
     known = RunSettings.fields()
     every = known | find_method(str(values["method"])).settings()
@@ -435,18 +436,18 @@ def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[
 
 @dataclass(frozen=True)
 class FieldCell:
-    """A cell of the table of all methods: its runs by seed, or the reason why it has no runs."""
+    """Cell of the table of all methods, with its runs by seed or the reason why it has none."""
 
     method: str
     cell: Place
     runs: Mapping[int, PlannedRun]
     refused: str = ""
-    """Reason why the method does not support this cell; empty if it does."""
+    """Reason why the method does not support this cell, or "" if it does."""
 
 
 @dataclass(frozen=True)
 class FieldPlan:
-    """The runs of the table of all methods in one size."""
+    """Plan of the runs for the table of all methods in one size."""
 
     table: FieldTable
     size: Size
@@ -482,8 +483,8 @@ def plan_field(
 ) -> FieldPlan:
     """Plan the table of all methods in a size, with its runs in the directory `out`.
 
-    The settings `over` override the table's. Raises SettingsError if a method does not exist, or if
-    no method supports any cell.
+    The settings `over` override the table's settings. Raises SettingsError if a method does not
+    exist, or if no method supports any cell.
     """
     every = []
     for method, architectures, split in product(methods, table.architectures, table.splits):
@@ -498,7 +499,7 @@ def plan_field(
 
 
 def _fitted(values: Values) -> tuple[Values, str]:
-    """Return the settings adapted to the method, and an error message or "".
+    """Return the settings, adapted to the method, and an error message or "".
 
     If the method fixes the number of rounds, the total number of local epochs is kept.
     """
@@ -515,7 +516,7 @@ def _fitted(values: Values) -> tuple[Values, str]:
 
 
 def about(plan: FieldPlan, finished: int) -> str:
-    """Return a line on the size, the finished runs, and the seeds of the table of all methods."""
+    """Return a line on the table's size, its finished runs, and its seeds."""
     says = plan.table.sizes[plan.size].says
     runs = f"{finished} of {len(plan.runs)} runs are finished"
     return f"Size {plan.size}: {says} {runs}, seeds {', '.join(map(str, plan.seeds))}."
@@ -532,5 +533,5 @@ def command_of(plan: FieldPlan) -> str:
 
 @lru_cache(maxsize=4096)
 def finished_run(directory: Path) -> Run:
-    """Load a finished run; cached, because finished runs do not change."""
+    """Load a finished run, with a cache, because finished runs do not change."""
     return load_run(directory)

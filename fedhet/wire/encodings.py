@@ -285,8 +285,8 @@ class Coder:
     ) -> tuple[dict[str, Encoded], dict[str, Array]]:
         """Encode the tensors of a reply, and return them with the new compression errors.
 
-        `base` are the weights in the instruction, and `unsent` the compression errors of earlier
-        replies, which are added to the weights if the encoding is biased (error feedback).
+        `base` contains the weights in the instruction, and `unsent` the compression errors of
+        earlier replies, which are added to the weights if the encoding is biased (error feedback).
         """
         encoded, errors = {}, {}
         for name, value in self._encodable(tensors):

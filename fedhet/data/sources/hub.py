@@ -202,9 +202,9 @@ def _inside(file: str, root: Path) -> bool:
 
 @contextlib.contextmanager
 def _confined(*, network: bool, local: bool) -> Iterator[None]:
-    """Block the libraries' network access in the block, unless `network` is set.
+    """Disable the libraries' network access in the block, unless `network` is set.
 
-    With `local`, all file systems other than local files and archives are also blocked.
+    With `local`, all file systems other than local files and archives are also disabled.
     """
     import datasets.config
     import huggingface_hub.constants
