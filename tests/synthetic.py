@@ -182,3 +182,14 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join(" ".join(self.words).split())
+
+    def assert_self_contained(self) -> None:
+        """Check that the page loads no other file, and runs only its own script."""
+        assert "http://" not in self.source
+        assert "https://" not in self.source
+        assert self.tags.count("script") == 1
+        assert not {"link", "iframe", "object", "img"} & set(self.tags)
+        for name, value in self.attributes:
+            assert not name.startswith("on")
+            if name in ("src", "href", "xlink:href"):
+                assert value.startswith(("#", "data:image/png"))

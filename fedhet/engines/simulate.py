@@ -147,6 +147,7 @@ def _trained(
                     importlib.import_module("fedhet.report")
 
             threading.Thread(target=import_report, daemon=True).start()
+        # Record 'auto' rather than the decision, so that a resumed run decides again.
         parts = components(
             config, directory, workers=engine.workers, watchers=watchers, begun=begun,
             manager=engine.manager, data=data,
