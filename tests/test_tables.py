@@ -120,6 +120,33 @@ def test_columns_and_owners_are_chosen(tmp_path):
     assert load(spec(path, columns=["ward"])).train.x.shape == (60, 3)
 
 
+def test_who_is_which_client_is_shown_and_who_is_none_is_named(tmp_path, call, caplog):
+    wards = ["north"] * 30 + ["east"] * 12 + ["west"] * 20 + ["south"] * 13
+    rows = [[*row[:3], ward, row[4]] for row, ward in zip(many(75), wards, strict=True)]
+    path = write(tmp_path / "all.csv", rows)
+    words = ["--dataset", f"table:{path}", "--clients", "3"]
+    words += ["--set", "target=died", "--set", "by=ward"]
+    status, said, told = call("partition", *words)
+    assert status == 0, told
+    owners = {"client-0": "north", "client-1": "south", "client-2": "west"}
+    counts = {"client-0": "30", "client-1": "13", "client-2": "20"}
+    head, *lines = [line.split() for line in said.splitlines()]
+    assert head == ["client", "owner", "samples", "no", "yes"]
+    assert [line[:3] for line in lines] == [[c, owners[c], counts[c]] for c in owners]
+    named = f"clients = 3 excludes 1 of 4 owners in table:{path}, which have the fewest samples: "
+    assert caplog.messages == [named + "east"]
+    out = tmp_path / "run"
+    small = ["--rounds=1", "--set=local-epochs=1", "--backend=inline", f"--out={out}"]
+    status, said, told = call("run", "local", *words, *small)
+    assert status == 0, told
+    shown = [line.split()[:2] for line in said.splitlines() if line.startswith(" client-")]
+    assert shown == [list(pair) for pair in owners.items()]
+    assert caplog.messages.count(named + "east") == 2
+    for file in ("summary.json", "partition.json"):
+        assert json.loads((out / file).read_text())["owners"] == owners
+    assert "north" in (out / "report.html").read_text()
+
+
 def test_codes_are_words(tmp_path):
     path = write(tmp_path / "all.csv")
     (age, *_) = load(spec(path, categories=["age"])).schema.columns
@@ -152,8 +179,9 @@ def test_a_table_takes_no_more_memory_than_is_allowed(tmp_path, sites):
 def test_a_file_for_each_site_is_a_client_each(tmp_path):
     for k, count in enumerate((20, 30)):
         write(tmp_path / f"site-{k}.csv", many(count, k))
-    parts = RunData(spec(tmp_path)).partition()
-    assert [len(rows) for rows in parts] == [20, 30]
+    data = RunData(spec(tmp_path))
+    assert [len(rows) for rows in data.partition()] == [20, 30]
+    assert data.owners() == {"client-0": "site-0.csv", "client-1": "site-1.csv"}
     write(tmp_path / "site-2.csv", [row[1:] for row in many(9)], HEAD[1:])
     with pytest.raises(DataError, match=r"site-2.csv: column 'age' of site-0.csv not found"):
         load(spec(tmp_path))

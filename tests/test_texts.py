@@ -398,6 +398,7 @@ def test_a_signal_file_reads_as_it_is(tmp_path):
     assert data.shape == (2, 16)
     assert np.array_equal(data.train.x.numpy(), x.astype(np.float32))
     assert [len(rows) for rows in RunData(whole).partition()] == [10, 20]
+    assert RunData(whole).owners() == {"client-0": "a", "client-1": "b"}
     np.savez(tmp_path / "train.npz", x=x[:, 0], y=y)  # one channel
     assert load(whole.replace(by="", max_bytes=10**6)).shape == (1, 16)
     with pytest.raises(DataError, match="array 'who' not found"):

@@ -150,15 +150,18 @@ def partition_command(
     with loading("PyTorch"):
         from fedhet.config.resolve import complete
         from fedhet.data.store import RunData
+        from fedhet.runs.units import printable
 
     data = RunData.of(complete(given).run)
     data.validate()
+    owners = data.owners()
     rows = [
-        [client, str(sum(row)), *(str(n) if n else "·" for n in row)]
+        [client, *([printable(owners[client])] if owners else []), str(sum(row))]
+        + [str(n) if n else "·" for n in row]
         for client, row in data.label_counts().items()
     ]
-    headers = ("client", "samples", *data.dataset.classes)
-    for table in listings(headers, rows, 2, console.width):
+    words = ("client", *(["owner"] if owners else []), "samples")
+    for table in listings((*words, *data.dataset.classes), rows, len(words), console.width):
         console.print(table)
 
 

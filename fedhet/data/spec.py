@@ -98,6 +98,8 @@ class Dataset:
     groups: Index | None = None
     """Index [N] of the person or site of each training sample, in the order of their names; None
     if the dataset has no natural clients and `data.by` is not set."""
+    group_names: tuple[str, ...] = ()
+    """Names of the persons or sites in `groups`; () = unknown."""
     scaled_images: bool = False
     """Whether `x` contains float32 images that are already scaled to [-1, 1]."""
     schema: TableSchema | None = None
@@ -274,6 +276,12 @@ def subset_rows(labels: Index, size: int, rng: np.random.Generator) -> Index:
 def encode_labels(names: Sequence[str] | npt.NDArray[Any]) -> Index:
     """Encode names or numbers [N] as indices into their sorted distinct values."""
     return np.unique(np.asarray(names), return_inverse=True)[1].astype(np.int64)
+
+
+def encode_owners(owners: Sequence[str] | npt.NDArray[Any]) -> dict[str, Any]:
+    """Return `groups` and `group_names` of a `Dataset` from the owner of each sample [N]."""
+    names, groups = np.unique(np.asarray(owners), return_inverse=True)
+    return {"groups": groups.astype(np.int64), "group_names": tuple(map(str, names))}
 
 
 def no_path(path: str, table: DataSettings) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -25,7 +26,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedhet.base.disk import Folder
-from fedhet.base.errors import DataError, SettingsError, StateError, error_reason
+from fedhet.base.errors import (
+    DataError,
+    SettingsError,
+    StateError,
+    error_reason,
+    one_line,
+)
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.partition import (
     Assignment,
@@ -56,6 +63,9 @@ from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name
 
 T = TypeVar("T")
+LOG = logging.getLogger("fedhet")
+MAX_NAMED = 10
+"""Maximum number of owners named in a message."""
 
 
 class RunData:
@@ -121,6 +131,16 @@ class RunData:
         labels, classes = self.dataset.train.y.numpy(), len(self.dataset.classes)
         return {
             client_name(k, self.spec.clients): np.bincount(labels[rows], minlength=classes).tolist()
+            for k, rows in enumerate(self.partition())
+        }
+
+    def owners(self) -> dict[str, str]:
+        """Return the person or site of each client, by client name; empty if unknown."""
+        groups, names = self.dataset.groups, self.dataset.group_names
+        if groups is None or not names:
+            return {}
+        return {
+            client_name(k, self.spec.clients): names[groups[rows[0]]]
             for k, rows in enumerate(self.partition())
         }
 
@@ -198,6 +218,14 @@ class RunData:
         for index in range(spec.clients):
             if not len(self.split_rows(index)[1]) and no_common_test:
                 raise no_test_error(spec.dataset, spec)
+        owners = {*self.owners().values()}
+        if owners and (unused := [n for n in self.dataset.group_names if n not in owners]):
+            more = f", and {len(unused) - MAX_NAMED} more" if len(unused) > MAX_NAMED else ""
+            LOG.warning(
+                "clients = %d excludes %d of %d owners in %s, which have the fewest samples: %s%s",
+                spec.clients, len(unused), len(self.dataset.group_names), spec.dataset,
+                one_line(", ".join(unused[:MAX_NAMED])), more,
+            )  # fmt: skip
         if spec.public_dataset or spec.public_fraction:
             public = self.public_set(self.dataset.kind, self.dataset.shape, None)
             if spec.public_dataset not in ("", *DERIVED):
@@ -449,6 +477,7 @@ class _Metadata:
     kind: str
     shape: tuple[int, ...]
     scaled_images: bool
+    group_names: tuple[str, ...]
     schema: TableSchema | None
 
 

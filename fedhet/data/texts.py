@@ -31,7 +31,7 @@ from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason, nearest
 from fedhet.data.cells import TextRows, read_bounded, read_rows
 from fedhet.data.class_folders import Files
-from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_labels, reading
+from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_owners, reading
 from fedhet.data.values import MANY_CLASSES, Words, class_words
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
@@ -227,7 +227,7 @@ def read_texts(
         names,
         kind=TEXT.name,
         shape=text_sample_shape(spec),
-        groups=encode_labels(rows.groups) if rows.groups is not None else None,
+        **(encode_owners(rows.groups) if rows.groups is not None else {}),
     )
 
 

@@ -152,8 +152,12 @@ def _trained(
             config, directory, workers=engine.workers, watchers=watchers, begun=begun,
             manager=engine.manager, data=data,
         )  # fmt: skip
-        counts = {"classes": list(data.dataset.classes), "counts": data.label_counts()}
-        write_text(directory / "partition.json", json.dumps(counts))
+        partition = {
+            "classes": list(data.dataset.classes),
+            "counts": data.label_counts(),
+            "owners": data.owners(),
+        }
+        write_text(directory / "partition.json", json.dumps(partition))
         if engine.starting:
             show_waiting(watchers, engine.starting)
         with _logging_to(directory / "flower.log"):

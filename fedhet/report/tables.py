@@ -89,11 +89,14 @@ class Cells:
 
 
 def client_cells(run: Run, *, extra_metrics: bool = True) -> Cells:
-    """Build a table with a row per client: model, samples, and last scores by protocol and kind.
+    """Build a table with a row per client: owner, model, samples, and last scores by column.
 
     Set `extra_metrics` to include metrics other than accuracy.
     """
     properties = {"client": [Cell(printable(name)) for name in run.clients]}
+    if run.partition and (owners := run.partition.owners):
+        names = (owners.get(name, ABSENT) for name in run.clients)
+        properties["owner"] = [Cell(printable(name)) for name in names]
     if run.models:
         properties["model"] = [Cell(run.models.get(name, ABSENT)) for name in run.clients]
     words = len(properties)

@@ -9,6 +9,7 @@ fails after the start of the run, it is disabled with a warning, and the run con
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import math
@@ -26,7 +27,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 from fedhet.base import versions
 from fedhet.base.disk import Folder, write_text
-from fedhet.base.errors import FedhetError, SettingsError, describe_error, one_line
+from fedhet.base.errors import (
+    FedhetError,
+    SettingsError,
+    StateError,
+    describe_error,
+    one_line,
+)
 from fedhet.base.metrics import ACCURACY
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
@@ -36,6 +43,7 @@ from fedhet.runs.directory import (
     create,
     last_round,
     lock,
+    read_if_exists,
     read_records,
     read_run_name,
     read_validated,
@@ -48,6 +56,7 @@ from fedhet.runs.records import (
     OWN_DATA,
     ConsumedBudget,
     Origin,
+    Partition,
     PastRound,
     RoundRecord,
     RunSeconds,
@@ -356,6 +365,9 @@ class RunLog:
         headline: str = self.config.method.spec.headline
         if last.accuracy and headline not in last.accuracy:  # Only the other protocol has tests.
             headline = min(last.accuracy)
+        partition = None
+        with contextlib.suppress(StateError):  # a damaged file must not cost the results
+            partition = read_if_exists(self.directory / "partition.json", Partition)
         return Summary(
             method=self.config.method.name,
             dataset=self.dataset,
@@ -363,6 +375,7 @@ class RunLog:
             rounds=len(history),
             clients=len(self.models),
             models=self.models,
+            owners=partition.owners if partition else {},
             training=self.training,
             headline=headline,
             accuracy=scores.pop(ACCURACY, {}),

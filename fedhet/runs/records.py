@@ -250,6 +250,8 @@ class Summary(BaseModel):
     clients: Integer = 0
     models: dict[Text, Text] = {}
     """Model of each client, by client name."""
+    owners: dict[Text, Text] = {}
+    """Person or site of each client of a simulation, if known."""
     training: dict[Text, Text] = {}
     """Optimizer, learning rate, epochs and batch size of each client, as text."""
     headline: Text = ""
@@ -307,12 +309,14 @@ class Origin(BaseModel):
 
 
 class Partition(BaseModel):
-    """Number of samples of each class on each client, as stored in partition.json."""
+    """Number of samples of each class on each client, and the clients' owners (partition.json)."""
 
     model_config = READING
 
     classes: list[Text]
     counts: dict[Text, list[Count]]
+    owners: dict[Text, Text] = {}
+    """Person or site of each client, such as its value of `data.by`; empty if unknown."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -40,7 +40,7 @@ from fedhet.data.spec import (
     Source,
     Split,
     check_max_bytes,
-    encode_labels,
+    encode_owners,
     no_path,
     reading,
 )
@@ -263,7 +263,7 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
             )
         return read_clients(directory, spec, SIGNAL)
     train, test = read_pair(root, spec, SIGNAL)
-    groups = None
+    owned = {}
     if spec.by:
         owners = read_arrays(path, (spec.by,), spec, hint=" (data.by)")[spec.by]
         if owners.shape != (len(train),) or owners.dtype.kind not in "iuU":
@@ -271,9 +271,9 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
                 f"{path}: {spec.by} must be integers or words of shape [{len(train)}], got "
                 f"{owners.dtype} {list(owners.shape)}"
             )
-        groups = encode_labels(owners)
+        owned = encode_owners(owners)
     classes = numbered_classes((train, test))
-    return Dataset(spec.dataset, train, test, classes, kind=SIGNAL.name, groups=groups)
+    return Dataset(spec.dataset, train, test, classes, kind=SIGNAL.name, **owned)
 
 
 def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
@@ -312,9 +312,9 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
     path, first, test = _located(place, ENDINGS)
     if first is not None:
         train = read_table(first, spec)
-        groups, by = None, spec.by.strip()
+        owned, by = {}, spec.by.strip()
         if by:
-            groups = encode_labels(owners := train.column(by))
+            owned = encode_owners(owners := train.column(by))
             if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
                 raise train.fault(by, absent[0], "values of the column data.by must not be missing")
     else:
@@ -329,7 +329,10 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         sites: list[Cells] = []
         for file in files:
             sites.append(read_table(file, spec, sites[-1].size if sites else 0))
-        groups = np.repeat(np.arange(len(sites)), [len(site) for site in sites])
+        owned = {
+            "groups": np.repeat(np.arange(len(sites)), [len(site) for site in sites]),
+            "group_names": tuple(file.name for file in files),
+        }
         train = Cells.concatenate(path, sites, spec)
     notes: list[str] = []
     schema = tables.infer_schema(train, spec, notes.append)
@@ -340,7 +343,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         schema.classes,
         kind=TABLE.name,
         columns=schema.widths,
-        groups=groups,
+        **owned,
         schema=schema,
         notes=tuple(notes),
     )
