@@ -369,6 +369,17 @@ def test_absent_torchvision_data_says_what_to_do(name: str, tmp_path: Path) -> N
     assert "--set dataset=digits" in message
 
 
+def test_compressed_torchvision_data_is_to_be_unpacked(tmp_path: Path) -> None:
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "train-images-idx3-ubyte.gz").touch()
+    message = fault(DIGITS.replace(dataset="fashion-mnist", data_dir=str(tmp_path)))
+    assert message == (
+        f"data.dataset = 'fashion-mnist': compressed files in {raw}. Unpack them with `gunzip "
+        f"{raw}/*.gz`."
+    )
+
+
 def write_idx(path: Path, array: np.ndarray) -> None:
     header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
     path.write_bytes(header + array.tobytes())

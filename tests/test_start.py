@@ -169,11 +169,11 @@ except SystemExit:
     [
         (
             ["run", "felo", "--clients", "4"],
-            "starting felo on digits: 4 clients, 10 rounds, backend auto",
+            "preparing felo on digits: 4 clients, 10 rounds, backend auto",
         ),
         (
             ["sweep", "felo", "felo.alpha=0.1,1", "--rounds", "1", "--backend", "inline"],
-            "starting felo on digits: 10 clients, 1 round, 2 runs, backend inline",
+            "preparing felo on digits: 10 clients, 1 round, 2 runs, backend inline",
         ),
     ],
     ids=["run", "sweep"],

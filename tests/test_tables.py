@@ -147,6 +147,58 @@ def test_who_is_which_client_is_shown_and_who_is_none_is_named(tmp_path, call, c
     assert "north" in (out / "report.html").read_text()
 
 
+def test_a_column_is_excluded_by_its_name(tmp_path):
+    path = write(tmp_path / "all.csv", many(60))
+    for changes in ({}, {"columns": ["age", "sex", "admitted", "ward"]}):
+        schema = load(spec(path, exclude=["ward", "sex"], **changes)).schema
+        assert [column.name for column in schema.columns] == ["age", "admitted"]
+    with pytest.raises(DataError, match=r"'wart' not found, .*'ward'\? \(data\.exclude\)"):
+        load(spec(path, exclude=["wart"]))
+
+
+def test_every_column_in_doubt_is_named_at_once(tmp_path, call):
+    rows = [[f"w{k}", "f", f"0{k % 9 + 1}/03/2024", "", "ny"[k % 2]] for k in range(40)]
+    path = write(tmp_path / "all.csv", rows)
+    status, _, told = call("schema", path, "--target", "died")
+    assert status == 2
+    *each, last = told.splitlines()
+    assert last == f"fedhet: {path}: 3 columns are unsuitable: 'age', 'admitted', 'ward'"
+    assert [line.startswith(f"{path}: ") for line in each] == [True] * 3
+    for line, fault in zip(each, ("a different word", "ambiguous date", "no values"), strict=True):
+        assert fault in line
+    with pytest.raises(DataError, match=r"column 'age': .*Exclude it with data\.exclude\.$"):
+        load(spec(path, exclude=["admitted", "ward"]))
+    out = tmp_path / "schema.toml"
+    words = ("--exclude", "age,admitted,ward", "--out", out)
+    assert call("schema", path, "--target", "died", *words)[0] == 0
+    assert [column.name for column in read_schema(out).columns] == ["sex"]
+    out.write_text('target = "a"\nclasses = ["x"]\ncolumns = []')
+    with pytest.raises(DataError, match=r"classes: .*; columns: "):
+        read_schema(out)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_named"),
+    [
+        ([*range(10_000, 10_060)], None),  # numbers the rows, so it is excluded
+        (NUMBERS := [10_000 + 7919 * k % 89_999 for k in range(60)], True),
+        ([f"{number}.0" for number in NUMBERS], True),
+        ([*NUMBERS[:59], NUMBERS[0]], False),
+        ([*NUMBERS[:59], 7], False),
+        ([number + 0.5 for number in NUMBERS], False),
+        (NUMBERS[:49], False),
+    ],
+)
+def test_a_column_that_may_identify_is_named_but_stays(values, is_named, tmp_path, caplog):
+    rows = [[str(value), *row[1:]] for value, row in zip(values, many(len(values)), strict=True)]
+    schema = load(spec(write(tmp_path / "all.csv", rows))).schema
+    named = f"column 'age': all {len(values)} values are different integers of equal length. If"
+    assert [named in line for line in caplog.messages] == {
+        None: [False], True: [True], False: []
+    }[is_named]  # fmt: skip
+    assert (schema.columns[0].name == "age") == (is_named is not None)
+
+
 def test_codes_are_words(tmp_path):
     path = write(tmp_path / "all.csv")
     (age, *_) = load(spec(path, categories=["age"])).schema.columns

@@ -128,7 +128,7 @@ def _announce(given: GivenSettings, suffix: str) -> None:
     clients = f"{run.clients} client{'s' * (run.clients != 1)}"
     rounds = f"{run.rounds} round{'s' * (run.rounds != 1)}"
     title = f"{given.method.name} on {run.data.dataset}"
-    say(f"starting {title}: {clients}, {rounds}{suffix}, backend {run.engine.backend}")
+    say(f"preparing {title}: {clients}, {rounds}{suffix}, backend {run.engine.backend}")
 
 
 def sweep_command(

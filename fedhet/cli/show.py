@@ -178,6 +178,14 @@ def schema_command(
             show_default="all but the target",
         ),
     ] = "",
+    exclude: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME…",
+            help="Columns that are not features, such as the site.",
+            show_default=NONE,
+        ),
+    ] = "",
     categories: Annotated[
         str,
         typer.Option(
@@ -207,7 +215,7 @@ def schema_command(
     from fedhet.data.tables import infer_schema
     from fedhet.settings.schema import build
 
-    lists = {"columns": columns, "categories": categories, "missing": missing}
+    lists = {"columns": columns, "exclude": exclude, "categories": categories, "missing": missing}
     names = {
         key: tuple(name.strip() for name in value.split(",") if name.strip())
         for key, value in lists.items()

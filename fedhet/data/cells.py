@@ -303,7 +303,7 @@ class Cells:
         if name in self.unusable:
             raise DataError(
                 f"{self.path}: column {one_line(name)!r}: expected numbers, dates, or words, got "
-                f"{self.unusable[name]}. Exclude it with data.columns."
+                f"{self.unusable[name]}. Exclude it with data.exclude."
             )
         if name not in self.columns:
             raise missing_column_error(self.path, name, self.columns)

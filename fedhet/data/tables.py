@@ -26,11 +26,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedhet.base.disk import read_toml_tables
 from fedhet.base.errors import DataError, StateError, error_reason, nearest, one_line
-from fedhet.data.cells import NO_NAME, Cells
+from fedhet.data.cells import NO_NAME, Cells, missing_column_error
 from fedhet.data.spec import DataSpec, Split, check_max_bytes
 from fedhet.data.values import (
     MAX_NUMBER,
     Distinct,
+    Reading,
     UnclearError,
     Words,
     class_words,
@@ -50,6 +51,8 @@ LOG = logging.getLogger("fedhet")
 MAX_CATEGORIES, MAX_CLASSES = 200, 1000
 MIN_ROWS = 10
 """Minimum number of rows from which to conclude that a column only numbers the rows."""
+MIN_IDENTIFIERS = 50
+"""Minimum number of rows from which to conclude that a column may identify persons or rows."""
 _FLOAT = 4
 _ROW_NAME = re.compile(
     r"index|level_\d+|rownames?|row[ _.-]?(names?|ids?|numbers?|nr|no|num|index)?|(.+[ _.-])?id|#",
@@ -134,9 +137,8 @@ def read_schema(path: Path) -> TableSchema:
             f"cannot read the table schema: {fault}. Create it with `fedhet schema`."
         ) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path}: {where}: {first['msg']}") from None
+        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise DataError(f"{path}: {'; '.join(faults)}") from None
 
 
 def infer_schema(
@@ -144,8 +146,9 @@ def infer_schema(
 ) -> TableSchema:
     """Infer the schema of a table from its training rows.
 
-    `data.columns` names the features. If it is empty, all columns are features, except the target,
-    `data.by`, and columns that only number or name the rows.
+    `data.columns` names the features, except those in `data.exclude`. If it is empty, all columns
+    are features, except the target, `data.by`, `data.exclude`, and columns that only number or name
+    the rows.
 
     Args:
         cells: Training rows.
@@ -153,7 +156,8 @@ def infer_schema(
         report: Called with one line for each column: its type and the evidence for it.
 
     Raises:
-        DataError: If the target or a column is unsuitable or ambiguous.
+        DataError: If the target or columns are unsuitable or ambiguous. If several columns are, the
+            error's notes describe each of them.
     """
     if not spec.target:
         names = ", ".join(cells.columns)
@@ -169,8 +173,12 @@ def infer_schema(
     respelled = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
     if respelled:
         report(f"{spec.target}: target, read {', '.join(respelled[:5])}")
-    features, excluded = list(spec.columns), {spec.target, spec.by.strip()}
-    if not features:
+    for name in spec.exclude:
+        if name not in cells.columns and name not in cells.unusable:
+            raise missing_column_error(cells.path, name, cells.columns, " (data.exclude)")
+    excluded = {spec.target, spec.by.strip(), *spec.exclude}
+    features = [name for name in spec.columns if name not in spec.exclude]
+    if not spec.columns:
         for name in [each for each in cells.columns if each not in excluded]:
             if reason := _names_rows(name, cells):
                 report(f"{name}: excluded, {reason}")
@@ -188,11 +196,22 @@ def infer_schema(
         return results.pop() if len(results) == 1 else ""
 
     evidence = cache(lambda: agreed(decimal_sign)), cache(lambda: agreed(date_order))
+    columns, faults = [], dict[str, DataError]()
+    for name in features:
+        try:
+            columns.append(_infer_column(name, cells, spec, *evidence, report))
+        except DataError as error:
+            faults[name] = error
+    if len(faults) > 1:
+        names = one_line(", ".join(map(repr, faults)))
+        several = DataError(f"{cells.path}: {len(faults)} columns are unsuitable: {names}")
+        for fault in faults.values():
+            several.add_note(str(fault))
+        raise several
+    for fault in faults.values():
+        raise fault
     return TableSchema(
-        target=spec.target,
-        classes=classes,
-        missing=spec.missing,
-        columns=tuple(_infer_column(name, cells, spec, *evidence, report) for name in features),
+        target=spec.target, classes=classes, missing=spec.missing, columns=tuple(columns)
     )
 
 
@@ -207,7 +226,7 @@ def _infer_column(
     """Infer the encoding of a column. Raises DataError if it is ambiguous or unsuitable."""
     values, where = Distinct.of(cells.column(name)), f"{cells.path}: column {name!r}"
     if all(is_missing(text, spec.missing) for text in values.texts):
-        raise DataError(f"{where}: no values found. Exclude it with data.columns.")
+        raise DataError(f"{where}: no values found. Exclude it with data.exclude.")
     try:
         reading = recognize(
             values,
@@ -226,13 +245,19 @@ def _infer_column(
     if len(reading.words) > MAX_CATEGORIES:
         raise DataError(
             f"{where}: expected at most {MAX_CATEGORIES} categories, got {len(reading.words)} "
-            "different words. Exclude it with data.columns."
+            "different words. Exclude it with data.exclude."
         )
     if len(reading.words) == len(cells) > 2 * MIN_ROWS and name not in spec.categories:
         raise DataError(
             f"{where}: expected categories, got a different word in each of {len(cells)} rows. "
-            "Exclude it with data.columns."
+            "Exclude it with data.exclude."
         )
+    if _may_identify(reading, values, cells):
+        LOG.warning(
+            "%s: all %d values are different integers of equal length. If they identify a person "
+            "or a sample, exclude the column with data.exclude.",
+            one_line(where), len(cells),
+        )  # fmt: skip
     mean, deviation, evidence = 0.0, 1.0, reading.evidence
     if reading.numbers is not None:
         rows = reading.numbers[values.codes]
@@ -256,6 +281,18 @@ def _infer_column(
     may_miss = ", may be missing" * column.missing
     report(f"{name}: {reading.kind}, {column.summary}{may_miss} ({evidence})")
     return column
+
+
+def _may_identify(reading: Reading, values: Distinct, cells: Cells) -> bool:
+    """Return whether a number column may identify persons or rows, although no name says so.
+
+    Numbers of patients or documents usually have the same number of digits, and are all different.
+    Measurements with these properties are rare in tables of `MIN_IDENTIFIERS` rows or more.
+    """
+    if reading.kind != "number" or not MIN_IDENTIFIERS <= len(values.texts) == len(cells):
+        return False
+    texts = [text.removesuffix(".0") for text in values.texts]
+    return len({len(text) for text in texts}) == 1 and all(map(str.isdecimal, texts))
 
 
 def _names_rows(name: str, cells: Cells) -> str:

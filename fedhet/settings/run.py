@@ -132,6 +132,7 @@ class DataSettings(Schema):
         (),
         description="table:PATH: feature columns; empty = all except 'target' and 'by'",
     )
+    exclude: Names = Field((), description="table:PATH: columns that are not features")
     categories: Names = Field(
         (),
         description="table:PATH: columns to treat as categorical although they hold numbers, such "

@@ -128,6 +128,9 @@ def read_torchvision(place: str, spec: DataSpec) -> Dataset:
                 "--set download=true, copy torchvision's files there, or use --set dataset=digits, "
                 "which needs no files."
             )
+            folder = Path(root, _TORCHVISION[spec.dataset][1])
+            if any(folder.glob("*-ubyte.gz")):
+                fault = f"compressed files in {folder}. Unpack them with `gunzip {folder}/*.gz`."
         raise DataError(f"data.dataset = {spec.dataset!r}: {fault}") from error
     splits = []
     for each in parts:
