@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from federation import run, small, without_figures
 
+import fedhet
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.client_runtime.app import client_fn
 from fedhet.data.cells import read_table
@@ -145,6 +146,7 @@ def test_who_is_which_client_is_shown_and_who_is_none_is_named(tmp_path, call, c
     for file in ("summary.json", "partition.json"):
         assert json.loads((out / file).read_text())["owners"] == owners
     assert "north" in (out / "report.html").read_text()
+    assert fedhet.load(out).clients["owner"].to_dict() == owners
 
 
 def test_a_column_is_excluded_by_its_name(tmp_path):

@@ -343,11 +343,16 @@ class Result:
 
     @cached_property
     def clients(self) -> pd.DataFrame:
-        """Data frame with one row per client: model, samples, replies, and last loss and scores."""
+        """Data frame with one row per client: model, samples, replies, and last loss and scores.
+
+        The column `owner` exists if the person or site of each client is known.
+        """
         run = self._run
+        owners = run.partition.owners if run.partition else {}
         index = pd.Index(run.clients, name="client")
         answered = [sum(name in each.answered for each in run.records) for name in run.clients]
         columns = {
+            **({"owner": [owners.get(name, "") for name in run.clients]} if owners else {}),
             "model": [run.models.get(name, "") for name in run.clients],
             "samples": [run.samples.get(name) for name in run.clients],
             "answered": answered,
