@@ -320,7 +320,7 @@ def validate(values: Mapping[str, object]) -> GivenSettings:
     """Validate the names, types and ranges of settings given by full name.
 
     Settings of other methods must have their default values, because Flower's run config contains
-    the settings of every method. Raises SettingsError.
+    the settings of every method. Raises SettingsError if a setting is unknown or invalid.
     """
     method_name = values.get("method", RunSettings().method)
     if not isinstance(method_name, str):

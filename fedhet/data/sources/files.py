@@ -155,7 +155,7 @@ def read_npz(path: Path, spec: DataSpec, kind: Kind = IMAGE, classes: int = MAX_
 def read_pair(
     root: Path, spec: DataSpec, kind: Kind, classes: int = MAX_CLASSES
 ) -> tuple[Split, Split | None]:
-    """Read train.npz and, if it exists, test.npz in a directory. Raises DataError."""
+    """Read train.npz and, if it exists, test.npz. Raises DataError if a file is invalid."""
     train, path = read_npz(root / "train.npz", spec, kind, classes), root / "test.npz"
     if not path.exists():
         return train, None
