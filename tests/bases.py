@@ -1,4 +1,4 @@
-"""Tiny random base models on disk, made through transformers without a network."""
+"""Tiny random base models on disk, created with transformers and without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small federations for the tests: real clients and strategies, real Flower, no network."""
+"""Small federations for tests: real clients, strategies, and Flower, without a network."""
 
 from __future__ import annotations
 

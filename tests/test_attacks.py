@@ -1,4 +1,4 @@
-"""Poisoning attacks against Appendix A of FedGEMS, written out client by client."""
+"""Poisoning attacks against a transcription of Appendix A of FedGEMS, client by client."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`fedhet table claims`, and the pages that list claims: counted from the finished tables."""
+"""`fedhet table claims`, and the pages with claims, counted from the finished tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CoFED's presets against the paper: Sections 5.1 to 5.3 and 5.7, written here from its text."""
+"""CoFED's presets against the paper's text: Sections 5.1 to 5.3 and 5.7."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The check of a message against its declaration, against an oracle written in plain loops."""
+"""The check of messages against their declaration, compared with plain loops."""
 
 import math
 

@@ -124,7 +124,7 @@ class Paper:
         self.before = accuracy
 
     def sets_of(self, own, other):
-        """Return L from the private model's logits of a sample and S from the proxy's."""
+        """Return L from the private model's logits for a sample, and S from the proxy's logits."""
         if self.chosen.get("backward") == "topk":
             ranked = [sorted(range(len(r)), key=lambda k: -r[k])[:3] for r in (own, other)]
             return set(ranked[0]), set(ranked[1])
@@ -228,7 +228,7 @@ VARIANTS = [
 
 
 def started(directory, chosen):
-    """Return a client with settings of its method, a proxy, and the instruction that sends it."""
+    """Return a client with method settings, a proxy, and the instruction that sends the proxy."""
     config = small("fedtype", **{**USUAL, **{f"fedtype.{k}": v for k, v in chosen.items()}})
     client = opened(config, directory)
     client.state.metadata["proxy_accuracy"] = 1.0  # so that Eq. 7 sees a loss of accuracy

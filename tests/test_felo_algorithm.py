@@ -36,7 +36,7 @@ def class_knowledge(classes=(0, 2, 3, 4, 5, 6, 7, 9)):
 
 
 def transcription(client, round, start, taught, alpha, feature=1.0, logit=1.0, norm="none"):
-    """Lines 9 to 15: returns the trained weights, and means over the last epoch by class."""
+    """Run lines 9 to 15; return the trained weights, and the class means of the last epoch."""
     model = models.build("mlp", (1, 8, 8), 10, seed=client.run.seed, feature_dim=64)
     model.load_state_dict({name: torch.tensor(value) for name, value in start.items()})
     model.train()
@@ -118,7 +118,7 @@ def test_a_client_weighs_the_terms_as_its_settings_say(tmp_path, norm, feature, 
 
 
 def expected_average(clients, by_samples):
-    """Line 4, over each client's last reply."""
+    """Compute line 4 over each client's last reply."""
     rows = {}
     for part in clients:
         for row, y in enumerate(part["classes"].tolist()):

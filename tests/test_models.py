@@ -316,7 +316,7 @@ def test_a_shape_that_does_not_fit_is_explained() -> None:
 
 
 def test_every_model_takes_the_smallest_side_that_it_declares() -> None:
-    """Those of side 8 are built for it above."""
+    """The test above builds the models for images of side 8."""
     networks = [models.find(name) for name in NAMES]
     odd = {info.name: info.min_side for info in networks if info.min_side != 8}
     odd = {name: side for name, side in odd.items() if not name.startswith("cofed-cnn")}

@@ -109,7 +109,7 @@ CACHES = {"MPLCONFIGDIR", "TORCH_HOME", "HF_HOME"}
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_between_processes_with_the_units_commands_and_environments(tmp_path):
-    """Start the commands of both units with their variables only, below another root."""
+    """Start the commands of both units with only their variables, below another root."""
     control, fleet = free_port(), free_port()
     keys = tmp_path / "etc/fedhet/keys"
     certs.make(keys, [], [], 30)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project's tracked files, links as links, as in a fresh clone."""
+    """A copy of the project's tracked files with their symlinks, like a fresh clone."""
     folder = tmp_path_factory.mktemp("project") / "fedhet"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

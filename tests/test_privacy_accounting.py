@@ -30,7 +30,7 @@ rates = st.floats(0.005, 1.0)
 
 
 def gaussian_epsilon(mu, delta=DELTA):
-    """The exact epsilon of mu-Gaussian differential privacy (Balle and Wang 2018, Theorem 8)."""
+    """Return the exact epsilon of mu-Gaussian differential privacy (Balle and Wang 2018)."""
 
     def excess(epsilon):
         left = norm.cdf(mu / 2 - epsilon / mu)

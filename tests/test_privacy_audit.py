@@ -1,9 +1,9 @@
-"""An attack on what private clients send, which bounds epsilon from below.
+"""An attack on the replies of private clients, which bounds epsilon from below.
 
 Thomas Steinke, Milad Nasr and Matthew Jagielski, Privacy Auditing with One (1) Training Run,
-NeurIPS 2023. Each of M canaries is a sample of the client or not, by a coin flip. The attacker
-knows all canaries, the settings and what was sent, and guesses for the surest of them. More right
-guesses than an (epsilon, delta)-private client allows refute its claim.
+NeurIPS 2023. A coin flip decides for each of M canaries whether it is a sample of the client. The
+attacker knows all canaries, the settings, and the replies, and guesses the canaries of which it is
+most certain. More correct guesses than an (epsilon, delta)-private client allows refute the claim.
 """
 
 import io
@@ -31,7 +31,7 @@ CONFIDENCE = 0.95
 
 
 def p_value(guesses, right, epsilon, delta, canaries):
-    """The probability of so many right guesses at most (Theorem 5.2; the code of Appendix D)."""
+    """Bound the probability of this many correct guesses (Theorem 5.2; code of Appendix D)."""
     share = 1 / (1 + np.exp(-epsilon))
     beta = scipy.stats.binom.sf(right - 1, guesses, share)
     alpha, total = 0.0, 0.0
@@ -42,7 +42,7 @@ def p_value(guesses, right, epsilon, delta, canaries):
 
 
 def lower_bound(guesses, right, delta=DELTA, canaries=CANARIES):
-    """The largest epsilon that is refuted with confidence CONFIDENCE."""
+    """Return the largest epsilon that is refuted with confidence CONFIDENCE."""
     low, high = 0.0, 20.0
     if p_value(guesses, right, low, delta, canaries) > 1 - CONFIDENCE:
         return 0.0
@@ -62,7 +62,7 @@ def test_the_bound_is_that_of_guessing():
 
 
 def canaries(seed):
-    """Return images of noise with classes by chance, and which of them the client has."""
+    """Return random images and classes, and a mask of the samples that the client has."""
     rng = np.random.default_rng(seed)
     x = rng.integers(0, 256, (CANARIES, 1, 8, 8)).astype(np.uint8)
     y = np.arange(CANARIES) % CLASSES
@@ -70,7 +70,7 @@ def canaries(seed):
 
 
 def sent(method, x, y, tmp_path, epochs, own):
-    """Return what a client with these samples alone sends in one round of `method`."""
+    """Return the reply of a client with only these samples in one round of `method`."""
     chosen = {
         **SMALL, **settings(method, clients=2, rounds=1, models=["mlp"]), **own,
         "training.local-epochs": epochs, "training.batch-size": 32, "privacy.delta": DELTA,
@@ -86,7 +86,7 @@ def sent(method, x, y, tmp_path, epochs, own):
 
 
 def by_loss(model, x, y):
-    """Return how surely each sample was trained on: the lower its loss, the surer."""
+    """Return a score per sample that rises with lower loss, and thus with training on it."""
     with torch.no_grad():
         logits = model.eval()(x.float() / 127.5 - 1)
     return -F.cross_entropy(logits, y, reduction="none").numpy()
@@ -116,9 +116,9 @@ def attack_fedtype(x, y, tmp_path):
 
 
 def attack_felo(x, y, tmp_path):
-    """Solve the sums of each class for how often each of its canaries is in them.
+    """Solve the class sums for the number of times that they contain each canary.
 
-    The extractor is as good as untrained, so that the attacker knows each canary's features.
+    The extractor is almost untrained, so the attacker knows each canary's features.
     """
     own = {"felo.share-weights": False, "training.lr": 1e-12, "privacy.class-noise": NOISE}
 

@@ -93,7 +93,7 @@ def grid_of(values):
 
 
 def test_values_are_rounded_to_a_grid_that_hides_their_last_bits():
-    """Two values that differ by less than the grid give equal sums, bit by bit."""
+    """Two values that differ by less than the grid have bit-for-bit equal sums."""
     values = torch.full((1000,), 1 / 3, dtype=torch.float64)
     first = SecretNoise(KEY).add([values], 2.0, 1.0)[0]
     second = SecretNoise(KEY).add([values + 1e-9], 2.0, 1.0)[0]
