@@ -159,7 +159,7 @@ def test_a_run_between_processes_with_the_units_commands_and_environments(tmp_pa
             tmp_path / "flower", f"127.0.0.1:{control}", keys / certs.CA_CERTIFICATE
         )
         connection.prepare()
-        until(connection.answers)
+        until(connection.is_listening)
         connection.register(tmp_path / "etc/fedhet/site-a.pub", "client-0")
         started.append(start("fedhet-site@.service"))
         config = small("local", clients=1, models=["mlp"], rounds=1, join_timeout=300.0)
