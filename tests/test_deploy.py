@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import re
 import socket
 import threading
 
 import psutil
 import pytest
+from bases import make_bases
 from federation import run, small, without_times
 from interruption import until
+from safetensors import safe_open
 from test_tables import many, write
 
 from fedhet.base.errors import FedhetError
@@ -298,3 +301,26 @@ def ended(deployment, name):
     """Return a node's log after its process has ended."""
     process = deployment.processes[name]
     return deployment.log_of(name) if process.poll() is not None else ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sites_with_adapters_of_differing_ranks_give_the_numbers_of_a_simulation(
+    tmp_path, monkeypatch
+):
+    """Each site has the base model on disk; only adapters and heads are sent and saved."""
+    monkeypatch.setenv("FEDHET_ENCODERS", str(make_bases(tmp_path / "bases")))
+    pool = [f"encoder-1-lora{rank}:vit" for rank in (2, 4, 8)]
+    config = small("fedlora", clients=3, models=pool, rounds=3, join_timeout=300.0)
+    with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
+        summary, said = to_the_end(deployment, config, tmp_path / "deployed")
+    assert not any("left out" in line or "dropped" in line for line in said)
+    assert summary["models"] == {f"client-{k}": name for k, name in enumerate(pool)}
+    assert without_times(summary) == without_times(run(config, tmp_path / "simulated"))
+    for kept in (tmp_path / "deployment" / "state", tmp_path / "deployed" / "checkpoints"):
+        files = [*kept.rglob("*.safetensors")]
+        names = {name for path in files for name in safe_open(path, "np").keys()}  # noqa: SIM118
+        parts = {re.split("[./]", name)[-2] for name in names}
+        assert {"lora_A", "lora_B", "classifier"} <= parts
+        assert "layers" in str(names)
+        assert not parts & {"q_proj", "v_proj", "k_proj", "o_proj", "dense", "projection"}, names
