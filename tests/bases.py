@@ -12,7 +12,7 @@ WIDTH = 16
 
 
 def make_bases(root: Path, *, shift: float = 0.0) -> Path:
-    """Save a text model `bert` and an image model `vit`, and return their directory.
+    """Save the text models `bert` and `llama` and the image model `vit`; return their directory.
 
     `shift` is added to one weight, for another base model of the same shape.
     """
@@ -36,6 +36,18 @@ def make_bases(root: Path, *, shift: float = 0.0) -> Path:
         bert.embeddings.word_embeddings.weight[0, 0] += shift
         for each in (*bert.parameters(), *vit.parameters()):
             each.mul_(4.0 if each.ndim > 1 else 1.0)  # attention that is not uniform
+    torch.manual_seed(1)
+    llama = transformers.LlamaModel(
+        transformers.LlamaConfig(
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=WIDTH,
+            vocab_size=64,
+            max_position_embeddings=16,
+        )
+    )
+    llama.save_pretrained(root / "llama")
     bert.save_pretrained(root / "bert")
     vit.save_pretrained(root / "vit")
     return root

@@ -31,7 +31,7 @@ def _variable(home, monkeypatch):
 
 
 def built(rank, base="bert", layers=1, seed=0, **options):
-    shape = TEXT if base == "bert" else IMAGE
+    shape = IMAGE if base == "vit" else TEXT
     return models.build(f"encoder-{layers}-lora{rank}:{base}", shape, 3, seed=seed, **options)
 
 
@@ -157,6 +157,19 @@ def test_a_process_has_one_copy_of_the_base_model():
     assert all(p.grad is None for p in one.parameters())
 
 
+def test_a_causal_model_reads_the_state_of_the_last_token(home):
+    transformers = pytest.importorskip("transformers")
+    model, x = built(2, "llama"), samples()  # B is zero, so the adapters have no effect
+    plain = transformers.AutoModel.from_pretrained(home / "llama").eval()
+    lengths = [int(row.ne(0).sum()) for row in x]
+    assert lengths == [12, 7, 12, 12, 12]
+    alone = [
+        plain(input_ids=row[None, :size]).last_hidden_state[0, -1]
+        for row, size in zip(x, lengths, strict=True)
+    ]
+    assert torch.allclose(model.extractor(x), torch.stack(alone), atol=1e-5)
+
+
 def test_autocast_has_the_base_model_in_its_precision():
     model = trained(built(4))
     exact = model(samples())
@@ -169,6 +182,18 @@ def test_autocast_has_the_base_model_in_its_precision():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert torch.allclose(rough.float(), exact, atol=0.3)
     assert torch.equal(model(samples()), exact)  # and in float32 again afterwards
+
+
+@pytest.mark.parametrize("base", ["bert", "vit"])
+def test_gradients_pass_through_weights_that_an_evaluation_read_first(base):
+    """PyTorch cannot save a tensor that was created in inference mode for a backward pass."""
+    adapted._base.cache_clear()
+    model = trained(built(2, base))
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode():
+            model(samples(base))
+        model(samples(base)).sum().backward()
+    assert all(p.grad.any() for p in model.parameters())
 
 
 def test_per_sample_gradients_are_right():

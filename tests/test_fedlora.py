@@ -462,3 +462,18 @@ def test_texts_have_adapters_too(tmp_path):
         **{"data.min-samples": 4, "training.lr": 0.02, "training.local-epochs": 5},
     )  # fmt: skip
     assert run(config, tmp_path / "run")["accuracy"]["personal"]["private"]["mean"] > 0.7
+
+
+def test_causal_models_learn_the_next_token(tmp_path):
+    """A text of cycles, in which a word determines the next word."""
+    cycles = ["one two three four", "red green blue", "cat dog cow pig hen"]
+    text = " ".join(cycles[n % 3] + " " + cycles[n % 3] for n in range(300))
+    (tmp_path / "train.txt").write_text(text)
+    config = federation(
+        models=["encoder-1-lora2:llama", "encoder-1-lora4:llama"], clients=2, rounds=2,
+        dataset=f"next-token:{tmp_path}", max_samples=0, partition="iid",
+        **{"data.vocabulary": 64, "data.max-tokens": 6, "training.lr": 0.03},
+        **{"training.local-epochs": 4},
+    )  # fmt: skip
+    accuracy = run(config, tmp_path / "run")["accuracy"]["personal"]["global"]["mean"]
+    assert accuracy > 0.6  # by chance, a twelfth; between two cycles, the next word is open

@@ -67,6 +67,31 @@ def test_tokens_are_hashes_of_words_and_end_in_padding():
     assert words("Ａ ﬁne ＣＡＴ") == ["a", "fine", "cat"]  # compatible forms are one
 
 
+def test_windows_are_labeled_with_the_word_that_follows(tmp_path):
+    text = "The cat sat on the mat. Then the dog sat down, and the cat left!"
+    (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "test.txt").write_text("A dog sat on the cat")
+    options = {"vocabulary": 50, "max_tokens": 3, "dataset": f"next-token:{tmp_path}"}
+    data = load(spec("", **options))
+    tokens = by_hand(text, 50, 18)
+    assert 0 not in tokens  # 18 words and marks: four windows of four, and two that are left
+    assert data.train.x.tolist() == [tokens[0:3], tokens[4:7], tokens[8:11], tokens[12:15]]
+    assert data.train.y.tolist() == [tokens[3], tokens[7], tokens[11], tokens[15]]
+    assert data.test.x.tolist() == [by_hand("A dog sat", 50, 3)]
+    assert data.test.y.tolist() == by_hand("on", 50, 1)
+    assert (data.classes[0], len(data.classes)) == ("0", 50)
+    one_file = load(spec("", **options | {"dataset": f"next-token:{tmp_path / 'train.txt'}"}))
+    assert one_file.train.x.equal(data.train.x)
+    assert one_file.test is None
+    with pytest.raises(SettingsError, match=r"at most 4,096 tokens, got 8,192. Set data.vocab"):
+        load(spec("", **options | {"vocabulary": 8192}))
+    with pytest.raises(DataError, match=r"test.txt: expected more than data.max-tokens = 9 tokens"):
+        load(spec("", **options | {"max_tokens": 9}))
+    (tmp_path / "train.txt").unlink()
+    with pytest.raises(DataError, match=r"train.txt"):
+        load(spec("", **options))
+
+
 @pytest.mark.parametrize("ending", ["csv", "csv.gz", "jsonl", "jsonl.gz"])
 def test_every_kind_of_file_reads_the_same(tmp_path, ending):
     data = load(spec(write(tmp_path / f"all.{ending}"), max_tokens=6))

@@ -18,7 +18,7 @@ import os
 import re
 import unicodedata
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_BE, BOM_UTF32_LE
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ def _configuration(path: Path) -> dict[str, Any]:
 WORDS = "words"
 """Name of the hashing tokenizer, which needs no file."""
 _MAX_VOCABULARY = 65_536
+MAX_NEXT_TOKENS = 4096
+"""Maximum vocabulary if each token is a class: predictions have a number for each class."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _TOKEN_BYTES = 8
 
@@ -135,24 +137,65 @@ def tokenize(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
     Raises DataError if the tokens exceed `data.max-bytes`.
     """
     check_max_bytes(_TOKEN_BYTES * len(texts) * spec.max_tokens, spec, where)
-    if spec.tokenizer == WORDS:
-        hashed = lru_cache(maxsize=2**17)(lambda word: hash_token(word, spec.vocabulary))
-
-        def encode(text: str) -> list[int]:
-            return [hashed(word) for word in words(text)]
-    else:
-        tokenizer, padding = _tokenizer(spec.tokenizer), padding_token(spec.tokenizer)
-        swapped = {padding: PADDING, PADDING: padding}
-
-        def encode(text: str) -> list[int]:
-            ids = [token for token in tokenizer.encode(text).ids if token != padding]
-            return [swapped.get(token, token) for token in ids] or [padding or 1]
-
+    encode = _encode(spec)
     tokens = np.full((len(texts), spec.max_tokens), PADDING, np.int64)
     for row, text in enumerate(texts):
         truncated = encode(text)[: spec.max_tokens]
         tokens[row, : len(truncated)] = truncated
     return torch.from_numpy(tokens)
+
+
+def _encode(spec: DataSpec, *, special: bool = True) -> Callable[[str], list[int]]:
+    """Return the function that tokenizes a text, with the special tokens of an encoder or not."""
+    if spec.tokenizer == WORDS:
+        hashed = lru_cache(maxsize=2**17)(lambda word: hash_token(word, spec.vocabulary))
+        return lambda text: [hashed(word) for word in words(text)]
+    tokenizer, padding = _tokenizer(spec.tokenizer), padding_token(spec.tokenizer)
+    swapped = {padding: PADDING, PADDING: padding}
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.encode(text, add_special_tokens=special).ids
+        return [swapped.get(token, token) for token in ids if token != padding] or [padding or 1]
+
+    return encode
+
+
+def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
+    """Read text files as windows of `data.max-tokens` tokens, labeled with the token that follows.
+
+    Windows do not overlap, so a training window shares no token with a test window. The classes are
+    the tokens of the vocabulary. Raises DataError if a file is too short or not valid UTF-8, or
+    SettingsError if the vocabulary is too large.
+    """
+    size, length = vocabulary_size(spec), spec.max_tokens
+    if size > MAX_NEXT_TOKENS:
+        raise SettingsError(
+            f"data.dataset = {spec.dataset!r}: each token is a class, so the vocabulary must have "
+            f"at most {MAX_NEXT_TOKENS:,} tokens, got {size:,}. Set data.vocabulary, or a "
+            "data.tokenizer with fewer tokens."
+        )
+    encode = _encode(spec, special=False)
+
+    def split(path: Path) -> Split:
+        with reading(path, "text"):
+            content = read_bounded(path, spec)
+        tokens = encode(_decoded(content, path)[0])
+        check_max_bytes(_TOKEN_BYTES * len(tokens), spec, path)
+        if (count := len(tokens) // (length + 1)) < 1:
+            raise DataError(
+                f"{path}: expected more than data.max-tokens = {length} tokens, got {len(tokens)}"
+            )
+        windows = torch.tensor(tokens[: count * (length + 1)]).view(count, length + 1)
+        return Split(windows[:, :-1].clone(), windows[:, -1].clone())
+
+    return Dataset(
+        spec.dataset,
+        split(train),
+        split(test) if test else None,
+        tuple(map(str, range(size))),
+        kind=TEXT.name,
+        shape=text_sample_shape(spec),
+    )
 
 
 def padding_token(name: str) -> int:

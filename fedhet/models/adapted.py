@@ -113,7 +113,9 @@ def assemble_adapted(
     if "image_size" in config:
         reader = ImageReader(parts.base, config)
     else:
-        reader = TextEncoder(parts.base, frozen=True)
+        modules = _skeleton(encoder_directory(parts.base)).modules()
+        is_causal = any(getattr(each, "is_causal", False) for each in modules)
+        reader = TextEncoder(parts.base, frozen=True, last=is_causal)
     reader.check(name, shape, kind)
     encoder = Adapted(parts, reader.width, reader.features)
     return with_layers(encoder, reader.width, parts.layers, classes, feature_dim)

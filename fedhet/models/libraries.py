@@ -29,7 +29,7 @@ from fedhet.base.errors import ModelError, error_reason, nearest
 from fedhet.data.texts import configuration, encoder_directory, encoder_parts
 from fedhet.kinds import IMAGE, PADDING, TEXT, Kind, Shape
 from fedhet.models.base import HetModel, ModelInfo, join, output_shape
-from fedhet.models.sequences import masked_mean, token_mask, trim_padding
+from fedhet.models.sequences import last_vector, masked_mean, token_mask, trim_padding
 from fedhet.models.vision import TORCHVISION
 
 MIN_SIDE = 64
@@ -238,11 +238,14 @@ def with_layers(
 
 
 class TextEncoder(nn.Module):
-    """Encoder with mean pooling: tokens [N, L] -> mean of the last hidden states [N, D]."""
+    """Encoder of texts: tokens [N, L] -> mean of the last hidden states [N, D].
 
-    def __init__(self, name: str, frozen: bool) -> None:
+    With `last`, the features are the state of the last token, as in causal language models.
+    """
+
+    def __init__(self, name: str, frozen: bool, *, last: bool = False) -> None:
         super().__init__()
-        config = configuration(name)
+        config, self.last = configuration(name), last
         self.width = config_size(config, name, "hidden_size", "dim", "d_model")
         self.vocabulary = config_size(config, name, "vocab_size")
         self.max_tokens = config_size(config, name, "max_position_embeddings")
@@ -278,7 +281,7 @@ class TextEncoder(nn.Module):
         # `fedhet.data.texts` swapped the padding token of the encoder with PADDING.
         ids = torch.where(x == PADDING, self.padding, x.where(x != self.padding, PADDING))
         states = network(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-        return masked_mean(states, mask)
+        return last_vector(states, mask) if self.last else masked_mean(states, mask)
 
 
 def config_size(config: dict[str, Any], name: str, *keys: str) -> int:

@@ -154,6 +154,13 @@ def masked_mean(vectors: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
+def last_vector(vectors: Tensor, mask: Tensor) -> Tensor:
+    """Return the last vector [N, D] of the vectors [N, L, D] selected by `mask` [N, L]."""
+    places = mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = places.argmax(1).view(-1, 1, 1).expand(-1, 1, vectors.shape[2])
+    return vectors.gather(1, last).squeeze(1)
+
+
 def masked_max(vectors: Tensor, mask: Tensor) -> Tensor:
     """Return the maximum [N, D] of the vectors [N, L, D] selected by `mask` [N, L]."""
     maximum: Tensor = vectors.masked_fill(~mask.unsqueeze(2), float("-inf")).amax(1)

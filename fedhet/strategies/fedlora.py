@@ -8,7 +8,9 @@ The setting `fedlora.aggregation` selects the rule:
   Models (HetLoRA), EMNLP 2024, also the source of the pruning of ranks.
 - svd: Jiamu Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks
   and Client Resources (FlexLoRA), NeurIPS 2024.
-- rank-partition: raFLoRA, 2026, from a third-party implementation.
+- rank-partition: Fei Wu et al., Preventing Rank Collapse in Federated Low-Rank Adaptation with
+  Client Heterogeneity (raFLoRA), arXiv 2602.13486, 2026; the rule from a third-party
+  implementation.
 - freeze-a: Youbang Sun et al., Improving LoRA in Privacy-preserving Federated Learning (FFA-LoRA),
   ICLR 2024.
 

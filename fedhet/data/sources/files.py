@@ -7,6 +7,8 @@
   train.csv and optionally test.csv, or a directory with one file for each client.
 - `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a tree
   of .txt files with one directory for each class.
+- `next-token:PATH`: windows of a text, labeled with the token that follows. PATH is a .txt file, or
+  a directory with train.txt and optionally test.txt.
 - `python:module:function`: a function without arguments. It returns a `Dataset`, a pair (x, y) of
   arrays, or a mapping with such pairs for `train` and optionally `test`, and optionally `classes`.
 
@@ -44,7 +46,7 @@ from fedhet.data.spec import (
     no_path,
     reading,
 )
-from fedhet.data.texts import TEXTS, read_texts
+from fedhet.data.texts import TEXTS, read_texts, read_windows
 from fedhet.data.values import is_missing
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind
 
@@ -365,6 +367,15 @@ def read_own_texts(place: str, spec: DataSpec) -> Dataset:
     return read_tree(place, spec, TEXTS)
 
 
+def read_next_tokens(place: str, spec: DataSpec) -> Dataset:
+    """Read `next-token:PATH`. Raises DataError if the directory has no train.txt."""
+    path = expanded(place)
+    if not path.is_dir():
+        return read_windows(path, None, spec)
+    test = path / "test.txt"
+    return read_windows(path / "train.txt", test if test.exists() else None, spec)
+
+
 # --- Python ---------------------------------------------------------------------------------------
 
 _EXPECTED = (
@@ -483,6 +494,9 @@ SOURCES = (
         "PATH",
         TEXT,
         owners="text:FILE",
+    ),
+    Source(
+        "next-token", "windows of a text, to predict the next token", read_next_tokens, "PATH", TEXT
     ),
     Source(
         PYTHON,
