@@ -110,7 +110,7 @@ def test_seeds_that_would_decide_a_claim(places, seeds, tmp_path):
 
 def test_every_table_is_of_one_paper():
     assert Counter(map(paper_of, table_names())) == {
-        "cofed": 5, "fedgems": 12, "fedtype": 10, "felo": 4, "um-pfssl": 11,
+        "cofed": 5, "fedgems": 12, "fedlora": 1, "fedtype": 10, "felo": 4, "um-pfssl": 11,
     }  # fmt: skip
 
 
@@ -149,7 +149,8 @@ def test_claims_are_counted_by_paper_and_size(folder):
 def test_without_tables_of_ones_own_they_are_those_that_are_shipped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = json.loads(call("claims", "--json").output)
-    assert {each["paper"] for each in found} == {"cofed", "fedgems", "fedtype", "felo", "um-pfssl"}
+    papers = {"cofed", "fedgems", "fedlora", "fedtype", "felo", "um-pfssl"}
+    assert {each["paper"] for each in found} == papers
     assert {each["verdict"] for each in found} <= VERDICTS
     for each in found:
         content = json.loads((MEASURED / f"{each['table']}-{each['size']}.json").read_text())
