@@ -114,7 +114,7 @@ def test_a_foreign_authority_signs_for_itself(tmp_path):
 @pytest.mark.parametrize(
     ("hosts", "nodes", "message"),
     [
-        ([], ["../x"], r"name of a node must consist of .*, got '\.\./x'"),
+        ([], ["../x"], r"node name must consist of .*, got '\.\./x'"),
         (["hö st"], [], "--host: expected a host name or an IP address.* got 'hö st'"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_site_makes_its_key_once(tmp_path):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"site-a", "site-a.pub"}
     with pytest.raises(FedhetError, match="site-a already exists"):
         certs.make_node_key(tmp_path / "new" / "site-a")
-    with pytest.raises(FedhetError, match="name of a node must consist of"):
+    with pytest.raises(FedhetError, match="node name must consist of"):
         certs.make_node_key(tmp_path / "a key")
 
 

@@ -758,7 +758,7 @@ def test_site_faults_of_images_that_have_no_class(tmp_path: Path) -> None:
     assert "'unlabeled' cannot be a class name" in site_fault()
     (tmp_path / "classes.txt").unlink()
     (tmp_path / "test" / "unlabeled").mkdir(parents=True)
-    assert f"{tmp_path / 'test' / 'unlabeled'}: test images must have a class" in site_fault()
+    assert f"{tmp_path / 'test' / 'unlabeled'}: test images must be labeled" in site_fault()
     shutil.rmtree(tmp_path / "test")
     (tmp_path / "unlabeled").mkdir()
     assert site_fault().endswith(

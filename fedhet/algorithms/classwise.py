@@ -66,7 +66,7 @@ class ClassSums(nn.Module):
     @torch.no_grad()
     def add(self, features: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch of features [N, D], logits [N, C] and labels [N]."""
-        # Multiply with one-hot labels, because index_add_ is not deterministic on every device.
+        # Multiply by one-hot labels, because index_add_ is not deterministic on every device.
         member = F.one_hot(labels, self.counts.shape[-1]).T.float()
         with torch.autocast(member.device.type, enabled=False):
             self.features += member @ features.detach().float()

@@ -237,7 +237,7 @@ def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
 
 
 def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
-    """Return the standard deviations for unconstrained values, as grouped by `joined`."""
+    """Convert unconstrained values to standard deviations, in the format of `joined`."""
     return [F.softplus(values).clamp_min(MIN_SCALE) for values in joined(raw)]
 
 

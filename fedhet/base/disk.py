@@ -119,7 +119,7 @@ def read_toml_tables(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise StateError(f"{path}: not valid UTF-8: {error}") from None
-    # Other causes are too many digits and deep nesting.
+    # Too many digits raise ValueError, and deep nesting raises RecursionError.
     except (ValueError, RecursionError) as error:
         raise StateError(f"{path}: not valid TOML: {one_line(str(error))}") from None
 

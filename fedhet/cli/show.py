@@ -102,7 +102,9 @@ def presets_command(
 def settings_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="Table such as training, or part of a setting's name."),
+        typer.Argument(
+            help="Name of a settings table, e.g. training, or part of a setting's name."
+        ),
     ] = None,
     toml: Annotated[
         bool, typer.Option(help="Print all settings of all methods with their defaults as TOML.")

@@ -294,12 +294,12 @@ class EpochMeans:
 
 
 def drops_out(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether the client drops out of the round in the simulation."""
+    """Return whether the simulation makes the client drop out of the round."""
     return _is_hit(run, client, round, "drop-out", run.pace.drop_outs)
 
 
 def straggles(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether the client is a straggler in the round in the simulation."""
+    """Return whether the simulation makes the client a straggler in the round."""
     return _is_hit(run, client, round, "straggler", run.pace.stragglers)
 
 

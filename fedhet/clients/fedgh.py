@@ -20,7 +20,7 @@ class FedGhClient(FedProtoClient):
     settings: FedGhSettings  # type: ignore[assignment]
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the trained model and, if it was sent, the model with the global head."""
+        """Return the trained model and, if the server sent a global head, a copy with this head."""
         models: dict[str, nn.Module] = {"private": self.private}
         if head := knowledge.group("weights"):
             joined = self._joined(self.build_model(self.settings.feature_dim), head)

@@ -56,7 +56,7 @@ class FedMrlClient(HetClient):
         return {"private": HetModel(fusion, local.classifier, local.feature_dim)}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model and, if the server sent the averaged G, the model with it."""
+        """Return the private model and, if the server sent the averaged G, a copy with this G."""
         models: dict[str, nn.Module] = {"private": self.private}
         if weights := knowledge.group("weights"):
             averaged = copy.deepcopy(self.network)

@@ -60,7 +60,7 @@ class FedTypeClient(HetClient):
         return {"private": self.build_model(), "proxy": self._new_proxy()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, the trained proxy and, if it was sent, the server's proxy."""
+        """Return the private model, the trained proxy and, if received, the server's proxy."""
         models = dict(self.models)
         if weights := knowledge.group("proxy"):
             models["global"] = self.compute.place(load_weights(self._new_proxy(), weights))

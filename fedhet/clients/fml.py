@@ -22,7 +22,7 @@ class FmlClient(HetClient):
         return {"private": self.build_model(), "proxy": self._new_meme()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model, the trained meme and, if it was sent, the averaged meme."""
+        """Return the private model, the trained meme and, if received, the averaged meme."""
         models = dict(self.models)
         if weights := knowledge.group("weights"):
             models["global"] = self.compute.place(load_weights(self._new_meme(), weights))

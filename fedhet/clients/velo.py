@@ -9,10 +9,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class VeloClient(FeloClient):
-    """Client that trains on Eq.
-
-    1, with each sample paired with a synthetic feature of its class.
-    """
+    """Client that compares each sample with a synthetic feature of its class (Eq. 1)."""
 
     settings: VeloSettings
 

@@ -240,7 +240,7 @@ def override(
     """Return the settings `values` from `read_layers`, overridden by `changes`."""
     if resume is not None and "out" in changes:
         raise SettingsError(RESUME_CONFLICT)
-    # The two sources of public data exclude each other, so a new one replaces the other.
+    # The two sources of public data are mutually exclusive, so setting one unsets the other.
     replaced = {other for name, other in PUBLIC_SOURCES if changes.get(name)}
     return {k: v for k, v in values.items() if k not in replaced} | dict(changes)
 

@@ -146,7 +146,7 @@ def is_json(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path, spec: DataSpec) -> Iterator[IO[str]]:
-    """Open a row file in the block. Raises DataError for any error while it is read."""
+    """Open a row file, and convert all exceptions raised in the block to DataError."""
     if not path.name.lower().removesuffix(".gz").endswith(_FORMATS):
         raise DataError(f"{path}: unsupported format, expected {', '.join(TEXT_ENDINGS)}")
     with (

@@ -543,7 +543,7 @@ def find_tree(
     if test_folder is not None:
         for name in [each for each in test_folder.folders if each.lower() in UNLABELED]:
             raise DataError(
-                f"{test_folder.folders[name].path}: test {files.noun} must have a class. Move the "
+                f"{test_folder.folders[name].path}: test {files.noun} must be labeled. Move the "
                 f"directory into {train}, or remove it."
             )
         test_classes = scan.class_folders(test_folder, level, names, root)

@@ -58,7 +58,7 @@ def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
         return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
     if (groups := dataset.groups) is None:
         return _drawn(spec, dataset.train.y.numpy())
-    # Select the persons or sites with the most samples, in the order of their names.
+    # Select the groups (people or sites) with the most samples, and sort them by name.
     counts = np.bincount(groups)
     largest = np.argsort(-counts, kind="stable")
     enough = int((counts >= spec.min_samples).sum())

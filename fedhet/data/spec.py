@@ -96,8 +96,8 @@ class Dataset:
     shape: Shape = ()
     """Shape of one sample; () = the shape of a row of `train.x`."""
     groups: Index | None = None
-    """Index [N] of the person or site of each training sample, in the order of their names; None
-    if the dataset has no natural clients and `data.by` is not set."""
+    """Index [N] of the person or site of each training sample, where 0 is the first name in sorted
+    order. None if the dataset has no natural clients and `data.by` is not set."""
     group_names: tuple[str, ...] = ()
     """Names of the persons or sites in `groups`; () = unknown."""
     scaled_images: bool = False

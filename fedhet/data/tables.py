@@ -368,8 +368,8 @@ def encode(schema: TableSchema, cells: Cells, *, strict: bool = False) -> torch.
             fault = f"{count} of {len(cells)} values are unknown to the schema, such as {few}"
             if strict and count > schema.max_unknown * len(cells):
                 raise DataError(
-                    f"{where}: {fault[:200]}, expected at most a fraction of "
-                    f"{schema.max_unknown:g}. Use the spelling of the schema, or raise its "
+                    f"{where}: {fault[:200]}, expected a fraction of at "
+                    f"most {schema.max_unknown:g}. Use the spelling of the schema, or raise its "
                     "max_unknown."
                 )
             LOG.warning("%s", one_line(f"{where}: {fault}"))

@@ -90,7 +90,7 @@ class Distinct:
         return np.bincount(self.codes, minlength=len(self.texts))
 
     def row(self, place: int) -> int:
-        """Return the first row with the distinct value at index `place`."""
+        """Return the index of the first row that contains the distinct value `texts[place]`."""
         return int((self.codes == place).argmax())
 
 
@@ -242,7 +242,7 @@ def _fits(numbers: Numbers) -> int:
 
 
 def _better(readings: Mapping[str, Numbers]) -> str:
-    """Return the name of the reading that fits more values, or "" if both fit equally many."""
+    """Return the name of the reading with more valid values, or "" if both have equally many."""
     (one, first), (two, second) = readings.items()
     more = _fits(first) - _fits(second)
     return "" if not more else one if more > 0 else two
@@ -402,8 +402,8 @@ def _dates(
     fits = {order: _fits(days) for order, days in parsed.items()}
     if len(other) > 1 and len(other) == len(texts) and not any(fits.values()):
         raise UnclearError(
-            f"invalid date {texts[other[0]]!r}: expected a year of four digits and an existing "
-            "day. Correct it, or name the column in data.categories if it holds words.",
+            f"invalid date {texts[other[0]]!r}: expected a four-digit year and a valid day. "
+            "Correct it, or name the column in data.categories if it holds words.",
             other[0],
         )
     if not other or set(fits.values()) == {_fits(iso)}:  # The other values are mistakes.

@@ -143,7 +143,7 @@ def make_node_key(path: Path) -> list[Path]:
         The two files.
 
     Raises:
-        FedhetError: If a file already exists, or if the file name is not a valid name of a node.
+        FedhetError: If a file already exists, or if the file name is not a valid node name.
     """
     _check_names([path.name])
     public_path = path.with_name(f"{path.name}.pub")
@@ -243,7 +243,7 @@ def _check_names(nodes: Sequence[str]) -> None:
     for node in nodes:
         if not is_name(node):
             rule = "letters, digits, '.', '_' and '-'"
-            raise FedhetError(f"name of a node must consist of {rule}, got '{node}'")
+            raise FedhetError(f"node name must consist of {rule}, got '{node}'")
 
 
 def _write_pair(

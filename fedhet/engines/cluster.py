@@ -237,7 +237,7 @@ def running_machines() -> list[Machine]:
 
 
 def usable_machines(machines: Sequence[Machine], engine: EngineSettings) -> list[Machine]:
-    """Return the machines with enough CPUs for a worker. Raises SettingsError if none has."""
+    """Return the machines with enough CPUs for a worker. Raises SettingsError if there are none."""
     usable = [machine for machine in machines if machine.max_workers(engine, on_gpu=False)]
     if not usable:
         max_cpus = max((machine.cpus for machine in machines), default=0.0)

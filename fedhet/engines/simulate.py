@@ -314,7 +314,7 @@ def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: floa
     models.update(dict.fromkeys(others, clients))
     work = 0.0
     for name, count in models.items():
-        # Evaluation takes a forward pass, about a third of a training step.
+        # Evaluating a sample takes about a third of the time of training on it (no backward pass).
         samples = count * (trained + evaluated / 3)
         work += samples * _seconds_per_sample(name, data, config)
         if work > bound:

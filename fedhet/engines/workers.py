@@ -175,7 +175,7 @@ class WorkerPool:
     def wait(self, timeout: float) -> None:
         """Wait until a worker has started.
 
-        Raises FedhetError if none has within `timeout` seconds.
+        Raises FedhetError if no worker starts within `timeout` seconds.
         """
         try:
             worker = self._acquire(time.monotonic() + timeout)

@@ -1,1 +1,1 @@
-"""Experiments: papers' tables and the table of all methods, which `fedhet table` makes."""
+"""Experiments: papers' tables and the table of all methods, created by `fedhet table`."""

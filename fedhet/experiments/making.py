@@ -1,4 +1,4 @@
-"""Making of tables: training of missing runs, one by one or in parallel, and writing of results."""
+"""Create tables: train missing runs, one by one or in parallel, and write the results."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def show_tables(word: str, directory: Path | None, default: Path) -> None:
     """Print finished tables in full: numbers, comparisons, the claims' verdicts, and notes.
 
     The tables are read from `directory` or, if it is None, from `default` and from the tables
-    included in fedhet. Raises StateError if none of the tables has been made.
+    included in fedhet. Raises StateError if no table has been created.
     """
     names, source = tables_of(word), directory or default
     results = [each for each in claims.read_finished(source) if each.table in names]
@@ -272,7 +272,7 @@ def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[st
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
     """Train or resume a run; return an error message, or "" if it succeeded."""
-    if run.finished:  # Another process may make a table with the same run.
+    if run.finished:  # Another process may create a table with the same run.
         return ""
     fault = error_of(run.config, run.directory.resolve(), watchers, report=False)
     if not (fault or keep_models):

@@ -99,7 +99,7 @@ class TableResult(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def command(self) -> str:
-        """Command that makes this table."""
+        """Command that creates this table."""
         seeds = ",".join(map(str, self.seeds))
         words = f"fedhet table {self.table} --size {self.size} --seeds {seeds}"
         return " ".join([words, *as_options(self.settings)])

@@ -107,7 +107,7 @@ class Line(_Part):
     metric: Metric = ""
 
     def changes(self, size: Size) -> list[Change]:
-        """Return the settings in a size; later settings override earlier settings."""
+        """Return the settings for a size; later settings override earlier settings."""
         own: Change | None = getattr(self, size)
         return [self.every, *([own] if own else [])]
 
@@ -164,15 +164,15 @@ class PaperTable(_Part):
     claims: list[Claim] = Field(default_factory=list)
 
     def rows_in(self, size: Size) -> list[Row]:
-        """Return the rows in a size."""
+        """Return the rows that are part of a size."""
         return [row for row in self.rows if size in row.sizes]
 
     def columns_in(self, size: Size) -> list[Line]:
-        """Return the columns in a size."""
+        """Return the columns that are part of a size."""
         return [column for column in self.columns if size in column.sizes]
 
     def changes(self, row: Row, column: Line, size: Size) -> list[Change]:
-        """Return the settings of a cell in a size; later settings override earlier settings."""
+        """Return the settings of a cell for a size; later settings override earlier settings."""
         found = [self.sizes[size], *column.changes(size), *row.changes(size)]
         for place in self.places:
             if place.name == row.name and column.name in place.columns:
@@ -210,7 +210,7 @@ class Architectures(Line):
     """Pools for methods that cannot train this pool; `name` is the method."""
 
     def of(self, method: str, size: Size) -> list[Change]:
-        """Return the settings of a method in a size; later settings override earlier settings."""
+        """Return the settings of a method for a size; later settings override earlier settings."""
         own = (line for line in self.instead if line.name == method)
         return [*self.changes(size), *(change for line in own for change in line.changes(size))]
 
@@ -379,7 +379,7 @@ def plan(
     out: Path,
     over: Mapping[str, object] | None = None,
 ) -> Plan:
-    """Plan a paper's table in a size.
+    """Plan a paper's table for a size.
 
     Args:
         name: Name of the table.
@@ -447,7 +447,7 @@ class FieldCell:
 
 @dataclass(frozen=True)
 class FieldPlan:
-    """Plan of the runs for the table of all methods in one size."""
+    """Plan of the runs for the table of all methods for one size."""
 
     table: FieldTable
     size: Size
@@ -481,7 +481,7 @@ def plan_field(
     out: Path,
     over: Mapping[str, object] | None = None,
 ) -> FieldPlan:
-    """Plan the table of all methods in a size, with its runs in the directory `out`.
+    """Plan the table of all methods for a size, with its runs in the directory `out`.
 
     The settings `over` override the table's settings. Raises SettingsError if a method does not
     exist, or if no method supports any cell.
@@ -523,7 +523,7 @@ def about(plan: FieldPlan, finished: int) -> str:
 
 
 def command_of(plan: FieldPlan) -> str:
-    """Return the command that makes the table of all methods."""
+    """Return the command that creates the table of all methods."""
     seeds = ",".join(map(str, plan.seeds))
     words = [f"fedhet table {plan.name} --size {plan.size} --seeds {seeds}"]
     if set(plan.methods) != set(plan.table.methods()):

@@ -193,7 +193,7 @@ TABLE = Kind(
 
 
 def text_shape(tokens: int, vocabulary: int) -> Shape:
-    """Return the shape of texts with at most `tokens` tokens, each below `vocabulary`."""
+    """Return the shape of texts with at most `tokens` tokens, with ids below `vocabulary`."""
     return (0, tokens, vocabulary)
 
 

@@ -57,7 +57,7 @@ class FedTypeSettings(MethodSettings):
     )
     quantile: Literal["plain", "corrected"] = Field(
         "plain",
-        description="quantile for tau: 1 - theta, or the paper's, with a finite-sample correction",
+        description="quantile for tau: 1 - theta, or with the paper's finite-sample correction",
     )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",

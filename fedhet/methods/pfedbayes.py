@@ -17,8 +17,8 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
 
     zeta: NonNegative = Field(
         10.0,
-        description="weight zeta of the divergence between both distributions, divided by the "
-        "number of samples",
+        description="weight zeta of the divergence between the personal and the localized "
+        "distribution, divided by the number of samples",
     )
     noise: NonNegative = Field(
         0.001,

@@ -314,7 +314,7 @@ def _parsed(name: str) -> AdapterName:
 
 
 def _weight_files(base: str) -> list[Path]:
-    """Return the weight files of a base model. Raises ModelError if none are safetensors."""
+    """Return a base model's safetensors files. Raises ModelError if there are none."""
     folder = Path(encoder_directory(base))
     files = sorted(folder.glob("model*.safetensors"))
     if not files:

@@ -32,7 +32,7 @@ class Classifier(Protocol):
     """Interface of a model without gradients, which scikit-learn's classifiers implement."""
 
     def fit(self, x: Array, y: Array) -> object:
-        """Fit to flattened samples x [N, F] float32 and labels y [N] int64."""
+        """Fit the model to flattened samples x [N, F] float32 and labels y [N] int64."""
 
     def predict(self, x: Array) -> Array:
         """Return the predicted labels [N] for x [N, F]."""

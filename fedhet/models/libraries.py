@@ -298,7 +298,7 @@ def _cached_encoder(name: str, device: torch.device) -> nn.Module:
 
 
 def _encoder(name: str) -> nn.Module:
-    """Load an encoder with pretrained weights, only from safetensors and without code."""
+    """Load a pretrained encoder from safetensors files, without running code from its directory."""
     try:
         from transformers import AutoModel
         from transformers.utils.logging import disable_progress_bar

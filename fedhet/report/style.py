@@ -377,7 +377,7 @@ def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = 
 
 
 def log_bytes(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Set a logarithmic scale of bytes, because methods differ by powers of ten."""
+    """Use a logarithmic byte scale, because traffic differs between methods by powers of ten."""
     ax.set(**{f"{axis}scale": "log"})
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     low, high = chosen.get_view_interval()
@@ -449,7 +449,10 @@ def short(name: str, width: int = 16) -> str:
 
 
 def disambiguate(names: Sequence[str], width: int) -> list[str]:
-    """Shorten names; names that would become equal start at the first word that differs."""
+    """Shorten names to at most `width` characters, and try to keep them distinct.
+
+    If names would become equal, each of them starts at the first word that differs.
+    """
     shortened = [short(name, width) for name in names]
     labels = shortened[:]
     for index, (name, label) in enumerate(zip(names, shortened, strict=True)):

@@ -135,7 +135,7 @@ class LiveDisplay:
         return lines
 
     def _clients(self, max_lines: int) -> Iterator[RenderableType]:
-        """Yield the table of clients and, if not all clients fit, a line with their number."""
+        """Yield the table of clients and, if not all fit, a line about the hidden clients."""
         run = self.progress
         table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
         table.add_column("client", no_wrap=True, max_width=24)

@@ -50,7 +50,7 @@ class _StoppedEarly(Exception):  # noqa: N818
 
 
 class FederationServer(Server):
-    """Flower server with rounds that need not wait for all clients, and with resuming.
+    """Flower server that can resume runs, and whose rounds need not wait for all clients.
 
     As in Flower, a round consists of `configure_fit`, the clients' replies, and `aggregate_fit`,
     followed by the corresponding steps for the evaluation.
@@ -184,8 +184,8 @@ def run_directory(config: Config) -> Path:
         str(directory).encode()
     except UnicodeEncodeError:  # TensorBoard and safetensors would fail.
         raise SettingsError(
-            f"out: the run's directory must have a path in UTF-8, got {str(directory)!r}. Choose "
-            "another directory with --out, or set LC_ALL=C.UTF-8."
+            f"out: the path of the run's directory must be valid UTF-8, got {str(directory)!r}. "
+            "Choose another directory with --out, or set LC_ALL=C.UTF-8."
         ) from None
     return directory
 

@@ -449,7 +449,7 @@ class RoundClock:
 
 
 class Scoreboard:
-    """Latest scores of all clients, including clients that have not been called since."""
+    """Latest scores of all clients, including clients that did not take part in recent rounds."""
 
     def __init__(self) -> None:
         self._scores: ByMetric = {}

@@ -192,7 +192,10 @@ def _rebased(
 def check_magnitude(
     replies: Iterable[Reply], *, factor: float, state: RoundState
 ) -> Iterator[Reply]:
-    """Drop replies that are more than `factor` ('engine.outlier-factor') times too large."""
+    """Drop replies whose magnitude is more than `factor` times their reference.
+
+    `factor` is the setting 'engine.outlier-factor'; `magnitude_errors` explains the reference.
+    """
     replies = list(replies)
     magnitudes = {reply.client.name: reply.magnitudes() for reply in replies}
     state.record_magnitudes(magnitudes)

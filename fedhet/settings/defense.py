@@ -95,7 +95,8 @@ class PrivacySettings(Schema):
         "the noise is derived; 0 = no privacy, unless 'noise-multiplier' is set",
     )
     delta: Delta = Field(
-        1e-5, description="delta of the privacy guarantee; must be below 1 / (samples of a client)"
+        1e-5,
+        description="delta of the privacy guarantee; must be below 1 / n for n samples per client",
     )
     noise_multiplier: NonNegative = Field(
         0.0,

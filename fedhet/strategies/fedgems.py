@@ -64,7 +64,7 @@ class FedGemsStrategy(HetStrategy):
         return {"server": self.learner.model}
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return L_s (line 17), or only its changes, and the requested samples (line 11)."""
+        """Return the logits L_s or their changed rows (line 17), and the requests (line 11)."""
         held = self.held.pop(client.name, 0)  # A client that did not reply may lack the logits.
         if held in self._instructions_by_version:
             return self._instructions_by_version[held]
@@ -172,10 +172,10 @@ class FedGemsStrategy(HetStrategy):
         return counts.tolist(), logits
 
     def _loss_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return the loss for the split from the self-evaluation.
+        """Return the loss, with the samples split by the self-evaluation before the round.
 
-        Adds the correctly predicted logits to `pool`, and sets `counts` to the sizes of S1, S2 and
-        S3.
+        Adds the logits of correctly predicted samples to `pool`, and sets `counts` to the sizes of
+        S1, S2 and S3.
         """
         counts.copy_(torch.stack([part.sum() for part in self.parts]))
         targets = select_targets(self.parts, self.pool, fused)

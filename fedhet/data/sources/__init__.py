@@ -81,7 +81,7 @@ def absolute(dataset: str, table: DataSettings) -> str:
 
 
 def _path(dataset: str, table: DataSettings) -> tuple[Path | None, str]:
-    """Return the local path of a dataset, if it has one, and its location's suffix."""
+    """Return the local path of a dataset, or None, and the suffix of its name, e.g. "@SUBSET"."""
     name, _, place = dataset.partition(":")
     if name not in SOURCES:
         return None, ""

@@ -239,8 +239,8 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
     classes = tuple(map(str, np.unique(train[:, -1])))
     if odd := sorted(set(map(str, test[:, -1])) - set(classes)):
         raise DataError(
-            f"{name}: classes of the test set must be in {classes} like the training set, got "
-            f"{odd[0]!r}"
+            f"{name}: unknown class in the test set, expected one of {classes} as in the training "
+            f"set, got {odd[0]!r}"
         )
 
     def encoded(rows: Rows) -> Split:
