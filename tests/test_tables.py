@@ -718,7 +718,7 @@ def test_a_target_of_many_numbers_is_refused(tmp_path, values, ending):
             path, orient="records", lines=True
         )
     with pytest.raises(
-        DataError, match=r"60 different numbers from .* to .*; regression is unsupported"
+        DataError, match=r"60 different numbers from .* to .* Set data.task to regression"
     ):
         load(spec(path))
     assert len(load(spec(path, categories=("died",))).classes) == 60

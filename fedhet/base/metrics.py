@@ -8,18 +8,21 @@ that no metric is ever NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fedhet.base.arrays import Array
 from fedhet.base.errors import closest
 
-ACCURACY = "accuracy"
+ACCURACY, RMSE, R2 = "accuracy", "rmse", "r2"
+CLASSIFICATION, REGRESSION = "classification", "regression"
 BINS = 15
 """Number of bins for the calibration error (Guo et al., ICML 2017)."""
 MIN_LIKELIHOOD = 2.0**-52
 """Lower bound for the likelihood of the true class in the test loss."""
+MAX_ERROR = 1e16
+"""Maximum error of a prediction, in the target's unit."""
 MIN_ACCURACY = 1e-12
 """Smallest valid accuracy above 0, far below one in a billion samples, which keeps ratios
 finite."""
@@ -27,14 +30,14 @@ finite."""
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of a model on a test split of N samples and C classes."""
+    """Predictions of a model on a test split of N samples and C classes or K target columns."""
 
     truth: Array
-    """True class of each sample, of shape [N]."""
+    """True class of each sample, of shape [N], or true targets, of shape [N, K]."""
     predicted: Array
-    """Predicted class of each sample, of shape [N]."""
-    probabilities: Array
-    """Class probabilities, of shape [N, C], in float64."""
+    """Predicted class of each sample, or predicted targets, of the same shape."""
+    probabilities: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    """Class probabilities, of shape [N, C], in float64; empty if the targets are numbers."""
 
     @property
     def present(self) -> Array:
@@ -97,6 +100,29 @@ def calibration_error(predictions: Predictions) -> float:
     return float(np.abs(accuracy - stated) @ counts[counts > 0] / len(correct))
 
 
+def rmse(predictions: Predictions) -> float:
+    """Return the root of the mean squared error, averaged over the target columns."""
+    errors = predictions.truth - predictions.predicted
+    return float(np.sqrt((errors**2).mean(0)).mean())
+
+
+def mae(predictions: Predictions) -> float:
+    """Return the mean absolute error, averaged over the target columns."""
+    return float(np.abs(predictions.truth - predictions.predicted).mean())
+
+
+def r2(predictions: Predictions) -> float | None:
+    """Return the coefficient of determination, averaged over the target columns.
+
+    Undefined if a column is constant. Limited to at least -`MAX_ERROR`.
+    """
+    truth, errors = predictions.truth, predictions.truth - predictions.predicted
+    total = ((truth - truth.mean(0)) ** 2).sum(0)
+    if not total.all():
+        return None
+    return max(float((1 - (errors**2).sum(0) / total).mean()), -MAX_ERROR)
+
+
 @dataclass(frozen=True)
 class Metric:
     """Metric of a model on a test split."""
@@ -112,6 +138,8 @@ class Metric:
     min_positive: float = 0.0
     """Smallest valid value above 0."""
     lower_is_better: bool = False
+    task: str = CLASSIFICATION
+    """Name of the task whose predictions it scores."""
     by_class: bool = False
     """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
 
@@ -137,17 +165,23 @@ METRICS = {
         Metric("test-loss", "test loss", test_loss, highest=37.0, lower_is_better=True),
         Metric("calibration-error", "calibration error", calibration_error, lower_is_better=True),
         Metric("recall", "recall", recalls, by_class=True),
+        Metric(RMSE, "RMSE", rmse, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION),
+        Metric("mae", "MAE", mae, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION),
+        Metric(R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION),
     )
 }  # fmt: skip
-"""All metrics, by their name in the setting `metrics`."""
+"""All metrics, by their name in the setting `metrics`. A task of another package adds its own."""
 
 
 def select_metrics(names: Iterable[str]) -> tuple[str, ...]:
-    """Return accuracy and the metrics in `names`, in the order of `METRICS`.
+    """Return the metrics in `names`, in the order of `METRICS`.
 
-    Raises ValueError if a name is unknown.
+    Includes accuracy unless a metric of another task is named. Raises ValueError if a name is
+    unknown.
     """
-    selected = {ACCURACY, *names}
+    selected = {*names}
+    if all(METRICS[name].task == CLASSIFICATION for name in selected & METRICS.keys()):
+        selected.add(ACCURACY)
     for name in sorted(selected - set(METRICS)):
         close = closest(name, METRICS)
         hint = f" (did you mean '{close}'?)" if close else ""

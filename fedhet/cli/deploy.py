@@ -264,7 +264,7 @@ def status_command(
         (c.name, c.model, c.state, score(c.accuracy), human_seconds(c.seconds), c.line)
         for c in status.clients
     ]
-    headers = ("client", "model", "state", "accuracy", "time", "last reply")
+    headers = ("client", "model", "state", status.metric, "time", "last reply")
     console.print(listing(*headers, rows=rows))
     for notice in status.notices:
         say(f"note: {notice}")

@@ -204,6 +204,9 @@ def schema_command(
             show_default=NONE,
         ),
     ] = "",
+    task: Annotated[
+        str, typer.Option(help="Task: auto, classification, or regression (predicts numbers).")
+    ] = "auto",
     decimal: Annotated[str, typer.Option(help="Decimal separator: auto, point or comma.")] = "auto",
     date_order: Annotated[
         str, typer.Option(help="Date order other than ISO 8601: auto, dmy or mdy.")
@@ -222,12 +225,12 @@ def schema_command(
         key: tuple(name.strip() for name in value.split(",") if name.strip())
         for key, value in lists.items()
     }
-    settings = {"target": target, "decimal": decimal, "date-order": date_order, **names}
-    spec = build(DataSpec, settings, prefix="data.")
+    settings = {"target": target, "task": task, "decimal": decimal, "date-order": date_order}
+    spec = build(DataSpec, {**settings, **names}, prefix="data.")
     schema = infer_schema(read_table(table, spec), spec, say)
     write_text(out, schema.to_toml())
     say(
-        f"{len(schema.columns)} columns, {sum(schema.widths)} features; classes: "
-        f"{', '.join(schema.classes)}"
+        f"{len(schema.columns)} columns, {sum(schema.widths)} features; "
+        f"{schema.task_object.noun}: {', '.join(schema.outputs)}"
     )
     say(f"schema: {out}")

@@ -24,6 +24,7 @@ from fedhet.data.partition import labeled_parts
 from fedhet.data.spec import Split, Stored
 from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap
 from fedhet.data.tables import TableSchema
+from fedhet.data.tasks import CLASSIFICATION, AnyTask, Task
 from fedhet.kinds import KINDS
 from fedhet.learning.devices import Compute
 from fedhet.models import LabelSpaceModel, base_digest
@@ -57,11 +58,12 @@ class ClientSamples:
     num_unused_unlabeled: int
     """Number of unlabeled samples that the method cannot use."""
     classes: tuple[str, ...] = ()
-    """Names of all classes in the run, in order."""
+    """Names of all classes in the run, or of the target columns, in order."""
     stored: Stored = "given"
     """Storage format of the samples, which determines how new samples are scaled."""
     schema: TableSchema | None = None
     """Schema of the columns if the samples come from a user's table."""
+    task: Task = CLASSIFICATION
 
     def within_space(self, model: nn.Module) -> nn.Module:
         """Restrict the predictions of `model` to the client's classes."""
@@ -123,6 +125,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             node.training.describe(),
             bool(node.folder),
             base_digest(node.model),
+            data.task.name,
         ),
         labeled,
         unlabeled,
@@ -132,6 +135,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
         data.classes,
         data.stored,
         data.schema,
+        data.task,
     )
 
 
@@ -181,8 +185,8 @@ class ClientRecord(BaseModel):
     """Data directory of the site, or "" for a partition of the run's dataset."""
     settings: dict[str, JsonValue]
     """Settings with which the client trained, by full name."""
-    classes: list[str] = Field(min_length=2, max_length=MAX_CLASSES)
-    """Names of all classes in the run, in order."""
+    classes: list[str] = Field(min_length=1, max_length=MAX_CLASSES)
+    """Names of all classes in the run, or of the target columns, in order."""
     space: list[int] = Field(min_length=1)
     """Label space of the client, i.e. its classes in ascending order."""
     kind: str
@@ -195,9 +199,12 @@ class ClientRecord(BaseModel):
     """Number of training samples."""
     table: TableSchema | None = Field(None, strict=False)
     """Schema of the columns if the samples come from a user's table."""
+    task: AnyTask = CLASSIFICATION
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ClientRecord:
+        if len(self.classes) < self.task.min_outputs:
+            raise ValueError(f"classes must have at least {self.task.min_outputs} names")
         if self.space != sorted(set(self.space) & set(range(len(self.classes)))):
             raise ValueError("space must be class indices in ascending order")
         if (kind := KINDS.get(self.kind)) is None:
@@ -225,6 +232,7 @@ class ClientRecord(BaseModel):
             stored=samples.stored,
             samples=samples.info.samples,
             table=samples.schema,
+            task=samples.task,
         )
 
     def config(self) -> Config:
@@ -266,10 +274,11 @@ class ClientRecord(BaseModel):
             tuple(self.shape),
             class_names_digest(self.classes),
             config.run.training.describe(),
+            task=self.task.name,
         )
         space: Tensor = torch.tensor(self.space)
         names = tuple(self.classes)
-        return ClientSamples(info, empty, empty, {}, space, 0, names, self.stored)
+        return ClientSamples(info, empty, empty, {}, space, 0, names, self.stored, task=self.task)
 
 
 def write_record(directory: Path, record: ClientRecord) -> None:

@@ -41,9 +41,9 @@ from fedhet.learning.devices import compute_for
 from fedhet.learning.training import (
     Augment,
     BatchLoss,
-    CrossEntropy,
     LabelSpace,
     Optimization,
+    SupervisedLoss,
     TrainOptions,
     train_epochs,
 )
@@ -106,7 +106,9 @@ class HetClient(NumPyClient):
             with AllocationLimit(node.max_model_bytes):
                 return self.setup()
 
-        task = f"{self.info.classes} classes of shape {list(self.info.shape)}"
+        self.task = self.samples.task
+        """Task of the run: the loss, the predictions and the scores."""
+        task = f"{self.info.classes} {self.task.noun} of shape {list(self.info.shape)}"
         self.state = ClientState(
             node.state_dir,
             node.name,
@@ -181,7 +183,7 @@ class HetClient(NumPyClient):
     def evaluation(self, knowledge: Knowledge) -> Evaluations:
         """Evaluate the models from `eval_models` on all test splits of the client."""
         return evaluate_models(
-            self.eval_models(knowledge), self.tests, self.compute, self.run.metrics
+            self.eval_models(knowledge), self.tests, self.compute, self.run.metrics, self.task
         )
 
     def sizes(self) -> Sizes:
@@ -197,7 +199,7 @@ class HetClient(NumPyClient):
 
     @property
     def y(self) -> Tensor:
-        """The class labels of `x`, of shape [N]."""
+        """The class labels of `x`, of shape [N], or the targets of another task [N, K]."""
         return self.samples.own.y
 
     @property
@@ -342,12 +344,12 @@ class HetClient(NumPyClient):
     @property
     def own_classes(self) -> LabelSpace:
         """Restriction of logits [N, C] and labels [N] to the client's label space, for losses."""
-        return LabelSpace(self.space)
+        return self.task.restriction(self.space)
 
     def fit_private(
         self, generator: torch.Generator, *, decay: float = 1.0, **options: Unpack[TrainOptions]
     ) -> None:
-        """Train the private model on `training_set` with cross-entropy.
+        """Train the private model on `training_set` with the loss of the task.
 
         A network continues from its current weights. A model without gradients is refitted.
 
@@ -360,7 +362,8 @@ class HetClient(NumPyClient):
         if isinstance(model, Refitted):
             model.fit(*self.training_set())
             return
-        loss_of, optimizing = CrossEntropy(model.train()), self.optimization(model.parameters())
+        loss_of = SupervisedLoss(model.train(), self.task.loss())
+        optimizing = self.optimization(model.parameters())
         options["before_epoch"] = optimizing.decay_schedule(decay)
         self.train_own(loss_of, model, optimizing, generator, **options)
 
@@ -480,9 +483,10 @@ class HetClient(NumPyClient):
         options = self.recipe.options(self.run.training, len(own), True, {"epochs": 1})
         options["generator"] = torch_generator(self.run.seed, *draw)
         with seeded(self.run.seed, *draw, device=self.compute.device):
-            train_epochs(own.x, own.y, CrossEntropy(adapted), optimizing, **options)
+            loss_of = SupervisedLoss(adapted, self.task.loss())
+            train_epochs(own.x, own.y, loss_of, optimizing, **options)
         models = {HELD_OUT: model, HELD_OUT_EPOCH: adapted}
-        return evaluate_models(models, self.tests, self.compute, self.run.metrics)
+        return evaluate_models(models, self.tests, self.compute, self.run.metrics, self.task)
 
     def _fault(self, error: FedhetError) -> dict[str, Scalar]:
         """Return metrics that report an error, including a request for full weights if needed."""

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from fedhet.algorithms.local_models import LocalModel
 from fedhet.base.arrays import Array, Arrays, grouped
 from fedhet.clients.base import HetClient
+from fedhet.learning.training import BatchLoss
 from fedhet.methods.fedavg import FedAvgSettings
 from fedhet.models import HetModel, load_weights, part_names, to_arrays, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
@@ -61,10 +62,10 @@ class FedAvgClient(HetClient):
         return model
 
     def _learn(self, round: int, local: LocalModel) -> None:
-        """Train on cross-entropy plus the method's regularizer."""
+        """Train on the loss of the task plus the method's regularizer."""
         self.network.train()
         self.train_own(
-            LocalObjective(local, self.own_classes),
+            LocalObjective(local, self.own_classes, self.task.loss()),
             lambda x: self.samples.own_columns(local.logits(x)),
             self.optimization(local.parameters()),
             self.generator(round, "batches"),
@@ -75,14 +76,19 @@ class FedAvgClient(HetClient):
 
 
 class LocalObjective(nn.Module):
-    """Module that computes the training loss: cross-entropy within the client's label space."""
+    """Module that computes the task's loss: for classes, within the client's label space."""
 
-    def __init__(self, local: LocalModel, own_classes: nn.Module) -> None:
+    def __init__(
+        self,
+        local: LocalModel,
+        own_classes: nn.Module,
+        loss_of: BatchLoss = F.cross_entropy,
+    ) -> None:
         super().__init__()
-        self.model, self.own_classes = local.model, own_classes
+        self.model, self.own_classes, self._loss_of = local.model, own_classes, loss_of
         self._local = local
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy."""
+        """Return the mean loss of a batch."""
         logits, target = self.own_classes(self._local.logits(x), y)
-        return F.cross_entropy(logits.float(), target)
+        return self._loss_of(logits.float(), target)

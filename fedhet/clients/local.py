@@ -7,7 +7,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class LocalClient(HetClient):
-    """Client that trains alone with cross-entropy, for the same number of epochs as in a method."""
+    """Client that trains alone with the task's loss, for the same number of epochs as a method."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs, and return an empty reply."""

@@ -18,10 +18,12 @@ from fedhet.algorithms.robust import max_malicious
 from fedhet.algorithms.rounds import clients_per_round, closing, honest_majority
 from fedhet.base.disk import expanded
 from fedhet.base.errors import FedhetError, ModelError, SettingsError
+from fedhet.base.metrics import METRICS
 from fedhet.config.sources import GivenSettings, from_flower, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import DERIVED, GENERATED, RunData
+from fedhet.data.tasks import CLASSIFICATION, find_task
 from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
@@ -132,11 +134,13 @@ def complete(given: GivenSettings) -> Config:
         data["labeled_alpha"] = LABELED_ALPHA
     changes["data"] = run.data.model_copy(update=data)
     if run.models.pool == RunSettings().models.pool:
-        pool = models.private_pool(spec.pool(kind)) if is_private else spec.pool(kind)
+        pool = spec.pool(kind, find_task(run.data.task).name)
+        pool = models.private_pool(pool) if is_private else pool
         changes["models"] = run.models.model_copy(update={"pool": pool})
     if is_private and run.engine.precision == "auto":
         changes["engine"] = run.engine.model_copy(update={"precision": "float32"})
 
+    changes["metrics"] = _metrics_of_task(run, method)
     config = Config(run.model_copy(update=changes), method, settings)
     _check_models_and_data(config)
     _check_against_malice(config)
@@ -146,6 +150,28 @@ def complete(given: GivenSettings) -> Config:
 
 
 # --- rules across tables; each function raises SettingsError if a rule is violated
+
+
+def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
+    """Return the run's metrics, with the task's headline metric first.
+
+    Checks that the method supports the task, and that the task has the metrics.
+    """
+    task = find_task(run.data.task)
+    names = {getattr(base, "name", "") for base in task.__mro__}  # also the tasks that it extends
+    if names.isdisjoint(method.spec.tasks):
+        every = all_methods()[0].items()
+        able = ", ".join(name for name, each in every if names & {*each.spec.tasks})
+        problem = f"unsupported by {method.name}, because {method.spec.only_tasks}"
+        expected = f"{' or '.join(method.spec.tasks)}, or another method ({able})"
+        raise invalid_setting("data.task", run.data.task, expected, problem)
+    if run.metrics == RunSettings().metrics:
+        return task.metrics
+    known = [name for name, metric in METRICS.items() if metric.task in names]
+    if odd := [name for name in run.metrics if name not in known]:
+        expected = f"names from {', '.join(known)}"
+        raise invalid_setting("metrics", odd[-1], expected, f"the task is {task.name}")
+    return tuple(dict.fromkeys([task.metrics[0], *run.metrics]))
 
 
 def _check_models_and_data(config: Config) -> None:
@@ -247,7 +273,13 @@ def _check_privacy(config: Config) -> None:
 
 def _check_training_and_pool(config: Config) -> None:
     run, name, spec = config.run, config.method.name, config.method.spec
-    semi, pool = run.training.semi, run.models.pool
+    semi, pool, task = run.training.semi, run.models.pool, find_task(run.data.task).name
+    if task != CLASSIFICATION.name:
+        problem = f"the task is {task}"
+        if semi != "none":
+            raise invalid_setting("training.semi", semi, "none", problem)
+        if not models.WITHOUT_GRADIENTS.keys().isdisjoint(pool):
+            raise invalid_setting("models.pool", pool, "neural networks", problem)
     if semi != "none":
         given = f"with 'training.semi' = '{semi}'"
         if not spec.semi:
@@ -303,12 +335,13 @@ def check(config: Config, store: RunData | None = None) -> None:
     dataset = store.dataset
     kind, shape, classes = dataset.kind, dataset.shape, len(dataset.classes)
     if run.models.num_classes not in (0, classes):
-        expected = f"0 or {classes}, the number of classes of {run.data.dataset}"
+        expected = f"0 or {classes}, the number of {dataset.task.noun} of {run.data.dataset}"
         raise invalid_setting("models.num-classes", run.models.num_classes, expected)
     augmentation(run.training.augment, KINDS[kind], shape)
     for name in dict.fromkeys(run.models.pool):
         models.check(name, kind, shape, classes, any_model=spec.any_model)
-        spec.check_model(config.method_settings, ClientInfo("", name, 0, classes, kind, shape))
+        info = ClientInfo("", name, 0, classes, kind, shape, task=dataset.task.name)
+        spec.check_model(config.method_settings, info)
     for field in spec.model_settings:
         _check_method_model(
             config,

@@ -19,9 +19,10 @@ import re
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +30,7 @@ from typing import IO, Any
 from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, nearest, one_line
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
-from fedhet.data.values import label_text
+from fedhet.data.values import date_order, decimal_sign, label_text
 
 LOG = logging.getLogger("fedhet")
 _FORMATS = (".csv", ".tsv", ".jsonl")
@@ -297,6 +298,20 @@ class Cells:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.lines)
+
+    @cached_property
+    def decimal_sign(self) -> str:
+        """Decimal sign on which all columns with evidence agree, or ""."""
+        return self._agreed(decimal_sign)
+
+    @cached_property
+    def date_order(self) -> str:
+        """Date order on which all columns with evidence agree, or ""."""
+        return self._agreed(date_order)
+
+    def _agreed(self, rule: Callable[[list[str]], str]) -> str:
+        results = {result for values in self.columns.values() if (result := rule(values))}
+        return results.pop() if len(results) == 1 else ""
 
     def column(self, name: str) -> list[str]:
         """Return a column's values. Raises DataError if it does not exist or is unusable."""

@@ -25,6 +25,7 @@ from fedhet.data.spec import (
     concatenate,
     preserve_global_rng,
 )
+from fedhet.data.tasks import CLASSIFICATION
 from fedhet.settings.run import DataSettings
 
 _DRAWS = 20
@@ -57,7 +58,7 @@ def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
         ends = np.cumsum([sum(part) for part in parts])
         return tuple(np.arange(end - sum(part), end) for part, end in zip(parts, ends, strict=True))
     if (groups := dataset.groups) is None:
-        return _drawn(spec, dataset.train.y.numpy())
+        return _drawn(spec, dataset.strata(dataset.train))
     # Select the groups (people or sites) with the most samples, and sort them by name.
     counts = np.bincount(groups)
     largest = np.argsort(-counts, kind="stable")
@@ -284,6 +285,11 @@ def merge_classes(dataset: Dataset, superclasses: Superclasses) -> Dataset:
 
     Raises SettingsError unless every class is in exactly one superclass.
     """
+    if dataset.task.name != CLASSIFICATION.name:
+        raise SettingsError(
+            f"data.superclasses: must be empty with data.task = {dataset.task.name!r}, because "
+            f"{dataset.name} has no classes"
+        )
     groups = classes_by_superclass(superclasses)
     listed = [name for group in groups.values() for name in group]
     for name in listed:
@@ -318,6 +324,11 @@ def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
 
     The rows of different clients are disjoint. Raises DataError if the training set is too small.
     """
+    if dataset.task.name != CLASSIFICATION.name:
+        raise SettingsError(
+            f"data.partition: expected dirichlet, iid, shards, or classes with data.task = "
+            f"{dataset.task.name!r}, got 'superclasses'"
+        )
     labels = dataset.train.y.numpy()
     subclasses = dataset.subclasses if dataset.subclasses is not None else labels
     for attempt in range(_TASKS):

@@ -29,6 +29,7 @@ from fedhet.data.spec import (
     reading,
 )
 from fedhet.data.tables import labeled_split, read_schema
+from fedhet.data.tasks import Classification, find_task
 from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
@@ -91,7 +92,7 @@ class Declaration:
             raise DataError(f"{path}: not a readable TOML file ({error_reason(error)})") from None
         schema = read_schema(root / SCHEMA) if (root / SCHEMA).exists() else None
         number, shape = declared.pop("num-classes", 0), declared.pop("shape", [])
-        names = schema.classes if schema else _read_class_names(root, None)
+        names = schema.outputs if schema else _read_class_names(root, None)
         for name in declared.keys() - {kebab(each) for each in READING}:
             known = ", ".join(["num-classes", "shape", *map(kebab, READING)])
             raise DataError(f"{path}: {name}: unknown setting, expected one of {known}")
@@ -193,11 +194,16 @@ def site_data(
     root = expanded(directory)
     if not root.is_dir():
         raise DataError(f"{root}: directory not found (data of {name})")
-    if classes < 2:
+    if classes < 2 and find_task(spec.task) is Classification:
         raise DataError(
             f"{root}: models.num-classes must be the number of classes, at least 2, got {classes}"
         )
     dataset, unlabeled_split, num_unused = _read(root, classes, spec, unlabeled, declared)
+    if type(dataset.task) is not find_task(spec.task):
+        raise DataError(
+            f"{root}: data.task must be {dataset.task.name} for this data, got {spec.task!r}. "
+            "Sites support other tasks only for tables with a schema.toml."
+        )
     train, test = dataset.train, dataset.test
     if test is None:
         if not spec.test_fraction:
@@ -210,7 +216,9 @@ def site_data(
             f"and {len(test)}"
         )
     # The label space of a site contains the classes of its samples; the run may have more classes.
-    space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
+    space = tuple(range(len(dataset.classes)))
+    if isinstance(dataset.task, Classification):
+        space = tuple(torch.unique(torch.cat([train.y, test.y])).tolist())
     if declared is not None:
         if (shape := dataset.shape) != declared.shape:
             rule = f"expected the shape of the data, {list(shape)}, got {list(declared.shape)}"
@@ -219,7 +227,7 @@ def site_data(
         unlabeled_split = unlabeled_split or train.take(torch.arange(0))
     return ClientData(
         name, train, test, None, dataset.classes, space, dataset.kind, dataset.shape,
-        unlabeled_split, num_unused, dataset.stored, dataset.schema,
+        unlabeled_split, num_unused, dataset.stored, dataset.schema, dataset.task,
     )  # fmt: skip
 
 
@@ -256,14 +264,21 @@ def _read(
         if stated is not TABLE and not (root / SCHEMA).exists():
             return read_texts(rows, test_rows, spec, names, classes), None, 0
         schema = read_schema(root / SCHEMA)
-        if len(schema.classes) != classes:
+        task = schema.task_object
+        if type(task) is not find_task(spec.task):
             raise DataError(
-                f"{root / SCHEMA}: expected the {classes} classes of the run, got "
-                f"{len(schema.classes)}"
+                f"{root / SCHEMA}: task: expected data.task = {spec.task!r} of the run, got "
+                f"{schema.task!r}. Set data.task to {schema.task}."
+            )
+        if len(schema.outputs) != (classes or len(schema.outputs)):
+            raise DataError(
+                f"{root / SCHEMA}: expected the {classes} {task.noun} of the run, got "
+                f"{len(schema.outputs)}"
             )
         train = labeled_split(schema, read_table(rows, spec))
         test = labeled_split(schema, read_table(test_rows, spec)) if test_rows else None
-        table = Dataset(f"{root}", train, test, schema.classes, kind=TABLE.name, schema=schema)
+        names, kind = schema.outputs, TABLE.name
+        table = Dataset(f"{root}", train, test, names, kind=kind, schema=schema, task=task)
         return table, None, 0
 
     # A text file next to an image describes the image, so only a tree without images contains

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedhet.base.errors import DataError, error_reason
+from fedhet.data.tasks import CLASSIFICATION, Task
 from fedhet.kinds import IMAGE, KINDS, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings, draw_held_out
 from fedhet.settings.schema import Count, CountOrNone
@@ -38,7 +39,7 @@ FIXED_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labeled samples: `x` [N, ...] and `y` [N] int64.
+    """Labeled samples: `x` [N, ...] and `y`, classes [N] int64 or the targets of another task.
 
     `x` is uint8 (images) or float32 of shape [N, *shape], or int64 tokens [N, L].
     """
@@ -57,12 +58,6 @@ class Split:
         rows = torch.as_tensor(index, dtype=torch.int64)
         return Split(self.x.index_select(0, rows), self.y.index_select(0, rows))
 
-    def subset(self, size: int, rng: np.random.Generator) -> Split:
-        """Return `size` rows, stratified by class, or all rows if `size` is 0 or >= N."""
-        if not 0 < size < len(self):
-            return self
-        return self.take(stratified(self.y.numpy(), size, rng))
-
     def scaled(self) -> Split:
         """Return the split with uint8 images scaled to [-1, 1]."""
         from fedhet.learning.devices import scaled
@@ -80,7 +75,7 @@ class Dataset:
     test: Split | None
     """Common test set."""
     classes: tuple[str, ...]
-    """Class names, in the order of the labels."""
+    """Class names, in the order of the labels, or the names of the target columns."""
     parts: tuple[tuple[int, int], ...] | None = None
     """Numbers of training and test rows of each client, if the dataset is already partitioned. The
     rows of a client are contiguous in `train`."""
@@ -106,6 +101,7 @@ class Dataset:
     """Schema of a user's table."""
     notes: tuple[str, ...] = ()
     """Log lines with the type of each table column and the evidence for it."""
+    task: Task = CLASSIFICATION
 
     def __post_init__(self) -> None:
         """Infer the shape if it is not set, and check the sample kind."""
@@ -129,6 +125,16 @@ class Dataset:
             return "scaled"
         return "bytes" if self.train.x.dtype == torch.uint8 else "given"
 
+    def strata(self, split: Split) -> Index:
+        """Return the stratum [N] of each sample of a split, such as its class."""
+        return self.task.strata(split.y, self.classes)[1]
+
+    def subset(self, split: Split, size: int, rng: np.random.Generator) -> Split:
+        """Return `size` rows of a split, stratified, or all rows if `size` is 0 or >= N."""
+        if not 0 < size < len(split):
+            return split
+        return split.take(stratified(self.strata(split), size, rng))
+
     def with_train_rows(self, rows: Index) -> Dataset:
         """Return a copy with only the given rows of the training set."""
         subclasses, groups = self.subclasses, self.groups
@@ -151,7 +157,7 @@ class ClientData:
     common: Split | None
     """Rows of the common test set in the client's label space."""
     classes: tuple[str, ...]
-    """Names of all classes in the run."""
+    """Names of all classes in the run, or of the target columns."""
     space: tuple[int, ...]
     """Label space of the client, i.e. its classes, ascending."""
     kind: str
@@ -167,6 +173,7 @@ class ClientData:
     """Storage format, which determines how new samples are scaled."""
     schema: TableSchema | None = None
     """Schema of a user's table."""
+    task: Task = CLASSIFICATION
 
 
 class DataSpec(DataSettings):

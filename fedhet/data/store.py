@@ -58,6 +58,7 @@ from fedhet.data.spec import (
     subset_rows,
 )
 from fedhet.data.tables import TableSchema
+from fedhet.data.tasks import CLASSIFICATION, AnyTask, find_task
 from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import client_name
@@ -127,12 +128,18 @@ class RunData:
         return tuple(range(len(self.dataset.classes)))
 
     def label_counts(self) -> dict[str, list[int]]:
-        """Return the number of rows of each class, by client name."""
-        labels, classes = self.dataset.train.y.numpy(), len(self.dataset.classes)
+        """Return the number of rows of each class, or group of targets, by client name."""
+        names, groups = self.strata()
         return {
-            client_name(k, self.spec.clients): np.bincount(labels[rows], minlength=classes).tolist()
+            client_name(k, self.spec.clients): np.bincount(
+                groups[rows], minlength=len(names)
+            ).tolist()
             for k, rows in enumerate(self.partition())
         }
+
+    def strata(self) -> tuple[tuple[str, ...], Index]:
+        """Return the classes, or groups of targets, and the group [N] of each training sample."""
+        return self.dataset.task.strata(self.dataset.train.y, self.dataset.classes)
 
     def owners(self) -> dict[str, str]:
         """Return the person or site of each client, by client name; empty if unknown."""
@@ -168,7 +175,7 @@ class RunData:
             raise no_test_error(name, self.spec)
         return ClientData(
             name, train, test, common, dataset.classes, space, dataset.kind, dataset.shape,
-            stored=dataset.stored, schema=dataset.schema,
+            stored=dataset.stored, schema=dataset.schema, task=dataset.task,
         )  # fmt: skip
 
     def pooled_parts(self) -> tuple[Split, Split]:
@@ -291,8 +298,10 @@ class RunData:
         source, rng = self._source, numpy_rng(spec.seed, "public-samples")
         if spec.public_dataset != UNUSED:
             # This has no effect if the reader has already applied the limit.
-            return replace(source, train=source.train.subset(spec.public_samples, rng), test=None)
-        labels = source.train.y.numpy() if source.subclasses is None else source.subclasses
+            train = source.subset(source.train, spec.public_samples, rng)
+            return replace(source, train=train, test=None)
+        groups = source.subclasses
+        labels = source.strata(source.train) if groups is None else groups
         # Repeat the draw of the rows that the training set uses.
         used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
         rows = np.setdiff1d(np.arange(len(labels)), used)
@@ -302,7 +311,7 @@ class RunData:
                 f"{len(labels)}, the number of training samples of {spec.dataset}, got "
                 f"{spec.max_samples}"
             )
-        unused = source.train.take(rows).subset(spec.public_samples, rng)
+        unused = source.subset(source.train.take(rows), spec.public_samples, rng)
         return replace(source, train=unused, test=None, subclasses=None)
 
     @property
@@ -361,6 +370,12 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
     """
     source, place = find_source(spec.dataset)
     dataset = source.read(place, spec)
+    if (task := find_task(spec.task)) is not type(dataset.task):
+        raise SettingsError(
+            f"data.task: data.dataset = {spec.dataset!r} has targets of the task "
+            f"{dataset.task.name!r}, got {spec.task!r}. Set data.task to {dataset.task.name}"
+            + (", or use a table (table:PATH)." if task is not type(CLASSIFICATION) else ".")
+        )
     if spec.by and dataset.groups is None:
         supported = ", ".join(each.owners for each in SOURCES.values() if each.owners)
         raise SettingsError(
@@ -370,7 +385,7 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
     if spec.max_samples:
         rng = numpy_rng(spec.seed, "max-samples")
         dataset = dataset.with_train_rows(
-            subset_rows(dataset.train.y.numpy(), spec.max_samples, rng)
+            subset_rows(dataset.strata(dataset.train), spec.max_samples, rng)
         )
     if spec.superclasses:
         dataset = merge_classes(dataset, spec.superclasses)
@@ -380,14 +395,16 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
                 f"data.public-fraction must be 0 with data.dataset = {spec.dataset!r}, which has "
                 f"one file per client, got {spec.public_fraction}. Set data.public-dataset instead."
             )
-        labels = dataset.train.y.numpy()
+        labels = dataset.strata(dataset.train)
         count = max(1, round(spec.public_fraction * len(labels)))
         public = stratified(labels, count, numpy_rng(spec.seed, "public"))
         owned = np.setdiff1d(np.arange(len(labels)), public)
         dataset = replace(dataset.with_train_rows(owned), public=dataset.train.take(public))
     if dataset.test is not None:
         rng = numpy_rng(FIXED_SEED, "max-test-samples")
-        dataset = replace(dataset, test=dataset.test.subset(spec.max_test_samples, rng))
+        test = dataset.subset(dataset.test, spec.max_test_samples, rng)
+        dataset = replace(dataset, test=test)
+    min_classes = min(min_classes, dataset.task.min_outputs)
     if (count := len(dataset.classes)) < min_classes:
         raise DataError(f"{spec.dataset}: expected at least {min_classes} classes, got {count}")
     return dataset
@@ -479,6 +496,7 @@ class _Metadata:
     scaled_images: bool
     group_names: tuple[str, ...]
     schema: TableSchema | None
+    task: AnyTask
 
 
 _METADATA = TypeAdapter(_Metadata)

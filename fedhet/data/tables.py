@@ -14,29 +14,26 @@ import logging
 import re
 from collections.abc import Callable
 from datetime import date, timedelta
-from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fedhet.base.disk import read_toml_tables
-from fedhet.base.errors import DataError, StateError, error_reason, nearest, one_line
+from fedhet.base.errors import DataError, SettingsError, StateError, error_reason, one_line
 from fedhet.data.cells import NO_NAME, Cells, missing_column_error
 from fedhet.data.spec import DataSpec, Split, check_max_bytes
+from fedhet.data.tasks import CLASSIFICATION, MAX_CLASSES, Task, find_task, target_names
 from fedhet.data.values import (
     MAX_NUMBER,
     Distinct,
     Reading,
     UnclearError,
     Words,
-    class_words,
-    date_order,
-    decimal_sign,
     is_missing,
     is_missing_number,
     parse_dates,
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     import torch
 
 LOG = logging.getLogger("fedhet")
-MAX_CATEGORIES, MAX_CLASSES = 200, 1000
+MAX_CATEGORIES = 200
 MIN_ROWS = 10
 """Minimum number of rows from which to conclude that a column only numbers the rows."""
 MIN_IDENTIFIERS = 50
@@ -98,15 +95,41 @@ class Column(_Frozen):
 
 
 class TableSchema(_Frozen):
-    """Target, classes, and feature columns of a table."""
+    """Task, target, and feature columns of a table."""
 
     target: str
-    classes: tuple[str, ...] = Field(min_length=2, max_length=MAX_CLASSES)
+    """Target column; several are separated by commas."""
+    task: str = CLASSIFICATION.name
+    classes: tuple[str, ...] = Field((), max_length=MAX_CLASSES)
+    """Classes of the target; empty for other tasks."""
+    targets: tuple[Column, ...] = ()
+    """Columns of the targets; empty for classification."""
     missing: tuple[str, ...] = ()
     """Custom markers of missing values, in addition to `fedhet.data.values.MISSING`."""
     max_unknown: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of unknown values in a column."""
     columns: tuple[Column, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _check_outputs(self) -> TableSchema:
+        try:
+            needed = find_task(self.task).min_outputs
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
+        if len(self.outputs) < needed:
+            field = "classes" if self.task == CLASSIFICATION.name else "targets"
+            raise ValueError(f"{field}: expected at least {needed}, got {len(self.outputs)}")
+        return self
+
+    @property
+    def task_object(self) -> Task:
+        """Task, with the scale of the targets."""
+        return find_task(self.task).of_schema(self)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of a model's outputs: the classes, or the target columns."""
+        return self.classes or tuple(column.name for column in self.targets)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -115,16 +138,17 @@ class TableSchema(_Frozen):
 
     @property
     def digest(self) -> str:
-        """Hash of the features and classes."""
-        text = self.model_dump_json(exclude={"max_unknown"})
+        """Hash of the features and targets."""
+        other = {"task", "targets"} if self.task == CLASSIFICATION.name else set()
+        text = self.model_dump_json(exclude={"max_unknown", *other})
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_toml(self) -> str:
         """Serialize the schema to TOML, in the format expected by `read_schema`."""
         values = self.model_dump(exclude_defaults=True) | {"max_unknown": self.max_unknown}
-        columns = values.pop("columns")
+        tables: dict[str, Any] = {k: values.pop(k) for k in ("targets", "columns") if k in values}
         lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-        return tomli_w.dumps({**lists, "columns": columns})
+        return tomli_w.dumps({**lists, **tables})
 
 
 def read_schema(path: Path) -> TableSchema:
@@ -137,7 +161,11 @@ def read_schema(path: Path) -> TableSchema:
             f"cannot read the table schema: {fault}. Create it with `fedhet schema`."
         ) from None
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        faults = []
+        for each in error.errors():
+            place = "".join(f"{name}." for name in each["loc"])[:-1]
+            fault = each["msg"].removeprefix("Value error, ")
+            faults.append(f"{place}: {fault}" if place else fault)
         raise DataError(f"{path}: {'; '.join(faults)}") from None
 
 
@@ -162,21 +190,12 @@ def infer_schema(
     if not spec.target:
         names = ", ".join(cells.columns)
         raise DataError(f"{cells.path}: data.target must name the label column, one of {names}")
-    labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
-    exact = spec.target in spec.categories
-    classes, spelled = class_words(labels, cells.path, spec.target, exact=exact)
-    if not 2 <= len(classes) <= MAX_CLASSES:
-        raise DataError(
-            f"{cells.path}: target column {spec.target!r}: expected 2 to {MAX_CLASSES} classes, "
-            f"got {len(classes)} distinct values"
-        )
-    respelled = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
-    if respelled:
-        report(f"{spec.target}: target, read {', '.join(respelled[:5])}")
+    described = find_task(spec.task).infer(cells, spec, report)
+    targets = target_names(cells, spec)
     for name in spec.exclude:
         if name not in cells.columns and name not in cells.unusable:
             raise missing_column_error(cells.path, name, cells.columns, " (data.exclude)")
-    excluded = {spec.target, spec.by.strip(), *spec.exclude}
+    excluded = {*targets, spec.by.strip(), *spec.exclude}
     features = [name for name in spec.columns if name not in spec.exclude]
     if not spec.columns:
         for name in [each for each in cells.columns if each not in excluded]:
@@ -185,21 +204,16 @@ def infer_schema(
                 LOG.warning("%s: column %r is excluded: %s", cells.path, one_line(name), reason)
                 excluded.add(name)
         features = [name for name in (*cells.columns, *cells.unusable) if name not in excluded]
-    if spec.target in features or not features:
+    if not features or not {*targets}.isdisjoint(features):
         raise DataError(
             f"{cells.path}: data.columns must name feature columns other than the target "
             f"{spec.target!r}"
         )
 
-    def agreed(rule: Callable[[list[str]], str]) -> str:
-        results = {result for values in cells.columns.values() if (result := rule(values))}
-        return results.pop() if len(results) == 1 else ""
-
-    evidence = cache(lambda: agreed(decimal_sign)), cache(lambda: agreed(date_order))
     columns, faults = [], dict[str, DataError]()
     for name in features:
         try:
-            columns.append(_infer_column(name, cells, spec, *evidence, report))
+            columns.append(infer_column(name, cells, spec, report))
         except DataError as error:
             faults[name] = error
     if len(faults) > 1:
@@ -211,17 +225,12 @@ def infer_schema(
     for fault in faults.values():
         raise fault
     return TableSchema(
-        target=spec.target, classes=classes, missing=spec.missing, columns=tuple(columns)
+        target=spec.target, missing=spec.missing, columns=tuple(columns), **described
     )
 
 
-def _infer_column(
-    name: str,
-    cells: Cells,
-    spec: DataSpec,
-    decimal_evidence: Callable[[], str],
-    order_evidence: Callable[[], str],
-    report: Callable[[str], object],
+def infer_column(
+    name: str, cells: Cells, spec: DataSpec, report: Callable[[str], object]
 ) -> Column:
     """Infer the encoding of a column. Raises DataError if it is ambiguous or unsuitable."""
     values, where = Distinct.of(cells.column(name)), f"{cells.path}: column {name!r}"
@@ -235,8 +244,8 @@ def _infer_column(
             typed=name in cells.typed,
             decimal=spec.decimal,
             order=spec.date_order,
-            decimal_evidence=decimal_evidence,
-            order_evidence=order_evidence,
+            decimal_evidence=lambda: cells.decimal_sign,
+            order_evidence=lambda: cells.date_order,
         )
     except UnclearError as error:
         if error.place is None:
@@ -426,19 +435,9 @@ def _features(
 
 
 def labeled_split(schema: TableSchema, cells: Cells) -> Split:
-    """Encode the rows of a table with their labels.
+    """Encode the rows of a table with their targets.
 
-    Raises DataError for a row without a label or with an unknown class.
+    Raises DataError for a row without a valid target.
     """
-    import torch
-
-    words, values = Words(schema.classes), Distinct.of(cells.column(schema.target))
-    places = np.zeros(len(values.texts), np.int64)
-    for number, value in enumerate(values.texts):
-        place = words.place(value)
-        if place is None:
-            fault = f"unknown class {value!r}{nearest(value, schema.classes)}"
-            fault = "the label is missing" if is_missing(value, schema.missing) else fault
-            raise cells.fault(schema.target, values.row(number), fault)
-        places[number] = place
-    return Split(encode(schema, cells, strict=True), torch.from_numpy(places[values.codes]))
+    targets = schema.task_object.encode(schema, cells)
+    return Split(encode(schema, cells, strict=True), targets)

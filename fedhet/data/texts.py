@@ -32,6 +32,7 @@ from fedhet.base.errors import DataError, ModelError, SettingsError, error_reaso
 from fedhet.data.cells import TextRows, read_bounded, read_rows
 from fedhet.data.class_folders import Files
 from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_owners, reading
+from fedhet.data.tasks import AUTO, MAX_CLASSES
 from fedhet.data.values import MANY_CLASSES, Words, class_words
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
@@ -254,7 +255,8 @@ def read_texts(
     if not names:
         column, numbers = spec.label_column, tuple(map(str, range(classes)))
         exact = not classes and column in spec.categories
-        max_numbers = classes or MANY_CLASSES
+        many = MANY_CLASSES if spec.task == AUTO else MAX_CLASSES
+        max_numbers = classes or many
         names, words = class_words(rows.labels, train, column, exact=exact, max_numbers=max_numbers)
         names = numbers if set(words.values()) <= set(numbers) else names
     if classes and len(names) != classes:

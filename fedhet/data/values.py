@@ -543,9 +543,8 @@ def class_words(
         if len(numbers) > (1 - MAX_ODD) * len(classes):
             raise DataError(
                 f"{path}: column {column!r}: expected classes, got {len(numbers)} different "
-                f"numbers from {min(numbers):g} to {max(numbers):g}; regression is unsupported. "
-                "Replace the numbers with classes, or name the column in data.categories if each "
-                "number is a class."
+                f"numbers from {min(numbers):g} to {max(numbers):g}. Set data.task to regression "
+                "to predict numbers, or to classification if each number is a class."
             )
     integers = all(name.isascii() and name.isdecimal() for name in classes)
     return tuple(sorted(classes, key=lambda name: (int(name), name) if integers else name)), words

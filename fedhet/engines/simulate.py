@@ -153,7 +153,7 @@ def _trained(
             manager=engine.manager, data=data,
         )  # fmt: skip
         partition = {
-            "classes": list(data.dataset.classes),
+            "classes": list(data.strata()[0]),
             "counts": data.label_counts(),
             "owners": data.owners(),
         }
@@ -183,8 +183,9 @@ def check_models_and_data(config: Config, data: RunData) -> None:
             node = read_node({**options, "model": name}, config.run, data=data)
             shape, classes = tuple(data.dataset.shape), len(data.dataset.classes)
             empty = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
-            info = ClientInfo(node.name, name, 0, classes, data.dataset.kind, shape)
-            samples = ClientSamples(info, empty, empty, {}, torch.arange(classes), 0)
+            task = data.dataset.task
+            info = ClientInfo(node.name, name, 0, classes, data.dataset.kind, shape, task=task.name)
+            samples = ClientSamples(info, empty, empty, {}, torch.arange(classes), 0, task=task)
             config.method.client(config, node, samples=samples).setup()
         except ModelError:
             raise
@@ -347,7 +348,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
                 begun = time.thread_time()
                 with compute.autocast():
                     logits = model(compute.to_inputs(batch.x)).float()
-                    loss = torch.nn.functional.cross_entropy(logits, compute.to_device(batch.y))
+                    loss = dataset.task.loss()(logits, compute.to_device(batch.y))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seconds = time.thread_time() - begun
                 if step and seconds > 0.5:  # The first step is for warm-up.

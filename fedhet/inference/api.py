@@ -292,8 +292,14 @@ class Result:
     def accuracy(self) -> float:
         """Mean accuracy of the private models in the last evaluation, or NaN if not evaluated.
 
-        The method determines the test set (`headline`).
+        The method determines the test set (`headline`). NaN if the task is not classification.
         """
+        run = self._run.with_metric(ACCURACY)
+        return run.last(run.headline, "private").mean
+
+    @property
+    def score(self) -> float:
+        """Mean headline score of the private models, such as the accuracy or the RMSE."""
         return self._run.last(self._run.headline, "private").mean
 
     @cached_property
@@ -315,15 +321,16 @@ class Result:
 
         Returns:
             One row per round, client, protocol (test set) and kind of model. The column `accuracy`
-            and one column per additional metric contain the scores, or NaN if they are undefined.
+            (or `rmse` for regression) and one column per additional metric contain the scores, or
+            NaN if they are undefined.
 
         Example:
             >>> frame = result.to_frame()
             >>> frame[frame["kind"] == "private"].groupby("round")["accuracy"].mean()
         """
         keys = ["round", "client", "model", "protocol", "kind"]
-        (_, accuracy), *others = self._views()
-        frame = pd.DataFrame(self._rows(accuracy), columns=[*keys, ACCURACY])
+        (headline, first), *others = self._views()
+        frame = pd.DataFrame(self._rows(first), columns=[*keys, headline])
         for metric, view in others:
             frame = frame.merge(pd.DataFrame(self._rows(view), columns=[*keys, metric]), "left")
         return frame
@@ -337,9 +344,10 @@ class Result:
         ]
 
     def _views(self) -> list[tuple[str, report.Run]]:
-        """Return a view of the run for each metric, with accuracy first."""
-        names = dict.fromkeys(name for record in self._run.records for name in record.metrics)
-        return [(name, self._run.with_metric(name)) for name in (ACCURACY, *names)]
+        """Return a view of the run for each metric, with the headline metric first."""
+        headline = self._run.headline_metric
+        names = dict.fromkeys(name for record in self._run.records for name in record.scores)
+        return [(name, self._run.with_metric(name)) for name in {headline: None, **names}]
 
     @cached_property
     def clients(self) -> pd.DataFrame:
@@ -465,7 +473,8 @@ class Result:
     def __repr__(self) -> str:
         run = self._run
         state = "" if run.finished else ", unfinished"
-        number = f"accuracy ({run.headline}) {score(self.accuracy)}" if run.headline else ""
+        shown = f"{run.metric_title} ({run.headline}) {score(self.score)}"
+        number = shown if run.headline else ""
         progress = f"{len(run.clients)} clients, round {run.done} of {run.planned}{state}"
         return f"<Result of {run.method} on {run.dataset}: {progress}; {number or 'not evaluated'}>"
 

@@ -25,6 +25,7 @@ from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.sources.files import read_arrays
 from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.tables import encode
+from fedhet.data.tasks import CLASSIFICATION
 from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
@@ -191,6 +192,11 @@ def open_client(
     settings = {k: v for k, v in record.settings.items() if k not in DATASETS}
     check_trusted(settings, trust, store.folder / FILE)
     config = record.config()
+    if record.task.name != CLASSIFICATION.name:
+        raise StateError(
+            f"{store.folder / FILE}: models of the task {record.task.name!r} cannot be used after "
+            f"a run, expected {CLASSIFICATION.name}"
+        )
     node = record.node(config, store.root)
     round = best_round_of(root, trust) if best else MAX_ROUNDS
     largest = max(store.path(each).stat().st_size for each in store.rounds())

@@ -29,19 +29,26 @@ Augment = Callable[[Tensor], Tensor]
 """Function that randomly augments images [N, C, H, W] or tokens [N, L]."""
 
 
-class CrossEntropy(nn.Module):
-    """Cross-entropy loss of a network.
+class SupervisedLoss(nn.Module):
+    """Loss of a network on labeled samples, given the loss of its task.
 
     A loss can be compiled if it is a module with the trained networks as submodules.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_of: BatchLoss) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._loss_of = model, loss_of
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch x [N, ...], y [N]."""
-        return nn.functional.cross_entropy(self.model(x).float(), y)
+        """Return the mean loss of a batch x [N, ...], y [N, ...]."""
+        return self._loss_of(self.model(x).float(), y)
+
+
+class CrossEntropy(SupervisedLoss):
+    """Cross-entropy loss of a network."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, nn.functional.cross_entropy)
 
 
 class LabelSpace(nn.Module):
@@ -65,6 +72,14 @@ class LabelSpace(nn.Module):
         """Select the columns [N, S] of the label space from logits [N, C]."""
         has_all_classes = self.space.shape[-1] == logits.shape[-1]
         return logits if has_all_classes else logits[:, self.space]
+
+
+class AllOutputs(LabelSpace):
+    """No restriction: for tasks other than classification, all clients have all outputs."""
+
+    def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the targets unchanged."""
+        return logits, y
 
 
 @dataclass
@@ -246,11 +261,12 @@ class Evaluation:
     """Scores of a model on a test split."""
 
     accuracy: float
+    """Accuracy, or NaN if the task is not classification."""
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics by name; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
-    """Accuracy from always predicting the most frequent class in the split."""
+    """Headline score from always predicting a constant: the most frequent class, or the mean."""
 
 
 @torch.inference_mode()

@@ -53,6 +53,7 @@ def trainer(run: RunSettings) -> str:
 SPEC = MethodSpec(
     title="one model trained on all clients' data: the upper bound, simulation only",
     paper="no paper",
+    tasks=("classification", "regression"),
     headline="common",
     settings=CentralSettings,
     kinds=("global",),

@@ -101,6 +101,7 @@ SPEC = MethodSpec(
     "label spaces",
     paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
     headline="common",
+    only_tasks="its clients vote on classes",
     settings=CofedSettings,
     kinds=("private", "local"),
     needs_public=True,

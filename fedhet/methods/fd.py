@@ -22,6 +22,7 @@ SPEC = MethodSpec(
     paper="Jeong et al., Communication-Efficient On-Device Machine Learning",
     headline="common",
     late="kept",
+    only_tasks="it averages probabilities of each class",
     settings=FdSettings,
     defenses=ROBUST,
     instructions=Contract(

@@ -40,6 +40,7 @@ REPLIES = Contract((WeightsField("weights", "tensors to average, after training"
 SPEC = MethodSpec(
     title="weighted average of one model",
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
+    tasks=("classification", "regression"),
     headline="common",
     late="averaged",
     settings=FedAvgSettings,

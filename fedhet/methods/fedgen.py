@@ -78,6 +78,8 @@ SPEC = replace(
     lg_fedavg.SPEC,
     title="one head for all extractors, trained with a feature generator",
     paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
+    tasks=("classification",),
+    only_tasks="its generator draws features of classes",
     settings=FedGenSettings,
     sizes=gen_sizes,
     instructions=Contract(

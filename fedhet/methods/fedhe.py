@@ -31,6 +31,7 @@ SPEC = MethodSpec(
     paper="Chan and Ngai, FedHe: Heterogeneous Models and Communication-Efficient FL",
     headline="common",
     late="averaged",
+    only_tasks="it averages logits of each class",
     settings=FedHeSettings,
     defenses=ROBUST,
     instructions=Contract(

@@ -45,6 +45,7 @@ SPEC = MethodSpec(
     paper="Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients",
     headline="personal",
     late="averaged",
+    only_tasks="its prototypes are mean features of each class",
     settings=FedProtoSettings,
     kinds=("private", "prototype"),
     defenses=ROBUST,

@@ -123,6 +123,7 @@ SPEC = MethodSpec(
     paper="Wang et al., Bridging Model Heterogeneity in FL via Asymmetrical Reciprocity Learning",
     headline="personal",
     late="averaged",
+    only_tasks="its conformal sets contain classes",
     settings=FedTypeSettings,
     sizes=proxy_sizes,
     kinds=("private", "proxy", "global"),

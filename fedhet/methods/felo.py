@@ -53,6 +53,7 @@ SPEC = MethodSpec(
     paper="Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning",
     headline="common",
     late="averaged",
+    only_tasks="it averages features and logits of each class",
     settings=FeloSettings,
     sizes=felo_sizes,
     kinds=("private", "global"),

@@ -5,6 +5,7 @@ from fedhet.methods.spec import MethodSpec, Protection
 SPEC = MethodSpec(
     title="baseline: each client trains alone",
     paper="no paper",
+    tasks=("classification", "regression"),
     headline="common",
     late="averaged",
     any_model=True,

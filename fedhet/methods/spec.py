@@ -146,6 +146,11 @@ class MethodSpec:
     """Titles of the metrics that the method records, in addition to `COMMON_METRICS`."""
     kinds: tuple[str, ...] = ("private",)
     """Kinds of models that the clients evaluate."""
+    tasks: tuple[str, ...] = ("classification",)
+    """Names of the supported tasks (see `fedhet.data.tasks`); tasks that extend them are supported,
+    too."""
+    only_tasks: str = "its losses and messages are defined for classes"
+    """Reason why the method supports no other tasks, as shown to users."""
     needs_public: bool = False
     """Whether the method needs public data."""
     needs_unlabeled: bool = False
@@ -199,7 +204,7 @@ class MethodSpec:
         """Check the fields. Raises TypeError or ValueError if a field is invalid."""
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
-        require(self, robustness=str, warning=str, privacy=Protection)
+        require(self, robustness=str, warning=str, privacy=Protection, tasks=tuple, only_tasks=str)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"
@@ -227,11 +232,12 @@ class MethodSpec:
         """
         return "global" if "global" in self.kinds else ""
 
-    def pool(self, kind: Kind) -> tuple[str, ...]:
-        """Return the default pool of models for a kind of data."""
+    def pool(self, kind: Kind, task: str = "classification") -> tuple[str, ...]:
+        """Return the default pool of models for a kind of data and a task."""
         if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
             return (one,)
-        return (kind.pool_of_any if self.any_model else ()) or kind.pool
+        any_model = self.any_model and task == "classification"
+        return (kind.pool_of_any if any_model else ()) or kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:
         """Return the default models of `model_settings` for a kind of data."""

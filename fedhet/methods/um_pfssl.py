@@ -77,6 +77,7 @@ SPEC = MethodSpec(
     paper="Shi et al., Uncertainty Minimization for Personalized Federated SSL",
     headline="personal",
     late="kept",
+    only_tasks="its pseudo-labels are classes",
     settings=UmPfsslSettings,
     sizes=model_sizes,
     needs_unlabeled=True,

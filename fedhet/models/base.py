@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -22,12 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedhet.algorithms import LORA_A, Part
 from fedhet.base.arrays import Array, Arrays
 from fedhet.base.errors import ModelError
-from fedhet.base.metrics import ACCURACY, Predictions, measure
+from fedhet.base.metrics import ACCURACY
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.data.spec import Split
+from fedhet.data.tasks import CLASSIFICATION, Task
 from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.learning.devices import Compute
-from fedhet.learning.training import Evaluation, evaluate, evaluating
+from fedhet.learning.training import Evaluation, evaluating
 from fedhet.models.classical import Refitted
 
 
@@ -227,36 +228,26 @@ def evaluate_models(
     splits: Mapping[str, Split],
     compute: Compute,
     metrics: Sequence[str],
+    task: Task = CLASSIFICATION,
 ) -> Evaluations:
     """Evaluate models (by kind) on test splits (by protocol)."""
     return {
-        (protocol, kind): evaluate_model(model, split, compute, metrics)
+        (protocol, kind): evaluate_model(model, split, compute, metrics, task)
         for protocol, split in splits.items()
         for kind, model in models.items()
     }
 
 
 def evaluate_model(
-    model: nn.Module, split: Split, compute: Compute, metrics: Sequence[str] = (ACCURACY,)
+    model: nn.Module,
+    split: Split,
+    compute: Compute,
+    metrics: Sequence[str] = (ACCURACY,),
+    task: Task = CLASSIFICATION,
 ) -> Evaluation:
-    """Evaluate a model on a split with at least one sample, and compute `metrics`.
-
-    If any output is not finite, the result contains only the accuracy.
-    """
-    batches: list[Tensor] | None = None if set(metrics) <= {ACCURACY} else []
-    score = evaluate(model, split.x, split.y, compute, batches)
-    if batches:
-        logits = torch.cat(batches).double().cpu()
-        if logits.amax(1).isfinite().all() and not logits.isnan().any():
-            labels, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
-            if isinstance(model, Refitted):
-                inputs = compute.to_inputs(split.x)
-                probabilities = model.probabilities(inputs).double().cpu().clip(0.0, 1.0)
-            else:
-                probabilities = logits.softmax(1)
-            predictions = Predictions(labels, predicted, probabilities.numpy())
-            return replace(score, metrics=measure(metrics, predictions))
-    return score
+    """Evaluate a model on a split with at least one sample, and compute `metrics` of the task."""
+    probabilities = model.probabilities if isinstance(model, Refitted) else None
+    return task.evaluate(model, split, compute, metrics, probabilities)
 
 
 LEVELS = 256

@@ -62,13 +62,14 @@ def drawings(run: Run) -> list[Drawing]:
 
 
 def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
-    """Draw the accuracy over rounds, with a panel per protocol and a curve per kind of model."""
+    """Draw the headline metric over rounds, with a panel per protocol and a curve per kind."""
+    metric = metric_of(run.metric)
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(1, len(protocols), squeeze=False)
         for ax, protocol in zip(grid[0], protocols, strict=True):
             for kind in run.kinds(protocol):
-                _curve(ax, run.curve(protocol, kind), kind)
+                _curve(ax, run.curve(protocol, kind), kind, metric.lowest, metric.highest)
             if run.baseline and run.baseline_column:
                 mean = run.baseline.curve(protocol, run.baseline_column[1])["mean"]
                 if not mean.empty:
@@ -77,19 +78,25 @@ def accuracy(run: Run, protocols: Sequence[str]) -> Drawing:
                     style.line(ax, mean, style.OTHER_COLOR, series=name, label=label, **look)
             note = "dashes: worst client; band: ± std over clients" if len(run.clients) > 1 else ""
             whose = "each client's" if protocol == "personal" else "the"
-            title = f"Accuracy on {whose} {TEST_SETS.get(protocol, protocol)}"
+            title = f"{_capitalized(metric.title)} on {whose} {TEST_SETS.get(protocol, protocol)}"
             style.over_rounds(ax, run.costs.index, title, note)
-            low, high = ax.get_ylim()
-            pad = max(0.0, 0.1 - (high - low)) / 2
-            ax.set_ylim(max(low - pad, -0.01), min(high + pad, 1.01))
+            if metric.is_fraction:
+                low, high = ax.get_ylim()
+                pad = max(0.0, 0.1 - (high - low)) / 2
+                ax.set_ylim(max(low - pad, -0.01), min(high + pad, 1.01))
 
     last = [
         f"{' '.join(column)} {run.last(*column).mean:.3f}"
         for column in run.columns
         if column[0] in protocols
     ]
-    alt = f"accuracy over {plural(len(run.records), 'round')}, in the last round: {', '.join(last)}"
+    rounds = plural(len(run.records), "round")
+    alt = f"{metric.title} over {rounds}, in the last round: {', '.join(last)}"
     return Drawing("accuracy", draw, alt, width=WIDTH * len(protocols))
+
+
+def _capitalized(title: str) -> str:
+    return f"{title[0].upper()}{title[1:]}"
 
 
 def _curve(
@@ -218,12 +225,12 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
     if cost == "epsilon":
         name, title, unit = "privacy", "epsilon", "number"
         label = "consumed epsilon, maximum over clients"
-        alt = f"accuracy by epsilon, up to {total:.3g}"
+        alt = f"{run.metric_title} by epsilon, up to {total:.3g}"
     else:
         name, title, unit = "clock", "simulated time", "seconds"
         late = float(np.mean([len(record.late) for record in run.records]))
         label = f"simulated hours  (on average {late:.3g} late clients per round)"
-        alt = f"accuracy by simulated time, up to {human_seconds(total)}"
+        alt = f"{run.metric_title} by simulated time, up to {human_seconds(total)}"
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
@@ -238,7 +245,8 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
         if cost == "clock":
             style.ticks(ax, style.in_hours, "x")
         style.panel(ax, mode="point", xUnit=unit)
-        style.set_title(ax, f"Accuracy by {title}: {TEST_SETS.get(run.headline, run.headline)}")
+        where, name = TEST_SETS.get(run.headline, run.headline), _capitalized(run.metric_title)
+        style.set_title(ax, f"{name} by {title}: {where}")
         ax.set_xlabel(label)
 
     return Drawing(name, draw, alt)
@@ -253,9 +261,9 @@ def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:
             lowest = metric_of(view.metric).lowest
             _curve(ax, view.curve(view.headline, kind), kind, lowest, math.inf)
         where = f", {TEST_SETS[view.headline]}" if view.headline in TEST_SETS else ""
-        style.over_rounds(ax, view.costs.index, f"{title[0].upper()}{title[1:]}{where}")
+        style.over_rounds(ax, view.costs.index, f"{_capitalized(title)}{where}")
 
-    return _grid("metrics", list(dict(views)), draw, "metrics other than accuracy over rounds")
+    return _grid("metrics", list(dict(views)), draw, "further metrics over rounds")
 
 
 def _method(run: Run) -> Drawing | None:
@@ -346,9 +354,12 @@ def _last_accuracies(run: Run) -> Drawing | None:
     if scores.empty:
         return None
     title = f"Clients: {kind} model, {TEST_SETS.get(protocol, protocol)}"
-    draw = partial(_rows if len(scores) <= MAX_NAMED else _models, scores=scores, title=title)
+    if len(scores) <= MAX_NAMED:
+        draw = partial(_rows, scores=scores, title=title, metric=run.metric_title)
+    else:
+        draw = partial(_models, scores=scores, title=title)
     height = min(max(2.5, 1.5 + 0.2 * len(scores)), 5.6)
-    return Drawing("clients", draw, "last accuracy by client", height=height)
+    return Drawing("clients", draw, f"last {run.metric_title} by client", height=height)
 
 
 def _client_curves(run: Run) -> Drawing | None:
@@ -381,9 +392,10 @@ def _client_curves(run: Run) -> Drawing | None:
         style.line(ax, mean, style.INK, series="mean", label="mean", linewidth=2.2)
         style.panel(ax, mode="point")
         where = TEST_SETS.get(protocol, protocol)
-        style.over_rounds(ax, each.index, f"Accuracy per client: {kind} model, {where}")
+        title = f"{_capitalized(run.metric_title)} per client: {kind} model, {where}"
+        style.over_rounds(ax, each.index, title)
 
-    return Drawing("client-curves", draw, "accuracy of each client over rounds")
+    return Drawing("client-curves", draw, f"{run.metric_title} of each client over rounds")
 
 
 def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
@@ -393,7 +405,7 @@ def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
     return frame.assign(model=models).sort_values("value", kind="stable")
 
 
-def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
+def _rows(figure: Figure, scores: pd.DataFrame, title: str, metric: str) -> None:
     """Draw a row for each client."""
     ax = figure.subplots()
     mean = float(scores["value"].mean())
@@ -415,7 +427,7 @@ def _rows(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     ax.set_ylim(-0.8, len(scores) - 0.2)
     ax.grid(visible=False)
     ax.grid(visible=True, axis="x")
-    ax.set_xlabel(f"accuracy (line: mean {mean:.3f})")
+    ax.set_xlabel(f"{metric} (line: mean {mean:.3f})")
     style.set_title(ax, title)
 
 

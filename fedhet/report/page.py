@@ -13,6 +13,7 @@ import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from fedhet.base.disk import write_text
+from fedhet.base.metrics import metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import figures, style
 from fedhet.report.run import TEST_SETS, Run, lowest
@@ -93,15 +94,20 @@ def render_run(run: Run, live: Live | None = None) -> str:
     if run.columns:
         (protocol, kind), curve = run.columns[0], run.curve(*run.columns[0])
         means = curve["mean"].dropna()
+        title, best = run.metric_title, ABSENT
+        if len(means):
+            is_lower_better = metric_of(run.metric).lower_is_better
+            number = means.idxmin() if is_lower_better else means.idxmax()
+            best = f"{score(means[number])} in round {number}"
         when = "last round" if run.finished else f"round {curve.index[-1]}, the last so far"
         hero = {
             "score": run.last(protocol, kind),
-            "description": f"mean accuracy of the {kind} models {where(protocol)}, {when}",
+            "description": f"mean {title} of the {kind} models {where(protocol)}, {when}",
             "clients": run.client_count(protocol, kind),
             "majority": float(np.mean([*run.majority(protocol).values()] or NAN)),
             "against": baseline_line(run).partition(": "),
             "tail": run.tail(protocol, kind),
-            "best": f"{score(means.max())} in round {means.idxmax()}" if len(means) else ABSENT,
+            "best": best,
         }
     drawings = figures.drawings(run)
     config = shown_path(run.path.resolve() / "config.toml")

@@ -57,7 +57,7 @@ STAGES = ("train", "evaluate", "server", "overhead")
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a run, whose score methods return one metric, by default the accuracy."""
+    """Results of a run, whose score methods return one metric, by default the headline metric."""
 
     path: Path
     settings: Mapping[str, object]
@@ -120,8 +120,20 @@ class Run:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Reported names of all metrics other than accuracy, e.g. `recall.3`."""
-        return tuple(self.last_evaluated.metrics) if self.last_evaluated else ()
+        """Reported names of all metrics other than the headline metric, e.g. `recall.3`."""
+        names = self.last_evaluated.scores if self.last_evaluated else ()
+        return tuple(name for name in names if name != self.headline_metric)
+
+    @cached_property
+    def headline_metric(self) -> str:
+        """Name of the headline metric: accuracy, or the first metric of another task."""
+        evaluated = (record.metric for record in reversed(self.records) if record.scores)
+        return next(evaluated, ACCURACY)
+
+    @property
+    def metric_title(self) -> str:
+        """Title of the metric, e.g. "accuracy"."""
+        return metric_of(self.metric).title
 
     def with_metric(self, metric: str) -> Run:
         """Return the run with scores for another metric."""
@@ -129,7 +141,7 @@ class Run:
 
     @cached_property
     def extra_metrics(self) -> tuple[tuple[str, Run], ...]:
-        """Titles of the displayed metrics other than accuracy, each with the run for its scores."""
+        """Titles of the displayed metrics other than the headline, each with the run for it."""
         shown = filter(is_shown, self.metrics)
         return tuple((metric_of(name).title, self.with_metric(name)) for name in shown)
 
@@ -162,11 +174,11 @@ class Run:
         return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
     def majority(self, protocol: str) -> Mapping[str, float]:
-        """Return the accuracy from always predicting the most frequent class, by client.
+        """Return the score from always predicting a constant (see `fedhet.data.tasks`), by client.
 
-        The result is empty for metrics other than accuracy.
+        The result is empty for metrics other than the headline metric.
         """
-        if self.metric != ACCURACY or self.last_evaluated is None:
+        if self.metric != self.headline_metric or self.last_evaluated is None:
             return {}
         return self.last_evaluated.majority.get(protocol, {})
 
@@ -210,11 +222,11 @@ class Run:
         return pd.DataFrame([*rows.values()], index, columns=STATISTICS, dtype=float)
 
     def by_client(self, protocol: str, kind: str) -> pd.DataFrame:
-        """Return the accuracy of each client (column) in each evaluated round (row)."""
+        """Return the score of each client (column) in each evaluated round (row)."""
         rows = {
             record.round: score.per_client
             for record in self.records
-            if (score := record.score(ACCURACY, protocol, kind))
+            if (score := record.score(self.metric, protocol, kind))
         }
         frame = pd.DataFrame.from_dict(rows, orient="index", dtype=float)
         return frame.rename_axis(index="round")
@@ -321,7 +333,7 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
     dataset = summary.dataset if summary else str(settings.get("data.dataset", "?"))
     seed = summary.seed if summary else settings.get("seed")
     rounds = summary.rounds if summary else settings.get("rounds")
-    return Run(
+    run = Run(
         path=root,
         settings=settings,
         records=tuple(records),
@@ -336,6 +348,7 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
         planned=rounds if isinstance(rounds, int) else records[-1].round,
         models=summary.models if summary else origin.models,
     )
+    return run.with_metric(run.headline_metric)
 
 
 def lowest(values: Mapping[str, float]) -> str:

@@ -18,7 +18,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from fedhet.base.metrics import is_shown
+from fedhet.base.metrics import is_shown, metric_of
+from fedhet.data.tasks import find_task
 from fedhet.report.comparison import Spread
 from fedhet.report.run import MEANING, STATISTICS, Run, highest, lowest
 from fedhet.runs.records import HELD_OUT, NAN
@@ -126,7 +127,7 @@ def client_cells(run: Run, *, extra_metrics: bool = True) -> Cells:
     majority = [view.majority(protocol) for view, (protocol, _), _ in shown]
     if any(majority):
         means = (float(np.mean([*each.values()] or NAN)) for each in majority)
-        foot.append(["majority", *blank, *map(score, means)])
+        foot.append([constant_of(run)[0], *blank, *map(score, means)])
     foot.append(["clients", *blank, *(view.client_count(*column) for view, column, _ in shown)])
     return Cells({**properties, **values}, foot if scores else [], words)
 
@@ -171,23 +172,29 @@ def legend(run: Run) -> str:
     names = [protocol for protocol, _ in run.columns] + [kind for _, kind in run.columns]
     entries = [f"{name}: {MEANING[name]}" for name in dict.fromkeys(names) if name in MEANING]
     if entries and any(run.majority(protocol) for protocol in run.protocols):
-        entries.append("majority: always predicting the most frequent class of the test set")
+        entries.append(": ".join(constant_of(run)))
     return "; ".join([*entries, "tail: mean of the last fifth of the rounds"]) if entries else ""
+
+
+def constant_of(run: Run) -> tuple[str, str]:
+    """Return the name and the description of the constant prediction of a run's task."""
+    return find_task(metric_of(run.headline_metric).task).constant
 
 
 def remarks(run: Run) -> list[str]:
     """Return remarks on inaccurate models, and on clients that were disconnected or late."""
+    sign = -1 if metric_of(run.metric).lower_is_better else 1
     below = [
         f"{name} ({protocol} {kind})"
         for protocol, kind in run.columns
-        for name, accuracy in run.last(protocol, kind).per_client.items()
-        if accuracy < run.majority(protocol).get(name, 0.0)
+        for name, value in run.last(protocol, kind).per_client.items()
+        if sign * value < sign * run.majority(protocol).get(name, -sign * math.inf)
     ]
     lines = []
     if below:
         more = f" and {len(below) - MAX_NAMED} more" if len(below) > MAX_NAMED else ""
         lines.append(
-            "less accurate than always predicting the most frequent class: "
+            f"less accurate than {constant_of(run)[1].removesuffix(' of the test set')}: "
             f"{', '.join(below[:MAX_NAMED])}{more}"
         )
     # With a simulated clock, late clients are common, and the method's metrics count them.
@@ -379,7 +386,8 @@ def final_table(run: Run) -> Blocks:
     if len(best) > MAX_ROWS and run.columns:
         headline = cells.columns[" ".join(run.columns[0])]
         values = pd.Series([cell.value for cell in headline], dtype=float).dropna()
-        order = values.sort_values(ascending=False, kind="stable").index
+        lower = metric_of(run.metric).lower_is_better
+        order = values.sort_values(ascending=lower, kind="stable").index
         ranked = [cells.rows[index] for index in order]
         best, worst = ranked[:ENDS], ranked[ENDS:][-ENDS:]
     hidden = len(cells.rows) - len(best[:MAX_ROWS]) - len(worst)
@@ -394,7 +402,7 @@ def final_table(run: Run) -> Blocks:
 
 
 def metric_table(run: Run) -> Blocks | None:
-    """Build the terminal table of metrics other than accuracy, or return None if there are none."""
+    """Build the terminal table of the other metrics, or return None if there are none."""
     rows = [
         (title, column, view.last(*column), view.tail(*column).mean)
         for title, view in run.extra_metrics
@@ -408,4 +416,4 @@ def metric_table(run: Run) -> Blocks | None:
         **{name: [_number(getattr(last, name)) for _, _, last, _ in rows] for name in STATISTICS},
         "tail": [_number(tail) for *_, tail in rows],
     }
-    return Blocks(Cells(columns, words=2), "metrics other than accuracy, over clients")
+    return Blocks(Cells(columns, words=2), f"metrics other than {run.metric_title}, over clients")

@@ -27,6 +27,7 @@ from fedhet.base.disk import (
     read_json,
 )
 from fedhet.base.errors import StateError, error_reason
+from fedhet.base.metrics import metric_of
 from fedhet.config.sources import read_toml
 from fedhet.runs.measures import headline_mean
 from fedhet.runs.records import Origin, RoundRecord, Summary
@@ -65,12 +66,14 @@ def record_line(record: RoundRecord) -> str:
 
 def summary_text(summary: Summary) -> str:
     """Serialize a summary to the text of summary.json, without optional fields that are empty."""
-    optional = "owners", "relative", "metrics", "training", "privacy"
+    optional = "owners", "relative", "metrics", "training", "privacy", "metric"
     empty = {name for name in optional if not getattr(summary, name)}
     content = _finite(summary.model_dump(exclude=empty))
     for past in content["history"]:
         if past["clock"] is None:
             del past["clock"]
+        if not past["metrics"]:
+            del past["metrics"]
     return json.dumps(content, indent=1, allow_nan=False)
 
 
@@ -266,7 +269,7 @@ def is_complete(config: Config, directory: Path) -> bool:
 def last_round(records: Sequence[RoundRecord], config: Config) -> int:
     """Return the number of a run's last round, as far as `records` determine it.
 
-    If the headline accuracy has not increased for `early-stopping` evaluations, the run ends one
+    If the headline score has not improved for `early-stopping` evaluations, the run ends one
     round later. This depends only on the records, so that a resumed run ends at the same round.
     """
     rounds, patience = config.run.rounds, config.run.early_stopping
@@ -275,6 +278,7 @@ def last_round(records: Sequence[RoundRecord], config: Config) -> int:
         mean = headline_mean(record, config.method.spec.headline)
         if mean is None:
             continue
+        mean = -mean if metric_of(record.metric).lower_is_better else mean
         best, waited = (mean, 0) if mean > best else (best, waited + 1)
         if waited >= patience:
             return min(record.round + 1, rounds)

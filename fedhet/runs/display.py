@@ -141,7 +141,7 @@ class LiveDisplay:
         table.add_column("client", no_wrap=True, max_width=24)
         table.add_column("model", no_wrap=True, max_width=18)
         table.add_column("state", no_wrap=True)
-        for name in ("accuracy", "train loss", "seconds"):
+        for name in (run.metric.title, "train loss", "seconds"):
             table.add_column(name, justify="right", no_wrap=True)
         rows = max(MIN_ROWS, max_lines - 1)
         num_clients = len(run.clients)

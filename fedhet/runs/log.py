@@ -34,7 +34,7 @@ from fedhet.base.errors import (
     describe_error,
     one_line,
 )
-from fedhet.base.metrics import ACCURACY
+from fedhet.base.metrics import ACCURACY, metric_of
 from fedhet.config.resolve import Config
 from fedhet.config.sources import read_toml
 from fedhet.runs.directory import (
@@ -216,7 +216,7 @@ class RunLog:
     def best_round_config(self) -> dict[str, Scalar]:
         """Config entry that tells clients to keep their models from the best round.
 
-        The best round has the highest headline accuracy so far; it is 0 if no round was evaluated.
+        The best round has the best headline score so far; it is 0 if no round was evaluated.
         Without `keep-best`, the result is empty.
         """
         best = best_round(self._history, self.config.method.spec.headline)
@@ -226,8 +226,10 @@ class RunLog:
         """Return the settings, with `rounds` reduced (and a notice) after early stopping."""
         if (last := self.last_round) >= run.rounds:
             return run
+        metric = metric_of(run.metrics[0])
+        better = "decreased" if metric.lower_is_better else "increased"
         self.notice(
-            f"round {last} is the last, because the accuracy has not increased for "
+            f"round {last} is the last, because the {metric.title} has not {better} for "
             f"{run.early_stopping} evaluations ('early-stopping')"
         )
         return run.model_copy(update={"rounds": last})
@@ -349,7 +351,7 @@ class RunLog:
         last = list(takewhile(lambda record: not record.answered, reversed(asked)))
         if not last:
             record = self._history[-1] if self._history else RoundRecord(0)
-            if record.accuracy or not self._history:
+            if record.scores or not self._history:
                 return ""
             reasons = sorted({**record.failed, **record.unevaluated}.items())
             example = f"; client {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
@@ -363,8 +365,9 @@ class RunLog:
         total = self._earlier + time.perf_counter() - self._begun
         scores = final_scores(history)
         headline: str = self.config.method.spec.headline
-        if last.accuracy and headline not in last.accuracy:  # Only the other protocol has tests.
-            headline = min(last.accuracy)
+        evaluated = last.scores.get(last.metric, {})
+        if evaluated and headline not in evaluated:  # Only the other protocol has tests.
+            headline = min(evaluated)
         partition = None
         with contextlib.suppress(StateError):  # a damaged file must not cost the results
             partition = read_if_exists(self.directory / "partition.json", Partition)
@@ -378,6 +381,7 @@ class RunLog:
             owners=partition.owners if partition else {},
             training=self.training,
             headline=headline,
+            metric="" if last.metric == ACCURACY else last.metric,
             accuracy=scores.pop(ACCURACY, {}),
             relative=last.relative,
             metrics=scores,

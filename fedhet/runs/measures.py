@@ -55,8 +55,8 @@ WORK = "work"
 """Metric for a simulated clock: number of training samples processed; a sample counts once per
 epoch."""
 MAJORITY = "majority"
-"""Prefix of a metric, before the protocol: accuracy from always predicting the most frequent
-class."""
+"""Prefix of a metric, before the protocol: headline score from always predicting a constant, such
+as the most frequent class."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
@@ -101,7 +101,7 @@ class Measured:
     """A client's measurements in one message."""
 
     scores: dict[ScoreKey, float]
-    """Scores of the models; each scored model has an accuracy."""
+    """Scores of the models; each scored model has the headline metric."""
     loss: float | None = None
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
@@ -111,7 +111,7 @@ class Measured:
     epsilon: float | None = None
     """Privacy budget consumed by the run so far, or None without differential privacy."""
     majority: dict[str, float] = field(default_factory=dict)
-    """Accuracy from always predicting the most frequent class of the test split, by protocol."""
+    """Headline score from always predicting a constant on the test split, by protocol."""
 
 
 def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey, float]:
@@ -120,6 +120,7 @@ def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey,
         (metric, *place): value
         for place, score in scores.items()
         for metric, value in (score.metrics | {ACCURACY: score.accuracy}).items()
+        if metric != ACCURACY or not math.isnan(value)  # other tasks have no accuracy
     }
 
 
@@ -141,7 +142,7 @@ def read_measures(
     """Validate the metrics in a client's message. Raises KnowledgeError if one is invalid.
 
     `kinds` contains the kinds of models that the method evaluates, and `score_names` the run's
-    score metrics. Any other metric is rejected.
+    score metrics, with the headline metric first. Any other metric is rejected.
     """
     number = partial(_number, sender, metrics)
     if WORK in metrics:
@@ -154,9 +155,9 @@ def read_measures(
             raise KnowledgeError(sender, name, fault)
     scores: dict[ScoreKey, float] = {}
     for name in filter(metrics.__contains__, keys):
-        metric, accuracy = metric_of(keys[name][0]), ".".join((ACCURACY, *keys[name][1:]))
-        if accuracy not in metrics:
-            raise KnowledgeError(sender, name, f"reported without {accuracy}")
+        metric, headline = metric_of(keys[name][0]), ".".join((score_names[0], *keys[name][1:]))
+        if headline not in metrics:
+            raise KnowledgeError(sender, name, f"reported without {headline}")
         scores[keys[name]] = value = number(name, metric.lowest, metric.highest)
         if 0 < value < metric.min_positive:
             rule = f"must be 0 or from {metric.min_positive:g} to {metric.highest:g}"
@@ -170,7 +171,7 @@ def read_measures(
         {name: number(name, high=1.0) for name in SEMI_METRICS if name in metrics},
         number("epsilon") if "epsilon" in metrics else None,
         {
-            protocol: number(name, high=1.0)
+            protocol: number(name, high=metric_of(score_names[0]).highest)
             for protocol in PROTOCOLS
             if (name := f"{MAJORITY}.{protocol}") in metrics
         },
@@ -251,24 +252,26 @@ def shown_scores(record: RoundRecord | None, protocol: str) -> tuple[str, dict[s
     Falls back to another protocol if `protocol` was not evaluated. The scores are empty if no
     protocol was evaluated.
     """
-    accuracy = record.accuracy if record else {}
-    shown = next((p for p in (protocol, *PROTOCOLS) if accuracy.get(p)), protocol)
-    kinds = accuracy.get(shown, {})
+    scores = record.scores.get(record.metric, {}) if record else {}
+    shown = next((p for p in (protocol, *PROTOCOLS) if scores.get(p)), protocol)
+    kinds = scores.get(shown, {})
     order = sorted(kinds, key=lambda kind: (kind == "local", position(kind, KINDS)))
     return shown, {kind: kinds[kind] for kind in order}
 
 
 def headline_mean(record: RoundRecord, protocol: str) -> float | None:
-    """Return the headline accuracy of a round, or None if the round was not evaluated."""
+    """Return the headline score of a round, or None if the round was not evaluated."""
     _, kinds = shown_scores(record, protocol)
     return next((score.mean for score in kinds.values()), None)
 
 
 def best_round(records: Sequence[RoundRecord], protocol: str) -> int:
-    """Return the first round with the highest headline accuracy, or 0 if none was evaluated."""
+    """Return the first round with the best headline score, or 0 if none was evaluated."""
     means = {record.round: headline_mean(record, protocol) for record in records}
     valid = {number: mean for number, mean in means.items() if mean is not None and mean == mean}
-    return max(valid, key=lambda number: valid[number], default=0)
+    lower = any(metric_of(record.metric).lower_is_better for record in records)
+    best = min if lower else max
+    return best(valid, key=lambda number: valid[number], default=0)
 
 
 def tail_of(

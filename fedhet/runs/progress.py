@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedhet.base.disk import write_text
 from fedhet.base.errors import StateError, one_line
+from fedhet.base.metrics import ACCURACY, metric_of
 from fedhet.config.resolve import Config
 from fedhet.runs.directory import is_locked, read_if_exists
 from fedhet.runs.log import Watcher
@@ -73,6 +74,7 @@ class ClientStatus(BaseModel):
     state: Text = ""
     """A `State`, or an unknown state from another version of fedhet."""
     accuracy: Number = NAN
+    """Last score of the headline metric, which is not the accuracy for all tasks."""
     loss: Number = NAN
     seconds: Number = NAN
     """Duration of the client's last training or, in the file, of its current training so far."""
@@ -101,7 +103,9 @@ class Status(BaseModel):
     bytes: Number = Field(default=0.0, ge=0)
     """Total size of training messages in the rounds that have ended, in bytes."""
     mean: Number = NAN
-    """Mean accuracy of the last evaluated round."""
+    """Mean score of the last evaluated round."""
+    metric: Text = metric_of(ACCURACY).title
+    """Title of the headline metric."""
     clients: list[ClientStatus] = []
     notices: list[Text] = []
     """The most recent notices."""
@@ -125,7 +129,7 @@ class Status(BaseModel):
             return f"failed{where}: {self.fault}"
         parts = [f"{self.stage}: round {self.round} of {self.rounds}"]
         if math.isfinite(self.mean):
-            parts.append(f"mean accuracy {score(self.mean)}")
+            parts.append(f"mean {self.metric} {score(self.mean)}")
         parts.append(f"{human_bytes(self.bytes)} sent")
         if self.stage == "running" and math.isfinite(self.seconds_left):
             parts.append(time_left(self.seconds_left))
@@ -164,7 +168,9 @@ class Progress(Watcher):
         self.last: RoundRecord | None = None
         """Last record with accuracies, or None if there is none."""
         self.means: list[float] = []
-        """Mean accuracy in each evaluated round."""
+        """Mean score in each evaluated round."""
+        self.metric = metric_of(ACCURACY)
+        """Headline metric."""
         self.summary: Summary | None = None
         """Summary of the run, or None before it has finished."""
         self._began = NAN
@@ -193,6 +199,8 @@ class Progress(Watcher):
         self.status.rounds, self.status.notices = config.run.rounds, []
         self.directory, self.method = directory, config.method.name
         self.protocol = config.method.spec.headline
+        self.metric = metric_of(config.run.metrics[0])
+        self.status.metric = self.metric.title
         self.clients = {
             name: ClientStatus(name=name, model=model, state=State.WAITING)
             for name, model in models.items()
@@ -351,7 +359,8 @@ class Progress(Watcher):
         if len(clients) <= max_rows:
             return clients
         slow = sorted(clients, key=lambda c: _nan_last(-self.seconds_of(c)))
-        worst = sorted(clients, key=lambda c: _nan_last(c.accuracy))
+        sign = -1 if self.metric.lower_is_better else 1
+        worst = sorted(clients, key=lambda c: _nan_last(sign * c.accuracy))
         failed = [c for c in worst if c.state == State.FAILED]
         training = [c for c in slow if c.state == State.TRAINING]
         turns = chain.from_iterable(zip_longest(failed, training, worst, slow))
@@ -359,7 +368,7 @@ class Progress(Watcher):
         shown, order = list(selected.values())[: max(max_rows, 0)], [*State]
         return sorted(
             shown,
-            key=lambda c: (order.index(State(c.state)), _nan_last(c.accuracy), natural(c.name)),
+            key=lambda c: (order.index(State(c.state)), worst.index(c), natural(c.name)),
         )
 
 
@@ -393,7 +402,7 @@ def round_line(record: RoundRecord, protocol: str) -> str:
 
 
 def accuracies_of(record: RoundRecord, protocol: str) -> str:
-    """Describe the accuracy of each kind of model, with full statistics for the first kind.
+    """Describe the score of each kind of model, with full statistics for the first kind.
 
     The kinds are in the order of `shown_scores`, which also selects the protocol.
     """
@@ -402,7 +411,8 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
         return "not evaluated"
     (kind, scores), *remaining = kinds.items()
     label = shown if kind == "private" else f"{shown}, {kind}"
-    text = f"accuracy ({label}) {scores.mean:.4f} ± {scores.std:.4f}, worst {scores.worst:.4f}"
+    title = metric_of(record.metric).title
+    text = f"{title} ({label}) {scores.mean:.4f} ± {scores.std:.4f}, worst {scores.worst:.4f}"
     return "".join([text, *(f", {name} {each.mean:.4f}" for name, each in remaining)])
 
 

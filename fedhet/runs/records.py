@@ -161,7 +161,8 @@ class RoundRecord:
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """Ratios of private to local accuracy, by protocol."""
     majority: dict[Text, dict[Text, Number]] = field(default_factory=dict)
-    """Accuracy from always predicting the most frequent class, by protocol and client."""
+    """Headline score from always predicting a constant, the most frequent class or the mean target,
+    by protocol and client."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
     """Scores other than accuracy, by metric."""
     loss: Loss = None
@@ -180,8 +181,13 @@ class RoundRecord:
 
     @property
     def scores(self) -> dict[str, Scores]:
-        """Scores by metric, with the accuracy first."""
-        return {ACCURACY: self.accuracy, **self.metrics} if self.accuracy else {}
+        """Scores by metric, with the headline metric first."""
+        return {ACCURACY: self.accuracy, **self.metrics} if self.accuracy else self.metrics
+
+    @property
+    def metric(self) -> str:
+        """Name of the headline metric: accuracy, or the first metric of another task."""
+        return next(iter(self.scores), ACCURACY)
 
     def each(self, metric: str = ACCURACY) -> Iterator[tuple[str, str, Score]]:
         """Yield (protocol, kind, score) for a metric."""
@@ -209,6 +215,8 @@ class PastRound(BaseModel):
     round: Round
     accuracy: dict[Text, dict[Text, Number]] = {}
     """Mean accuracy by protocol and kind."""
+    metrics: dict[Text, dict[Text, dict[Text, Number]]] = {}
+    """Means of another headline metric, by metric, protocol and kind."""
     bytes_up: Integer = 0
     bytes_down: Integer = 0
     seconds: Number = NAN
@@ -218,12 +226,15 @@ class PastRound(BaseModel):
     @classmethod
     def of(cls, record: RoundRecord) -> PastRound:
         """Create the history entry of a round."""
+        metric = record.metric
         means = {
             protocol: {kind: scores.mean for kind, scores in kinds.items()}
-            for protocol, kinds in record.accuracy.items()
+            for protocol, kinds in record.scores.get(metric, {}).items()
         }
+        others = {} if metric == ACCURACY else {metric: means}
         return cls(
-            round=record.round, accuracy=means, bytes_up=record.bytes_up,
+            round=record.round, accuracy={} if others else means, metrics=others,
+            bytes_up=record.bytes_up,
             bytes_down=record.bytes_down, seconds=round(record.seconds.total, 3),
             clock=record.clock,
         )  # fmt: skip
@@ -255,7 +266,9 @@ class Summary(BaseModel):
     training: dict[Text, Text] = {}
     """Optimizer, learning rate, epochs and batch size of each client, as text."""
     headline: Text = ""
-    """Protocol of the method's headline accuracy."""
+    """Protocol of the method's headline score."""
+    metric: Text = ""
+    """Headline metric, or "" for accuracy."""
     accuracy: FinalScores = {}
     relative: dict[Text, Ratio] = {}
     metrics: dict[Text, FinalScores] = {}
@@ -274,8 +287,8 @@ class Summary(BaseModel):
 
     @property
     def scores(self) -> dict[str, FinalScores]:
-        """Scores by metric, with the accuracy first."""
-        return {ACCURACY: self.accuracy, **self.metrics}
+        """Scores by metric, with the headline metric first."""
+        return self.metrics if self.metric else {ACCURACY: self.accuracy, **self.metrics}
 
     @property
     def last_round(self) -> int:

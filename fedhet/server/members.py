@@ -23,6 +23,7 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.base.errors import FedhetError, KnowledgeError, ModelError, error_text, one_line
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
+from fedhet.data.tasks import CLASSIFICATION, find_task
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import base_of, is_registered, shapes
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
@@ -145,6 +146,7 @@ class Members:
         rules: Admission | None = None,
         samples_cap: float = 0.0,
         on_errors: Callable[[Iterable[object]], None] | None = None,
+        task_name: str = CLASSIFICATION.name,
     ) -> None:
         """Create an empty federation.
 
@@ -156,6 +158,7 @@ class Members:
             samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
                 the median; 0 = no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
+            task_name: Name of the run's task.
         """
         self._on_errors = on_errors or (lambda errors: None)
         self._timeout = timeout
@@ -182,6 +185,7 @@ class Members:
         """Number of times that new nodes were asked for descriptions, which happens once per
         round."""
         self._task: Task | None = None
+        self._name_of_task = task_name
         self._order = ""
         """Order of the class names (`ClientInfo.order`); empty until a client reports one."""
         self._model = ""
@@ -206,7 +210,9 @@ class Members:
         pool = models.pool if spec.instructions.weights or spec.replies.weights else None
         max_bytes = engine.max_payload_mb * 1e6
         rules = Admission(models.num_classes, spec.one_model, max_bytes, server_task)
-        return cls(engine.join_timeout, pool, notice, rules, engine.samples_cap, faults.report)
+        task = find_task(config.run.data.task).name
+        cap, report = engine.samples_cap, faults.report
+        return cls(engine.join_timeout, pool, notice, rules, cap, report, task)
 
     def wait_for_first(
         self, manager: ClientManager, wanted: int, engine: EngineSettings
@@ -370,6 +376,8 @@ class Members:
                 f"its data has {info.classes} classes of {kinds[0]}shape {info.shape}, expected "
                 f"{classes} of {kinds[1]}shape {shape}"
             )
+        if info.task != self._name_of_task:
+            return f"its task is {info.task!r}, expected {self._name_of_task!r} ('data.task')"
         if info.order and self._order and info.order != self._order:
             return "the names or the order of its classes differ from other clients (classes.txt)"
         if self._model and info.model != self._model:

@@ -488,7 +488,9 @@ class Scoreboard:
         """Write the scores for all metrics to a record; statistics exclude outdated scores."""
         record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
-        for metric in sorted(self._scores, key=in_order):
+        # Other tasks report their headline metric first.
+        by_name = sorted(self._scores, key=in_order) if ACCURACY in self._scores else self._scores
+        for metric in by_name:
             lower = metric_of(metric).lower_is_better
             values, old = self._scores[metric], self._outdated
             record.set_scores(metric, summarize(values, old, lower_is_better=lower))

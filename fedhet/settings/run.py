@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.base.metrics import ACCURACY, METRICS
+from fedhet.base.metrics import ACCURACY, CLASSIFICATION, METRICS, REGRESSION
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
 from fedhet.settings.defense import AttackSettings, DefenseSettings, PrivacySettings
@@ -47,6 +47,10 @@ from fedhet.settings.schema import (
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
+_METRICS = {
+    task: [name for name, metric in METRICS.items() if metric.task == task]
+    for task in (CLASSIFICATION, REGRESSION)
+}
 if TYPE_CHECKING:
     Augmentation = str
     SampleKind = str
@@ -127,7 +131,17 @@ class DataSettings(Schema):
     label_column: str = Field(
         "label", description="label column: its name, or its number if the file has no header"
     )
-    target: str = Field("", description="table:PATH: label column")
+    task: str = Field(
+        "auto",
+        description="task of the models: auto, classification, regression, or a task of an "
+        "installed package; auto = classification, and an error for a table whose target is "
+        "numeric with more than 20 values",
+    )
+    target: str = Field(
+        "",
+        description="table:PATH: target column, or columns separated by commas; the label column "
+        "of a classification",
+    )
     columns: Names = Field(
         (),
         description="table:PATH: feature columns; empty = all except 'target' and 'by'",
@@ -339,15 +353,16 @@ class RunSettings(Schema):
     early_stopping: CountOrNone = Field(
         0,
         description="patience of early stopping: consecutive evaluations without improvement of "
-        "the headline accuracy, after which one more round runs; 0 = no early stopping",
+        "the headline score, after which one more round runs; 0 = no early stopping",
     )
     keep_best: bool = machine_field(
         False,
-        "whether to also keep the client models of the round with the best headline accuracy",
+        "whether to also keep the client models of the round with the best headline score",
     )
     metrics: Metrics = machine_field(
         (ACCURACY,),
-        f"evaluation metrics: {', '.join(METRICS)} (per class)",
+        f"evaluation metrics: {', '.join(_METRICS[CLASSIFICATION])} (per class); regression: "
+        f"{', '.join(_METRICS[REGRESSION])}, which are also its default",
     )
     out: Annotated[str, A_DIRECTORY] = machine_field(
         "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"

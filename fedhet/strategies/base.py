@@ -494,9 +494,9 @@ class HetStrategy(Strategy):
         evaluated = self._is_evaluated(self.state.record.round)
         models = self.eval_models() if evaluated else {}
         if models and (common := self.common_test()) is not None:
-            compute = compute_for(self.run.engine)
+            compute, task = compute_for(self.run.engine), self.data.dataset.task
             scores = {
-                ("common", kind): evaluate_model(model, common, compute, self.run.metrics)
+                ("common", kind): evaluate_model(model, common, compute, self.run.metrics, task)
                 for kind, model in models.items()
             }
             self.state.record_measured(SERVER, Measured(by_score_key(scores)))

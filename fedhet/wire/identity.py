@@ -47,6 +47,8 @@ class ClientInfo:
     """Whether the client reads its own data instead of a partition of the run's dataset."""
     base: str = ""
     """Digest of the frozen base model on this machine, or "" if the model has no adapters."""
+    task: str = "classification"
+    """Name of the task, for which `classes` is the number of outputs."""
 
     def properties(self) -> dict[str, int | str | bool]:
         """Return the description as a flat dictionary (inverse of `read_properties`)."""
@@ -91,7 +93,10 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
         raise KnowledgeError(name, "kind", f"{rule}, got {safe_repr(kind)}")
     shape = _shape(name, KINDS[kind], properties.get("shape"))
     samples = _integer(name, "samples", properties.get("samples"), MIN_SAMPLES, MAX_SAMPLES)
-    classes = _integer(name, "classes", properties.get("classes"), 2, MAX_CLASSES)
+    rule = "a task, of at most 100 letters, digits, '.', '_' and '-'"
+    task = _text(name, "task", properties.get("task", "classification"), _NAME, rule)
+    least = 2 if task == "classification" else 1
+    classes = _integer(name, "classes", properties.get("classes"), least, MAX_CLASSES)
     rule_of_digest = "empty or 16 hexadecimal digits"
     order = _text(name, "order", properties.get("order", ""), _DIGEST, rule_of_digest)
     rule = "at most 200 letters, digits and ' ,.+-'"
@@ -100,7 +105,9 @@ def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     if not isinstance(own_data, bool):
         raise KnowledgeError(name, "own_data", f"must be true or false, got {safe_repr(own_data)}")
     base = _text(name, "base", properties.get("base", ""), _DIGEST, rule_of_digest)
-    return ClientInfo(name, model, samples, classes, kind, shape, order, training, own_data, base)
+    return ClientInfo(
+        name, model, samples, classes, kind, shape, order, training, own_data, base, task
+    )
 
 
 def _text(sender: str, field: str, value: object, pattern: re.Pattern[str], rule: str) -> str:

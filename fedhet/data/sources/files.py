@@ -342,12 +342,13 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
         spec.dataset,
         tables.labeled_split(schema, train),
         tables.labeled_split(schema, read_table(test, spec)) if test else None,
-        schema.classes,
+        schema.outputs,
         kind=TABLE.name,
         columns=schema.widths,
         **owned,
         schema=schema,
         notes=tuple(notes),
+        task=schema.task_object,
     )
 
 

@@ -1,0 +1,389 @@
+"""Tasks: what a model predicts. Targets, losses, predictions, and scores follow from the task.
+
+A task of another package is a subclass of `Task` in one file. The package names it in the entry
+point group `fedhet.tasks`; `data.task` selects it. Methods that support a task also support tasks
+that extend it.
+
+PyTorch is imported lazily, because `fedhet schema` does not need it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BeforeValidator, InstanceOf, PlainSerializer
+
+from fedhet.base.arrays import Array
+from fedhet.base.errors import DataError, SettingsError, describe_error, nearest
+from fedhet.base.metrics import ACCURACY, METRICS, R2, RMSE, Predictions, measure
+from fedhet.data.values import (
+    Distinct,
+    Words,
+    class_words,
+    is_missing,
+    is_missing_number,
+    parse_numbers,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fedhet.data.cells import Cells
+    from fedhet.data.spec import DataSpec, Split
+    from fedhet.data.tables import TableSchema
+    from fedhet.learning.devices import Compute
+    from fedhet.learning.training import Evaluation, LabelSpace
+
+    OutputLoss = Callable[[Tensor, Tensor], Tensor]
+
+GROUP = "fedhet.tasks"
+"""Entry point group of the tasks in installed packages."""
+AUTO = "auto"
+"""Value of `data.task`: classification, unless the target holds measurements (an error)."""
+MAX_CLASSES = 1000
+"""Maximum number of classes of a table."""
+MAX_PREDICTION = 1e15
+"""Maximum magnitude of a prediction in a score; a larger or undefined one is replaced by it."""
+NUM_STRATA = 10
+"""Number of groups of equal size that take the place of classes if the targets are numbers."""
+Index = npt.NDArray[np.int64]
+
+
+class Task(ABC):
+    """A task, with the scale of its targets.
+
+    A subclass is a frozen dataclass. Its fields are stored with a client's models, so they must be
+    JSON-serializable.
+    """
+
+    name: ClassVar[str]
+    """Name in `data.task` and in `MethodSpec.tasks`."""
+    metrics: ClassVar[tuple[str, ...]]
+    """Metrics of a run by default, names in `METRICS`. The first is the headline metric."""
+    noun: ClassVar[str] = "classes"
+    """Noun for the outputs of a model."""
+    constant: ClassVar[tuple[str, str]]
+    """Name and description of the constant prediction whose score is recorded as a baseline."""
+    min_outputs: ClassVar[int] = 1
+    """Minimum number of outputs."""
+
+    # Targets of a table. `Dataset.classes` and `TableSchema.outputs` name the outputs.
+
+    @classmethod
+    @abstractmethod
+    def infer(
+        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
+    ) -> Mapping[str, Any]:
+        """Return the fields of the table's schema that describe the targets.
+
+        `report` is called with lines about the targets. Raises DataError.
+        """
+
+    @classmethod
+    def of_schema(cls, schema: TableSchema) -> Task:
+        """Return the task of a table."""
+        return cls()
+
+    @abstractmethod
+    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
+        """Return the targets [N, ...] of the rows of a table. Raises DataError."""
+
+    # Training and evaluation.
+
+    @abstractmethod
+    def loss(self) -> OutputLoss:
+        """Return the loss: (float32 outputs [N, C], targets [N, ...]) -> mean loss of a batch."""
+
+    def restriction(self, space: Tensor) -> LabelSpace:
+        """Return a module that restricts outputs and targets to the classes `space` of a client.
+
+        The default has no effect.
+        """
+        from fedhet.learning.training import AllOutputs
+
+        return AllOutputs(space)
+
+    @abstractmethod
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: Split,
+        compute: Compute,
+        metrics: Sequence[str],
+        probabilities: Callable[[Tensor], Tensor] | None = None,
+    ) -> Evaluation:
+        """Evaluate a model on a split with at least one sample, and compute `metrics`.
+
+        `probabilities` returns the class probabilities of a model without gradients.
+        """
+
+    # Draws of samples.
+
+    @abstractmethod
+    def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
+        """Group samples for partitions and stratified draws.
+
+        Returns:
+            The names of the groups, and the group [N] of each sample.
+        """
+
+
+@dataclass(frozen=True)
+class Classification(Task):
+    """One class for each sample; targets are class indices [N] int64."""
+
+    name = "classification"
+    metrics = (ACCURACY,)
+    constant = ("majority", "always predicting the most frequent class of the test set")
+    min_outputs = 2
+
+    @classmethod
+    def infer(
+        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
+    ) -> Mapping[str, Any]:
+        """Return the classes, the sorted distinct values of the target column."""
+        labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
+        exact = spec.target in spec.categories
+        # A task that is set explicitly decides that numbers are classes.
+        many = {} if spec.task == AUTO else {"max_numbers": MAX_CLASSES}
+        classes, spelled = class_words(labels, cells.path, spec.target, exact=exact, **many)
+        if not 2 <= len(classes) <= MAX_CLASSES:
+            raise DataError(
+                f"{cells.path}: target column {spec.target!r}: expected 2 to {MAX_CLASSES} "
+                f"classes, got {len(classes)} distinct values"
+            )
+        respelled = [f"{text!r} as {word!r}" for text, word in spelled.items() if text != word]
+        if respelled:
+            report(f"{spec.target}: target, read {', '.join(respelled[:5])}")
+        return {"classes": classes}
+
+    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
+        """Return the class of each row [N]."""
+        import torch
+
+        words, values = Words(schema.classes), Distinct.of(cells.column(schema.target))
+        places = np.zeros(len(values.texts), np.int64)
+        for number, value in enumerate(values.texts):
+            place = words.place(value)
+            if place is None:
+                fault = f"unknown class {value!r}{nearest(value, schema.classes)}"
+                fault = "the label is missing" if is_missing(value, schema.missing) else fault
+                raise cells.fault(schema.target, values.row(number), fault)
+            places[number] = place
+        return torch.from_numpy(places[values.codes])
+
+    def loss(self) -> OutputLoss:
+        """Return the cross-entropy."""
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy
+
+    def restriction(self, space: Tensor) -> LabelSpace:
+        """Restrict logits and labels to the client's label space."""
+        from fedhet.learning.training import LabelSpace
+
+        return LabelSpace(space)
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: Split,
+        compute: Compute,
+        metrics: Sequence[str],
+        probabilities: Callable[[Tensor], Tensor] | None = None,
+    ) -> Evaluation:
+        """Compute accuracy, loss, and `metrics`.
+
+        If an output is not finite, the result has no metrics other than the accuracy.
+        """
+        import torch
+
+        from fedhet.learning.training import evaluate
+
+        batches: list[Tensor] | None = None if set(metrics) <= {ACCURACY} else []
+        score = evaluate(model, split.x, split.y, compute, batches)
+        if not batches:
+            return score
+        logits = torch.cat(batches).double().cpu()
+        if not logits.amax(1).isfinite().all() or logits.isnan().any():
+            return score
+        likely = logits.softmax(1)
+        if probabilities is not None:
+            likely = probabilities(compute.to_inputs(split.x)).double().cpu().clip(0.0, 1.0)
+        labels, predicted = split.y.cpu().numpy(), logits.argmax(1).numpy()
+        predictions = Predictions(labels, predicted, likely.numpy())
+        return replace(score, metrics=measure(metrics, predictions))
+
+    def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
+        """Group the samples by class."""
+        return tuple(names), targets.numpy()
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """One or several numbers for each sample.
+
+    Targets [N, K] float32 are standardized: (number - mean) / deviation of their column in the
+    schema. Scores are in the target's unit.
+    """
+
+    means: tuple[float, ...] = ()
+    """Mean of each of the K columns; () = the targets are not standardized."""
+    deviations: tuple[float, ...] = ()
+
+    name = "regression"
+    metrics = (RMSE, "mae", R2)
+    noun = "target columns"
+    constant = ("constant", "always predicting the mean target of the test set")
+
+    @classmethod
+    def infer(
+        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
+    ) -> Mapping[str, Any]:
+        """Return the columns of the targets, with their means and deviations."""
+        from fedhet.data.tables import infer_column
+
+        columns = []
+        for name in target_names(cells, spec):
+            column = infer_column(name, cells, spec, report)
+            if column.kind != "number":
+                raise DataError(
+                    f"{cells.path}: target column {name!r}: expected numbers, got values of type "
+                    f"{column.kind}. Set data.task to classification if they are classes."
+                )
+            columns.append(column.model_copy(update={"missing": False}))
+        return {"task": cls.name, "targets": tuple(columns)}
+
+    @classmethod
+    def of_schema(cls, schema: TableSchema) -> Regression:
+        """Return the task, with the means and deviations of the target columns."""
+        columns = schema.targets
+        return cls(tuple(c.mean for c in columns), tuple(c.deviation for c in columns))
+
+    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
+        """Return the standardized targets [N, K]."""
+        import torch
+
+        encoded = np.empty((len(cells), len(schema.targets)), np.float32)
+        for place, column in enumerate(schema.targets):
+            values = Distinct.of(cells.column(column.name))
+            numbers = parse_numbers(values.texts, column.written or "1234.5", column.unit)
+            for invalid in np.flatnonzero(np.isnan(numbers)).tolist():
+                text = values.texts[invalid]
+                fault = f"{text!r} is not a number, expected the notation of the other targets"
+                if is_missing(text, schema.missing) or is_missing_number(text):
+                    fault = "the target is missing"
+                raise cells.fault(column.name, values.row(invalid), fault)
+            encoded[:, place] = ((numbers - column.mean) / column.deviation)[values.codes]
+        return torch.from_numpy(encoded)
+
+    def in_units(self, values: Tensor) -> Array:
+        """Convert standardized values [N, K] to the target's unit, in float64."""
+        numbers: Array = values.detach().double().cpu().numpy()
+        if self.means:
+            numbers = numbers * np.array(self.deviations) + np.array(self.means)
+        numbers[np.isnan(numbers)] = MAX_PREDICTION
+        return numbers.clip(-MAX_PREDICTION, MAX_PREDICTION)
+
+    def loss(self) -> OutputLoss:
+        """Return the mean squared error of the standardized targets."""
+        from torch.nn.functional import mse_loss
+
+        return mse_loss
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: Split,
+        compute: Compute,
+        metrics: Sequence[str],
+        probabilities: Callable[[Tensor], Tensor] | None = None,
+    ) -> Evaluation:
+        """Compute the loss and `metrics`; a prediction that is not finite has a huge error."""
+        from fedhet.learning.training import Evaluation, logits_of
+
+        outputs, truth = logits_of(model, split.x, compute), self.in_units(split.y)
+        loss = float(self.loss()(outputs, split.y.to(outputs.device)))
+        scores = measure(metrics, Predictions(truth, self.in_units(outputs)))
+        constant = np.broadcast_to(truth.mean(0), truth.shape)
+        baseline = measure([RMSE], Predictions(truth, constant))[RMSE]
+        return Evaluation(math.nan, loss, scores, baseline)
+
+    def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
+        """Group the samples into tenths of the first target, in ascending order."""
+        values = self.in_units(targets)[:, 0]
+        order = np.argsort(values, kind="stable")
+        groups, tenths = np.empty(len(values), np.int64), []
+        for number, rows in enumerate(np.array_split(order, min(NUM_STRATA, len(order)))):
+            groups[rows] = number
+            tenths.append(f"{names[0]} {values[rows[0]]:.4g} to {values[rows[-1]]:.4g}")
+        return tuple(tenths), groups
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Regression)}
+"""The tasks of this package, by name."""
+CLASSIFICATION = Classification()
+
+
+def target_names(cells: Cells, spec: DataSpec) -> tuple[str, ...]:
+    """Return the target columns in `data.target`, separated by commas unless it is a column."""
+    if spec.target in cells.columns.keys() | cells.unusable.keys():
+        return (spec.target,)
+    return tuple(name.strip() for name in spec.target.split(","))
+
+
+@cache
+def find_task(name: str) -> type[Task]:
+    """Return a task by its name in `data.task`, from this package or an installed package.
+
+    Raises SettingsError if the task is unknown or cannot be loaded.
+    """
+    name = Classification.name if name == AUTO else name
+    if name in TASKS:
+        return TASKS[name]
+    installed = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in installed:
+        known = (AUTO, *TASKS, *sorted(installed))
+        raise SettingsError(
+            f"setting 'data.task': expected one of {', '.join(known)}, got {name!r}"
+            f"{nearest(name, known)}"
+        )
+    try:
+        task = installed[name].load()
+    except Exception as error:  # a third-party module may raise anything
+        raise SettingsError(
+            f"setting 'data.task' = {name!r}: cannot import {installed[name].value!r}: "
+            f"{describe_error(error)}"
+        ) from error
+    unknown = [metric for metric in getattr(task, "metrics", [""]) if metric not in METRICS]
+    if not (isinstance(task, type) and issubclass(task, Task)) or task.name != name or unknown:
+        raise SettingsError(
+            f"setting 'data.task' = {name!r}: {installed[name].value} must be a subclass of "
+            f"fedhet.data.tasks.Task with this name and registered metrics, got {task!r}"
+        )
+    return task
+
+
+def task_of(stored: Task | Mapping[str, Any]) -> Task:
+    """Restore a task from the result of `stored_task`. Raises SettingsError or TypeError."""
+    if isinstance(stored, Task):
+        return stored
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
+    return find_task(str(fields.pop("name", Classification.name)))(**fields)
+
+
+def stored_task(task: Task) -> dict[str, Any]:
+    """Return a task as JSON-serializable fields, by name."""
+    return {"name": task.name, **asdict(task)}  # type: ignore[call-overload]
+
+
+AnyTask = Annotated[InstanceOf[Task], BeforeValidator(task_of), PlainSerializer(stored_task)]
+"""Type of a task in a pydantic model."""

@@ -1,0 +1,446 @@
+"""Tasks: regression of a table's columns, its scores, and the refusal of other methods."""
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from federation import Server, client_of, records, run
+from flwr.common import parameters_to_ndarrays
+from sklearn import metrics as sk
+from sklearn.datasets import load_diabetes
+
+from fedhet import report
+from fedhet.base.errors import DataError, KnowledgeError, SettingsError, StateError
+from fedhet.base.metrics import METRICS, Metric, Predictions, measure
+from fedhet.client_runtime.node import read_node
+from fedhet.config.resolve import resolve
+from fedhet.data import tasks
+from fedhet.data.cells import read_table
+from fedhet.data.site import site_data
+from fedhet.data.spec import DataSpec, Split
+from fedhet.data.store import RunData, read_dataset, write_dataset
+from fedhet.data.tables import infer_schema, labeled_split, read_schema
+from fedhet.data.tasks import Regression, find_task, task_of
+from fedhet.inference.api import Result
+from fedhet.inference.client import open_client
+from fedhet.learning.devices import CPU
+from fedhet.methods.registry import all_methods
+from fedhet.models import evaluate_model
+from fedhet.runs.directory import last_round
+from fedhet.runs.measures import best_round, read_measures
+from fedhet.runs.progress import Progress
+from fedhet.runs.records import RoundRecord, Score
+from fedhet.runs.storage import Checkpoints
+from fedhet.wire.identity import ClientInfo, read_properties
+
+FEATURES, LENGTH = load_diabetes(return_X_y=True, scaled=False)
+NAMES = load_diabetes().feature_names
+ALONE = ("local", "central", "fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme")
+
+
+def write(path, rows=slice(None), target="stay", values=LENGTH):
+    """Write a table with a numeric target."""
+    lines = [",".join([*NAMES, target])]
+    for row, value in zip(FEATURES[rows], values[rows], strict=True):
+        lines.append(",".join(f"{each!r}" for each in [*row.tolist(), float(value)]))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def spec(**changes):
+    return DataSpec(target="stay", task="regression", **changes)
+
+
+def on_table(method, path, **changes):
+    table = {"data.dataset": f"table:{path}", "data.target": "stay", "data.task": "regression"}
+    small = {"clients": 3, "rounds": 2, "engine.backend": "inline", "engine.precision": "float32"}
+    return resolve({"method": method, **small, **table, **changes})
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_scores_of_regression_equal_those_of_scikit_learn(columns):
+    rng = np.random.default_rng(0)
+    truth = rng.normal(50, 20, (40, columns))
+    predicted = truth + rng.normal(3, 5, truth.shape)
+    scores = measure(("rmse", "mae", "r2"), Predictions(truth, predicted))
+    assert scores["rmse"] == pytest.approx(sk.root_mean_squared_error(truth, predicted))
+    assert scores["mae"] == pytest.approx(sk.mean_absolute_error(truth, predicted))
+    assert scores["r2"] == pytest.approx(sk.r2_score(truth, predicted))
+
+
+def test_r2_is_omitted_for_a_constant_target_and_bounded():
+    constant = np.ones((5, 1))
+    assert set(measure(("rmse", "r2"), Predictions(constant, constant + 1))) == {"rmse"}
+    near = np.array([[1.0], [1 + 1e-9]])
+    assert measure(("r2",), Predictions(near, near + 1e15))["r2"] == METRICS["r2"].lowest
+
+
+def test_predictions_that_are_not_finite_have_a_huge_error_that_the_server_accepts():
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            return torch.full((len(x), 1), math.nan)
+
+    task, split = Regression((10.0,), (2.0,)), Split(torch.zeros(4, 2), torch.zeros(4, 1))
+    score = evaluate_model(Broken(), split, CPU, ("rmse", "mae", "r2"), task)
+    assert score.metrics["rmse"] == pytest.approx(1e15)
+    sent = {f"{name}.personal.private": value for name, value in score.metrics.items()}
+    times = {"seconds.train": 0.0, "seconds.evaluate": 0.0, "memory": 0.0}
+    names = ("rmse", "mae", "r2")
+    assert read_measures("a", sent | times, ["private"], names).scores
+    del sent["rmse.personal.private"]
+    with pytest.raises(KnowledgeError, match=r"reported without rmse\.personal\.private"):
+        read_measures("a", sent | times, ["private"], names)
+
+
+def test_the_best_round_of_an_error_is_the_lowest():
+    def record(number, mean):
+        scores = {"personal": {"private": Score(mean=mean)}}
+        return RoundRecord(number, metrics={"rmse": scores, "r2": scores})
+
+    records = [record(1, 3.0), record(2, 1.0), record(3, 2.0)]
+    assert best_round(records, "personal") == 2
+    assert records[0].metric == "rmse"
+    config = resolve({"method": "fedbn", "early-stopping": 1, "rounds": 9})  # personal headline
+    assert last_round(records[:2], config) == 9
+    assert last_round(records, config) == 4
+    accurate = [RoundRecord(n, accuracy=r.metrics["rmse"]) for n, r in enumerate(records, 1)]
+    assert best_round(accurate, "personal") == 1
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_targets_are_standardized_by_the_schema(tmp_path):
+    cells = read_table(write(tmp_path / "a.csv"), spec())
+    schema = infer_schema(cells, spec())
+    assert (schema.task, schema.classes, schema.outputs) == ("regression", (), ("stay",))
+    assert "stay" not in {column.name for column in schema.columns}
+    split = labeled_split(schema, cells)
+    standardized = (LENGTH - LENGTH.mean()) / LENGTH.std()
+    np.testing.assert_allclose(split.y[:, 0], standardized, rtol=1e-5, atol=1e-6)
+    assert split.y.dtype == torch.float32
+    np.testing.assert_allclose(schema.task_object.in_units(split.y)[:, 0], LENGTH, rtol=1e-5)
+    other = labeled_split(schema, read_table(write(tmp_path / "b.csv", slice(0, 9)), spec()))
+    torch.testing.assert_close(other.y, split.y[:9])  # of the schema, not of its own rows
+
+
+def test_a_schema_of_regression_is_written_and_read(tmp_path):
+    schema = infer_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
+    (tmp_path / "schema.toml").write_text(schema.to_toml())
+    read = read_schema(tmp_path / "schema.toml")
+    assert read == schema
+    assert read.digest == schema.digest
+    target = schema.targets[0].model_copy(update={"mean": 0.0})
+    assert schema.model_copy(update={"targets": (target,)}).digest != schema.digest
+
+
+def test_the_digest_of_a_classification_is_unchanged(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("age,ill\n" + "".join(f"{k},{'yes' if k % 3 else 'no'}\n" for k in range(1, 9)))
+    classes = DataSpec(target="ill")
+    schema = infer_schema(read_table(path, classes), classes)
+    assert schema.digest == "9029ad64f6c16254807dd2af99cd72fe"
+    assert "task" not in schema.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [("", "the target is missing"), ("n/a", "the target is missing"), ("long", "not a number")],
+)
+def test_a_row_needs_a_numeric_target(tmp_path, value, fault):
+    schema = infer_schema(read_table(write(tmp_path / "a.csv"), spec()), spec())
+    path = write(tmp_path / "b.csv", slice(0, 3))
+    lines = path.read_text().splitlines()
+    lines[2] = ",".join([*lines[2].split(",")[:-1], value])
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=rf"line 3, column 'stay': .*{fault}"):
+        labeled_split(schema, read_table(path, spec()))
+
+
+def test_a_target_of_words_is_no_regression(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "age,stay\n" + "".join(f"{k},{'long' if k % 3 else 'short'}\n" for k in range(9))
+    )
+    with pytest.raises(DataError, match="expected numbers, got values of type category"):
+        infer_schema(read_table(path, spec()), spec())
+
+
+def test_auto_asks_about_measurements_and_names_the_two_settings_that_decide(tmp_path):
+    auto = DataSpec(target="stay")
+    cells = read_table(write(tmp_path / "a.csv"), auto)
+    match = "got 214 different numbers .* Set data.task to regression .* or to classification"
+    with pytest.raises(DataError, match=match):
+        infer_schema(cells, auto)
+    decided = DataSpec(target="stay", task="classification")
+    assert len(infer_schema(cells, decided).classes) == 214
+
+
+def test_several_targets_have_a_scale_each(tmp_path):
+    both = DataSpec(target="stay, bmi", task="regression")
+    cells = read_table(write(tmp_path / "a.csv"), both)
+    schema, bmi = infer_schema(cells, both), FEATURES[:, NAMES.index("bmi")]
+    split = labeled_split(schema, cells)
+    assert schema.outputs == ("stay", "bmi")
+    np.testing.assert_allclose(split.y[:, 1], (bmi - bmi.mean()) / bmi.std(), rtol=1e-4, atol=1e-5)
+    assert not {"stay", "bmi"} & {column.name for column in schema.columns}
+
+
+def test_tenths_of_the_target_take_the_place_of_classes(tmp_path):
+    data = RunData(spec(dataset=f"table:{write(tmp_path / 'a.csv')}", clients=3))
+    names, groups = data.strata()
+    ranks = np.argsort(np.argsort(LENGTH, kind="stable"))
+    assert len(names) == 10
+    assert names[0].startswith("stay 25 to ")
+    edges = np.cumsum([len(part) for part in np.array_split(np.arange(len(LENGTH)), 10)])
+    np.testing.assert_array_equal(groups, np.searchsorted(edges, ranks, side="right"))
+    counts = np.array(list(data.label_counts().values()))
+    np.testing.assert_array_equal(counts.sum(0), np.bincount(groups))
+
+
+def test_the_task_and_its_scale_are_shared_with_other_processes(tmp_path):
+    dataset = RunData(spec(dataset=f"table:{write(tmp_path / 'a.csv')}")).dataset
+    write_dataset(dataset, tmp_path / "0.safetensors")
+    read = read_dataset(tmp_path / "0.safetensors")
+    assert read.task == dataset.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
+    torch.testing.assert_close(read.train.y, dataset.train.y)
+
+
+def test_the_data_must_have_the_targets_of_the_task(tmp_path):
+    with pytest.raises(SettingsError, match="'digits' has targets of the task 'classification'"):
+        _ = RunData(DataSpec(task="regression")).dataset
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["local", "fedavg", "fedprox"])
+def test_clients_descend_the_mean_squared_error(method, tmp_path):
+    """Two full-batch steps: w <- w - lr (grad of mean (f(x) - z)^2 + mu (w - w^t))."""
+    changes = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.05, "batch-size": 500}
+    changes = {f"training.{name}": value for name, value in changes.items()}
+    if method == "fedprox":
+        changes["fedprox.mu"] = 0.7
+    path = write(tmp_path / "a.csv")
+    config = on_table(method, path, **changes, **{"training.local-epochs": 2})
+    server = Server(config, tmp_path / "run")
+    asked = server.ask(1)
+    for proxy, _ in asked:
+        client_of(proxy).state.restore(server.log.run_name, before=1)
+    before = {p.cid: copy.deepcopy(client_of(p).models["private"]) for p, _ in asked}
+    for proxy, instruction in asked:
+        if method != "local":
+            weights = (
+                client_of(proxy)
+                .codec.read(parameters_to_ndarrays(instruction.parameters), client_of(proxy).sizes)[
+                    1
+                ]
+                .group("weights")
+            )
+            before[proxy.cid].load_state_dict({k: torch.tensor(v) for k, v in weights.items()})
+    for proxy, _ in server.answers(asked):
+        client, model = client_of(proxy), before[proxy.cid]
+        start = [p.detach().clone() for p in model.parameters()]
+        for _ in range(2):
+            outputs = model(client.x)
+            loss = ((outputs - client.y) ** 2).sum() / client.y.numel()
+            slopes = torch.autograd.grad(loss, list(model.parameters()))
+            mu = 0.7 if method == "fedprox" else 0.0
+            with torch.no_grad():
+                for w, slope, first in zip(model.parameters(), slopes, start, strict=True):
+                    w -= 0.05 * (slope + mu * (w - first))
+        trained = client.models["private"].state_dict()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "central"])
+def test_records_hold_scores_in_the_unit_of_the_target(method, tmp_path):
+    """The scores of every client, from its model and the numbers in the file."""
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.csv", slice(0, 300))
+    write(tmp_path / "data" / "test.csv", slice(300, None))
+    config = on_table(method, tmp_path / "data", **{"models.pool": ["mlp"]})
+    summary = run(config, tmp_path / "run")
+    assert summary["metric"] == "rmse"
+    assert summary["accuracy"] == {}
+    last = records(tmp_path / "run")[-1]
+    assert list(last["metrics"]) == ["rmse", "mae", "r2"]
+    name_of_run = json.loads((tmp_path / "run" / "run.json").read_text())["run"]
+    data, mean, deviation = RunData.of(config.run), LENGTH[:300].mean(), LENGTH[:300].std()
+    for number in range(3):
+        node = read_node(
+            {"partition-id": number, "num-partitions": 3},
+            config.run,
+            str(tmp_path / "run" / "state"),
+            data,
+        )
+        name, tests = f"client-{number}", {"common": LENGTH[300:]}
+        client = config.method.client(config, node)
+        tests["personal"] = LENGTH[data.split_rows(number)[1]]
+        if method == "central":  # the model of the server
+            identity = {"run": name_of_run, "method": method}
+            stored = Checkpoints(tmp_path / "run", identity).newest(print, 2)
+            model = client._new_model()
+            weights = {n.removeprefix("weights/"): v for n, v in stored.tensors.items()}
+            model.load_state_dict({k: torch.tensor(v) for k, v in weights.items()})
+            kind = "global"
+        else:
+            client.state.restore(name_of_run, before=9)
+            model, kind = client.models["private"], "private"
+        for protocol, truth in tests.items():
+            outputs = model.eval()(client.tests[protocol].x).detach().numpy()[:, 0]
+            predicted = mean + deviation * outputs.astype(float)
+            expected = {
+                "rmse": sk.root_mean_squared_error(truth, predicted),
+                "mae": sk.mean_absolute_error(truth, predicted),
+                "r2": sk.r2_score(truth, predicted),
+            }
+            for metric, value in expected.items():
+                score = last["metrics"][metric][protocol][kind]["per_client"][name]
+                assert score == pytest.approx(value, rel=1e-4), (protocol, metric)
+            constant = sk.root_mean_squared_error(truth, np.full(len(truth), truth.mean()))
+            assert last["majority"][protocol][name] == pytest.approx(constant, rel=1e-5)
+    worst = last["metrics"]["rmse"]["common"][kind]
+    assert worst["worst"] == max(worst["per_client"].values())
+    assert summary["history"][-1]["metrics"]["rmse"]["common"][kind] == worst["mean"]
+
+
+def test_a_run_speaks_of_its_headline_metric(tmp_path):
+    lines = []
+    changes = {"early-stopping": 1, "rounds": 6}
+    changes |= {"training.optimizer": "sgd", "training.lr": 1e-30}  # without improvement
+    config = on_table("local", write(tmp_path / "a.csv"), **changes)
+    summary = run(config, tmp_path / "run", (Progress(lines.append),), report=True)
+    assert any("RMSE (personal)" in line for line in lines)
+    assert not any("accuracy" in line.lower() for line in lines)
+    assert summary["rounds"] < 6
+    assert any("the RMSE has not decreased for 1 evaluations" in line for line in lines)
+    loaded = report.load_run(tmp_path / "run")
+    assert loaded.metric == "rmse"
+    assert [title for title, _ in loaded.extra_metrics] == ["MAE", "R²"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "mean RMSE of the private models" in page
+    assert "always predicting the mean target of the test set" in page
+    frame = Result(loaded).to_frame()
+    assert {"rmse", "mae", "r2"} <= {*frame.columns}
+    assert "accuracy" not in frame.columns
+    with pytest.raises(StateError, match="models of the task 'regression' cannot be used"):
+        open_client(tmp_path / "run", "client-0")
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def test_methods_declare_their_tasks():
+    methods = all_methods()[0]
+    assert {n for n, m in methods.items() if "regression" in m.spec.tasks} == {*ALONE}
+    for name, method in methods.items():
+        if "regression" in method.spec.tasks:
+            continue
+        with pytest.raises(SettingsError) as error:
+            resolve({"method": name, "data.task": "regression", "data.dataset": "table:a.csv"})
+        text = str(error.value)
+        assert f"unsupported by {name}, because {method.spec.only_tasks}" in text
+        assert "\n" not in text
+        assert "or another method (central, fedavg" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"data.task": "regresion"}, "did you mean 'regression'"),
+        ({"metrics": ["rmse"]}, "setting 'metrics': the task is classification, .* got 'rmse'"),
+        ({"data.task": "regression", "metrics": ["auc"]}, "names from rmse, mae, r2, got 'auc'"),
+        ({"data.task": "regression", "models.pool": ["sk-tree"]}, "expected neural networks"),
+        ({"data.task": "regression", "training.semi": "fixmatch"}, "expected none"),
+    ],
+)
+def test_settings_must_suit_the_task(changes, fault):
+    with pytest.raises(SettingsError, match=fault):
+        resolve({"method": "local", "data.dataset": "table:a.csv", **changes})
+
+
+def test_the_metrics_of_a_run_follow_from_its_task():
+    assert resolve({"method": "local"}).run.metrics == ("accuracy",)
+    table = {"method": "local", "data.dataset": "table:a.csv", "data.task": "regression"}
+    config = resolve(table)
+    assert config.run.metrics == ("rmse", "mae", "r2")
+    assert config.run.models.pool == ("mlp", "mlp2", "mlp3")
+    assert resolve(config.flat()).run == config.run
+    assert resolve({**table, "metrics": ["r2"]}).run.metrics == ("rmse", "r2")
+
+
+# --- sites ----------------------------------------------------------------------------------------
+
+
+def test_a_site_reads_the_targets_with_the_schema_of_all_sites(tmp_path):
+    schema = infer_schema(read_table(write(tmp_path / "all.csv"), spec()), spec())
+    site = tmp_path / "site"
+    site.mkdir()
+    write(site / "train.csv", slice(0, 40))
+    (site / "schema.toml").write_text(schema.to_toml())
+    data = site_data(str(site), spec=spec(), classes=0, name="a")
+    assert data.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
+    assert (data.classes, data.space) == (("stay",), (0,))
+    rows = np.sort(
+        np.concatenate([data.task.in_units(data.train.y), data.task.in_units(data.test.y)])[:, 0]
+    )
+    np.testing.assert_allclose(rows, np.sort(LENGTH[:40]), rtol=1e-5)
+    with pytest.raises(DataError, match=r"expected data.task = 'auto' .*, got 'regression'"):
+        site_data(str(site), spec=DataSpec(), classes=2, name="a")
+
+
+def test_a_client_with_another_task_is_refused():
+    info = ClientInfo("a", "mlp", 10, 1, "table", (3,), task="regression")
+    assert read_properties(info.properties(), "node") == info
+    with pytest.raises(KnowledgeError, match="classes"):
+        read_properties({**info.properties(), "task": "classification"}, "node")
+
+
+# --- tasks of other packages ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AbsoluteRegression(Regression):
+    """A task of another package: regression with the absolute error as loss and headline."""
+
+    name = "absolute"
+    metrics = ("bias", "mae")
+
+    def loss(self):
+        return torch.nn.functional.l1_loss
+
+
+def test_a_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):
+    class Point:
+        name, value = "absolute", "elsewhere:AbsoluteRegression"
+
+        def load(self):
+            return AbsoluteRegression
+
+    find_task.cache_clear()
+    monkeypatch.setattr(tasks, "entry_points", lambda group: [Point()])
+    try:
+        with pytest.raises(SettingsError, match="registered metrics"):
+            find_task("absolute")
+        bias = Metric("bias", "bias", lambda p: float((p.predicted - p.truth).mean()), -1e9, 1e9,
+                      task="absolute")  # fmt: skip
+        monkeypatch.setitem(METRICS, "bias", bias)
+        changes = {"data.task": "absolute", "metrics": ["bias", "mae"], "rounds": 1}
+        config = on_table("local", write(tmp_path / "a.csv"), **changes)
+        summary = run(config, tmp_path / "run")
+        assert summary["metric"] == "bias"
+        assert list(summary["metrics"]) == ["bias", "mae"]
+        with pytest.raises(SettingsError, match="unsupported by felo"):
+            on_table("felo", tmp_path / "a.csv", **changes)
+        assert task_of(tasks.stored_task(AbsoluteRegression((1.0,), (2.0,)))).means == (1.0,)
+    finally:
+        find_task.cache_clear()
