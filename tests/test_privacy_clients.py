@@ -65,6 +65,7 @@ DESCRIBED = {
     "training": "settings",
     "own_data": "whether it is a site with a folder",
     "base": "a digest of the pretrained model",
+    "task": "settings",
 }
 SENT = {
     "weights": "trained by DP-SGD",
