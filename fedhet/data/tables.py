@@ -16,12 +16,19 @@ from collections.abc import Callable
 from datetime import date, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from fedhet.base.disk import read_toml_tables
 from fedhet.base.errors import DataError, SettingsError, StateError, error_reason, one_line
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
     import torch
 
 LOG = logging.getLogger("fedhet")
+T = TypeVar("T")
 MAX_CATEGORIES = 200
 MIN_ROWS = 10
 """Minimum number of rows from which to conclude that a column only numbers the rows."""
@@ -100,9 +108,9 @@ class TableSchema(_Frozen):
     target: str
     """Target column; several are separated by commas."""
     task: str = CLASSIFICATION.name
-    classes: tuple[str, ...] = Field((), max_length=MAX_CLASSES)
+    classes: tuple[str, ...] = Field((), max_length=MAX_CLASSES, validate_default=True)
     """Classes of the target; empty for other tasks."""
-    targets: tuple[Column, ...] = ()
+    targets: tuple[Column, ...] = Field((), validate_default=True)
     """Columns of the targets; empty for classification."""
     missing: tuple[str, ...] = ()
     """Custom markers of missing values, in addition to `fedhet.data.values.MISSING`."""
@@ -110,16 +118,24 @@ class TableSchema(_Frozen):
     """Maximum fraction of unknown values in a column."""
     columns: tuple[Column, ...] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _check_outputs(self) -> TableSchema:
+    @field_validator("task")
+    @classmethod
+    def _check_task(cls, name: str) -> str:
         try:
-            needed = find_task(self.task).min_outputs
+            return find_task(name).name
         except SettingsError as error:
             raise ValueError(str(error)) from None
-        if len(self.outputs) < needed:
-            field = "classes" if self.task == CLASSIFICATION.name else "targets"
-            raise ValueError(f"{field}: expected at least {needed}, got {len(self.outputs)}")
-        return self
+
+    @field_validator("classes", "targets")
+    @classmethod
+    def _check_outputs(cls, outputs: tuple[T, ...], info: ValidationInfo) -> tuple[T, ...]:
+        """Check the number of outputs in the field that names the outputs of the task."""
+        task, is_classes = info.data.get("task"), info.field_name == "classes"
+        if task is not None and is_classes == (task == CLASSIFICATION.name):
+            count = len(outputs) or len(info.data.get("classes", ()))
+            if count < (needed := find_task(task).min_outputs):
+                raise ValueError(f"expected at least {needed}, got {count}")
+        return outputs
 
     @property
     def task_object(self) -> Task:
@@ -161,11 +177,10 @@ def read_schema(path: Path) -> TableSchema:
             f"cannot read the table schema: {fault}. Create it with `fedhet schema`."
         ) from None
     except ValidationError as error:
-        faults = []
-        for each in error.errors():
-            place = "".join(f"{name}." for name in each["loc"])[:-1]
-            fault = each["msg"].removeprefix("Value error, ")
-            faults.append(f"{place}: {fault}" if place else fault)
+        faults = (
+            f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        )
         raise DataError(f"{path}: {'; '.join(faults)}") from None
 
 
