@@ -14,6 +14,7 @@ from flwr.server.client_manager import SimpleClientManager
 from fedhet.client_runtime.node import open_client, read_node
 from fedhet.clients.base import HetClient
 from fedhet.config.resolve import Config, resolve
+from fedhet.config.secure import write_simulated
 from fedhet.config.sources import full_name
 from fedhet.engines import simulate as simulation
 from fedhet.kinds import IMAGE
@@ -130,6 +131,8 @@ class Server:
         self.log = RunLog(config, directory, workers=1)
         self.strategy: HetStrategy = method.strategy(config, self.log)
         self.manager = SimpleClientManager()
+        if config.run.privacy.secure_aggregation:
+            write_simulated(directory / "state", *simulation.peers_of(self.strategy.data))
         for k in range(config.run.clients if clients is None else clients):
             node_config = {"partition-id": k, "num-partitions": config.run.clients}
             node = read_node(node_config, config.run, str(directory / "state"), self.strategy.data)

@@ -51,6 +51,10 @@ class PrivacyError(FedhetError):
     """Raised if a release would exceed the privacy budget of the run or of the site."""
 
 
+class MaskingError(FedhetError):
+    """Raised if a request violates the rules of secure aggregation; names no private data."""
+
+
 class StateError(FedhetError):
     """Raised if a saved state is missing, truncated, or from another run, method or model."""
 

@@ -193,6 +193,22 @@ def certs_command(
             help="Create only the key pair of this node. Run this at the site.",
         ),
     ] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=NONE,
+            help="Create only this site's key for secure aggregation. Run this at the site.",
+        ),
+    ] = None,
+    classes: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            show_default=NONE,
+            help="With --peer: numbers of the classes whose means the site sends, such as 0-3,7.",
+        ),
+    ] = "",
 ) -> None:
     """Create a development CA, a server certificate and a key pair per node.
 
@@ -201,10 +217,22 @@ def certs_command(
     from fedhet.deployment import certs
     from fedhet.deployment.local import site_name
 
-    if key is not None and (renew or host or node or nodes):
-        raise SettingsError(
-            "--key cannot be combined with other options, because it creates only a key pair"
-        )
+    for option, name, others in (("--key", key, (peer, classes)), ("--peer", peer, (key,))):
+        if name is not None and (renew or host or node or nodes or any(others)):
+            raise SettingsError(
+                f"{option} cannot be combined with other options, because it creates only a key "
+                "pair"
+            )
+    if classes and peer is None:
+        raise SettingsError(f"--classes {classes}: expected --peer NAME, the site's name")
+    if peer is not None:
+        from fedhet.config import secure
+
+        private, public = secure.write_key(directory, peer, secure.class_numbers(classes))
+        say(f"wrote {private}")
+        say(f"wrote {public}")
+        say(f"next: send {public.name} to the other sites; keep {private.name} secret")
+        return
     if renew and (node or nodes):
         raise SettingsError(
             "--renew cannot be combined with --node or --nodes, because it replaces only the "
@@ -228,6 +256,63 @@ def certs_command(
         say(certs.expiry(directory / name))
     if renew:
         say("restart the server to use the new certificate; sites reconnect automatically")
+
+
+def peers_command(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE…", help="Public files of all sites, or one peers file."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=NONE, help="Peers file to write."),
+    ] = None,
+    cap: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of samples from which on all sites have the same weight; choose a number "
+            "near the size of the largest site.",
+        ),
+    ] = 0,
+    colluding: Annotated[
+        int, typer.Option(min=1, help="Number of sites that may collude with the server.")
+    ] = 1,
+    least: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Minimum number of sites in a round; 0 = just over half of the sites."
+        ),
+    ] = 0,
+) -> None:
+    """Join the sites' public files to the peers file of secure aggregation, or show a peers file.
+
+    Each site runs this command itself, with the same options. The sites then compare the digest by
+    phone, because the server must not be able to replace the files.
+    """
+    from fedhet.config import secure
+    from fedhet.runs.units import plural
+
+    if out is None:
+        if len(files) > 1 or cap or least or colluding != 1:
+            raise SettingsError("--out: not set, expected the peers file to write")
+        peers = secure.read_peers(files[0])
+    else:
+        if not cap:
+            raise SettingsError("--cap: not set, expected a number of samples")
+        sites = tuple(map(secure.read_public, files))
+        peers = secure.Peers(sites, colluding=colluding, least=least, cap=cap)
+        secure.write_peers(out, peers)
+        say(f"wrote {out}")
+    rows = [(peer.name, secure.class_ranges(peer.classes), peer.key.hex()) for peer in peers.peers]
+    console.print(listing("site", "classes", "key", rows=rows))
+    needed = peers.threshold(len(peers.peers))
+    say(f"{plural(len(peers.peers), 'site')}, at most {peers.colluding} of them colluding")
+    say(
+        f"a round needs {peers.least} sites; with all sites, it tolerates {len(rows) - needed} lost"
+    )
+    say(f"digest: {secure.readable(peers.digest)}")
+    say("compare the digest with all other sites, by phone")
 
 
 def status_command(

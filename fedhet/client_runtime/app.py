@@ -147,7 +147,8 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
     """Restrict a run's data sizes, downloads, and class means to the site's limits.
 
     Raises SettingsError if the run needs more epochs or classes than the site permits, if it lacks
-    the privacy that the site requires, or if a site with a privacy budget has no data directory.
+    the privacy or the secure aggregation that the site requires, or if a site with a privacy budget
+    has no data directory.
     """
     if site.budget() and not config.run.privacy.is_on:
         raise SettingsError(
@@ -159,6 +160,11 @@ def within_limits(config: Config, site: NodeSettings) -> Config:
             f"node-config 'privacy' = {site.privacy!r}: expected a site with its own data "
             "directory, got a partition, whose samples are chosen by the run. Set 'data' and "
             "'name'."
+        )
+    if site.peers and not config.run.privacy.secure_aggregation:
+        raise SettingsError(
+            "this site takes part only in runs with secure aggregation, because node-config "
+            "'peers' is set. Set 'privacy.secure-aggregation' in the run."
         )
     for name, value in config.flat().items():
         values = value if isinstance(value, list) else [value]

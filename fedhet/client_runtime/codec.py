@@ -41,6 +41,8 @@ class ClientCodec:
             Coder.of(run.wire, contract, run.seed)
             for contract in (self._method.spec.instructions, self._method.spec.replies)
         )
+        if run.privacy.secure_aggregation:  # masked vectors cannot be compressed
+            self._replies = None
 
     def read(
         self, arrays: NDArrays, sizes: Callable[[], Sizes], *, may_be_empty: bool = False

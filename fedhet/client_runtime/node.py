@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.client import Client
 from pydantic import Field
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import Config
+from fedhet.config.secure import Peers, own_key, read_peers, simulated_files
 from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import ClientData
 from fedhet.data.store import RunData
@@ -107,6 +109,11 @@ class NodeSettings(Schema):
         description="privacy budget over all runs, e.g. epsilon=8 delta=1e-5; runs without privacy "
         "are rejected; empty = only the run's limit",
     )
+    peers: str = Field(
+        "",
+        description="peers file for secure aggregation; runs without it are rejected; empty = none",
+    )
+    peers_key: str = Field("", description="file of the site's private key in the peers file")
 
     def budget(self) -> Budget | None:
         """Return the site's privacy budget, or None if the site has no budget.
@@ -138,6 +145,9 @@ class Node:
     """Privacy budget over all runs, or None if only the budget of each run applies."""
     declared: Declaration | None = None
     """Declared data format of a private site, or None for all other clients."""
+    peers: Peers | None = None
+    """Sites of a run with secure aggregation; None without it."""
+    peers_key: X25519PrivateKey | None = field(default=None, compare=False, repr=False)
     is_site: bool = False
     """Whether the client's private state outlives the run, unlike the state of a simulated
     client."""
@@ -185,6 +195,19 @@ def read_node(
     if settings.data and run.privacy.is_on:
         declared = Declaration.read(settings.data, settings.max_data_bytes)
         declared.check(run)
+    peers, peers_key = None, None
+    if run.privacy.secure_aggregation:
+        files = settings.peers, settings.peers_key
+        if state_dir:
+            files = simulated_files(state_dir, name)
+        if not all(files):
+            raise SettingsError(
+                "node-config 'peers', 'peers-key': not set, expected the files of this site, "
+                "because the run uses secure aggregation. Create them with `fedhet certs` and "
+                "`fedhet peers`."
+            )
+        peers = read_peers(files[0])
+        peers_key = own_key(peers, name, files[1])
     return Node(
         name=name,
         partition=settings.partition_id,
@@ -196,6 +219,8 @@ def read_node(
         max_model_bytes=settings.max_model_bytes,
         budget=settings.budget(),
         declared=declared,
+        peers=peers,
+        peers_key=peers_key,
         is_site=not state_dir,
         data=data or RunData.of(run),
     )

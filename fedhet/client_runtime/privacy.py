@@ -1,4 +1,4 @@
-"""Privacy mechanism of a client: differential privacy or no protection.
+"""Privacy mechanism of a client: differential privacy, withheld measurements, or none.
 
 All uses of the client's samples pass through the mechanism: training, class means, measurements and
 error messages. `DifferentialPrivacy` also stores each reply, so that a repeated request does not
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
 from fedhet.algorithms.classwise import ClassMeans, ClassSums
-from fedhet.base.disk import Folder
 from fedhet.base.errors import (
     DataError,
+    DropOutError,
     FedhetError,
+    MaskingError,
     PrivacyError,
     SettingsError,
     StateError,
@@ -31,6 +31,7 @@ from fedhet.base.errors import (
 )
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.samples import ClientSamples
+from fedhet.client_runtime.state import ReplyStore
 from fedhet.config.resolve import Config
 from fedhet.learning.devices import Compute, evaluation_batch
 from fedhet.learning.training import Optimization, evaluating
@@ -48,12 +49,10 @@ from fedhet.privacy.ledger import Entry, Ledger, digest_of
 from fedhet.privacy.noise import SecretNoise, clipped, noised_means
 from fedhet.privacy.sgd import dp_sgd
 from fedhet.runs.measures import BUDGET_EXHAUSTED, Measured
-from fedhet.runs.storage import KEPT_STATES
 from fedhet.wire.identity import MIN_SAMPLES, ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 LOG = logging.getLogger("fedhet")
-REPLY, REPLIES = "answer-{:06d}.npz", "answer-*.npz"
 REDACTED = "{} at a private client; see the client's log for details"
 FromLogits = Callable[[Tensor], Tensor]
 """Function from logits [N, C] to the values [N, C] that a method averages by class."""
@@ -65,6 +64,9 @@ class NoPrivacy:
     """Mechanism without protection, which uses samples and results unchanged."""
 
     is_on = False
+    """Whether training is private."""
+    hides_scores = False
+    """Whether measurements on the client's own samples stay at the client."""
 
     def __init__(self, config: Config, node: Node, samples: ClientSamples) -> None:
         self._config, self._node, self._samples = config, node, samples
@@ -140,7 +142,81 @@ class NoPrivacy:
         yield
 
 
-class DifferentialPrivacy(NoPrivacy):
+class Withholding(NoPrivacy):
+    """Measurements, numbers of samples, and error messages stay at the client.
+
+    This is required with secure aggregation: the server must only learn sums over the clients.
+    """
+
+    hides_scores = True
+
+    def public_info(self, info: ClientInfo) -> ClientInfo:
+        """Hide the number of samples, so that every client has the same weight."""
+        return replace(info, samples=MIN_SAMPLES)
+
+    def filter_reply(self, reply: Knowledge) -> Knowledge:
+        """Remove the scalars of a reply, which are metrics of the samples."""
+        return Knowledge(reply.tensors)
+
+    def filter_measurements(self, measured: Measured) -> Measured:
+        """Return the scores on the common test set, and epsilon.
+
+        The scores on the client's personal test split and the loss are only logged locally.
+        """
+        for (metric, protocol, kind), value in measured.scores.items():
+            if protocol != "common":
+                score = self._node.name, self._round, metric, kind, protocol, value
+                LOG.info("%s: round %d: %s of the %s model, %s test split: %.4f", *score)
+        if measured.loss is not None:
+            loss = measured.loss
+            LOG.info("%s: round %d: training loss %.4f", self._node.name, self._round, loss)
+        common = {key: value for key, value in measured.scores.items() if key[1] == "common"}
+        majority = {name: each for name, each in measured.majority.items() if name == "common"}
+        return Measured(common, epsilon=self.epsilon(), majority=majority)
+
+    def epsilon(self) -> float | None:
+        """Return the epsilon consumed by the run so far, or None without differential privacy."""
+        return None
+
+    def error_report(self, error: FedhetError) -> dict[str, Scalar]:
+        """Return metrics that report an error without revealing anything about the samples."""
+        LOG.warning("%s: %s", self._node.name, error)
+        if isinstance(error, PrivacyError):
+            return {"error": str(error), BUDGET_EXHAUSTED: True}
+        if isinstance(error, MaskingError):
+            return {"error": str(error)}
+        return {"error": REDACTED.format(type(error).__name__)}
+
+    def evaluate(self, evaluate: Evaluate, instruction: Knowledge) -> Evaluations:
+        """Evaluate the client's models, or return no evaluations if an error occurs.
+
+        A site's test samples must not affect anything that it sends, not even whether it replies.
+        """
+        try:
+            return evaluate(instruction)
+        except Exception:
+            LOG.exception("%s: round %d: evaluation failed", self._node.name, self._round)
+            return Evaluations()
+
+    def handle_overlap(self, error: DataError) -> None:
+        """Log the error and continue, since a failure would reveal samples to the server."""
+        LOG.warning("%s", error)
+
+    @contextlib.contextmanager
+    def redacting_errors(self) -> Iterator[None]:
+        """Replace unexpected errors by a StateError that names only the type of the error."""
+        try:
+            yield
+        except DropOutError:
+            raise
+        except Exception as error:
+            if isinstance(error, FedhetError) and not isinstance(error, UserModelError):
+                raise
+            LOG.exception("%s: round %d", self._node.name, self._round)
+            raise StateError(REDACTED.format(type(error).__name__)) from None
+
+
+class DifferentialPrivacy(Withholding):
     """Differential privacy for a client's samples, within the budgets of the run and the site."""
 
     is_on = True
@@ -167,10 +243,6 @@ class DifferentialPrivacy(NoPrivacy):
                 f"{name} must be below 1 / samples = {1 / rows:.2g} for {rows} samples, "
                 f"got {delta:g}"
             )
-
-    def public_info(self, info: ClientInfo) -> ClientInfo:
-        """Hide the number of samples, so that every client has the same weight."""
-        return replace(info, samples=MIN_SAMPLES)
 
     def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round, whose steps are charged to the round `charged` if it is given.
@@ -264,89 +336,22 @@ class DifferentialPrivacy(NoPrivacy):
         totals = sums.features, sums.logits, sums.counts
         return noised_means(*totals, self.noise, norm, self._min_samples, SecretNoise())
 
-    def filter_reply(self, reply: Knowledge) -> Knowledge:
-        """Remove the scalars from a reply, because they are metrics computed on the samples."""
-        return Knowledge(reply.tensors)
-
-    def filter_measurements(self, measured: Measured) -> Measured:
-        """Return the scores on the common test set, and the consumed epsilon.
-
-        The scores on the client's personal test split and the loss are only logged locally.
-        """
-        for (metric, protocol, kind), value in measured.scores.items():
-            if protocol != "common":
-                score = self._node.name, self._round, metric, kind, protocol, value
-                LOG.info("%s: round %d: %s of the %s model, %s test split: %.4f", *score)
-        if measured.loss is not None:
-            loss = measured.loss
-            LOG.info("%s: round %d: training loss %.4f", self._node.name, self._round, loss)
-        common = {key: value for key, value in measured.scores.items() if key[1] == "common"}
-        majority = {name: each for name, each in measured.majority.items() if name == "common"}
-        return Measured(common, epsilon=self.epsilon(), majority=majority)
-
     def epsilon(self) -> float:
         """Return the epsilon that the run has consumed so far, at the run's delta."""
         consumed = [each.release for each in self._ledger.entries() if each.run == self._run]
         return epsilon_of(consumed, self._settings.delta)
 
     def stored_reply(self) -> NDArrays | None:
-        """Return this round's reply if it exists, because a new reply would consume more budget."""
-        path = self._directory.path / REPLY.format(self._round)
-        if not path.is_file():
-            return None
-        with np.load(path, allow_pickle=False) as arrays:
-            return [arrays[name] for name in arrays.files]
+        """Return the reply of this round if it exists; a new reply would consume more budget."""
+        return self._replies.get(self._round)
 
     def store_reply(self, arrays: NDArrays) -> None:
-        """Store this round's reply, and keep the replies from the last few rounds.
-
-        Replies from later rounds are deleted, because the server has resumed from an earlier round.
-        """
-        directory, name = self._directory, REPLY.format(self._round)
-        with directory.replacing(name, private=True) as path, path.open("wb") as file:
-            np.savez(file, *arrays)
-        stored = sorted(path.name for path in directory.path.glob(REPLIES))
-        kept = [each for each in stored if each <= name][-KEPT_STATES:]
-        directory.remove([each for each in stored if each not in kept])
-
-    def error_report(self, error: FedhetError) -> dict[str, Scalar]:
-        """Return metrics that report an error without revealing information about the samples."""
-        LOG.warning("%s: %s", self._node.name, error)
-        if isinstance(error, PrivacyError):
-            return {"error": str(error), BUDGET_EXHAUSTED: True}
-        return {"error": REDACTED.format(type(error).__name__)}
-
-    def evaluate(self, evaluate: Evaluate, instruction: Knowledge) -> Evaluations:
-        """Evaluate the client's models, or return no evaluations if an error occurs.
-
-        A site's test samples must not affect its messages, nor whether it replies at all.
-        """
-        try:
-            return evaluate(instruction)
-        except Exception:
-            LOG.exception("%s: round %d: evaluation failed", self._node.name, self._round)
-            return Evaluations()
-
-    def handle_overlap(self, error: DataError) -> None:
-        """Log the error and continue, because a failure would reveal samples to the server."""
-        LOG.warning("%s", error)
-
-    @contextlib.contextmanager
-    def redacting_errors(self) -> Iterator[None]:
-        """Replace unexpected errors with a StateError that names only their type."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, FedhetError) and not isinstance(error, UserModelError):
-                raise
-            LOG.exception("%s: round %d", self._node.name, self._round)
-            raise StateError(REDACTED.format(type(error).__name__)) from None
+        """Store the reply of this round."""
+        self._replies.put(self._round, arrays)
 
     @property
-    def _directory(self) -> Folder:
-        """Directory for the client's private files in this run."""
-        root = self._node.state_dir
-        return Folder(root / self._run / self._node.name, root, private=True)
+    def _replies(self) -> ReplyStore:
+        return ReplyStore(self._node.state_dir, self._run, self._node.name, "answer")
 
     def _charge(self, release: Release) -> None:
         """Charge a release to the budget. Raises PrivacyError if it would exceed the budget."""
@@ -401,4 +406,6 @@ def privacy_mechanism(
     """Create a client's privacy mechanism, as configured in the run."""
     if config.run.privacy.is_on:
         return DifferentialPrivacy(config, node, samples, compute)
+    if config.run.privacy.secure_aggregation:
+        return Withholding(config, node, samples)
     return NoPrivacy(config, node, samples)

@@ -6,16 +6,20 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from zipfile import BadZipFile
 
+import numpy as np
 import torch
+from flwr.common import NDArrays
 from torch import Tensor, nn
 
 from fedhet.base.arrays import group, grouped
+from fedhet.base.disk import Folder
 from fedhet.base.errors import StateError
 from fedhet.base.transfer import HOST, all_to_device
 from fedhet.learning.devices import Compute, move
 from fedhet.models import Refitted
-from fedhet.runs.storage import ClientStore, Metadata, refuse_other
+from fedhet.runs.storage import KEPT_STATES, ClientStore, Metadata, refuse_other
 
 METHOD_TENSORS = "kept"
 """Group of the method's tensors in a saved state; no model may have this name."""
@@ -200,6 +204,39 @@ class ClientState:
     def _opened(self) -> ClientStore:
         assert self._store is not None, "call restore first"
         return self._store
+
+
+class ReplyStore:
+    """Replies of a client's last rounds on disk, to be sent again if the request is repeated."""
+
+    def __init__(self, root: Path, run: str, client: str, kind: str) -> None:
+        self._folder, self._kind = Folder(root / run / client, root, private=True), kind
+
+    def get(self, round: int) -> NDArrays | None:
+        """Return the reply of a round, or None if it is not stored. Raises StateError."""
+        path = self._folder.path / self._name(round)
+        if not path.is_file():
+            return None
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return [arrays[name] for name in arrays.files]
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            raise StateError(f"{path}: damaged ({error})") from None
+
+    def put(self, round: int, arrays: NDArrays) -> None:
+        """Store the reply of a round, and keep the replies of the last few rounds.
+
+        Replies of later rounds are deleted: the server has resumed from an earlier round.
+        """
+        name = self._name(round)
+        with self._folder.replacing(name, private=True) as path, path.open("wb") as file:
+            np.savez(file, *arrays)
+        stored = sorted(path.name for path in self._folder.path.glob(f"{self._kind}-*.npz"))
+        kept = [each for each in stored if each <= name][-KEPT_STATES:]
+        self._folder.remove([each for each in stored if each not in kept])
+
+    def _name(self, round: int) -> str:
+        return f"{self._kind}-{round:06d}.npz"
 
 
 def _newest_version(store: ClientStore) -> int:

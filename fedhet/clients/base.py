@@ -20,10 +20,11 @@ from flwr.client import NumPyClient
 from flwr.common import NDArrays, Scalar
 from torch import Tensor, nn
 
-from fedhet.base.errors import FedhetError, UserModelError
+from fedhet.base.errors import FedhetError, MaskingError, UserModelError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.client_runtime.codec import ClientCodec
 from fedhet.client_runtime.local_training import FixMatch, LocalTrainer, Predict, injected_faults
+from fedhet.client_runtime.masking import Masking
 from fedhet.client_runtime.node import Node
 from fedhet.client_runtime.privacy import privacy_mechanism
 from fedhet.client_runtime.samples import (
@@ -68,6 +69,7 @@ from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
 from fedhet.settings.run import TrainingSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge, MissingBaseError
+from fedhet.wire.masking import REVEAL
 
 
 class HetClient(NumPyClient):
@@ -96,6 +98,10 @@ class HetClient(NumPyClient):
         self.samples = samples or load_samples(config, node, self.compute)
         self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
         self.info, self.space = self.privacy.public_info(self.samples.info), self.samples.space
+        self.masking: Masking | None = None
+        """Secure aggregation, or None if the run does not use it, and for inference."""
+        if self.run.privacy.secure_aggregation and node.peers:
+            self.masking = Masking(self.config, node, self.samples.info)
         self.unlabeled, self.tests = self.samples.unlabeled, self.samples.tests
         self.loss: float | None = None
         """Mean training loss over the last epoch."""
@@ -378,7 +384,12 @@ class HetClient(NumPyClient):
     # Flower's interface, in the order of a run.
 
     def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
-        """Return the client's properties, such as its name, model, and task."""
+        """Return the client's name, model and task, or the shares that unmask a sum."""
+        if self.masking and REVEAL in config:
+            try:
+                return self.masking.revealed(config)
+            except FedhetError as error:
+                return self.privacy.error_report(error)
         self.samples.warn_of_unused_unlabeled(self.run.method)
         return dict(self.info.properties())
 
@@ -393,19 +404,29 @@ class HetClient(NumPyClient):
                 envelope, instruction = self.codec.read(parameters, self.sizes)
                 run, round = envelope.run, envelope.round
                 self.privacy.begin(run, round)
-                arrays, train_seconds = self.privacy.stored_reply(), 0.0
-                if arrays is not None:  # A private reply is sent again, not recomputed.
+                arrays, train_seconds, masking = None, 0.0, self.masking
+                if self.run.privacy.secure_aggregation:
+                    if masking is None:
+                        raise MaskingError("node-config 'peers': not set, expected a peers file")
+                    arrays = masking.begin(envelope, instruction, config)
+                if arrays is None:
+                    arrays = self.privacy.stored_reply()
+                if arrays is not None:  # A stored reply is sent again, not recomputed.
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)
                     with injected_faults(self.run, self.info.name, round):
                         reply, train_seconds = self._train(round, instruction)
                     reply = self.privacy.filter_reply(reply)
+                    if masking:
+                        reply = masking.masked(envelope, reply)
                     arrays = self.codec.encode(envelope, instruction, reply)
                     self.state.save(round, best if isinstance(best, int) else 0)
                     if self._recorded_in != run:
                         write_record(self.state.folder, self.record(run))
                         self._recorded_in = run
+                    if masking:
+                        arrays = masking.store(envelope, arrays)
                     self.privacy.store_reply(arrays)
                 scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
                 measured = _measured(scores, train_seconds, seconds, self.loss, self.metrics)
@@ -439,7 +460,7 @@ class HetClient(NumPyClient):
                 held_out = (
                     config.get("unseen")
                     and self.run.data.held_out_clients
-                    and not self.privacy.is_on
+                    and not self.privacy.hides_scores
                 )
                 evaluate = partial(self._evaluate_held_out, round) if held_out else self.evaluation
                 scores, seconds = timed(self.privacy.evaluate, evaluate, instruction)
@@ -449,7 +470,7 @@ class HetClient(NumPyClient):
         except FedhetError as error:
             return 0.0, 0, self._fault(error)
         score = scores.get(("personal", "private"))
-        hidden = score is None or not math.isfinite(score.loss) or self.privacy.is_on
+        hidden = score is None or not math.isfinite(score.loss) or self.privacy.hides_scores
         loss = 0.0 if score is None or hidden else score.loss
         return loss, self.info.samples, dict(write_measures(measured))
 

@@ -5,7 +5,8 @@
 - docs/reference.md: the settings that every run has
 - docs/methods/NAME.md: the properties and settings of a method, and the paper's experiment
 - README.md and docs/methods.md: the list of methods
-- docs/rounds.md and docs/privacy.md: the treatment of late replies and of privacy, by method
+- docs/rounds.md, docs/privacy.md and docs/secure-aggregation.md: the treatment of late replies, of
+  privacy, and of secure aggregation, by method
 - pyproject.toml: the default run config of `flwr run`
 
 In pages that also contain hand-written text, only the part between `BEGIN` and `END` is generated.
@@ -48,7 +49,10 @@ SETTING_COLUMNS = ("setting", "default", "allowed values", "description")
 REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
 METHOD_COLUMNS = ("method", "description", "requires")
+SUMMED_WITHIN = {"all": "all clients", "architecture": "the clients of each architecture"}
+"""Description of the clients that are summed."""
 LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("methods", "with privacy")
+SUMMED_COLUMNS = ("methods", "with secure aggregation")
 LATE: Mapping[Late, str] = {
     "averaged": "averaged, with a weight that depends on its age",
     "kept": "used unchanged: it is the client's own model, or its own class means",
@@ -71,6 +75,9 @@ def reference(root: Path) -> dict[Path, str]:
         docs / "privacy.md": _grouped(
             PRIVACY_COLUMNS,
             {m.name: m.spec.privacy.mechanism or "unsupported" for m in methods},
+        ),
+        docs / "secure-aggregation.md": _grouped(
+            SUMMED_COLUMNS, {m.name: _summed(m) for m in methods if not m.spec.sums.unsupported}
         ),
         **{docs / "methods" / f"{method.name}.md": _method(method) for method in methods},
     }
@@ -239,12 +246,33 @@ def privacy(method: Method) -> str:
     rule = method.spec.privacy
     if rule.unsupported:
         return f"Privacy (`privacy.epsilon`): unsupported, because {rule.unsupported}."
-    needs = ", ".join(
-        f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
-        for name, allowed in rule.needs.items()
-    )
+    needs = _requirements(method, rule.needs)
     requirement = f"; requires {needs}, because {rule.reason}" if needs else ""
     return f"Privacy (`privacy.epsilon`): {rule.mechanism}{requirement}."
+
+
+def _requirements(method: Method, needs: Mapping[str, tuple[Any, ...]]) -> str:
+    """Return required settings of a method as NAME=VALUE, separated by commas."""
+    return ", ".join(
+        f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
+        for name, allowed in needs.items()
+    )
+
+
+def summation(method: Method) -> str:
+    """Return a sentence about the method's support for secure aggregation."""
+    return f"Secure aggregation (`privacy.secure-aggregation`): {_summed(method)}."
+
+
+def _summed(method: Method) -> str:
+    """Return the cell of a method in the table of secure aggregation."""
+    rule = method.spec.sums
+    if rule.unsupported:
+        return f"unsupported: {rule.unsupported}"
+    lanes = rule.of(method.spec.settings())
+    sums = [f"{', '.join(lane.fields)} of {SUMMED_WITHIN[lane.within]}" for lane in lanes]
+    needs = _requirements(method, rule.needs)
+    return f"sums of {'; '.join(sums)}" + (f"; requires {needs}" if needs else "")
 
 
 def defenses(method: Method) -> str:

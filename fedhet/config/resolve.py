@@ -38,6 +38,24 @@ PUBLIC_FRACTION = 0.2
 """Default fraction of public training samples for methods that need public data."""
 LABELED_ALPHA = 0.5
 """Default of `data.labeled-alpha` for methods that need unlabeled data (UM-pFSSL, VI-A)."""
+SUMMED: Mapping[str, tuple[object, ...]] = {
+    "fraction": (1.0,),
+    "data.held-out-clients": (0,),
+    "wire.encoding": ("float32", "float16", "int8"),
+    "attack.kind": ("none",),
+    "defense.average": ("mean",),
+    "pace.mode": ("synchronous",),
+    "pace.over-selection": (0.0,),
+    "pace.min-replies": (1.0,),
+    "pace.timeout": ("",),
+    "pace.select": ("random",),
+}
+"""Settings restricted by secure aggregation, with their allowed values.
+
+Other values need the replies of single clients, late replies, or cohorts that change every round.
+"""
+MIN_SUMMED = 3
+"""Minimum number of clients in a sum: with two, each client could subtract its own reply."""
 PRIVATE: Mapping[str, tuple[object, ...]] = {
     "training.clip": (0.0,),
     "training.semi": ("none",),
@@ -146,6 +164,7 @@ def complete(given: GivenSettings) -> Config:
     _check_against_malice(config)
     _check_privacy(config)
     _check_training_and_pool(config)
+    _check_secure_aggregation(config)
     return config
 
 
@@ -269,6 +288,27 @@ def _check_privacy(config: Config) -> None:
             check(setting, model, (suitable,), problem)
         elif model in models.WITHOUT_GRADIENTS:
             check(setting, model, ("a neural network",))
+
+
+def _check_secure_aggregation(config: Config) -> None:
+    """Reject methods and settings that secure aggregation does not support."""
+    run, method, setting = config.run, config.method, "privacy.secure-aggregation"
+    if not run.privacy.secure_aggregation:
+        return
+    sums, settings = method.spec.sums, config.method_settings
+    if sums.unsupported:
+        problem = f"unsupported by {method.name} ({sums.unsupported})"
+        raise invalid_setting(setting, True, "false", problem)
+    values = run.flat() | {
+        f"{method.table}.{kebab(name)}": getattr(settings, name) for name in sums.needs
+    }
+    needs = {f"{method.table}.{kebab(name)}": allowed for name, allowed in sums.needs.items()}
+    for name, allowed in {**needs, **SUMMED}.items():
+        if values[name] not in allowed:
+            rule = " or ".join(dict.fromkeys(f"{value}".lower() or "empty" for value in allowed))
+            raise invalid_setting(name, values[name], f"{rule} with '{setting}'")
+    if run.clients < MIN_SUMMED:
+        raise invalid_setting("clients", run.clients, f"at least {MIN_SUMMED} with '{setting}'")
 
 
 def _check_training_and_pool(config: Config) -> None:

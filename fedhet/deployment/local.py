@@ -26,11 +26,12 @@ from fedhet.client_runtime.node import (
     STATE_DIR_VARIABLE,
 )
 from fedhet.config.resolve import Config, absolute
+from fedhet.config.secure import simulated_files, write_simulated
 from fedhet.data.store import RunData
 from fedhet.deployment import certs
 from fedhet.deployment.control import Connection, interrupted_by_terminate, listens, program, submit
 from fedhet.engines.connection import for_training
-from fedhet.engines.simulate import check_models_and_data
+from fedhet.engines.simulate import check_models_and_data, peers_of
 from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"
@@ -56,6 +57,8 @@ class LocalDeployment:
     host: str = LOOPBACK
     command_prefix: Callable[[str], Sequence[str]] = lambda name: ()
     """Function that returns the command prefix of a process, e.g. `ip netns exec …` or `nice`."""
+    secure: bool = False
+    """Whether nodes have keys for secure aggregation, in `root`; see `peers_of`."""
 
     def __post_init__(self) -> None:
         self.fleet_port, self.control_port = free_port(), free_port()
@@ -124,12 +127,16 @@ class LocalDeployment:
             options: Command-line options that override the defaults; an empty value means a flag,
                 and None omits the option.
         """
+        node_config = f"partition-id={index} num-partitions={self.nodes} allow-downloads=true"
+        if self.secure:
+            files = simulated_files(self.root, client_name(index, self.nodes))
+            node_config += ' peers="{}" peers-key="{}"'.format(*files)
         arguments = {
             "root-certificates": self.certs / certs.CA_CERTIFICATE,
             "superlink": f"{self.host}:{self.fleet_port}",
             "auth-supernode-private-key": self.certs / certs.NODES / site_name(index),
             "port": free_port(),
-            "node-config": f"partition-id={index} num-partitions={self.nodes} allow-downloads=true",
+            "node-config": node_config,
             **options,
         }
         words = []
@@ -196,7 +203,13 @@ def deploy_local(
         raise FedhetError(f"--keep: directory must be empty, got {keep}")
     root = Path(tempfile.mkdtemp(prefix="fedhet-")) if keep is None else keep.resolve()
     root.mkdir(parents=True, exist_ok=True)
-    with interrupted_by_terminate(), LocalDeployment(root, config.run.clients) as deployment:
+    secure = config.run.privacy.secure_aggregation
+    if secure:
+        write_simulated(root, *peers_of(data))
+    with (
+        interrupted_by_terminate(),
+        LocalDeployment(root, config.run.clients, secure=secure) as deployment,
+    ):
         say(f"server and {deployment.nodes} nodes on {deployment.host}, TLS, logs in {root}")
         try:
             submit(config, deployment.connection, say)

@@ -25,6 +25,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.server import Server, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import ClientManager
 
@@ -33,6 +34,7 @@ from fedhet.base.errors import ModelError, SettingsError, one_line
 from fedhet.client_runtime.node import Node, open_client, read_node
 from fedhet.client_runtime.samples import ClientSamples
 from fedhet.config.resolve import Config, check, resolve
+from fedhet.config.secure import Peers, simulated_peers, write_simulated
 from fedhet.config.sources import read_toml, settings_for_method
 from fedhet.data.sources import paths_of
 from fedhet.data.spec import Split
@@ -158,6 +160,8 @@ def _trained(
             "owners": data.owners(),
         }
         write_text(directory / "partition.json", json.dumps(partition))
+        if config.run.privacy.secure_aggregation:
+            write_simulated(directory / "state", *peers_of(data), within=directory)
         if engine.starting:
             show_waiting(watchers, engine.starting)
         with _logging_to(directory / "flower.log"):
@@ -191,6 +195,21 @@ def check_models_and_data(config: Config, data: RunData) -> None:
             raise
         except Exception as error:  # The first round reports an error in the method.
             logging.getLogger("fedhet").debug("set-up of %s: %s", name, error)
+
+
+def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
+    """Return new peers for the clients of a simulation, and their private keys by name.
+
+    Each client lists the classes of its training samples; the cap is the size of the largest
+    client.
+    """
+    labels, names = data.dataset.train.y, [*data.label_counts()]
+    rows = [data.split_rows(index)[0] for index in range(len(names))]
+    classes = {
+        name: [str(label) for label in sorted({*labels[own].tolist()})]
+        for name, own in zip(names, rows, strict=True)
+    }
+    return simulated_peers(names, cap=max(map(len, rows)), classes=classes)
 
 
 def baseline_of(config: Config, directory: Path, method: str) -> Config:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.methods.spec import MethodSpec, Protection, model_shapes
+from fedhet.methods.spec import MethodSpec, Protection, Sums, model_shapes
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -61,4 +61,5 @@ SPEC = MethodSpec(
     instructions=Contract((WeightsField("weights", "the model to evaluate", required=False),)),
     replies=Contract((WeightsField("weights", "the model after training"),)),
     privacy=Protection(unsupported="the method collects the data of all clients in one place"),
+    sums=Sums(unsupported="the server collects the samples"),
 )

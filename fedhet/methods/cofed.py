@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Passes
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Passes, Sums
 from fedhet.settings.run import Optimizer, TrainingSettings
 from fedhet.settings.schema import Count, CountOrNone, Distinct, Frozen, Listed, MethodSettings
 from fedhet.wire.contract import Contract, ScalarField, TensorField, all_or_none
@@ -144,4 +144,5 @@ SPEC = MethodSpec(
         needs={"search": ("none",)},
         reason="the search selects by scores on the client's samples",
     ),
+    sums=Sums(unsupported="the server counts the votes of each client"),
 )

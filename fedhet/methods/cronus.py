@@ -7,6 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import DigestLoss
 from fedhet.methods import fedmd
+from fedhet.methods.spec import Sums
 from fedhet.settings.schema import Positive
 
 
@@ -44,4 +45,5 @@ SPEC = replace(
     instructions=fedmd.instructions("probabilities"),
     replies=fedmd.replies("probabilities"),
     metrics={"filtered": "fraction of the replies removed by the filter"},
+    sums=Sums(unsupported="the robust average needs the scores of each client"),
 )

@@ -7,7 +7,9 @@ from pydantic import Field
 
 from fedhet.algorithms import DigestLoss
 from fedhet.methods import fedmd
+from fedhet.methods.spec import Sums
 from fedhet.settings.schema import Count, ModelName, Positive
+from fedhet.wire.contract import Sum
 
 
 class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
@@ -42,4 +44,5 @@ SPEC = replace(
     model_settings={"server_model": "model"},
     instructions=fedmd.instructions("probabilities"),
     replies=fedmd.replies("probabilities"),
+    sums=Sums((Sum(("probabilities",), "clients"),)),
 )

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings, NonNegative
 from fedhet.wire.contract import Contract, TensorField, all_or_none
@@ -55,4 +55,5 @@ SPEC = MethodSpec(
         "over clients",
     },
     privacy=Protection(CLASS_SUMS, vectors=1, norm=1.0),
+    sums=Sums(unsupported="each client receives the average without its own contribution"),
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fedhet.algorithms import Part
-from fedhet.methods.spec import DP_SGD, MethodSpec, default_sizes, model_shapes
+from fedhet.methods.spec import DP_SGD, SUM_OF_WEIGHTS, MethodSpec, default_sizes, model_shapes
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -51,4 +51,5 @@ SPEC = MethodSpec(
     instructions=Contract((WeightsField("weights", "averaged tensors, from which clients start"),)),
     replies=REPLIES,
     privacy=DP_SGD,
+    sums=SUM_OF_WEIGHTS,
 )

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from fedhet.methods.fedavg import REPLIES, FedAvgSettings, part_sizes
-from fedhet.methods.spec import DP_SGD, MethodSpec
+from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, Positive
 from fedhet.wire.contract import Contract, WeightsField
@@ -36,4 +36,5 @@ SPEC = MethodSpec(
     replies=REPLIES,
     metrics={"distillation_loss": "distillation loss of the fused models"},
     privacy=DP_SGD,
+    sums=Sums(unsupported="the server needs the model of each client for its ensemble"),
 )

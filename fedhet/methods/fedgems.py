@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, kebab
 from fedhet.wire.contract import Contract, TensorField
@@ -111,4 +111,5 @@ SPEC = MethodSpec(
         "upload_ratio": "fraction of the public set that is requested",
     },
     privacy=PUBLIC_PREDICTIONS,
+    sums=Sums(unsupported="the server compares the scores of each client with the labels"),
 )

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedhet.base.arrays import Shapes
 from fedhet.methods import lg_fedavg
-from fedhet.methods.spec import Protection
+from fedhet.methods.spec import Protection, Sums
 from fedhet.settings.schema import Count, NonNegative, Positive
 from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
 from fedhet.wire.identity import ClientInfo
@@ -114,4 +114,5 @@ SPEC = replace(
         needs={"weighting": ("clients",), "prior": ("uniform",)},
         reason="with other values, clients would send their numbers of samples per class",
     ),
+    sums=Sums(unsupported="the server trains on the heads of single clients"),
 )

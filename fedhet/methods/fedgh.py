@@ -5,7 +5,7 @@ from dataclasses import replace
 from pydantic import Field
 
 from fedhet.methods import lg_fedavg
-from fedhet.methods.spec import CLASS_SUMS, Protection
+from fedhet.methods.spec import CLASS_SUMS, Protection, Sums
 from fedhet.settings.schema import Count, Positive
 from fedhet.wire.contract import Contract, TensorField, WeightsField
 
@@ -42,4 +42,5 @@ SPEC = replace(
         "head_loss": "loss of the global head",
     },
     privacy=Protection(CLASS_SUMS, vectors=1),
+    sums=Sums(unsupported="the server trains on the class means of single clients"),
 )

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from fedhet.base.errors import ModelError, SettingsError
-from fedhet.methods.spec import MethodSpec, Protection
+from fedhet.methods.spec import MethodSpec, Protection, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import (
     Count,
@@ -87,4 +87,5 @@ SPEC = MethodSpec(
     metrics={"server_accuracy": "accuracy of the server model on the clients' features"},
     warning="fedgkt sends the features and the label of every training sample to the server",
     privacy=Protection(unsupported="clients send the features and the label of every sample"),
+    sums=Sums(unsupported="the server trains on the features of each sample"),
 )

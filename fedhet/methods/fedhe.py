@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings, NonNegative
-from fedhet.wire.contract import Contract, TensorField, all_or_none
+from fedhet.wire.contract import Contract, Sum, TensorField, all_or_none
 
 
 class FedHeSettings(MethodSettings):
@@ -48,4 +48,5 @@ SPEC = MethodSpec(
     ),
     metrics={"classes_covered": "classes with an average"},
     privacy=Protection(CLASS_SUMS, vectors=1),
+    sums=Sums((Sum(("logits",), "clients"),), needs={"replies": ("latest",)}),
 )

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedhet.methods import fedavg
-from fedhet.methods.spec import BOTH_MODELS
+from fedhet.methods.spec import BOTH_MODELS, Sums
 from fedhet.settings.schema import ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
 from fedhet.wire.factors import FactorsField
@@ -91,4 +91,5 @@ SPEC = replace(
         needs={"intensity": ("sample",)},
         reason="the mean loss of a batch affects the gradient of every sample",
     ),
+    sums=Sums(unsupported="the low-rank factors of clients cannot be summed"),
 )

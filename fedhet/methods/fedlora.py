@@ -10,7 +10,7 @@ from fedhet.algorithms import LORA_A, LORA_B, Aggregation
 from fedhet.base.arrays import Arrays, Shapes
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import DP_SGD, MethodSpec
+from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import NonNegative
 from fedhet.wire.contract import MAX_MAGNITUDE, Contract, Sizes, WeightsField
@@ -118,4 +118,5 @@ SPEC = MethodSpec(
     instructions=Contract((AdapterField("weights", "averaged adapters with the client's rank"),)),
     replies=Contract((AdapterField("weights", "adapters and head after training"),)),
     privacy=DP_SGD,
+    sums=Sums(unsupported="the server multiplies the adapters of each client"),
 )

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, field_validator
 
 from fedhet.algorithms import DigestLoss, ScoreKind
-from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
-from fedhet.wire.contract import Contract, TensorField, all_or_none
+from fedhet.wire.contract import Contract, Sum, TensorField, all_or_none
 
 MIN_SAMPLE = 2
 """Minimum number of public samples on which a client can train."""
@@ -102,4 +102,5 @@ SPEC = MethodSpec(
     instructions=instructions("logits"),
     replies=replies("logits"),
     privacy=PUBLIC_PREDICTIONS,
+    sums=Sums((Sum(("logits",), "clients"),)),
 )

@@ -5,10 +5,10 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms import PrototypeDistance
-from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection
+from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
-from fedhet.wire.contract import Contract, TensorField, all_or_none
+from fedhet.wire.contract import Contract, Sum, TensorField, all_or_none
 
 
 class PrototypeSettings(MethodSettings):
@@ -65,4 +65,5 @@ SPEC = MethodSpec(
         )
     ),
     privacy=Protection(CLASS_SUMS, vectors=1),
+    sums=Sums((Sum(("features", "counts"), "classes"),)),
 )

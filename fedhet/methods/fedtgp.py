@@ -7,6 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import Margin, PrototypeDistance
 from fedhet.methods import fedproto
+from fedhet.methods.spec import Sums
 from fedhet.settings.schema import Count, NonNegative, Positive
 from fedhet.wire.contract import Contract, TensorField
 
@@ -72,4 +73,5 @@ SPEC = replace(
         needs={"distance": ("mse",)},
         reason="the distance of a class mean affects the gradient of every sample of the class",
     ),
+    sums=Sums(unsupported="the server trains on the class means of single clients"),
 )

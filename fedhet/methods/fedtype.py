@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedhet.algorithms import MIN_SCALE
-from fedhet.methods.spec import BOTH_MODELS, MethodSpec, model_shapes
+from fedhet.methods.spec import BOTH_MODELS, MethodSpec, Sums, model_shapes
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, ModelName, NonNegative, Positive
-from fedhet.wire.contract import Contract, ScalarField, Sizes, WeightsField
+from fedhet.wire.contract import Contract, ScalarField, Sizes, Sum, WeightsField
 from fedhet.wire.identity import ClientInfo
 
 Rank = Annotated[int, Field(ge=0, le=1_000_000)]
@@ -165,4 +165,5 @@ SPEC = MethodSpec(
         },
         reason="with conformal thresholds, a sample's gradient depends on other samples",
     ),
+    sums=Sums((Sum(("proxy",)), Sum(("scale",), only_if=("aggregation", "pfedbayes")))),
 )

@@ -6,10 +6,17 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms import FeatureNorm
-from fedhet.methods.spec import CLASS_SUMS, MethodSpec, Protection, default_sizes, model_shapes
+from fedhet.methods.spec import (
+    CLASS_SUMS,
+    MethodSpec,
+    Protection,
+    Sums,
+    default_sizes,
+    model_shapes,
+)
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, MethodSettings, NonNegative
-from fedhet.wire.contract import Contract, Sizes, TensorField, WeightsField, all_or_none
+from fedhet.wire.contract import Contract, Sizes, Sum, TensorField, WeightsField, all_or_none
 from fedhet.wire.identity import ClientInfo
 
 
@@ -81,4 +88,10 @@ SPEC = MethodSpec(
     ),
     metrics={"classes_covered": "classes with an average"},
     privacy=Protection(CLASS_SUMS, vectors=2),
+    sums=Sums(
+        (
+            Sum(("features", "logits", "counts"), "classes"),
+            Sum(("weights",), within="architecture", only_if=("share_weights", True)),
+        )
+    ),
 )

@@ -7,10 +7,10 @@ from pydantic import Field
 
 from fedhet.algorithms import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import DP_SGD, MethodSpec
+from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Listed
-from fedhet.wire.contract import Contract, TensorField, WeightsField
+from fedhet.wire.contract import Contract, Sum, TensorField, WeightsField
 
 Level = Literal["a", "b", "c", "d", "e"]
 WIDTHS: dict[Level, float] = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
@@ -79,5 +79,9 @@ SPEC = MethodSpec(
     ),
     privacy=replace(
         DP_SGD, needs={"masked": (False,)}, reason="the mask reveals the client's label set"
+    ),
+    sums=Sums(
+        (Sum(("weights",), within="architecture"),),
+        needs={"weighting": ("samples",), "masked": (False,)},
     ),
 )

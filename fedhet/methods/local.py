@@ -1,6 +1,6 @@
 """Declaration of local training, the baseline without communication."""
 
-from fedhet.methods.spec import MethodSpec, Protection
+from fedhet.methods.spec import MethodSpec, Protection, Sums
 
 SPEC = MethodSpec(
     title="baseline: each client trains alone",
@@ -10,4 +10,5 @@ SPEC = MethodSpec(
     late="averaged",
     any_model=True,
     privacy=Protection("DP-SGD; clients send only scores on a shared test set"),
+    sums=Sums(unsupported="clients send nothing"),
 )

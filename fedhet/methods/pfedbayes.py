@@ -6,9 +6,9 @@ from pydantic import Field
 
 from fedhet.algorithms import MIN_SCALE
 from fedhet.methods import fedavg
-from fedhet.methods.spec import Protection, model_shapes
+from fedhet.methods.spec import Protection, Sums, model_shapes
 from fedhet.settings.schema import Count, NonNegative
-from fedhet.wire.contract import Contract, Sizes, WeightsField
+from fedhet.wire.contract import Contract, Sizes, Sum, WeightsField
 from fedhet.wire.identity import ClientInfo
 
 
@@ -56,4 +56,5 @@ SPEC = replace(
         )
     ),
     privacy=Protection(unsupported="weights are sampled several times for each batch"),
+    sums=Sums((Sum(("weights", "scale")),)),
 )

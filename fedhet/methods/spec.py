@@ -17,7 +17,7 @@ from fedhet.kinds import Kind
 from fedhet.settings.defense import Average
 from fedhet.settings.run import TrainingSettings
 from fedhet.settings.schema import MethodSettings, build
-from fedhet.wire.contract import Contract, Sizes, require
+from fedhet.wire.contract import Contract, Sizes, Sum, require
 from fedhet.wire.identity import ClientInfo
 
 EMPTY = Contract()
@@ -112,6 +112,30 @@ PUBLIC_PREDICTIONS = Protection("DP-SGD; predictions on public data are post-pro
 
 
 @dataclass(frozen=True)
+class Sums:
+    """Support of a method for secure aggregation, with which the server only receives sums."""
+
+    lanes: tuple[Sum, ...] = ()
+    """Sums of the fields of the replies, without scalars. Fields in no sum are not sent."""
+    unsupported: str = ""
+    """Reason why the method does not support secure aggregation, or "" if it does."""
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values required with secure aggregation, by field of the method's settings."""
+
+    def of(self, settings: Any) -> tuple[Sum, ...]:
+        """Return the sums of a run with the given settings of the method."""
+        return tuple(
+            lane
+            for lane in self.lanes
+            if lane.only_if is None or getattr(settings, lane.only_if[0]) == lane.only_if[1]
+        )
+
+
+UNDECLARED_SUMS = Sums(unsupported="the method does not declare which fields the server sums")
+SUM_OF_WEIGHTS = Sums((Sum(("weights",)),))
+
+
+@dataclass(frozen=True)
 class MethodSpec:
     """Declaration of a method.
 
@@ -194,6 +218,8 @@ class MethodSpec:
     """Reason why the method supports no robust aggregation rule, as shown to users."""
     privacy: Protection = UNDECLARED
     """Support for differential privacy of the clients' samples."""
+    sums: Sums = UNDECLARED_SUMS
+    """Support for secure aggregation."""
     warning: str = ""
     """Warning shown before a run starts."""
     simulation_only: bool = False
@@ -204,7 +230,8 @@ class MethodSpec:
         """Check the fields. Raises TypeError or ValueError if a field is invalid."""
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
-        require(self, robustness=str, warning=str, privacy=Protection, tasks=tuple, only_tasks=str)
+        require(self, robustness=str, warning=str, privacy=Protection, sums=Sums)
+        require(self, tasks=tuple, only_tasks=str)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"

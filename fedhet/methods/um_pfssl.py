@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedhet.algorithms import Divergence, RelationKind
-from fedhet.methods.spec import MethodSpec, Protection, model_shapes
+from fedhet.methods.spec import MethodSpec, Protection, Sums, model_shapes
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings, invalid_setting
 from fedhet.wire.contract import Contract, ScalarField, Sizes, TensorField, WeightsField
@@ -161,4 +161,5 @@ SPEC = MethodSpec(
     privacy=Protection(
         unsupported="helpers are selected by metrics computed on the client's samples"
     ),
+    sums=Sums(unsupported="the server forwards the models of single clients"),
 )

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from fedhet.methods import felo
+from fedhet.methods.spec import Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, Positive
 from fedhet.wire.contract import Sizes, TensorField
@@ -69,4 +70,5 @@ SPEC = replace(
         "cvae_loss": "loss of the CVAE",
         "separation": "fraction of the CVAE's features that are nearest to their class mean",
     },
+    sums=Sums(unsupported="the server trains on the class means of single clients"),
 )

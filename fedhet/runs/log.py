@@ -253,6 +253,8 @@ class RunLog:
         privacy = self.config.run.privacy
         if privacy.is_on:
             self.notice(privacy.describe_budget(self.config.run.rounds))
+        if privacy.secure_aggregation:
+            self.notice("secure aggregation (experimental): the server only receives sums")
         if warning := self.config.method.spec.warning:
             self.notice(warning)
 
@@ -353,6 +355,8 @@ class RunLog:
             record = self._history[-1] if self._history else RoundRecord(0)
             if record.scores or not self._history:
                 return ""
+            if self.config.run.privacy.secure_aggregation and not record.unevaluated:
+                return ""  # scores on the sites' own samples stay at the sites
             reasons = sorted({**record.failed, **record.unevaluated}.items())
             example = f"; client {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
             return f"no client could be evaluated in round {record.round}{example}"

@@ -73,6 +73,8 @@ class Reply:
     """Number of rounds since the client received its instruction; 0 if the reply is not late."""
     sent: Knowledge | None = field(default=None, repr=False)
     """Content of the client's instruction, if the reply is late and needs it."""
+    clients: tuple[str, ...] = ()
+    """Names of the clients whose replies are summed in this reply; empty for a single client."""
 
     @property
     def samples(self) -> int:

@@ -302,11 +302,15 @@ class RoundState:
         self.record.failed[name] = reason
         self.notice(f"client {name} is not aggregated in round {self.record.round}: {reason}")
 
-    def finalize(self, accepted: Sequence[str]) -> bool:
+    def finalize(self, accepted: Sequence[str], sums: Sequence[str] = ()) -> bool:
         """Record the clients whose replies were accepted, and return whether to roll back.
 
         The server must roll back if earlier instructions were usable and if more clients failed
         than replied. A client failed if it could not use its instruction or sent an unusable reply.
+
+        Args:
+            accepted: Names of the clients.
+            sums: Names of the sums of their replies, with secure aggregation.
         """
         self.record.answered = list(accepted)
         self.record.ages = {name: age for name in accepted if (age := self.age_of(name))}
@@ -316,7 +320,9 @@ class RoundState:
         if accepted:
             number, magnitudes = self.record.round, self._magnitudes
             self.rollback.good, self.rollback.formed = number - 1, number
-            self.rollback.usual |= medians([magnitudes[n] for n in accepted if n in magnitudes])
+            self.rollback.usual |= medians(
+                [magnitudes[n] for n in (*accepted, *sums) if n in magnitudes]
+            )
         return False
 
     def record_rollback(self) -> None:

@@ -29,12 +29,14 @@ from fedhet.server.reply import (
     part_of,
 )
 from fedhet.server.round import RoundState
+from fedhet.server.unmasking import Unmasking
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import VARIANCES, Contract, Sizes, TensorField, WeightsField
 from fedhet.wire.factors import FactorsField, unpacked
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
+from fedhet.wire.masking import MASKED_CONTRACT
 
 Step = Callable[[Iterable[Reply]], Iterable[Reply]]
 SizesOf = Callable[[ClientInfo], Sizes]
@@ -57,6 +59,7 @@ def steps_of(
     state: RoundState,
     members: Collection[str],
     instruct: MakeInstruction,
+    unmasking: Unmasking | None = None,
 ) -> list[Step]:
     """Return the steps between the decoding of a reply and the method's `accept`, in order.
 
@@ -71,9 +74,17 @@ def steps_of(
         state: State of the round.
         members: Names of the clients of the run.
         instruct: Function that returns the current instruction for a client.
+        unmasking: Replaces masked replies by their sums; None without secure aggregation, which
+            excludes attacks, and steps that compare single replies.
     """
     replies = spec.replies
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
+    if unmasking is not None:
+        shapes = partial(unmasking.masked_sizes, sizes=sizes)
+        masked = partial(check_contract, contract=MASKED_CONTRACT, sizes=shapes, state=state)
+        limit = run.engine.outlier_factor
+        magnitude = [partial(check_magnitude, factor=limit, state=state)] if limit else []
+        return [masked, partial(unmasking, sizes=sizes), contract, *magnitude]
     steps: list[Step] = [contract]
     if any(isinstance(field, FactorsField) for field in replies.fields):
         steps.append(partial(expand_factors, contract=replies, sizes=sizes))

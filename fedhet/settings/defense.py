@@ -120,6 +120,11 @@ class PrivacySettings(Schema):
         description="methods based on class means: noise of the sample count of each class, at "
         "least 1; 0 = twice 'class-noise'",
     )
+    secure_aggregation: bool = Field(
+        False,
+        description="whether the server only receives sums over the clients (experimental); each "
+        "site needs the node settings 'peers' and 'peers-key'",
+    )
 
     @property
     def is_on(self) -> bool:

@@ -48,10 +48,12 @@ from fedhet.server.reply import LateReplies, Reply, ReplySpool
 from fedhet.server.round import RoundResults, RoundState, Selection, track_divergence
 from fedhet.server.selection import ClientSampler
 from fedhet.server.steps import apply_steps, steps_of
+from fedhet.server.unmasking import Unmasking
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
 from fedhet.wire.identity import SERVER, ClientInfo
 from fedhet.wire.knowledge import Knowledge
+from fedhet.wire.masking import MASKED_CONTRACT
 
 __all__ = ["HetStrategy", "Reply", "Selection"]
 
@@ -107,8 +109,14 @@ class HetStrategy(Strategy):
             max_age=pace.max_age,
             encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
         )
-        self._spool = ReplySpool(log.directory / "inbox", limit, spec.replies, self._codec.bases_of)
-        self._used_spool = self._spool if spec.large_messages or spec.replies.weights else None
+        replies, self._unmasking = spec.replies, None
+        if self.run.privacy.secure_aggregation:
+            replies = MASKED_CONTRACT
+            self._unmasking = Unmasking(
+                config, log.run_name, self.state, log.directory, engine.join_timeout
+            )
+        self._spool = ReplySpool(log.directory / "inbox", limit, replies, self._codec.bases_of)
+        self._used_spool = self._spool if spec.large_messages or replies.weights else None
         # Limit the number of large instructions that exist at the same time.
         self._turn = threading.BoundedSemaphore(engine.in_flight or log.workers)
         self._late = LateReplies(log.directory, log.run_name)
@@ -300,6 +308,8 @@ class HetStrategy(Strategy):
             with contextlib.suppress(FedhetError):
                 class_names = self.data.dataset.classes
         self.log.begin(infos, class_names)
+        if self._unmasking:
+            self._unmasking.check(infos)
         if self._held_out.notice:
             self.log.notice(self._held_out.notice)
         self.state.scores.mark_outdated(self.members)
@@ -327,6 +337,9 @@ class HetStrategy(Strategy):
         idle = [self.members[name].info for name in eligible if name not in at_work]
         self._sampler.start(len(eligible) - len(idle))
         selection = self.select(server_round, idle) if idle else Selection(())
+        if self._unmasking:
+            summed = self._unmasking.start(server_round, self.members, selection.training)
+            selection = Selection(tuple(name for name in selection.training if name in summed))
         self.state.record_selection(selection, self._sampler.needed(selection), at_work, absent)
         self.log.round_started(
             server_round, selection.names, self.state.exclusion_reasons(self.members)
@@ -343,6 +356,7 @@ class HetStrategy(Strategy):
             config: dict[str, Scalar] = {
                 "evaluate": name in evaluating,
                 **self.log.best_round_config,
+                **(self._unmasking.config(name) if self._unmasking else {}),
             }
             if self.spec.large_messages:
                 make_payload = partial(self._encode, server_round, member.info)
@@ -386,9 +400,14 @@ class HetStrategy(Strategy):
             self.state.scores.mark_outdated(trained & {*self.state.expected})
             replies = self._codec.decode_all(results, failures, self.members)
             instruct = partial(self.instruct, server_round)
-            steps = steps_of(self.run, self.spec, self.sizes, self.state, self.members, instruct)
+            steps = steps_of(
+                *(self.run, self.spec, self.sizes, self.state, self.members, instruct),
+                self._unmasking,
+            )
             accepted = list(apply_steps([*steps, self._accept], replies))
-            if self.state.finalize([reply.client.name for reply in accepted]):
+            names = {name for reply in accepted for name in reply.clients or (reply.client.name,)}
+            sums = [reply.client.name for reply in accepted if reply.clients]
+            if self.state.finalize(sorted(names), sums):
                 # Restore the state after the last round whose instructions the clients could use.
                 good = self.state.rollback.good
                 tensors = self.log.checkpoints.read(good).tensors if good else {}
@@ -410,7 +429,8 @@ class HetStrategy(Strategy):
         for reply in replies:
             with self.state.drop_on_error(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
-                self.state.record_measured(reply.client.name, reply.measured)
+                if not reply.clients:  # otherwise, recorded for each client
+                    self.state.record_measured(reply.client.name, reply.measured)
                 self._sampler.record_reply(reply, self.state.record.round)
                 yield accepted
 

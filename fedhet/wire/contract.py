@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -272,6 +272,30 @@ class Contract:
                 _check_scalar(sender, field, scalars[field.name])
             else:
                 _check_tensor(sender, field, tensors, axes)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Fields of the clients' replies that the server only uses in one weighted sum.
+
+    Example:
+        >>> Sum(("weights",)).weight
+        'samples'
+    """
+
+    fields: tuple[str, ...]
+    """Fields that are summed, without the field of class ids."""
+    weight: Literal["samples", "clients", "classes"] = "samples"
+    """Weight of a client: its number of samples, 1, or its number of samples of each class. With
+    "classes", the weights are 1 if the method's setting `weighting` is "clients"."""
+    within: Literal["all", "architecture"] = "all"
+    """Clients that are summed: all clients, or the clients with the same architecture."""
+    only_if: tuple[str, object] | None = None
+    """Setting of the method and the value with which the fields are sent, or None."""
+
+    def __post_init__(self) -> None:
+        """Raise TypeError if the declaration is invalid."""
+        require(self, fields=tuple, weight=str, within=str)
 
 
 def all_or_none(first: TensorField, *others: TensorField) -> tuple[TensorField, ...]:

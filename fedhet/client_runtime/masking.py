@@ -1,0 +1,427 @@
+"""Client side of secure aggregation: masked replies, and the shares that unmask their sum.
+
+Bonawitz et al., CCS 2017, with keys that the sites exchange in advance (`config.secure`). The
+server is not trusted: a site checks each request against its peers file and against its ledger, and
+never answers two different requests of one round. Otherwise, the server could subtract two vectors
+with the same mask, or learn both the mask of a site and its secrets shared with other sites.
+
+A key derivation covers the run, the round, the cohort, the peers file and the layout of the vector,
+so that sites that the server tells different things derive masks that do not cancel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from flwr.common import NDArrays, Scalar
+
+from fedhet.algorithms import shamir
+from fedhet.base.arrays import Array, Shapes
+from fedhet.base.disk import Folder, parse_json
+from fedhet.base.errors import MaskingError, StateError, error_text
+from fedhet.client_runtime.node import Node
+from fedhet.client_runtime.state import ReplyStore
+from fedhet.config.resolve import Config
+from fedhet.wire.contract import Sizes, Sum, TensorField, WeightsField, check_finite, ids_of
+from fedhet.wire.identity import ClientInfo, is_name
+from fedhet.wire.knowledge import Envelope, Knowledge
+from fedhet.wire.masking import (
+    BOX_BYTES,
+    FAULT,
+    MASKED,
+    NONCE_BYTES,
+    REQUEST,
+    REVEAL,
+    SEEDS,
+    SHARES,
+    Layout,
+    content_digest,
+    context,
+)
+
+REPLY, REVEALED = "masked reply", "shares"
+"""Kinds of answers in the ledger."""
+FOLDER, MAX_LEDGER_BYTES, MAX_REQUEST_BYTES = "_masking", 256 * 2**20, 2**20
+"""Directory of the ledgers within the private state; no run has this name. Maximum sizes."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One vector of a masked reply, as checked by the site."""
+
+    number: int
+    cohort: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    """Classes whose rows are summed, because enough sites of the cohort list them."""
+    context: str = ""
+    """Context of all keys in hexadecimal, once the layout is known."""
+
+
+class Masking:
+    """The masked replies of one client."""
+
+    def __init__(self, config: Config, node: Node, info: ClientInfo) -> None:
+        """Create the masking of a client, whose true description is `info`.
+
+        With differential privacy, the number of samples is private, and all clients have the same
+        weight.
+        """
+        if node.peers is None or node.peers_key is None:
+            raise MaskingError("node-config 'peers': not set, expected a peers file")
+        self._peers, self._key, self._name = node.peers, node.peers_key, node.name
+        self._contract, self._settings = config.method.spec.replies, config.method_settings
+        self._sums = config.method.spec.sums.of(config.method_settings)
+        self._classes, cap = info.classes, node.peers.cap
+        self._samples = cap if config.run.privacy.is_on else min(info.samples, cap)
+        self._is_site = node.is_site and not config.run.privacy.is_on
+        self._root, self._ledger = node.state_dir, Ledger(node.state_dir, node.name)
+        self._lanes: list[Lane] = []
+        self._nonce, self._request = b"", ""
+
+    # A masked reply.
+
+    def begin(
+        self, envelope: Envelope, instruction: Knowledge, config: Mapping[str, Scalar]
+    ) -> NDArrays | None:
+        """Check a request for a masked reply, and return the stored reply if it is repeated.
+
+        Raises MaskingError if a cohort violates the rules of the peers file, or if this site has
+        replied to another request of the round.
+        """
+        request = _parsed(config.get(REQUEST), {"nonce", "cohorts"})
+        nonce, cohorts = request["nonce"], request["cohorts"]
+        try:
+            self._nonce = bytes.fromhex(nonce)
+            numbers = sorted(map(int, cohorts))
+            if {*map(str, numbers)} != cohorts.keys():
+                raise ValueError("numbers in another form")
+        except (AttributeError, TypeError, ValueError):
+            raise MaskingError(f"{REQUEST}: expected a nonce and cohorts") from None
+        valid = len(self._nonce) == 16 and numbers and numbers[0] >= 0
+        if not valid or numbers[-1] >= len(self._sums):
+            raise MaskingError(f"{REQUEST}: expected a nonce of 16 bytes, and cohorts of this run")
+        self._lanes = [self._lane(number, cohorts.get(str(number))) for number in numbers]
+        digest = content_digest(instruction.tensors, instruction.scalars)
+        lanes = json.dumps([[lane.number, lane.cohort] for lane in self._lanes])
+        self._request = context(
+            *(envelope.run, envelope.round, self._nonce, digest, self._peers.digest, lanes)
+        ).hex()
+        recorded = self._ledger.recorded(envelope.run, envelope.round, REPLY)
+        stored = self._replies(envelope.run).get(envelope.round)
+        if recorded is None and stored is None:
+            return None
+        if stored is None or json.loads(stored[0].tobytes())[0] != self._request:
+            raise _repeated(envelope.run, envelope.round, REPLY)
+        # Without a record, the process was killed before it wrote one, or the ledger was truncated.
+        self._ledger.commit(envelope.run, envelope.round, REPLY, self._request, lambda: None)
+        return stored[1:]
+
+    def masked(self, envelope: Envelope, sent: Knowledge) -> Knowledge:
+        """Return a reply with one masked vector for each lane of the request."""
+        tensors: dict[str, Array] = {}
+        lanes, own = [], {int(label) for label in self._peers.peer(self._name).classes}
+        for lane in self._lanes:
+            layout = self._layout(self._sums[lane.number], sent, len(lane.cohort))
+            for part in layout.parts:
+                check_finite(self._name, part.name, sent.tensors[part.name])
+            threshold = self._peers.threshold(len(lane.cohort))
+            bound = context(
+                *(envelope.run, self._nonce, envelope.round, lane.number, lane.cohort),
+                *(self._peers.digest, threshold, layout.describe(), [*map(str, lane.rows)]),
+            )
+            rows = own.intersection(lane.rows)
+            # Other sites rely on the lists: with two listed sites that send no row, the sum would
+            # be the row of the third. Noised rows need not be hidden in a sum.
+            absent = rows - {*sent.tensors[layout.ids].tolist()} if layout.ids else ()
+            if self._is_site and absent:
+                raise MaskingError(
+                    f"class {min(absent)}: listed for this site in the peers file, but the site "
+                    "has too few samples of it. List only classes with enough samples."
+                )
+            vector = layout.encode(sent.tensors, self._samples, self._peers.cap, rows)
+            secret = secrets.token_bytes(shamir.SECRET_BYTES)
+            layout.add_mask(vector, secret, 1)
+            shares, boxes = shamir.split(secret, threshold, len(lane.cohort)), []
+            for peer, share in zip(lane.cohort, shares, strict=True):
+                if peer != self._name:
+                    sign = 1 if self._name < peer else -1
+                    layout.add_mask(vector, self._derived(peer, bound, "mask"), sign)
+                key = self._derived(peer, bound, f"share from {self._name} to {peer}")
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                box = nonce + ChaCha20Poly1305(key).encrypt(nonce, share, bound)
+                boxes.append(np.frombuffer(box, np.uint8))
+            tensors[f"{MASKED}/{lane.number}"] = vector
+            tensors[f"{SHARES}/{lane.number}"] = np.stack(boxes)
+            lanes.append(replace(lane, context=bound.hex()))
+        self._lanes = lanes
+        return Knowledge(tensors)
+
+    def store(self, envelope: Envelope, arrays: NDArrays) -> NDArrays:
+        """Store a masked reply before it is sent, and return the reply to send.
+
+        If another process has replied to the same request, its reply is returned: two different
+        vectors under one mask must never be sent. Raises MaskingError if the ledger has a reply to
+        another request.
+        """
+        run, round, replies = envelope.run, envelope.round, self._replies(envelope.run)
+        lanes = [[lane.number, lane.cohort, lane.rows, lane.context] for lane in self._lanes]
+        record = np.frombuffer(json.dumps([self._request, lanes]).encode(), np.uint8)
+
+        def write() -> None:
+            replies.put(round, [record, *arrays])
+
+        if self._ledger.commit(run, round, REPLY, self._request, write):
+            return arrays
+        if (stored := replies.get(round)) is None:
+            raise _repeated(run, round, REPLY)
+        return stored[1:]
+
+    # Shares that unmask a sum.
+
+    def revealed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Return this site's shares of the surviving sites' masks, and its secrets with lost sites.
+
+        Reveals nothing for a lane with too few survivors, except the reason. Raises MaskingError if
+        all lanes have too few survivors, if a list of survivors violates the rules, or if this site
+        has revealed shares for another request of the round.
+
+        Args:
+            config: The request: the run, the round, and the survivors of each lane in JSON; and
+                for each lane, the encrypted shares for this site, in the order of the survivors.
+        """
+        request = _parsed(config.get(REVEAL), {"run", "round", "survivors"})
+        run, round, listed = request["run"], request["round"], request["survivors"]
+        valid = isinstance(run, str) and is_name(run) and isinstance(listed, dict)
+        if not valid or type(round) is not int:
+            raise MaskingError(f"{REVEAL}: expected a run, a round and survivors")
+        stored = self._replies(run).get(round)
+        if stored is None or self._ledger.recorded(run, round, REPLY) is None:
+            raise MaskingError(f"{REVEAL}: this site sent no masked reply in round {round}")
+        lanes: dict[str, Lane] = {}
+        for number, cohort, rows, key_context in json.loads(stored[0].tobytes())[1]:
+            lanes[str(number)] = Lane(number, tuple(cohort), tuple(rows), key_context)
+        survivors = {
+            number: self._survivors(lanes.get(number), names) for number, names in listed.items()
+        }
+        faults = {number: self._fault(lanes[number], names) for number, names in survivors.items()}
+        if all(faults.values()):
+            raise MaskingError(f"{REVEAL}: survivors: {next(iter(faults.values()), 'no lanes')}")
+        boxes: dict[str, bytes] = {}
+        for number, names in survivors.items():
+            box = config.get(f"{SHARES}/{number}")
+            if not isinstance(box, bytes) or len(box) != BOX_BYTES * len(names):
+                raise MaskingError(f"{SHARES}/{number}: expected one share from each survivor")
+            boxes[number] = box
+        digest = context(run, round, json.dumps(survivors), *boxes.values()).hex()
+        # Stored next to the reply too, in case the last lines of the ledger are lost.
+        known, told = ReplyStore(self._root, run, self._name, REVEALED), digest.encode()
+        if (before := known.get(round)) is not None and before[0].tobytes() != told:
+            raise _repeated(run, round, REVEALED)
+        self._ledger.commit(
+            *(run, round, REVEALED, digest),
+            lambda: known.put(round, [np.frombuffer(told, np.uint8)]),
+        )
+        answer: dict[str, Scalar] = {FAULT: "; ".join(sorted({*faults.values()} - {""}))}
+        for number, names in survivors.items():
+            if faults[number]:
+                continue
+            bound, shares = bytes.fromhex(lanes[number].context), b""
+            for position, peer in enumerate(names):
+                key = self._derived(peer, bound, f"share from {peer} to {self._name}")
+                box = boxes[number][position * BOX_BYTES : (position + 1) * BOX_BYTES]
+                try:
+                    share = ChaCha20Poly1305(key).decrypt(
+                        box[:NONCE_BYTES], box[NONCE_BYTES:], bound
+                    )
+                except InvalidTag:  # the server can do without this share
+                    share = bytes(shamir.SHARE_BYTES)
+                shares += share
+            lost = (peer for peer in lanes[number].cohort if peer not in names)
+            answer[f"{SHARES}/{number}"] = shares
+            answer[f"{SEEDS}/{number}"] = b"".join(self._derived(n, bound, "mask") for n in lost)
+        return answer
+
+    # Helpers of these methods.
+
+    def _lane(self, number: int, cohort: Any) -> Lane:
+        """Check a cohort against the peers file, and return the lane. Raises MaskingError."""
+        names, peers, lane = _names(cohort, f"{REQUEST}: cohort"), self._peers, self._sums[number]
+        if strangers := sorted({*names} - {*peers.names}):
+            raise MaskingError(
+                f"{REQUEST}: cohort: expected sites of the peers file, got {', '.join(strangers)}"
+            )
+        if self._name not in names:
+            raise MaskingError(f"{REQUEST}: cohort: expected this site, {self._name}, in it")
+        if len(names) < (least := peers.least if lane.within == "all" else peers.smallest):
+            raise MaskingError(
+                f"{REQUEST}: cohort: expected at least {least} sites, got {len(names)}"
+            )
+        labels: set[int] = set()
+        if any(ids_of(self._contract, f) for f in self._contract.fields if f.name in lane.fields):
+            labels = {int(label) for peer in peers.peers for label in peer.classes}
+        rows = (c for c in sorted(labels) if peers.holders(c, names) >= peers.smallest)
+        return Lane(number, names, tuple(rows))
+
+    def _survivors(self, lane: Lane | None, listed: Any) -> tuple[str, ...]:
+        """Check the survivors of a lane. Raises MaskingError."""
+        if lane is None:
+            raise MaskingError(f"{REVEAL}: expected lanes of this site's masked reply")
+        names = _names(listed, f"{REVEAL}: survivors")
+        if self._name not in names or not {*lane.cohort}.issuperset(names):
+            raise MaskingError(
+                f"{REVEAL}: survivors: expected sites of the cohort, including {self._name}"
+            )
+        return names
+
+    def _fault(self, lane: Lane, names: tuple[str, ...]) -> str:
+        """Return the reason why a lane has too few survivors, or ""."""
+        sites, smallest = len(lane.cohort), self._peers.smallest
+        if len(names) < (threshold := self._peers.threshold(sites)):
+            return f"expected at least {threshold} of {sites} sites, got {len(names)}"
+        for label in lane.rows:
+            if (holders := self._peers.holders(label, names)) < smallest:
+                return f"expected at least {smallest} sites that list class {label}, got {holders}"
+        return ""
+
+    def _layout(self, lane: Sum, sent: Knowledge, sites: int) -> Layout:
+        """Return the layout of a lane, with the sizes of the reply's tensors."""
+        axes: dict[str, int] = {}
+        models: dict[str, Shapes] = {}
+        for field in (each for each in self._contract.fields if each.name in lane.fields):
+            if isinstance(field, WeightsField):
+                models[field.name] = {
+                    name: (value.shape, value.dtype.name)
+                    for name, value in sent.group(field.name).items()
+                }
+            elif isinstance(field, TensorField):
+                sizes = zip(field.axes, sent.tensors[field.name].shape, strict=True)
+                axes |= {axis: size for axis, size in sizes if isinstance(axis, str)}
+        axes["C"] = self._classes
+        return Layout.of(lane, self._contract, Sizes(axes, models), sites, self._settings)
+
+    def _derived(self, peer: str, bound: bytes, use: str) -> bytes:
+        """Return a key of 32 bytes that only this site and the peer can derive."""
+        public = X25519PublicKey.from_public_bytes(self._peers.peer(peer).key)
+        shared = self._key.exchange(public)
+        return HKDF(SHA256(), 32, bound, f"fedhet {use}".encode()).derive(shared)
+
+    def _replies(self, run: str) -> ReplyStore:
+        return ReplyStore(self._root, run, self._name, "masked")
+
+
+class Ledger:
+    """Requests that a site has answered, over all runs: one JSON list per line.
+
+    A line is written and synced before the answer is sent. A site that loses its ledger must
+    replace its key, because it could answer a second request of a round.
+    """
+
+    def __init__(self, root: Path, client: str) -> None:
+        self._folder = Folder(root / FOLDER, root, private=True)
+        self._name, self.path = f"{client}.jsonl", root / FOLDER / f"{client}.jsonl"
+
+    def recorded(self, run: str, round: int, kind: str) -> str | None:
+        """Return the digest of the request of a kind that was answered in a round, or None."""
+        if not self.path.exists():
+            return None
+        with self.path.open("rb") as file:
+            return self._parsed(file.read(MAX_LEDGER_BYTES + 1))[0].get((run, round, kind))
+
+    def commit(
+        self, run: str, round: int, kind: str, digest: str, write: Callable[[], None]
+    ) -> bool:
+        """Record that a request is answered, and return when the record is synced to disk.
+
+        Returns False if the same request is already recorded. Otherwise, calls `write` before the
+        record is written. Raises MaskingError if another request of the round is recorded, and
+        StateError if the file is damaged or cannot be written.
+        """
+        try:
+            file = self._folder.open(self._name, os.O_RDWR | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise StateError(f"{self.path}: cannot write the file ({error.strerror})") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            content = os.pread(file, MAX_LEDGER_BYTES + 1, 0)
+            requests, complete = self._parsed(content)
+            if (known := requests.get((run, round, kind))) is not None:
+                if known != digest:
+                    raise _repeated(run, round, kind)
+                return False
+            write()
+            line = f"{json.dumps([run, round, kind, digest])}\n".encode()
+            os.ftruncate(file, complete)  # an incomplete line was never answered
+            try:
+                fault = "" if os.write(file, line) == len(line) else "the disk is full"
+                os.fsync(file)
+            except OSError as error:
+                fault = error_text(error)
+            if fault:
+                os.ftruncate(file, complete)
+                raise StateError(f"{self.path}: cannot write the file ({fault})")
+        finally:
+            os.close(file)
+        with self._folder.opened() as directory:  # the file may be new
+            os.fsync(directory)
+        return True
+
+    def _parsed(self, content: bytes) -> tuple[dict[tuple[str, int, str], str], int]:
+        """Return the digests of all complete lines, and the size of these lines in bytes."""
+        complete = content.rfind(b"\n") + 1
+        requests: dict[tuple[str, int, str], str] = {}
+        try:
+            if len(content) > MAX_LEDGER_BYTES:
+                raise ValueError("too large")
+            for line in content[:complete].splitlines():
+                run, round, kind, digest = json.loads(line)
+                requests[run, round, kind] = digest
+        except (ValueError, TypeError, RecursionError) as error:
+            raise StateError(
+                f"{self.path}: damaged ({error_text(error)}), so this site sends no masked reply. "
+                "Replace the site's key with `fedhet certs DIR --peer NAME`, and remove the file."
+            ) from None
+        return requests, complete
+
+
+def _repeated(run: str, round: int, kind: str) -> MaskingError:
+    return MaskingError(
+        f"round {round} of run {run}: expected a repetition of the request that this site has "
+        f"already answered with its {kind}, got another request"
+    )
+
+
+def _parsed(text: Scalar | None, keys: set[str]) -> dict[str, Any]:
+    """Return a JSON object with the given keys. Raises MaskingError."""
+    try:
+        if not isinstance(text, str) or len(text) > MAX_REQUEST_BYTES:
+            raise ValueError("not a text")
+        value = parse_json(text)
+        if not isinstance(value, dict) or value.keys() != keys:
+            raise ValueError("other keys")
+    except (ValueError, RecursionError):
+        expected = f"JSON with {', '.join(sorted(keys))}"
+        raise MaskingError(
+            f"expected {expected} from the server ('privacy.secure-aggregation')"
+        ) from None
+    return value
+
+
+def _names(listed: Any, where: str) -> tuple[str, ...]:
+    """Return a sorted list of names. Raises MaskingError."""
+    valid = isinstance(listed, list) and all(isinstance(name, str) for name in listed)
+    if not valid or listed != sorted({*listed}):
+        raise MaskingError(f"{where}: expected a sorted list of different names")
+    return tuple(listed)

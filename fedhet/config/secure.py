@@ -1,0 +1,382 @@
+"""Peers file of secure aggregation: the sites' names and keys, and the rules that they agreed on.
+
+All sites have the same peers file; they compare its digest over a channel that the server does not
+control. Each site also has a private X25519 key. The server has neither file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from fedhet.base.disk import Folder, read_file, read_toml_tables, write_text
+from fedhet.base.errors import SettingsError, StateError, error_reason, nearest, safe_repr
+from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, SERVER, is_name
+
+PEERS = "peers.toml"
+KEY_ENDING, PUBLIC_ENDING = ".peer.key", ".peer.toml"
+MIN_PEERS, MAX_PEERS = 3, 1000
+"""With two sites, each can subtract its own values from the sum."""
+SIMULATED = "_peers"
+"""Directory of the keys of simulated clients, within their private state; no client's name."""
+_VERSION = 1
+_CLASS = re.compile("0|[1-9][0-9]{0,4}")
+_CLASS_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
+_PRIME = 2**255 - 19
+_REMEDY = "Create it with `fedhet peers`, from the sites' public files."
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One site of a peers file."""
+
+    name: str
+    key: bytes
+    """X25519 public key, 32 bytes."""
+    classes: tuple[str, ...] = ()
+    """Numbers of the classes whose rows the site sends, as text; empty if it sends no rows."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Contents of a peers file, sorted by name.
+
+    Raises SettingsError if a rule of the file is violated.
+    """
+
+    peers: tuple[Peer, ...]
+    colluding: int = 1
+    """Number c of sites that may collude with the server without learning a site's values."""
+    least: int = 0
+    """Minimum number of sites in a round; 0 is replaced by the smallest permitted number."""
+    cap: int = 1
+    """Number of samples from which on all sites have the same weight."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.name)))
+        number, names = len(self.peers), [peer.name for peer in self.peers]
+        for peer in self.peers:
+            _check_public(peer)
+            if names.count(peer.name) > 1:
+                raise SettingsError(f"name: expected unique names, got '{peer.name}' twice")
+        _check("sites", number, MIN_PEERS, MAX_PEERS)
+        if len({peer.key for peer in self.peers}) < number:
+            raise SettingsError("key: expected a different key for each site, got one key twice")
+        _check("colluding", self.colluding, 1, number - 2)
+        # Two disjoint sets of sites cannot both have more than half of the sites.
+        lowest = max(number // 2 + 1, self.smallest)
+        if type(self.least) is int and self.least == 0:
+            object.__setattr__(self, "least", lowest)
+        _check("least", self.least, lowest, number)
+        _check("cap", self.cap, 1, MAX_SAMPLES)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all sites, sorted."""
+        return tuple(peer.name for peer in self.peers)
+
+    @property
+    def smallest(self) -> int:
+        """Minimum number of sites in any sum, so that colluding sites leave at least two sites."""
+        return max(MIN_PEERS, self.colluding + 2)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over the version, the rules and all sites."""
+        sites = [[peer.name, peer.key.hex(), list(peer.classes)] for peer in self.peers]
+        rules = [_VERSION, self.colluding, self.least, self.cap, sites]
+        return hashlib.sha256(b"fedhet peers\0" + json.dumps(rules).encode()).digest()
+
+    def threshold(self, sites: int) -> int:
+        """Return t, the number of sites that must reveal their shares in a cohort of n `sites`.
+
+        Two different survivor lists with t sites each have at least 2t - n sites in common. Each
+        honest site accepts one list only, so 2t - n > c prevents both lists from being unmasked.
+        """
+        return max(math.ceil((sites + self.colluding) / 2) + 1, 2 * sites // 3 + 1)
+
+    def peer(self, name: str) -> Peer:
+        """Return a site by name. Raises SettingsError if it is a stranger."""
+        for peer in self.peers:
+            if peer.name == name:
+                return peer
+        hint = nearest(name, self.names)
+        raise SettingsError(f"peers: site {safe_repr(name)} not found in the peers file{hint}")
+
+    def holders(self, label: int, cohort: Collection[str]) -> int:
+        """Return the number of sites in `cohort` that list the class with this number."""
+        return len(self._holders.get(str(label), set()).intersection(cohort))
+
+    @cached_property
+    def _holders(self) -> dict[str, set[str]]:
+        holders: dict[str, set[str]] = {}
+        for peer in self.peers:
+            for label in peer.classes:
+                holders.setdefault(label, set()).add(peer.name)
+        return holders
+
+    def to_toml(self) -> str:
+        """Return the contents of the file, in the format of `read_peers`."""
+        lines = [f"colluding = {self.colluding}", f"least = {self.least}", f"cap = {self.cap}"]
+        for peer in self.peers:
+            lines += ["", "[[site]]", *_lines(peer)]
+        return "\n".join(lines) + "\n"
+
+
+def read_peers(path: str | Path) -> Peers:
+    """Read a peers file. Raises SettingsError that names the file and the entry."""
+    values = _tables(Path(path), _REMEDY)
+    try:
+        sites = values.pop("site", [])
+        if not isinstance(sites, list):
+            raise SettingsError(f"site: expected [[site]] tables, got {safe_repr(sites)}")
+        if unknown := sorted(values.keys() - {"colluding", "least", "cap"}):
+            raise SettingsError(f"{unknown[0]}: unknown, expected colluding, least, cap, [[site]]")
+        if missing := [name for name in ("colluding", "least", "cap") if name not in values]:
+            raise SettingsError(f"{missing[0]}: not found, expected an integer")
+        for name in ("colluding", "least", "cap"):
+            _check(name, values[name], 1, MAX_SAMPLES)
+        return Peers(tuple(map(_peer, sites)), **values)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}. {_REMEDY}") from None
+
+
+def read_public(path: str | Path) -> Peer:
+    """Read the public file of one site. Raises SettingsError that names the file and the entry."""
+    remedy = "Create it with `fedhet certs DIR --peer NAME`, at the site."
+    values = _tables(Path(path), remedy)
+    try:
+        peer = _peer(values)
+        _check_public(peer)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}. {remedy}") from None
+    return peer
+
+
+def read_key(path: str | Path) -> X25519PrivateKey:
+    """Read the private key of a site. Raises SettingsError, also if other users can read it."""
+    file = Path(path)
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+        if mode & 0o077:
+            raise SettingsError(
+                f"{path}: expected a file that only its owner can read, got mode {mode:o}. Use "
+                f"`chmod 600 {path}`."
+            )
+        key = load_pem_private_key(read_file(file, 2**16), None)
+    except (OSError, ValueError, TypeError, StateError) as error:
+        raise SettingsError(
+            f"{path}: cannot read the key ({error_reason(error)}). Create one with `fedhet certs "
+            "DIR --peer NAME`."
+        ) from None
+    if not isinstance(key, X25519PrivateKey):
+        raise SettingsError(
+            f"{path}: expected an X25519 key, as created by `fedhet certs DIR --peer NAME`"
+        )
+    return key
+
+
+def write_peers(path: Path, peers: Peers) -> None:
+    """Write a new peers file. Raises SettingsError if the file exists or cannot be written."""
+    if os.path.lexists(path):
+        raise SettingsError(f"{path}: already exists. Choose another file, or remove it.")
+    try:
+        write_text(path, peers.to_toml())
+    except (OSError, StateError) as error:
+        raise SettingsError(f"{path}: cannot write the file ({error_reason(error)})") from None
+
+
+def write_key(directory: Path, name: str, classes: Sequence[str] = ()) -> list[Path]:
+    """Create the key of a site: NAME.peer.key, readable by its owner, and NAME.peer.toml.
+
+    Returns:
+        The private and the public file.
+
+    Raises:
+        SettingsError: The name or a class is invalid, or a file exists or cannot be written.
+    """
+    key = X25519PrivateKey.generate()
+    peer = _peer({"name": name, "key": _public(key).hex(), "classes": list(classes)})
+    _check_public(peer)
+    paths = [directory / f"{name}{ending}" for ending in (KEY_ENDING, PUBLIC_ENDING)]
+    for path in paths:
+        if os.path.lexists(path):
+            raise SettingsError(f"{path}: already exists. Remove it to replace the site's key.")
+    try:
+        folder = Folder(directory, private=True)
+        with folder.replacing(paths[0].name, private=True) as temporary:
+            temporary.write_bytes(_pem(key))
+        write_text(paths[1], "\n".join(_lines(peer)) + "\n")
+    except (OSError, StateError) as error:
+        raise SettingsError(f"{directory}: cannot write keys ({error_reason(error)})") from None
+    return paths
+
+
+def simulated_peers(
+    names: Iterable[str],
+    *,
+    colluding: int = 1,
+    cap: int = MAX_SAMPLES,
+    classes: Mapping[str, Sequence[str]] | None = None,
+) -> tuple[Peers, dict[str, X25519PrivateKey]]:
+    """Return new peers for simulated clients, and their private keys by name.
+
+    The keys come from the operating system, so that not even the run's seed reveals them.
+    """
+    keys = {name: X25519PrivateKey.generate() for name in names}
+    sites = [
+        Peer(name, _public(key), tuple((classes or {}).get(name, ()))) for name, key in keys.items()
+    ]
+    return Peers(tuple(sites), colluding=colluding, cap=cap), keys
+
+
+def own_key(peers: Peers, name: str, path: str | Path) -> X25519PrivateKey:
+    """Read the private key of the site `name`. Raises SettingsError unless the peers have it."""
+    key = read_key(path)
+    if peers.peer(name).key != _public(key):
+        raise SettingsError(f"{path}: expected the key of '{name}' in the peers file, got another")
+    return key
+
+
+def simulated_files(state_dir: str | Path, name: str) -> tuple[str, str]:
+    """Return the paths of the peers file and of the key of a simulated client."""
+    directory = Path(state_dir) / SIMULATED
+    return str(directory / PEERS), str(directory / f"{name}{KEY_ENDING}")
+
+
+def write_simulated(
+    state_dir: Path, peers: Peers, keys: Mapping[str, X25519PrivateKey], within: Path | None = None
+) -> None:
+    """Write the peers file and all keys of a simulation, unless they exist. Raises StateError.
+
+    The peers file is written last: if it exists, all keys exist. A resumed run keeps its keys.
+    """
+    directory = state_dir / SIMULATED
+    if (directory / PEERS).exists():
+        return
+    folder = Folder(directory, within, private=True)
+    for name, key in keys.items():
+        with folder.replacing(f"{name}{KEY_ENDING}", private=True) as temporary:
+            temporary.write_bytes(_pem(key))
+    with folder.replacing(PEERS, private=True) as temporary:
+        temporary.write_text(peers.to_toml(), "utf-8")
+
+
+def class_numbers(text: str) -> list[str]:
+    """Parse a list of class numbers such as "0-3,7". Raises SettingsError."""
+    numbers: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        match = _CLASS_RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise SettingsError(f"--classes: expected a list such as 0-3,7, got {safe_repr(text)}")
+        numbers += range(first, last + 1)
+    return [str(number) for number in numbers]
+
+
+def class_ranges(classes: Sequence[str]) -> str:
+    """Return class numbers as a list of ranges (inverse of `class_numbers`)."""
+    ranges: list[list[int]] = []
+    for number in map(int, classes):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
+
+
+def readable(digest: bytes) -> str:
+    """Return a digest in groups of four hexadecimal digits, to be read aloud."""
+    text = digest.hex()
+    return " ".join(text[start : start + 4] for start in range(0, len(text), 4))
+
+
+def _tables(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        return read_toml_tables(path)
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: cannot read the file ({error_reason(error)}). {remedy}"
+        ) from None
+    except StateError as error:
+        raise SettingsError(f"{error}. {remedy}") from None
+
+
+def _peer(values: Any) -> Peer:
+    """Return the site described by one table. Raises SettingsError that names the entry."""
+    if not isinstance(values, dict):
+        raise SettingsError(f"site: expected a table, got {safe_repr(values)}")
+    if unknown := sorted(values.keys() - {"name", "key", "classes"}):
+        raise SettingsError(f"site: {unknown[0]}: unknown, expected name, key, classes")
+    name, key, classes = values.get("name"), values.get("key"), values.get("classes", [])
+    if not isinstance(name, str):
+        raise SettingsError(f"name: expected a string, got {safe_repr(name)}")
+    try:
+        public = bytes.fromhex(key) if isinstance(key, str) else b""
+    except ValueError:
+        public = b""
+    if not isinstance(classes, list) or len({*map(repr, classes)}) < len(classes):
+        raise SettingsError(f"{name}: classes: expected a list without duplicates")
+    for each in classes:
+        if not isinstance(each, str) or not _CLASS.fullmatch(each):
+            rule = f'class numbers such as "0", up to {MAX_CLASSES - 1}'
+            raise SettingsError(f"{name}: classes: expected {rule}, got {safe_repr(each)}")
+    return Peer(name, public, tuple(sorted(classes, key=int)))
+
+
+def _check_public(peer: Peer) -> None:
+    """Raise SettingsError unless the site has a name and a key with which keys can be agreed."""
+    if not is_name(peer.name) or peer.name == SERVER:
+        rule = f"letters, digits, '.', '_' and '-', and not '{SERVER}'"
+        raise SettingsError(f"name: expected {rule}, got {safe_repr(peer.name)}")
+    if not _can_agree(peer.key):
+        rule = "an X25519 public key of 64 hexadecimal digits"
+        raise SettingsError(f"{peer.name}: key: expected {rule}")
+
+
+@lru_cache(maxsize=MAX_PEERS)
+def _can_agree(key: bytes) -> bool:
+    """Return whether a public key gives a secret of its own with each private key."""
+    if int.from_bytes(key, "little") >= _PRIME:  # a second encoding of another key
+        return False
+    try:  # a point of low order gives the same secret with every key
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+    except ValueError:
+        return False
+    return True
+
+
+def _lines(peer: Peer) -> list[str]:
+    classes = json.dumps(list(peer.classes))
+    return [f'name = "{peer.name}"', f'key = "{peer.key.hex()}"', f"classes = {classes}"]
+
+
+def _public(key: X25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes_raw()
+
+
+def _pem(key: X25519PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _check(name: str, value: object, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        rule = f"an integer from {low} to {high}"
+        raise SettingsError(f"{name}: expected {rule}, got {safe_repr(value)}")

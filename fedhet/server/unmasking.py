@@ -1,0 +1,350 @@
+"""Server side of secure aggregation: the cohorts of a round, and the sums of its masked replies.
+
+`fedhet.wire.masking` defines the vectors, and `fedhet.client_runtime.masking` the rules by which
+the clients protect themselves. The server selects the cohorts, adds up the masked vectors, and
+requests the shares that unmask the sum. Cohorts and survivors are written to disk before they are
+sent: a client never answers a second request, so a server that resumes must repeat the first.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.common import Code, GetPropertiesIns, Scalar
+
+from fedhet.algorithms.shamir import SECRET_BYTES, SHARE_BYTES, join
+from fedhet.base.arrays import Array
+from fedhet.base.disk import read_json, write_text
+from fedhet.base.errors import KnowledgeError, StateError, error_text, one_line
+from fedhet.config.resolve import MIN_SUMMED, Config
+from fedhet.runs.measures import Measured
+from fedhet.runs.storage import KEPT_STATES
+from fedhet.server.members import Member
+from fedhet.server.reply import Reply
+from fedhet.server.round import RoundState
+from fedhet.settings.schema import invalid_setting
+from fedhet.wire.contract import Sizes
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Knowledge
+from fedhet.wire.masking import (
+    BOX_BYTES,
+    FAULT,
+    MASKED,
+    REQUEST,
+    REVEAL,
+    SEEDS,
+    SHARES,
+    Layout,
+)  # fmt: skip
+
+STATE = "secure-aggregation.json"
+"""File in the run's directory with the requests of the last rounds."""
+ALL = "+all"
+"""Name of the sum over all clients, and start of the names of other sums; no client's name."""
+SizesOf = Callable[[ClientInfo], Sizes]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One sum of a round: a lane of the replies, and the clients that are summed."""
+
+    number: int
+    """Index of the lane in the declaration of the method."""
+    architecture: str
+    """Architecture of the clients, or "" for clients of all architectures."""
+    cohort: tuple[str, ...]
+    survivors: tuple[str, ...] = ()
+    """Clients whose masked vectors are summed; empty until the shares are requested."""
+
+
+@dataclass
+class RoundRequest:
+    """The requests of a round."""
+
+    nonce: str
+    groups: list[Group]
+
+    def of(self, client: str) -> list[Group]:
+        """Return the groups of a client."""
+        return [group for group in self.groups if client in group.cohort]
+
+
+class Unmasking:
+    """Step that replaces the masked replies of a round by their sums."""
+
+    def __init__(
+        self, config: Config, run: str, state: RoundState, directory: Path, timeout: float
+    ) -> None:
+        """Create the step, and read the requests of an earlier process.
+
+        Args:
+            config: Configuration of the run.
+            run: Name of the run, which is part of each message.
+            state: State of the round.
+            directory: Directory of the run.
+            timeout: Time limit of a request for shares, in seconds.
+
+        Raises:
+            StateError: If the file of requests is damaged.
+        """
+        spec = config.method.spec
+        self._sums, self._contract = spec.sums.of(config.method_settings), spec.replies
+        self._settings, self._state = config.method_settings, state
+        self._run, self._directory, self._timeout = run, directory, timeout
+        self._members: Mapping[str, Member] = {}
+        self._requests: dict[int, RoundRequest] = {}
+        self._round, self._request = 0, RoundRequest("", [])
+        if config.run.resume and (path := directory / STATE).exists():
+            try:
+                for number, (nonce, groups) in read_json(path).items():
+                    parsed = [Group(n, a, tuple(c), tuple(s)) for n, a, c, s in groups]
+                    self._requests[int(number)] = RoundRequest(str(nonce), parsed)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise StateError(f"{path}: damaged ({error_text(error)})") from None
+
+    def check(self, clients: Iterable[ClientInfo]) -> None:
+        """Raise SettingsError if a client would not be in any sum, before the first round."""
+        if any(lane.within == "all" for lane in self._sums):
+            return
+        counts = Counter(client.model for client in clients)
+        for model, count in sorted(counts.items()):
+            if count < MIN_SUMMED:
+                raise invalid_setting(
+                    "privacy.secure-aggregation",
+                    f"{count} clients with model {model}",
+                    f"at least {MIN_SUMMED} clients with each model",
+                    "the weights of a model are summed over the clients that have it",
+                )
+
+    def start(self, round: int, members: Mapping[str, Member], selected: Sequence[str]) -> set[str]:
+        """Form the cohorts of a round, or repeat the cohorts of an earlier process.
+
+        Returns:
+            The selected clients that belong to a cohort.
+        """
+        self._members, self._round = members, round
+        if round not in self._requests:
+            groups: list[Group] = []
+            for number, lane in enumerate(self._sums):
+                by_architecture: dict[str, list[str]] = {}
+                for name in sorted(selected):
+                    model = members[name].info.model if lane.within == "architecture" else ""
+                    by_architecture.setdefault(model, []).append(name)
+                for model, names in sorted(by_architecture.items()):
+                    if len(names) >= MIN_SUMMED:
+                        groups.append(Group(number, model, tuple(names)))
+                    else:
+                        self._state.notice(
+                            f"round {round}: {', '.join(lane.fields)} of {', '.join(names)} are "
+                            f"not summed, because {len(names)} clients"
+                            f"{f' with model {model}' if model else ''} are fewer than {MIN_SUMMED}"
+                        )
+            self._requests[round] = RoundRequest(secrets.token_hex(16), groups)
+            for old in [number for number in self._requests if number <= round - KEPT_STATES]:
+                del self._requests[old]
+            self._write()
+        self._request = self._requests[round]
+        return {name for name in selected if self._request.of(name)}
+
+    def config(self, client: str) -> dict[str, Scalar]:
+        """Return the request for a client's masked reply, for Flower's config."""
+        cohorts = {str(group.number): group.cohort for group in self._request.of(client)}
+        return {REQUEST: json.dumps({"nonce": self._request.nonce, "cohorts": cohorts})}
+
+    def masked_sizes(self, client: ClientInfo, sizes: SizesOf) -> Sizes:
+        """Return the shapes of a client's masked vectors and encrypted shares.
+
+        `sizes` returns the axis sizes and weight shapes of the client's unmasked reply.
+        """
+        vectors, shares = {}, {}
+        for group in self._request.of(client.name):
+            sites = len(group.cohort)
+            vectors[str(group.number)] = (self._layout(group, client, sizes).size,), "uint32"
+            shares[str(group.number)] = (sites, BOX_BYTES), "uint8"
+        return Sizes({}, {MASKED: vectors, SHARES: shares})
+
+    def __call__(self, replies: Iterable[Reply], sizes: SizesOf) -> Iterator[Reply]:
+        """Yield the sums of the masked replies, each as the reply of a client of its own."""
+        by_name: dict[str, Reply] = {}
+        for reply in replies:
+            if reply.age:
+                self._state.notice(
+                    f"client {reply.client.name}'s late reply is not used, because its cohort is "
+                    "already summed"
+                )
+            else:
+                by_name[reply.client.name] = reply
+                self._state.record_measured(reply.client.name, reply.measured)
+        if not by_name:
+            return
+        groups: list[Group] = []
+        for group in self._request.groups:
+            replied = tuple(name for name in group.cohort if name in by_name)
+            survivors = group.survivors or replied
+            if {*survivors} <= {*replied} and len(survivors) >= MIN_SUMMED:
+                groups.append(replace(group, survivors=survivors))
+            else:
+                self._lost(group, f"{len(replied)} of {len(group.cohort)} clients replied")
+        changed = {(g.number, g.architecture): g for g in groups}
+        self._request.groups = [
+            changed.get((g.number, g.architecture), g) for g in self._request.groups
+        ]
+        self._write()
+        answers = self._ask(groups, by_name)
+        sums: dict[str, Reply] = {}
+        for group in groups:
+            try:
+                info, knowledge = self._sum(group, by_name, answers, sizes)
+            except ValueError as error:
+                self._lost(group, str(error))
+                continue
+            before = sums.get(info.name)
+            if before is not None:
+                knowledge = before.knowledge.replacing(knowledge.tensors)
+            clients = tuple(sorted({*group.survivors, *(before.clients if before else ())}))
+            sums[info.name] = Reply(info, knowledge, Measured({}), clients=clients)
+        for name in sorted(sums):
+            yield self._completed(sums[name], sizes)
+
+    def _lost(self, group: Group, reason: str) -> None:
+        fields = ", ".join(self._sums[group.number].fields)
+        of = f" of {group.architecture}" if group.architecture else ""
+        self._state.notice(f"round {self._round}: the sum of {fields}{of} is lost: {reason}")
+
+    def _ask(
+        self, groups: Sequence[Group], replies: Mapping[str, Reply]
+    ) -> dict[str, Mapping[str, Scalar]]:
+        """Request the shares of all survivors, and return the answers of clients that reveal them.
+
+        An answer has shares and secrets of the right sizes, or none, for each group of the client.
+        """
+
+        def ask(name: str) -> Mapping[str, Scalar]:
+            mine = [group for group in groups if name in group.survivors]
+            request: dict[str, Any] = {"run": self._run, "round": self._round}
+            request["survivors"] = {str(group.number): group.survivors for group in mine}
+            config: dict[str, Scalar] = {REVEAL: json.dumps(request)}
+            for group in mine:
+                field, position = f"{SHARES}/{group.number}", group.cohort.index(name)
+                boxes = (replies[peer].knowledge.tensors[field] for peer in group.survivors)
+                config[field] = b"".join(each[position].tobytes() for each in boxes)
+            self._state.count_sent(sum(map(len, config.values())))  # type: ignore[arg-type]
+            proxy = self._members[name].proxy
+            result = proxy.get_properties(GetPropertiesIns(config), self._timeout, self._round)
+            answer = result.properties
+            if result.status.code is not Code.OK or "error" in answer:
+                raise KnowledgeError(name, SHARES, str(answer.get("error", result.status.message)))
+            for group in mine:
+                lost = len(group.cohort) - len(group.survivors)
+                sizes = SHARE_BYTES * len(group.survivors), SECRET_BYTES * lost
+                for kind, size in zip((SHARES, SEEDS), sizes, strict=True):
+                    if (value := answer.get(f"{kind}/{group.number}")) is None:
+                        continue
+                    if not isinstance(value, bytes) or len(value) != size:
+                        raise KnowledgeError(name, kind, f"expected {size} bytes")
+                    self._state.count_received(size)
+            return answer
+
+        def attempt(name: str) -> Mapping[str, Scalar] | str:
+            try:
+                return ask(name)
+            except Exception as error:  # any error of the transport or of the client
+                return one_line(error_text(error))[:300]
+
+        names = sorted({name for group in groups for name in group.survivors})
+        with ThreadPoolExecutor(max(len(names), 1)) as pool:
+            answers = dict(zip(names, pool.map(attempt, names), strict=True))
+        faults: dict[str, list[str]] = {}
+        for name, answer in answers.items():
+            if fault := answer if isinstance(answer, str) else str(answer.get(FAULT, ""))[:300]:
+                faults.setdefault(one_line(fault), []).append(name)
+        for fault, clients in faults.items():
+            self._state.notice(f"shares not revealed by {', '.join(clients)}: {fault}")
+        return {n: answer for n, answer in answers.items() if not isinstance(answer, str)}
+
+    def _sum(
+        self,
+        group: Group,
+        replies: Mapping[str, Reply],
+        answers: Mapping[str, Mapping[str, Scalar]],
+        sizes: SizesOf,
+    ) -> tuple[ClientInfo, Knowledge]:
+        """Return the unmasked sum of a group. Raises ValueError if it cannot be unmasked."""
+        survivors, number = group.survivors, group.number
+        lost = [name for name in group.cohort if name not in survivors]
+        answers = {
+            n: a
+            for n, a in answers.items()
+            if a.keys() >= {f"{SHARES}/{number}", f"{SEEDS}/{number}"}
+        }
+        missing = [name for name in survivors if name not in answers]
+        if lost and missing:
+            raise ValueError(
+                f"{', '.join(lost)} did not reply, and {', '.join(missing)} did not reveal its "
+                "secrets shared with them"
+            )
+
+        def revealed(name: str, kind: str, position: int, size: int) -> bytes:
+            value = answers[name][f"{kind}/{number}"]
+            assert isinstance(value, bytes)
+            return value[position * size : (position + 1) * size]
+
+        info = replies[survivors[0]].client
+        layout = self._layout(group, info, sizes)
+        total = np.zeros(layout.size, np.uint32)
+        for position, name in enumerate(survivors):
+            layout.add(total, replies[name].knowledge.tensors[f"{MASKED}/{number}"])
+            shares = {
+                group.cohort.index(other) + 1: revealed(other, SHARES, position, SHARE_BYTES)
+                for other in survivors
+                if other in answers
+            }
+            try:  # a client that cannot decrypt a share reveals zeros
+                secret = join({point: share for point, share in shares.items() if any(share)})
+            except ValueError as error:
+                raise ValueError(f"the mask of {name} is unknown: {error}") from None
+            layout.add_mask(total, secret, -1)
+            for position_lost, other in enumerate(lost):
+                seed = revealed(name, SEEDS, position_lost, SECRET_BYTES)
+                layout.add_mask(total, seed, -1 if name < other else 1)
+        tensors, weight, clipped = layout.decode(total, len(survivors))
+        if clipped:
+            self._state.notice(
+                f"round {self._round}: {clipped} values of the clients' replies were clipped, "
+                "because they exceed the range of secure aggregation"
+            )
+        name = f"+{group.architecture}" if group.architecture else ALL
+        return replace(info, name=name, samples=weight), Knowledge(tensors)
+
+    def _completed(self, reply: Reply, sizes: SizesOf) -> Reply:
+        """Return a sum with empty class rows if it has none, as in the reply of a client."""
+        tensors: dict[str, Array] = {}
+        for number, lane in enumerate(self._sums):
+            layout = self._layout(Group(number, "", reply.clients), reply.client, sizes)
+            if layout.ids and lane.fields[0] not in reply.knowledge.tensors:
+                tensors |= layout.empty()
+        return reply.with_knowledge(reply.knowledge.replacing(tensors))
+
+    def _layout(self, group: Group, client: ClientInfo, sizes: SizesOf) -> Layout:
+        lane, sites = self._sums[group.number], len(group.cohort)
+        return Layout.of(lane, self._contract, sizes(client), sites, self._settings)
+
+    def _write(self) -> None:
+        """Write the requests of the last rounds to disk. Raises StateError."""
+        saved = {
+            number: [
+                request.nonce,
+                [[g.number, g.architecture, g.cohort, g.survivors] for g in request.groups],
+            ]
+            for number, request in self._requests.items()
+        }
+        path = self._directory / STATE
+        write_text(path, json.dumps(saved), within=self._directory, private=True)

@@ -1,0 +1,323 @@
+"""Vectors of secure aggregation: fixed-point encoding, masks, and contexts.
+
+Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017. The
+sites of a cohort add up vectors, one for each lane: the fields of one `Sum`. A site i sends
+
+    y_i = x_i + PRG(b_i) + sum over j > i of PRG(s_ij) - sum over j < i of PRG(s_ij),
+
+where b_i is a secret of the site, and s_ij a secret of two sites. The sum of all y_i, minus all
+PRG(b_i), is the sum of the x_i. Unlike the paper, the sites' keys are known in advance, and a
+site's shares of b_i are sent with y_i.
+
+A vector starts with 64-bit words, followed by 32-bit words; sums are modulo 2^64 and 2^32. For n
+sites, f = 25 - ceil(log2 n), and a site with weight w of at most `cap`:
+
+| words | values | encoding |
+|---|---|---|
+| 64 bits | counters of the vector (`HEADER`) | integers |
+| 64 bits | class rows, statistics of batch norms | rint(w x 2^20), at most 2^62 / n |
+| 64 bits | numbers of samples per class; integers of a model | integers; w x |
+| 32 bits | other weights, and scores | rint(w / cap x 2^f), for |w / cap x| < 64 |
+
+Values outside these bounds are clipped and counted. Without clipping, the error of a mean over m
+sites is at most m / 2 2^-f / (sum of w / cap) for 32-bit words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+from fedhet.algorithms.shamir import SHARE_BYTES
+from fedhet.base.arrays import Array, Arrays
+from fedhet.wire.contract import Contract, Sizes, Sum, TensorField, WeightsField, ids_of
+from fedhet.wire.encodings import STATISTICS
+
+MASKED, SHARES = "masked", "shares"
+"""Fields of a masked reply, with one tensor per lane: the vector [words], and the encrypted shares
+[sites, bytes]."""
+REQUEST, REVEAL, SEEDS, FAULT = "masking", "unmasking", "seeds", "fault"
+"""Entries of messages: a request for a masked reply and a request for shares, in JSON; the secrets
+shared with lost sites; and the reason why a site reveals nothing for some sums, or ""."""
+NONCE_BYTES, BOX_BYTES = 12, 12 + SHARE_BYTES + 16
+"""Size of the nonce of an encrypted share, and of nonce, ciphertext and tag together."""
+MASKED_CONTRACT = Contract(
+    (
+        WeightsField(MASKED, "vectors of secure aggregation, with masks"),
+        WeightsField(SHARES, "encrypted shares of the masks"),
+    )
+)
+HEADER = ("sites", "cap", "weight", "clipped")
+"""Counters of a vector: 1, the sites' common cap, the weight, and the number of clipped values.
+
+Only if all masks cancel does the sum of the first equal the number of sites. Numbers of samples are
+in no other vector: if the cohorts of two vectors differ by one site, so do their sums."""
+WIDE_BITS, NARROW_BITS, NARROW_RANGE = 20, 25, 6
+"""Fractional bits of 64-bit words; fractional bits of 32-bit words for one site; and the bits of
+the largest value in 32-bit words, 64."""
+BLOCK = 2**16
+"""Number of words masked at a time, which fit into the CPU cache."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor in a vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    low: float | None
+    """Minimum value, or None."""
+    kind: Literal["narrow", "wide", "integer", "rows", "totals"]
+    """Row of the table above. Rows have one row per class, and totals are not averaged."""
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Positions and encodings of the tensors of a lane in its vector."""
+
+    weight: str
+    """Weight of a site: `samples`, `clients`, or `classes` for the samples of each class."""
+    sites: int
+    """Number of sites in the cohort."""
+    classes: int
+    """Number of classes if the lane has class rows, or 0."""
+    ids: str
+    """Name of the tensor of classes if the lane has class rows, or ""."""
+    parts: tuple[Part, ...]
+    """Tensors; all 64-bit words come before the 32-bit words."""
+
+    @classmethod
+    def of(
+        cls, lane: Sum, contract: Contract, sizes: Sizes, sites: int, settings: object
+    ) -> Layout:
+        """Return the layout of a lane.
+
+        Args:
+            lane: Declaration of the lane.
+            contract: Contract of the method's replies.
+            sizes: Axis sizes and weight shapes of the reply.
+            sites: Number of sites in the cohort.
+            settings: Settings of the method.
+        """
+        parts: list[Part] = []
+        ids, weight = "", lane.weight
+        if weight == "classes" and getattr(settings, "weighting", weight) == "clients":
+            weight = "clients"
+        for field in (each for each in contract.fields if each.name in lane.fields):
+            if isinstance(field, WeightsField):
+                for name, (shape, dtype) in sorted(sizes.models.get(field.name, {}).items()):
+                    kind: Literal["narrow", "wide", "integer"] = "narrow"
+                    if not np.issubdtype(dtype, np.floating):
+                        kind = "integer"
+                    elif name.endswith(STATISTICS):
+                        kind = "wide"
+                    low = field.min_value(name)
+                    parts.append(Part(f"{field.name}/{name}", shape, dtype, low, kind))
+            elif isinstance(field, TensorField):
+                of_class = ids_of(contract, field)
+                ids = of_class or ids
+                axes = ("C", *field.axes[1:]) if of_class else field.axes
+                shape = tuple(a if isinstance(a, int) else sizes.axes[a] for a in axes)
+                is_total = of_class and np.issubdtype(field.dtype, np.integer)
+                rows = ("totals" if is_total else "rows") if of_class else "narrow"
+                parts.append(Part(field.name, shape, field.dtype, field.low, rows))  # type: ignore[arg-type]
+        parts.sort(key=lambda part: part.kind == "narrow")
+        classes = sizes.axes["C"] if ids else 0
+        return cls(weight, sites, classes, ids, tuple(parts))
+
+    @cached_property
+    def wide(self) -> int:
+        """Number of 64-bit words."""
+        values = sum(part.size for part in self.parts if part.kind != "narrow")
+        return len(HEADER) + self.classes + values
+
+    @cached_property
+    def size(self) -> int:
+        """Size of the vector, in 32-bit words."""
+        return 2 * self.wide + sum(part.size for part in self.parts if part.kind == "narrow")
+
+    def describe(self) -> str:
+        """Return a description that differs between different layouts."""
+        parts = [[part.name, part.shape, part.dtype, part.low, part.kind] for part in self.parts]
+        bits = WIDE_BITS, NARROW_BITS, NARROW_RANGE
+        return json.dumps([self.weight, self.sites, self.classes, self.ids, parts, bits])
+
+    def encode(self, sent: Arrays, samples: int, cap: int, rows: Collection[int] = ()) -> Array:
+        """Encode a site's tensors as a vector, uint32 [size].
+
+        Args:
+            sent: Tensors of the reply, which are finite.
+            samples: The site's number of samples, at most `cap`.
+            cap: Number of samples from which on sites have the same weight.
+            rows: Classes whose rows may be sent; the rows of other classes are zero.
+        """
+        vector = np.zeros(self.size, np.uint32)
+        weight, cap = (samples, cap) if self.weight == "samples" else (1, 1)
+        words, narrow = self._views(vector)
+        rest = words[len(HEADER) :].view(np.int64)
+        clipped, present, class_weights = 0, np.zeros(0, np.intp), np.zeros(0, np.int64)
+        kept = np.zeros(0, bool)
+        if self.ids:
+            kept = np.isin(sent[self.ids], list(rows))
+            present = sent[self.ids][kept].astype(np.intp)
+            class_weights = np.ones(len(present), np.int64)
+            if self.weight == "classes":
+                counts = next(part.name for part in self.parts if part.kind == "totals")
+                class_weights = sent[counts][kept].astype(np.int64)
+            rest[: self.classes][present] = class_weights
+        start, start_narrow, limit = self.classes, 0, 2**62 // self.sites
+        for part in self.parts:
+            value = sent[part.name]
+            if part.kind == "narrow":
+                scale = weight / cap * 2.0**self._fraction
+                integers, outside = _integers(value, scale, 2 ** (self._fraction + NARROW_RANGE))
+                narrow[start_narrow : start_narrow + part.size] = integers.astype(np.int32).view(
+                    np.uint32
+                )
+                start_narrow += part.size
+            else:
+                exact = part.kind in ("integer", "totals")
+                factor = np.float64(1.0 if exact else 2.0**WIDE_BITS)
+                section = rest[start : start + part.size]
+                if part.kind in ("rows", "totals"):
+                    by_row = class_weights if part.kind == "rows" else np.ones(len(present))
+                    scales = (by_row * factor).reshape(-1, *[1] * (value.ndim - 1))
+                    integers, outside = _integers(value[kept], scales, limit)
+                    by_class = section.reshape(part.shape)
+                    by_class[present] = integers.reshape(len(present), *part.shape[1:])
+                else:
+                    integers, outside = _integers(value, weight * factor, limit)
+                    section[:] = integers
+                start += part.size
+            clipped += outside
+        words[: len(HEADER)] = 1, cap, weight, clipped
+        return vector
+
+    def decode(self, total: Array, sites: int) -> tuple[dict[str, Array], int, int]:
+        """Decode the sum of the vectors of `sites` sites.
+
+        Returns:
+            The averaged tensors (summed, for numbers of samples per class); the sum of the weights;
+            and the number of clipped values.
+
+        Raises:
+            ValueError: If the masks did not cancel, or if the sum is impossible.
+        """
+        words, narrow = self._views(np.array(total))
+        count, caps, weight, clipped = map(int, words[: len(HEADER)].view(np.int64))
+        if count != sites:
+            raise ValueError("the masks do not cancel")
+        bounds = 0 < caps <= sites * 2**31 and caps % sites == 0 and sites <= weight <= caps
+        if not bounds or clipped < 0:
+            raise ValueError("a site sent impossible counters")
+        rest = words[len(HEADER) :].view(np.int64)
+        class_weights = rest[: self.classes]
+        if (class_weights < 0).any():
+            raise ValueError("a site sent a negative number of samples")
+        present = np.flatnonzero(class_weights)
+        tensors: dict[str, Array] = {self.ids: present.astype(np.int64)} if self.ids else {}
+        mean: Array
+        start, start_narrow = self.classes, 0
+        for part in self.parts:
+            if part.kind == "narrow":
+                words = narrow[start_narrow : start_narrow + part.size]
+                mean = words.view(np.int32) * (caps / sites / (weight * 2.0**self._fraction))
+                start_narrow += part.size
+            else:
+                integers: Array = rest[start : start + part.size].reshape(part.shape)
+                start += part.size
+                if part.kind in ("rows", "totals"):
+                    integers = integers[present]
+                if part.kind == "rows":
+                    by_row = class_weights[present].reshape(-1, *[1] * (len(part.shape) - 1))
+                    mean = integers / (by_row * 2.0**WIDE_BITS)
+                elif part.kind == "integer":
+                    mean = np.rint(integers / weight)
+                elif part.kind == "totals":
+                    mean = integers
+                else:
+                    mean = integers / (weight * 2.0**WIDE_BITS)
+            shape = (len(present), *part.shape[1:]) if self._is_of_class(part) else part.shape
+            decoded = mean.reshape(shape).astype(part.dtype)
+            tensors[part.name] = (
+                decoded
+                if part.low is None
+                else np.maximum(decoded, np.asarray(part.low, part.dtype))
+            )
+        return tensors, weight, clipped
+
+    def empty(self) -> dict[str, Array]:
+        """Return the tensors of a lane with class rows, without any class."""
+        tensors: dict[str, Array] = {self.ids: np.zeros(0, np.int64)}
+        return tensors | {p.name: np.zeros((0, *p.shape[1:]), p.dtype) for p in self.parts}
+
+    def add(self, vector: Array, other: Array) -> None:
+        """Add another vector in place."""
+        for mine, others in zip(self._views(vector), self._views(other), strict=True):
+            mine += others
+
+    def add_mask(self, vector: Array, seed: bytes, sign: int) -> None:
+        """Add PRG(seed) in place, or subtract it if `sign` is negative.
+
+        A seed of 32 bytes is the key of a ChaCha20 stream; no seed may mask two vectors.
+        """
+        stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), None).encryptor()
+        for words in self._views(vector):
+            for start in range(0, len(words), BLOCK):
+                part = words[start : start + BLOCK]
+                mask = np.frombuffer(stream.update(bytes(part.nbytes)), part.dtype)
+                if sign > 0:
+                    part += mask
+                else:
+                    part -= mask
+
+    @property
+    def _fraction(self) -> int:
+        """Fractional bits of 32-bit words."""
+        return NARROW_BITS - math.ceil(math.log2(self.sites))
+
+    def _is_of_class(self, part: Part) -> bool:
+        return part.kind in ("rows", "totals")
+
+    def _views(self, vector: Array) -> tuple[Array, Array]:
+        """Return the 64-bit words and the 32-bit words of a vector, in its memory."""
+        return vector[: 2 * self.wide].view(np.uint64), vector[2 * self.wide :]
+
+
+def context(*parts: bytes | str | int | Sequence[str]) -> bytes:
+    """Return the SHA-256 of a list of values, which no other list has."""
+    listed = [part.hex() if isinstance(part, bytes) else part for part in parts]
+    return hashlib.sha256(json.dumps(["fedhet masking 1", *listed]).encode()).digest()
+
+
+def content_digest(tensors: Arrays, scalars: Mapping[str, bool | int | float | str]) -> bytes:
+    """Return the SHA-256 of the content of a message."""
+    digest = hashlib.sha256(json.dumps(dict(scalars), sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = np.ascontiguousarray(tensors[name])
+        digest.update(json.dumps([name, value.dtype.str, value.shape]).encode())
+        digest.update(value.reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+def _integers(value: Array, scale: float | Array, limit: int) -> tuple[Array, int]:
+    """Return rint(value * scale) as int64 [N], clipped below `limit`, and the number clipped."""
+    scaled = np.rint(value.astype(np.float64) * scale).reshape(-1)
+    # The largest float64 below the limit, since a limit of 62 bits is rounded up.
+    bound = min(float(limit - 1), math.nextafter(float(limit), 0))
+    outside = int((np.abs(scaled) > bound).sum())
+    return np.clip(scaled, -bound, bound).astype(np.int64), outside

@@ -1,0 +1,902 @@
+"""Secure aggregation: arithmetic, masks, and what a curious or lying server learns.
+
+The sites are real `Masking` objects, and the server is the real `Unmasking`; only training, and the
+transport between them, are left out. Expected sums are computed in NumPy from the plain values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from federation import small
+from flwr.common import Code, GetPropertiesRes, Status
+
+from fedhet.algorithms import shamir
+from fedhet.base.errors import MaskingError, StateError
+from fedhet.client_runtime.masking import Masking
+from fedhet.config.secure import MAX_PEERS, simulated_peers
+from fedhet.runs.measures import Measured
+from fedhet.server.members import Member
+from fedhet.server.reply import Reply
+from fedhet.server.round import RoundState
+from fedhet.server.unmasking import ALL, Unmasking
+from fedhet.wire.contract import Sizes
+from fedhet.wire.identity import ClientInfo
+from fedhet.wire.knowledge import Envelope, Knowledge
+from fedhet.wire.masking import HEADER, MASKED, REQUEST, REVEAL, SHARES
+
+CLASSES, WIDTH = 4, 3
+WEIGHTS = {
+    "layer.weight": ((2, 3), "float32"),
+    "norm.running_mean": ((3,), "float32"),
+    "norm.running_var": ((3,), "float32"),
+    "norm.num_batches_tracked": ((), "int64"),
+}
+SIZES = Sizes({"C": CLASSES, "D": WIDTH}, {"weights": WEIGHTS})
+
+
+class Kit:
+    """Sites and a server of one run, without training."""
+
+    def __init__(
+        self,
+        directory: Path,
+        sites: int = 4,
+        method: str = "fedavg",
+        models=("cnn2",),
+        classes=None,
+        cap: int = 100,
+        colluding: int = 1,
+        is_site: bool = False,
+        **changes: object,
+    ) -> None:
+        self.is_site = is_site
+        self.names = [f"site-{number:02d}" for number in range(sites)]
+        changes |= {"clients": max(sites, 3), "privacy.secure-aggregation": True}
+        self.config = small(method, **changes)
+        self.directory = directory / "run"
+        self.directory.mkdir(exist_ok=True)
+        lists = dict.fromkeys(self.names, ("0", "1", "2", "3")) | dict(classes or {})
+        self.peers, self.keys = simulated_peers(
+            self.names, colluding=colluding, cap=cap, classes=lists
+        )
+        self.root = directory / "sites"
+        self.infos = {
+            name: ClientInfo(
+                name, models[k % len(models)], 10 * k + 20, CLASSES, "image", (1, 8, 8)
+            )
+            for k, name in enumerate(self.names)
+        }
+        self.sites = {name: self.site(name) for name in self.names}
+        self.notices: list[str] = []
+        self.state = RoundState(1, self.notices.append)
+        self.state.start(1)
+        self.members = {
+            name: Member(info, SimpleNamespace(get_properties=self.answering(name)))
+            for name, info in self.infos.items()
+        }
+        self.silent: set[str] = set()
+        self.revealed: dict[str, dict] = {}
+        self.server = self.new_server()
+
+    def site(self, name: str, peers=None) -> Masking:
+        """Return a site as after a restart, perhaps with another peers file."""
+        node = SimpleNamespace(
+            name=name,
+            peers=peers or self.peers,
+            peers_key=self.keys[name],
+            state_dir=self.root / name,
+            is_site=self.is_site,
+        )
+        return Masking(self.config, node, self.infos[name])
+
+    def new_server(self, *, resume: bool = False) -> Unmasking:
+        config = self.config.replacing(resume=resume)
+        return Unmasking(config, "run", self.state, self.directory, 1.0)
+
+    def answering(self, name: str):
+        def get_properties(ins, timeout, group_id):
+            if name in self.silent:
+                raise TimeoutError("no reply")
+            try:
+                answer = self.sites[name].revealed(ins.config)
+            except MaskingError as error:
+                answer = {"error": str(error)}
+            self.revealed[name] = answer
+            return GetPropertiesRes(Status(Code.OK, ""), answer)
+
+        return get_properties
+
+    def masked(self, name: str, sent: Knowledge, number: int = 1, instruction=None) -> Knowledge:
+        """Return a site's masked reply to the server's request."""
+        return self.masked_with(name, self.server.config(name), sent, number, instruction)
+
+    def masked_with(self, name, request, sent, number=1, instruction=None) -> Knowledge:
+        envelope = Envelope("run", self.config.run.method, number, "server")
+        site = self.sites[name]
+        stored = site.begin(envelope, instruction or Knowledge(), request)
+        if stored is not None:
+            return Knowledge(dict(zip(self.tensor_names, stored, strict=True)))
+        reply = site.masked(envelope, sent)
+        self.tensor_names = list(reply.tensors)
+        arrays = site.store(envelope, list(reply.tensors.values()))
+        return Knowledge(dict(zip(self.tensor_names, arrays, strict=True)))
+
+    def total(self, replies: list[Reply]) -> list[Reply]:
+        return list(self.server(replies, lambda client: SIZES))
+
+    def sums(self, sent: dict[str, Knowledge], number: int = 1, lost=(), silent=()) -> list[Reply]:
+        """Return the sums of a round; `lost` sites do not reply, `silent` sites reveal nothing."""
+        self.server.start(number, self.members, self.names)
+        self.silent = {*silent}
+        replies = [
+            Reply(self.infos[name], self.masked(name, sent[name], number), Measured({}))
+            for name in self.names
+            if name not in lost
+        ]
+        return self.total(replies)
+
+
+def weights_of(rng: np.random.Generator, scale: float = 1.0) -> Knowledge:
+    """Return random weights."""
+    tensors = {
+        "weights/layer.weight": scale * rng.normal(size=(2, 3)).astype(np.float32),
+        "weights/norm.running_mean": rng.normal(size=3).astype(np.float32) * 100,
+        "weights/norm.running_var": rng.random(3).astype(np.float32) * 1e4,
+        "weights/norm.num_batches_tracked": np.asarray(rng.integers(1000), np.int64),
+    }
+    return Knowledge(tensors)
+
+
+def of_all(rng: np.random.Generator, names) -> dict[str, Knowledge]:
+    return {name: weights_of(rng) for name in names}
+
+
+def threshold(sites: int, colluding: int) -> int:
+    """Return t as in the design, written out again."""
+    return max(-(-(sites + colluding) // 2) + 1, sites * 2 // 3 + 1)
+
+
+# Secret sharing
+
+
+@pytest.mark.parametrize(("needed", "count"), [(1, 1), (2, 3), (4, 4), (4, 7)])
+def test_any_threshold_of_shares_gives_the_secret_and_fewer_give_none(needed, count):
+    secret = bytes(range(32))
+    shares = dict(enumerate(shamir.split(secret, needed, count), 1))
+    for chosen in itertools.combinations(shares, needed):
+        assert shamir.join({number: shares[number] for number in chosen}) == secret
+    assert shamir.join(shares) == secret, "more shares give the same"
+    if needed > 1:
+        with pytest.raises(ValueError, match="do not determine"):
+            shamir.join({number: shares[number] for number in list(shares)[: needed - 1]})
+
+
+def test_shares_lie_on_a_polynomial_of_the_right_degree():
+    # An independent interpolation in fractions of integers modulo the prime.
+    shares = [int.from_bytes(s, "big") for s in shamir.split(b"\1" * 32, 3, 6)]
+    differences = shares
+    for _ in range(3):
+        differences = [(b - a) % (2**521 - 1) for a, b in itertools.pairwise(differences)]
+    assert not any(differences), "third differences of a polynomial of degree 2 vanish"
+
+
+@pytest.mark.parametrize("arguments", [(b"short", 1, 1), (bytes(32), 0, 3), (bytes(32), 4, 3)])
+def test_impossible_sharing_is_refused(arguments):
+    with pytest.raises(ValueError, match="expected 32 bytes"):
+        shamir.split(*arguments)
+
+
+# Sums
+
+
+@pytest.mark.parametrize("sites", [3, 4, 5, 8, 11])
+def test_sums_of_any_survivors_are_the_weighted_means(tmp_path, sites):
+    rng = np.random.default_rng(sites)
+    kit = Kit(tmp_path, sites)
+    for number, lost in enumerate(range(sites - threshold(sites, 1) + 1), 1):
+        sent = of_all(rng, kit.names)
+        gone = set(rng.permutation(kit.names)[:lost])
+        kit.state.start(number)
+        (total,) = kit.sums(sent, number, lost=gone)
+        there = [name for name in kit.names if name not in gone]
+        assert total.clients == tuple(there)
+        weights = np.array([min(kit.infos[n].samples, 100) for n in there], np.float64)
+        assert total.client.samples == weights.sum()
+        assert total.client.name == ALL
+        fraction = 25 - math.ceil(math.log2(sites))
+        bounds = {
+            "layer.weight": len(there) / 2 * 2.0**-fraction / (weights / 100).sum(),
+            "norm.running_mean": len(there) / 2 * 2.0**-20 / weights.sum(),
+            "norm.running_var": len(there) / 2 * 2.0**-20 / weights.sum(),
+            "norm.num_batches_tracked": 0.5,
+        }
+        for name, bound in bounds.items():
+            values = [np.asarray(sent[n].tensors[f"weights/{name}"], np.float64) for n in there]
+            exact = np.average(values, axis=0, weights=weights)
+            found = total.knowledge.tensors[f"weights/{name}"]
+            assert found.dtype == values[0].dtype or found.dtype in (np.float32, np.int64)
+            rounding = np.abs(exact) * 2.0**-23  # of float32
+            assert (np.abs(found - exact) <= bound + rounding).all(), name
+        assert not kit.notices
+
+
+def test_values_beyond_the_range_are_clipped_and_counted(tmp_path):
+    kit = Kit(tmp_path, 3, cap=20)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    for name in kit.names[:2]:
+        sent[name].tensors["weights/layer.weight"][0, 0] = 1e6
+    (total,) = kit.sums(sent)
+    third = sent[kit.names[2]].tensors["weights/layer.weight"][0, 0]
+    expected = (64 + 64 + third) / 3
+    assert total.knowledge.tensors["weights/layer.weight"][0, 0] == pytest.approx(expected, 1e-5)
+    assert "2 values of the clients' replies were clipped" in kit.notices[0]
+
+
+def test_extreme_values_do_not_overflow_the_sum(tmp_path):
+    for value in (-1e9, 1e9):
+        kit = Kit(tmp_path, 8, cap=1)
+        sent = {name: weights_of(np.random.default_rng(0)) for name in kit.names}
+        for knowledge in sent.values():
+            knowledge.tensors["weights/layer.weight"][:] = value
+            knowledge.tensors["weights/norm.running_mean"][:] = 1e12 * np.sign(value)
+        kit.state.start(1)
+        (total,) = kit.sums(sent, 1 if value < 0 else 2)
+        mean = total.knowledge.tensors["weights/layer.weight"]
+        np.testing.assert_allclose(mean, 64 * np.sign(value), rtol=1e-5)
+        statistics = total.knowledge.tensors["weights/norm.running_mean"]
+        np.testing.assert_allclose(statistics, np.sign(value) * 2**62 / 8 / 2**20, rtol=1e-6)
+
+
+def test_a_variance_is_never_negative(tmp_path):
+    kit = Kit(tmp_path, 3)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    for knowledge in sent.values():
+        knowledge.tensors["weights/norm.running_var"][:] = -1.0
+    (total,) = kit.sums(sent)
+    assert (total.knowledge.tensors["weights/norm.running_var"] == 0).all()
+
+
+def test_values_that_are_not_finite_are_never_sent(tmp_path):
+    kit = Kit(tmp_path, 3)
+    kit.server.start(1, kit.members, kit.names)
+    sent = weights_of(np.random.default_rng(0))
+    sent.tensors["weights/layer.weight"][0, 0] = np.nan
+    with pytest.raises(Exception, match="contains NaN or infinity"):
+        kit.masked(kit.names[0], sent)
+
+
+# Class rows
+
+
+def rows_of(rng: np.random.Generator, classes, *, logits: bool = True) -> Knowledge:
+    tensors = {
+        "classes": np.array(classes, np.int64),
+        "features": rng.normal(size=(len(classes), WIDTH)).astype(np.float32) * 10,
+        "counts": rng.integers(1, 50, len(classes)),
+    }
+    if logits:
+        tensors["logits"] = rng.normal(size=(len(classes), CLASSES)).astype(np.float32)
+    return Knowledge(tensors)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "clients"])
+def test_class_means_are_averaged_over_the_sites_that_have_the_class(tmp_path, weighting):
+    rng = np.random.default_rng(1)
+    classes = {"site-04": ("0", "1", "2")}
+    kit = Kit(tmp_path, 5, "fedproto", classes=classes, **{"fedproto.weighting": weighting})
+    held = [[0, 1, 2, 3], [0, 2], [0, 1], [3], [0, 2]]
+    sent = {n: rows_of(rng, held[k], logits=False) for k, n in enumerate(kit.names)}
+    (total,) = kit.sums(sent, lost=["site-03"])
+    found = total.knowledge.tensors
+    expected = {}
+    for label in range(CLASSES):
+        top, weight, count = np.zeros(WIDTH), 0.0, 0
+        for name in ("site-00", "site-01", "site-02", "site-04"):
+            tensors = sent[name].tensors
+            for row, each in enumerate(tensors["classes"]):
+                if each == label:
+                    own = tensors["counts"][row] if weighting == "samples" else 1
+                    top += own * tensors["features"][row].astype(np.float64)
+                    weight, count = weight + own, count + tensors["counts"][row]
+        if weight:
+            expected[label] = top / weight, count
+    assert found["classes"].tolist() == sorted(expected)
+    for row, label in enumerate(found["classes"]):
+        mean, count = expected[label]
+        np.testing.assert_allclose(found["features"][row], mean, rtol=1e-6, atol=1e-5)
+        assert found["counts"][row] == count
+
+
+def test_a_class_that_too_few_sites_list_is_not_sent(tmp_path):
+    listed = {"site-00": ("0", "3"), "site-01": ("0", "3"), "site-02": ("0",), "site-03": ("0",)}
+    kit = Kit(tmp_path, 4, "fedproto", classes=listed)
+    rng = np.random.default_rng(2)
+    # site-02 has samples of class 3, but does not list it.
+    sent = {name: rows_of(rng, [0, 3], logits=False) for name in kit.names}
+    (total,) = kit.sums(sent)
+    assert total.knowledge.tensors["classes"].tolist() == [0]
+
+
+def test_a_site_without_samples_of_a_class_that_it_lists_sends_nothing(tmp_path):
+    """Otherwise, the sum would be the row of the only other site with samples of the class."""
+    kit = Kit(tmp_path, 4, "fedproto", is_site=True)
+    rng = np.random.default_rng(2)
+    kit.server.start(1, kit.members, kit.names)
+    kit.masked("site-00", rows_of(rng, [0, 1, 2, 3], logits=False))
+    with pytest.raises(MaskingError, match="class 1: listed for this site in the peers file"):
+        kit.masked("site-01", rows_of(rng, [0, 2], logits=False))
+
+
+def test_shares_are_refused_if_too_few_survivors_list_a_class(tmp_path):
+    listed = {f"site-{k:02d}": ("0", "1") if k < 3 else ("0",) for k in range(5)}
+    kit = Kit(tmp_path, 5, "fedproto", classes=listed)
+    sent = {n: rows_of(np.random.default_rng(2), [0, 1], logits=False) for n in kit.names}
+    assert not kit.sums(sent, lost=["site-00"])
+    assert "expected at least 3 sites that list class 1, got 2" in kit.notices[0]
+    kit.state.start(2)
+    (total,) = kit.sums(sent, 2, lost=["site-04"])
+    assert total.knowledge.tensors["classes"].tolist() == [0, 1]
+
+
+def felo_reply(rng, classes) -> Knowledge:
+    return Knowledge({**rows_of(rng, classes).tensors, **weights_of(rng).tensors})
+
+
+def test_felo_sums_class_means_over_all_and_weights_per_architecture(tmp_path):
+    kit = Kit(tmp_path, 7, "felo", models=("cnn2", "mlp"))
+    rng = np.random.default_rng(3)
+    sent = {name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names}
+    sums = {reply.client.name: reply for reply in kit.sums(sent)}
+    assert sorted(sums) == ["+all", "+cnn2", "+mlp"]
+    assert not any(name.startswith("weights/") for name in sums["+all"].knowledge.tensors)
+    assert sums["+cnn2"].clients == ("site-00", "site-02", "site-04", "site-06")
+    assert sums["+mlp"].clients == ("site-01", "site-03", "site-05")
+    for name, info in (("+cnn2", "cnn2"), ("+mlp", "mlp")):
+        own = [n for n in kit.names if kit.infos[n].model == info]
+        weights = [min(kit.infos[n].samples, 100) for n in own]
+        key = "weights/layer.weight"
+        exact = np.average([sent[n].tensors[key] for n in own], axis=0, weights=weights)
+        found = sums[name].knowledge.tensors
+        np.testing.assert_allclose(found[key], exact, atol=1e-6)
+        assert sums[name].client.model == info
+        assert found["classes"].shape == (0,), "only the sum over all clients has class means"
+        assert found["features"].shape == (0, WIDTH)
+    features = np.mean([sent[n].tensors["features"].astype(float) for n in kit.names], axis=0)
+    found = sums["+all"].knowledge.tensors["features"]
+    np.testing.assert_allclose(found, features, rtol=1e-6, atol=1e-5)
+
+
+def test_a_sum_with_too_few_survivors_does_not_cost_the_other_sums(tmp_path):
+    # t = 6 of all, and all 4 of a model
+    kit = Kit(tmp_path, 8, "felo", models=("cnn2", "mlp"), **{"felo.weighting": "samples"})
+    rng = np.random.default_rng(3)
+    sent = {name: felo_reply(rng, [0, 1]) for name in kit.names}
+    sums = {reply.client.name: reply for reply in kit.sums(sent, lost=["site-00"])}
+    assert any("expected at least 4 of 4 sites, got 3" in line for line in kit.notices)
+    assert sorted(sums) == [ALL, "+mlp"]
+    assert "weights/layer.weight" not in sums[ALL].knowledge.tensors
+    assert sums[ALL].clients == tuple(kit.names[1:])
+    weights = [np.float64(sent[name].tensors["counts"])[:, None] for name in kit.names[1:]]
+    features = [np.float64(sent[name].tensors["features"]) for name in kit.names[1:]]
+    mean = sum(w * x for w, x in zip(weights, features, strict=True)) / sum(weights)
+    found = sums[ALL].knowledge.tensors["features"]
+    assert np.abs(found - mean).max() < 1e-5
+
+
+def test_a_list_of_survivors_is_kept_if_the_ledger_loses_its_last_line(tmp_path):
+    kit = Kit(tmp_path, 5)
+    kit.sums({name: weights_of(np.random.default_rng(0)) for name in kit.names})
+    ledger = kit.root / "site-00" / "_masking" / "site-00.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    assert "shares" in lines[-1]
+    ledger.write_text("".join(lines[:-1]))
+    size = kit.masked("site-00", Knowledge()).tensors[f"{SHARES}/0"].shape[1]
+    request = {"run": "run", "round": 1, "survivors": {"0": kit.names[:4]}}
+    with pytest.raises(MaskingError, match="already answered with its shares"):
+        kit.site("site-00").revealed({REVEAL: json.dumps(request), f"{SHARES}/0": bytes(4 * size)})
+
+
+def test_weights_of_an_architecture_with_too_few_clients_are_not_sent(tmp_path):
+    kit = Kit(tmp_path, 5, "felo", models=("cnn2", "cnn2", "mlp", "cnn2", "mlp"))
+    rng = np.random.default_rng(3)
+    sums = kit.sums({name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names})
+    assert [reply.client.name for reply in sums] == ["+all", "+cnn2"]
+    assert "weights of site-02, site-04 are not summed" in kit.notices[0]
+    request = json.loads(kit.server.config("site-02")[REQUEST])
+    assert list(request["cohorts"]) == ["0"]
+
+
+# Lost sites
+
+
+def test_a_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_path):
+    rng = np.random.default_rng(4)
+    kit = Kit(tmp_path, 6)  # t = 5
+    sent = of_all(rng, kit.names)
+    (total,) = kit.sums(sent, 1, lost=["site-02"])
+    assert len(total.clients) == 5
+    kit.state.start(2)
+    (total,) = kit.sums(sent, 2, silent=["site-03"])
+    assert len(total.clients) == 6
+    kit.state.start(3)
+    assert not kit.sums(sent, 3, lost=["site-02"], silent=["site-03"])
+    assert "site-02 did not reply, and site-03 did not reveal its secrets" in kit.notices[-1]
+    kit.state.start(4)
+    assert not kit.sums(sent, 4, silent=["site-03", "site-04"])
+    assert "the mask of site-00 is unknown: 4 shares do not determine" in kit.notices[-1]
+    kit.state.start(5)
+    assert not kit.sums(sent, 5, lost=["site-00", "site-01"])
+    assert "expected at least 5 of 6 sites, got 4" in kit.notices[-2]
+    kit.state.start(6)
+    assert len(kit.sums(sent, 6)) == 1, "the next round works"
+
+
+def test_no_reply_gives_no_sum(tmp_path):
+    kit = Kit(tmp_path, 3)
+    assert kit.sums({}, lost=kit.names) == []
+
+
+def test_a_site_that_reveals_nonsense_loses_its_shares_or_the_round_but_never_gives_a_wrong_sum(
+    tmp_path,
+):
+    key = f"{SHARES}/0"
+    rng = np.random.default_rng(4)
+    for number, change in enumerate(
+        (
+            lambda answer: answer | {key: answer[key][:-1]},
+            lambda answer: answer | {key: 3.0},
+            lambda answer: {},
+            lambda answer: answer | {key: bytes(len(answer[key]))},
+            lambda answer: answer | {key: b"\1" * len(answer[key])},
+        )
+    ):
+        kit = Kit(tmp_path / str(number), 5) if (tmp_path / str(number)).mkdir() is None else None
+        honest = kit.sites["site-01"]
+
+        class Bad:
+            begin, masked, store = honest.begin, honest.masked, honest.store
+
+            def revealed(self, config, change=change, honest=honest):
+                return change(honest.revealed(config))
+
+        kit.sites["site-01"] = Bad()
+        sent = of_all(rng, kit.names)
+        sums = kit.sums(sent)
+        if number == 4:
+            assert not sums
+            assert "is unknown" in kit.notices[-1]
+            continue
+        weights = [min(info.samples, 100) for info in kit.infos.values()]
+        field = "weights/layer.weight"
+        exact = np.average([sent[n].tensors[field] for n in kit.names], axis=0, weights=weights)
+        np.testing.assert_allclose(sums[0].knowledge.tensors[field], exact, atol=1e-6)
+
+
+def test_a_share_that_cannot_be_decrypted_is_not_needed(tmp_path):
+    kit = Kit(tmp_path, 5)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    kit.server.start(1, kit.members, kit.names)
+    replies = []
+    for name in kit.names:
+        knowledge = kit.masked(name, sent[name])
+        if name == "site-00":
+            knowledge.tensors[f"{SHARES}/0"][3, 20] ^= 1
+        replies.append(Reply(kit.infos[name], knowledge, Measured({})))
+    assert len(kit.total(replies)) == 1
+
+
+def test_an_impossible_sum_is_refused(tmp_path):
+    kit = Kit(tmp_path, 3)
+    kit.server.start(1, kit.members, kit.names)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    replies = [Reply(kit.infos[n], kit.masked(n, sent[n]), Measured({})) for n in kit.names]
+    vector = replies[0].knowledge.tensors[f"{MASKED}/0"]
+    vector[2 * HEADER.index("weight") + 1] ^= 1 << 31
+    assert not kit.total(replies)
+    assert "impossible counters" in kit.notices[-1]
+
+
+# What a site refuses
+
+
+def test_cohorts_that_break_the_rules_are_refused(tmp_path):
+    kit = Kit(tmp_path, 5)
+    names = kit.names
+    sent = weights_of(np.random.default_rng(0))
+
+    def refused(cohort, match, **more):
+        request = {"nonce": "00" * 16, "cohorts": {"0": cohort}} | more
+        with pytest.raises(MaskingError, match=match):
+            kit.masked_with("site-00", {REQUEST: json.dumps(request)}, sent)
+
+    refused([*names, "stranger"], "expected sites of the peers file, got stranger")
+    refused(names[1:], "expected this site, site-00, in it")
+    refused(names[:2], "expected at least 3 sites, got 2")
+    refused(names[::-1], "sorted list of different names")
+    refused([*names, names[-1]], "sorted list of different names")
+    refused("all", "sorted list of different names")
+    refused(names, "nonce", nonce="00" * 15)
+    refused(names, "nonce", nonce=3)
+    refused(names, "cohorts of this run", cohorts={"1": names})
+    refused(names, "cohorts of this run", cohorts={"-1": names})
+    refused(names, "cohorts of this run", cohorts={})
+    for request in ({}, {REQUEST: "{"}, {REQUEST: "[]"}, {REQUEST: 3}, {REQUEST: '{"nonce": ""}'}):
+        with pytest.raises(MaskingError, match="JSON with cohorts, nonce"):
+            kit.masked_with("site-00", request, sent)
+
+
+def test_the_minimum_of_the_peers_file_prevents_disjoint_cohorts(tmp_path):
+    kit = Kit(tmp_path, 7)
+    assert kit.peers.least == 4
+    kit.server.start(1, kit.members, kit.names[:3])
+    with pytest.raises(MaskingError, match="expected at least 4 sites, got 3"):
+        kit.masked("site-00", weights_of(np.random.default_rng(0)))
+
+
+def test_survivors_that_break_the_rules_are_refused(tmp_path):
+    kit = Kit(tmp_path, 5)  # t = 4
+    names = kit.names
+    kit.server.start(1, kit.members, names)
+    for name in names:
+        kit.masked(name, weights_of(np.random.default_rng(0)))
+    size = kit.masked("site-00", Knowledge()).tensors[f"{SHARES}/0"].shape[1]
+
+    def refused(names_told, match, boxes=None, **more):
+        request = {"run": "run", "round": 1, "survivors": {"0": names_told}} | more
+        boxes = bytes(size * len(names_told)) if boxes is None else boxes
+        with pytest.raises(MaskingError, match=match):
+            kit.sites["site-00"].revealed({REVEAL: json.dumps(request), f"{SHARES}/0": boxes})
+
+    refused(names[1:], "including site-00")
+    refused(names[:3], "expected at least 4 of 5 sites, got 3")
+    refused([*names, "stranger"], "expected sites of the cohort")
+    refused(names, "one share from each survivor", b"")
+    refused(names, "sent no masked reply in round 2", round=2)
+    refused(names, "sent no masked reply in round 1", run="other")
+    refused(names, "expected a run", run="../run")
+    refused(names, "expected a run", round=True)
+    refused(names, "lanes of this site's masked reply", survivors={"1": names})
+
+
+def test_differing_peers_files_are_detected(tmp_path):
+    kit = Kit(tmp_path, 4)
+    other = replace(kit.peers, cap=99)
+    kit.sites["site-01"] = kit.site("site-01", other)
+    assert not kit.sums(of_all(np.random.default_rng(0), kit.names))
+    assert "is lost" in kit.notices[-1]
+
+
+def test_sites_that_are_shown_different_cohorts_derive_masks_that_do_not_cancel(tmp_path):
+    kit = Kit(tmp_path, 5)
+    kit.server.start(1, kit.members, kit.names)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    replies = []
+    for name in kit.names[:4]:
+        request = json.loads(kit.server.config(name)[REQUEST])
+        if name == "site-00":
+            request["cohorts"]["0"] = kit.names[:4]
+        knowledge = kit.masked_with(name, {REQUEST: json.dumps(request)}, sent[name])
+        replies.append(Reply(kit.infos[name], knowledge, Measured({})))
+    replies[0].knowledge.tensors[f"{SHARES}/0"] = np.concatenate(
+        [replies[0].knowledge.tensors[f"{SHARES}/0"], np.zeros((1, 94), np.uint8)]
+    )
+    assert not kit.total(replies)
+
+
+# Repeated requests
+
+
+def test_only_the_same_request_is_answered_again_and_with_the_same_bytes(tmp_path):
+    kit = Kit(tmp_path, 4)
+    kit.server.start(1, kit.members, kit.names)
+    rng = np.random.default_rng(0)
+    instruction = Knowledge({"weights/w": np.ones(3, np.float32)})
+    first = kit.masked("site-00", weights_of(rng), 1, instruction)
+    kit.sites["site-00"] = kit.site("site-00")  # restarted
+    second = kit.masked("site-00", weights_of(rng), 1, instruction)
+    assert all(np.array_equal(first.tensors[k], second.tensors[k]) for k in first.tensors)
+    request = json.loads(kit.server.config("site-00")[REQUEST])
+    changed = Knowledge({"weights/w": np.zeros(3, np.float32)})
+    for other, content in (
+        (request, changed),
+        (request | {"nonce": "11" * 16}, instruction),
+        (request | {"cohorts": {"0": kit.names[:3]}}, instruction),
+    ):
+        with pytest.raises(MaskingError, match="round 1 of run run: expected a repetition"):
+            kit.masked_with("site-00", {REQUEST: json.dumps(other)}, Knowledge(), 1, content)
+
+
+def test_shares_are_revealed_for_one_list_of_survivors(tmp_path):
+    kit = Kit(tmp_path, 6)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    kit.sums(sent)
+    first = dict(kit.revealed)
+    kit.server._request.groups[0] = replace(kit.server._request.groups[0], survivors=())
+    replies = [Reply(kit.infos[n], kit.masked(n, sent[n]), Measured({})) for n in kit.names]
+    assert len(kit.total(replies)) == 1, "the same request again"
+    assert kit.revealed == first
+    kit.server._request.groups[0] = replace(kit.server._request.groups[0], survivors=())
+    assert not kit.total(replies[1:]), "another list"
+    assert all("answered with its shares" in kit.revealed[n]["error"] for n in kit.names[1:])
+    # Other shares for the same survivors: those of a second mask of the same site.
+    kit.server._request.groups[0] = replace(kit.server._request.groups[0], survivors=())
+    replies[0].knowledge.tensors[f"{SHARES}/0"][1, 5] ^= 1
+    kit.revealed.clear()
+    kit.total(replies)
+    assert "error" in kit.revealed["site-01"]
+
+
+def ledger_of(kit: Kit, name: str) -> Path:
+    return kit.root / name / "_masking" / f"{name}.jsonl"
+
+
+def test_a_truncated_ledger_never_leads_to_a_second_vector(tmp_path):
+    kit = Kit(tmp_path, 4)
+    kit.server.start(1, kit.members, kit.names)
+    rng = np.random.default_rng(0)
+    first = kit.masked("site-00", weights_of(rng))
+    ledger = ledger_of(kit, "site-00")
+    assert ledger.stat().st_mode & 0o077 == 0
+    line = ledger.read_bytes()
+    for content in (b"", line[:-5]):
+        ledger.write_bytes(content)
+        kit.sites["site-00"] = kit.site("site-00")
+        again = kit.masked("site-00", weights_of(rng))
+        assert np.array_equal(first.tensors[f"{MASKED}/0"], again.tensors[f"{MASKED}/0"])
+        assert ledger.read_bytes() == line
+        ledger.write_bytes(content)
+        request = json.loads(kit.server.config("site-00")[REQUEST]) | {"nonce": "11" * 16}
+        with pytest.raises(MaskingError, match="expected a repetition"):
+            kit.masked_with("site-00", {REQUEST: json.dumps(request)}, weights_of(rng))
+
+
+@pytest.mark.parametrize("content", [b"nonsense\n", b'["run", 1, "masked reply"]\n', b"[[]]\n"])
+def test_a_damaged_ledger_stops_all_replies(tmp_path, content):
+    kit = Kit(tmp_path, 4)
+    kit.server.start(1, kit.members, kit.names)
+    kit.masked("site-00", weights_of(np.random.default_rng(0)))
+    ledger_of(kit, "site-00").write_bytes(content)
+    with pytest.raises(StateError, match=r"damaged.*Replace the site's key"):
+        kit.masked("site-00", weights_of(np.random.default_rng(0)))
+
+
+def test_a_lost_reply_is_not_computed_again(tmp_path):
+    kit = Kit(tmp_path, 4)
+    kit.server.start(1, kit.members, kit.names)
+    kit.masked("site-00", weights_of(np.random.default_rng(0)))
+    for path in (kit.root / "site-00" / "run" / "site-00").glob("masked-*"):
+        path.unlink()
+    with pytest.raises(MaskingError, match="expected a repetition"):
+        kit.masked("site-00", weights_of(np.random.default_rng(0)))
+
+
+def test_two_processes_of_a_site_send_the_same_vector(tmp_path):
+    kit = Kit(tmp_path, 4)
+    kit.server.start(1, kit.members, kit.names)
+    envelope, request = Envelope("run", "fedavg", 1, "server"), kit.server.config("site-00")
+    both, replies = [kit.site("site-00"), kit.site("site-00")], []
+    for site in both:
+        assert site.begin(envelope, Knowledge(), request) is None
+        replies.append(
+            [*site.masked(envelope, weights_of(np.random.default_rng(0))).tensors.values()]
+        )
+    assert not np.array_equal(replies[0][0], replies[1][0]), "each has a new mask"
+    sent = [site.store(envelope, arrays) for site, arrays in zip(both, replies, strict=True)]
+    assert np.array_equal(sent[0][0], sent[1][0])
+
+
+# A server that is stopped
+
+
+def test_a_server_that_resumes_repeats_its_requests(tmp_path):
+    kit = Kit(tmp_path, 6)
+    rng = np.random.default_rng(0)
+    sent = of_all(rng, kit.names)
+    kit.server.start(1, kit.members, kit.names)
+    before = {name: kit.server.config(name) for name in kit.names}
+    kit.server = kit.new_server(resume=True)  # stopped after the cohort was written
+    assert kit.server.start(1, kit.members, [*kit.names]) == {*kit.names}
+    assert {name: kit.server.config(name) for name in kit.names} == before
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*args):
+        raise StoppedError
+
+    ask, kit.server._ask = kit.server._ask, stop  # stopped after the survivors were written
+    with pytest.raises(StoppedError):
+        kit.sums(sent, 1, lost=["site-00"])
+    kit.server = kit.new_server(resume=True)
+    kit.server._sum = stop  # stopped after the shares were requested; site-00 is back
+    with pytest.raises(StoppedError):
+        kit.sums(sent, 1)
+    kit.server = kit.new_server(resume=True)
+    (total,) = kit.sums(sent, 1)
+    assert total.clients == tuple(kit.names[1:]), "the survivors of the first request"
+    assert ask is not None
+
+
+def test_a_server_that_resumes_without_a_survivor_loses_the_round_only(tmp_path):
+    kit = Kit(tmp_path, 6)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    kit.sums(sent, 1)
+    kit.server = kit.new_server(resume=True)
+    assert not kit.sums(sent, 1, lost=["site-05"])
+    assert "5 of 6 clients replied" in kit.notices[-1]
+    kit.state.start(2)
+    assert len(kit.sums(sent, 2, lost=["site-05"])) == 1
+
+
+def test_a_new_client_does_not_join_the_cohort_of_a_repeated_round(tmp_path):
+    kit = Kit(tmp_path, 6)
+    kit.server.start(1, kit.members, kit.names[:5])
+    kit.server = kit.new_server(resume=True)
+    assert kit.server.start(1, kit.members, kit.names) == {*kit.names[:5]}
+
+
+def test_a_damaged_file_of_requests_stops_the_run(tmp_path):
+    kit = Kit(tmp_path, 3)
+    for text in ("{", "[]", '{"1": 3}', '{"x": ["00", []]}'):
+        (kit.directory / "secure-aggregation.json").write_text(text)
+        with pytest.raises(StateError, match="secure-aggregation"):
+            kit.new_server(resume=True)
+
+
+# What the server sees
+
+
+SPLIT = shamir.split
+
+
+def drawing(drawn: list[bytes], secret: bytes, *numbers: int) -> list[bytes]:
+    """Split a secret, and keep it in `drawn`."""
+    drawn.append(secret)
+    return SPLIT(secret, *numbers)
+
+
+def view(kit: Kit, number: int, values: np.ndarray, *, mask: bool = True) -> np.ndarray:
+    """Return the vectors that a server sees after it has removed the masks b_i that it learns."""
+    kit.server.start(number, kit.members, kit.names)
+    seen = []
+    for name, value in zip(kit.names, values, strict=True):
+        site = kit.sites[name]
+        sent = Knowledge(
+            {k: v.copy() for k, v in weights_of(np.random.default_rng(0)).tensors.items()}
+        )
+        sent.tensors["weights/layer.weight"][:] = value
+        envelope = Envelope("run", "fedavg", number, "server")
+        assert site.begin(envelope, Knowledge(), kit.server.config(name)) is None
+        layout = site._layout(site._sums[0], sent, len(kit.names))
+        if mask:
+            drawn: list[bytes] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(shamir, "split", partial(drawing, drawn))
+                vector = site.masked(envelope, sent).tensors[f"{MASKED}/0"]
+            layout.add_mask(vector, drawn[0], -1)
+        else:
+            vector = layout.encode(sent.tensors, site._samples, site._peers.cap)
+        seen.append(vector)
+    return np.stack(seen)
+
+
+def chi_square(values: np.ndarray, other: np.ndarray | None = None) -> float:
+    """Return the p-value of uniform bytes, or of equal distributions of bytes."""
+    from scipy import stats
+
+    counts = np.bincount(values.reshape(-1).view(np.uint8), minlength=256)
+    if other is None:
+        return stats.chisquare(counts).pvalue
+    others = np.bincount(other.reshape(-1).view(np.uint8), minlength=256)
+    seen = (counts + others) > 0
+    return stats.chi2_contingency([counts[seen], others[seen]]).pvalue
+
+
+@pytest.mark.parametrize("keyings", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_view_of_the_server_depends_only_on_the_sum(tmp_path, keyings):
+    kit = Kit(tmp_path, 3, cap=20)
+    one, two = np.array([1.0, 2.0, 3.0]), np.array([-20.0, 40.0, -14.0])
+    assert one.sum() == two.sum()
+    number, views = itertools.count(1), {}
+    for masked in (True, False):
+        for name, values in (("one", one), ("two", two)):
+            count = keyings if masked else 20
+            seen = [view(kit, next(number), values, mask=masked) for _ in range(count)]
+            views[name, masked] = np.stack(seen)  # [keyings, sites, words]
+    for name in ("one", "two"):
+        totals = views[name, True].astype(np.uint64).sum(1) % 2**32
+        assert (totals[:, -6:] == totals[0, -6:]).all(), "the sum is always the same"
+        for pair in ((0, 1), (0, 2), (1, 2)):
+            assert chi_square(views[name, True][:, pair]) > 1e-6, "any two vectors are uniform"
+    for site in range(3):
+        left, right = views["one", True][:, site], views["two", True][:, site]
+        assert chi_square(left, right) > 1e-6, "the two views cannot be told apart"
+    left, right = views["one", False][:, 0, -6:], views["two", False][:, 0, -6:]
+    assert chi_square(left, right) < 1e-12, "without masks, the test tells them apart"
+    assert chi_square(left) < 1e-12
+
+
+@pytest.mark.parametrize("sites", [3, 4, 5])
+def test_a_lying_server_and_a_colluding_site_learn_only_sums_over_two_honest_sites(tmp_path, sites):
+    """Search all lists of survivors that a server may send to each honest site.
+
+    Unknowns are the vectors x_i of the honest sites, their masks b_i, and the masks s_ij of two
+    honest sites. The server knows y_i = x_i + b_i + sum of +-s_ij, each b_i for which t sites
+    reveal shares, and each s_ij that i or j reveals. By linear algebra, the smallest set of honest
+    sites of which it learns the sum must have 2 t - n - c sites.
+    """
+    kit = Kit(tmp_path, sites)
+    kit.server.start(1, kit.members, kit.names)
+    for name in kit.names:
+        kit.masked(name, weights_of(np.random.default_rng(0)))
+    honest, needed = list(range(sites - 1)), kit.peers.threshold(sites)
+    lists = {
+        k: [each for each in all_lists(sites) if accepts(kit, kit.names[k], each)] for k in honest
+    }
+    assert all(lists.values())
+    pairs = list(itertools.combinations(honest, 2))
+    smallest = sites
+    for chosen in itertools.product(*lists.values()):
+        told = dict(zip(honest, chosen, strict=True))
+        known_b = [
+            i
+            for i in honest
+            if sum(i in told[k] for k in honest) + 1 >= needed  # 1 colludes
+        ]
+        known_s = [(i, j) for i, j in pairs if j not in told[i] or i not in told[j]]
+        unknown = {
+            **{("b", i): n for n, i in enumerate(i for i in honest if i not in known_b)},
+        }
+        unknown |= {
+            ("s", p): len(unknown) + n for n, p in enumerate(p for p in pairs if p not in known_s)
+        }
+        matrix = np.zeros((len(honest), max(len(unknown), 1)))
+        for row, i in enumerate(honest):
+            if ("b", i) in unknown:
+                matrix[row, unknown["b", i]] = 1
+            for pair in pairs:
+                if i in pair and ("s", pair) in unknown:
+                    matrix[row, unknown["s", pair]] = 1 if i == pair[0] else -1
+        # The server learns sum of a_i x_i for each a with a matrix = 0.
+        for size in range(1, len(honest) + 1):
+            if any(
+                np.linalg.matrix_rank(matrix[list(subset)]) < size
+                for subset in itertools.combinations(range(len(honest)), size)
+            ):
+                smallest = min(smallest, size)
+                break
+    assert smallest >= 2
+    assert smallest >= 2 * needed - sites - 1
+
+
+def all_lists(sites: int) -> list[tuple[int, ...]]:
+    return [
+        each for size in range(1, sites + 1) for each in itertools.combinations(range(sites), size)
+    ]
+
+
+def accepts(kit: Kit, name: str, numbers: tuple[int, ...]) -> bool:
+    """Return whether a site reveals its shares for a list of survivors; nothing is recorded."""
+    site, lane = kit.sites[name], kit.sites[name]._lanes[0]
+    try:
+        names = site._survivors(lane, [kit.names[number] for number in numbers])
+    except MaskingError:
+        return False
+    return not site._fault(lane, names)
+
+
+def test_thresholds_are_those_of_the_design(tmp_path):
+    assert [threshold(n, 1) for n in (3, 4, 5, 10, 50)] == [3, 4, 4, 7, 34]
+    kit = Kit(tmp_path, 10)
+    for sites in (3, 4, 5, 10, 50, MAX_PEERS):
+        assert kit.peers.threshold(sites) == threshold(sites, 1)
+        assert 2 * threshold(sites, 1) - sites - 1 >= 2

@@ -1,0 +1,264 @@
+"""Peers file of secure aggregation: its rules, digest and keys, and a node's settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from math import ceil
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from federation import small
+from typer.testing import CliRunner
+
+from fedhet.base.errors import SettingsError
+from fedhet.cli import app
+from fedhet.client_runtime.app import within_limits
+from fedhet.client_runtime.node import NodeSettings, read_node
+from fedhet.config import secure
+from fedhet.config.secure import Peer, Peers, read_key, read_peers, read_public, write_key
+
+KEYS = [X25519PrivateKey.generate().public_key().public_bytes_raw() for _ in range(6)]
+SITES = tuple(Peer(f"site-{k}", KEYS[k], ("0", "10")) for k in range(5))
+
+
+def public(key):
+    return key.public_key().public_bytes_raw()
+
+
+def command(*words):
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+@pytest.mark.parametrize("colluding", [1, 2, 3])
+def test_a_threshold_leaves_two_honest_sites_in_every_sum(colluding):
+    """Bonawitz et al. 2017, section 6.2: t > (n + c) / 2, here by one more; and t > 2n / 3."""
+    for n in range(colluding + 2, 60):
+        peers = Peers(
+            tuple(Peer(f"s{k}", k.to_bytes(2) + KEYS[0][2:]) for k in range(n)), colluding
+        )
+        t = peers.threshold(n)
+        assert t == max(ceil((n + colluding) / 2) + 1, 2 * n // 3 + 1)
+        assert t <= n
+        assert 2 * t - n - colluding >= 2
+        assert 3 * t > 2 * n
+        assert 2 * peers.least > n
+        assert peers.least >= peers.smallest == max(3, colluding + 2)
+
+
+def test_thresholds_are_those_of_the_documentation():
+    peers = Peers(SITES)
+    assert [peers.threshold(n) for n in (3, 4, 5, 10, 50)] == [3, 4, 4, 7, 34]
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    peers = Peers(SITES[::-1], colluding=2, least=4, cap=700)
+    secure.write_peers(tmp_path / "peers.toml", peers)
+    found = read_peers(tmp_path / "peers.toml")
+    assert found == peers
+    assert found.names == tuple(f"site-{k}" for k in range(5))
+    assert found.digest == peers.digest
+    with pytest.raises(SettingsError, match="already exists"):
+        secure.write_peers(tmp_path / "peers.toml", peers)
+
+
+def test_the_digest_covers_every_value():
+    base = Peers(SITES, 1, 3, 9)
+    sites = [[f"site-{k}", KEYS[k].hex(), ["0", "10"]] for k in range(5)]
+    expected = b"fedhet peers\0" + json.dumps([1, 1, 3, 9, sites]).encode()
+    assert base.digest == hashlib.sha256(expected).digest()
+    others = [
+        Peers(SITES, 2, 4, 9), Peers(SITES, 1, 4, 9), Peers(SITES, 1, 3, 10),
+        Peers(SITES[:4], 1, 3, 9),
+        Peers((*SITES[:4], Peer("site-5", KEYS[4], ("0", "10"))), 1, 3, 9),
+        Peers((*SITES[:4], Peer("site-4", KEYS[5], ("0", "10"))), 1, 3, 9),
+        Peers((*SITES[:4], Peer("site-4", KEYS[4], ("0", "1"))), 1, 3, 9),
+        Peers((*SITES[:4], Peer("site-4", KEYS[4])), 1, 3, 9),
+    ]  # fmt: skip
+    assert len({base.digest, *(each.digest for each in others)}) == len(others) + 1
+    assert Peers(SITES[::-1], 1, 3, 9).digest == base.digest
+
+
+LOW_ORDER = "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"
+P = (2**255 - 19).to_bytes(32, "little").hex()
+BAD = {
+    "colluding = 1\nleast = 3\n": "cap: not found",
+    "colluding = 1\nleast = 3\ncap = 0\n": "cap: expected an integer from 1",
+    "colluding = true\nleast = 3\ncap = 9\n": "colluding: expected an integer from 1",
+    "colluding = 1\nleast = 3\ncap = 9\n": "sites: expected an integer from 3 to 1000, got 0",
+    "colluding = 1\nleast = 3\ncap = 9\nsite = 4\n": r"site: expected \[\[site\]\] tables",
+    "colluding = 1\nleast = 3\ncap = 9\nminimum = 1\n": "minimum: unknown",
+    "colluding = 1\nleast = 3\ncap = 9\n[[site]]\nname = 'a'\n": "a: key: expected an X25519",
+    "colluding = 1\nleast": "not valid TOML",
+}
+
+
+@pytest.mark.parametrize(("text", "fault"), BAD.items(), ids=BAD.values())
+def test_a_damaged_file_is_one_error_that_names_it(tmp_path, text, fault):
+    path = tmp_path / "peers.toml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=fault) as caught:
+        read_peers(path)
+    assert str(path) in str(caught.value)
+    with pytest.raises(SettingsError, match=r"absent.toml: cannot read the file"):
+        read_peers(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("sites", "rules", "fault"),
+    [
+        (SITES[:2], {}, "sites: expected an integer from 3 to 1000, got 2"),
+        ((*SITES, SITES[0]), {}, "'site-0' twice"),
+        ((*SITES, Peer("b", KEYS[0])), {}, "one key twice"),
+        ((*SITES, Peer("server", KEYS[5])), {}, "name: expected letters"),
+        ((*SITES, Peer("../b", KEYS[5])), {}, "name: expected letters"),
+        ((*SITES, Peer("b", KEYS[5][:31])), {}, "b: key: expected an X25519 public key"),
+        ((*SITES, Peer("b", bytes(32))), {}, "b: key"),  # of low order: no secret
+        ((*SITES, Peer("b", bytes.fromhex(LOW_ORDER))), {}, "b: key"),
+        ((*SITES, Peer("b", bytes.fromhex(P))), {}, "b: key"),
+        ((*SITES, Peer("b", (2**255 - 9).to_bytes(32, "little"))), {}, "b: key"),
+        (SITES, {"colluding": 0}, "colluding: expected an integer from 1 to 3, got 0"),
+        (SITES, {"colluding": 4}, "colluding: expected an integer from 1 to 3, got 4"),
+        (SITES, {"least": 2}, "least: expected an integer from 3 to 5, got 2"),
+        (SITES, {"colluding": 3, "least": 4}, "least: expected an integer from 5 to 5, got 4"),
+        (SITES, {"least": 6}, "least: expected an integer from 3 to 5, got 6"),
+        (SITES, {"cap": 0}, "cap: expected an integer from 1"),
+    ],
+)
+def test_a_rule_that_protects_nobody_is_refused(sites, rules, fault):
+    with pytest.raises(SettingsError, match=fault):
+        Peers(sites, **rules)
+
+
+def test_a_stranger_is_named():
+    with pytest.raises(SettingsError, match="site 'site-9' not found in the peers file; did you"):
+        Peers(SITES).peer("site-9")
+
+
+def test_holders_of_a_class_are_counted_in_the_cohort():
+    peers = Peers((*SITES[:4], Peer("b", KEYS[5], ("1",))))
+    assert peers.holders(0, {"site-0", "site-1", "b", "stranger"}) == 2
+    assert peers.holders(10, peers.names) == 4
+    assert peers.holders(1, peers.names) == 1
+    assert peers.holders(2, peers.names) == 0
+
+
+def test_only_its_owner_reads_a_key(tmp_path):
+    private, shared = write_key(tmp_path / "keys", "site-0", ["3", "1"])
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert stat.S_IMODE(private.parent.stat().st_mode) == 0o700
+    key, peer = read_key(private), read_public(shared)
+    assert peer == Peer("site-0", public(key), ("1", "3"))
+    other = X25519PrivateKey.generate()  # it is a key that agrees on secrets
+    secret = other.exchange(X25519PublicKey.from_public_bytes(peer.key))
+    assert key.exchange(other.public_key()) == secret
+    assert b"PRIVATE" not in shared.read_bytes()
+    with pytest.raises(SettingsError, match="already exists"):
+        write_key(tmp_path / "keys", "site-0")
+    private.chmod(0o640)
+    with pytest.raises(SettingsError, match=r"only its owner can read, got mode 640. Use `chmod"):
+        read_key(private)
+
+
+def test_a_file_without_a_key_of_the_right_kind_is_one_error(tmp_path):
+    path = tmp_path / "a.key"
+    path.write_bytes(b"nothing")
+    path.chmod(0o600)
+    with pytest.raises(SettingsError, match=r"a.key: cannot read the key"):
+        read_key(path)
+    assert command("certs", tmp_path / "node", "--key", "site-0").exit_code == 0
+    with pytest.raises(SettingsError, match=r"site-0: (expected an X25519|cannot read the) key"):
+        read_key(tmp_path / "node" / "site-0")
+    with pytest.raises(SettingsError, match="absent: cannot read the key"):
+        read_key(tmp_path / "absent")
+
+
+def test_simulated_clients_have_new_keys_each_time_and_keep_them(tmp_path):
+    names = ["a", "b", "c"]
+    first, keys = secure.simulated_peers(names, cap=8, classes={"a": ["4"]})
+    second, _ = secure.simulated_peers(names, cap=8, classes={"a": ["4"]})
+    assert first.names == second.names
+    assert not {peer.key for peer in first.peers} & {peer.key for peer in second.peers}
+    assert first.peer("a").classes == ("4",)
+    assert {name: public(key) for name, key in keys.items()} == {p.name: p.key for p in first.peers}
+    secure.write_simulated(tmp_path, first, keys)
+    secure.write_simulated(tmp_path, second, keys)  # a resumed run
+    for name in names:
+        file, key = secure.simulated_files(tmp_path, name)
+        assert read_peers(file) == first
+        assert public(read_key(key)) == first.peer(name).key
+
+
+def test_sites_join_their_files_and_see_one_digest(tmp_path):
+    for k in range(3):
+        words = ["certs", tmp_path / str(k), "--peer", f"site-{k}", "--classes", "0-2,5"]
+        assert command(*words).exit_code == 0
+    files = [tmp_path / str(k) / f"site-{k}.peer.toml" for k in range(3)]
+    outs = [tmp_path / "first.toml", tmp_path / "second.toml"]
+    shown = []
+    for out, order in zip(outs, (files, files[::-1]), strict=True):
+        result = command("peers", *order, "--out", out, "--cap", 50)
+        assert result.exit_code == 0, result.output
+        shown.append(result.output.splitlines()[1:])
+    assert shown[0] == shown[1] == command("peers", outs[0]).output.splitlines()
+    peers = read_peers(outs[0])
+    assert (peers.cap, peers.colluding, peers.least) == (50, 1, 3)
+    assert peers.peer("site-1").classes == ("0", "1", "2", "5")
+    digest = next(line for line in shown[0] if line.startswith("digest: "))
+    assert digest.removeprefix("digest: ").replace(" ", "") == peers.digest.hex()
+    assert any("0-2,5" in line for line in shown[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["peers", "a", "b"], "--out: not set"),
+        (["peers", "a", "--out", "b"], "--cap: not set"),
+        (["peers", "a", "--cap", "3"], "--out: not set"),
+        (["peers", "absent", "--cap", "3", "--out", "b"], "absent: cannot read the file"),
+        (["certs", "x", "--classes", "1"], "expected --peer NAME"),
+        (["certs", "x", "--peer", "a", "--classes", "3-1"], "expected a list such as 0-3,7"),
+        (["certs", "x", "--peer", "a", "--key", "a"], "cannot be combined"),
+        (["certs", "x", "--peer", "a", "--nodes", "2"], "cannot be combined"),
+        (["certs", "x", "--peer", "/a"], "name: expected letters"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, monkeypatch, words, fault):
+    monkeypatch.chdir(tmp_path)
+    result = command(*words)
+    assert result.exit_code
+    assert fault in " ".join(result.output.split()) or fault in str(result.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def node_of(tmp_path, name="site-0", **changes):
+    peers, keys = secure.simulated_peers(["site-0", "site-1", "site-2"], cap=8)
+    secure.write_simulated(tmp_path, peers, keys)
+    file, key = secure.simulated_files(tmp_path, name)
+    return {"partition-id": 0, "name": "site-0", "peers": file, "peers-key": key, **changes}, peers
+
+
+def test_a_site_with_peers_takes_part_in_no_other_run(tmp_path):
+    values, _ = node_of(tmp_path)
+    settings = NodeSettings.model_validate(values)
+    masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True})
+    assert within_limits(masked, settings)
+    with pytest.raises(SettingsError, match=r"only in runs with secure aggregation.*'peers'"):
+        within_limits(small("fedavg", clients=3), settings)
+
+
+def test_a_node_has_the_key_that_its_peers_know(tmp_path):
+    masked = small("fedavg", clients=3, **{"privacy.secure-aggregation": True}).run
+    values, peers = node_of(tmp_path)
+    node = read_node(values, masked)
+    assert node.peers == peers
+    assert public(node.peers_key) == peers.peer("site-0").key
+    assert "X25519" not in repr(node)
+    with pytest.raises(SettingsError, match="expected the key of 'site-0'"):
+        read_node(node_of(tmp_path, "site-1")[0], masked)
+    with pytest.raises(SettingsError, match="'stranger' not found"):
+        read_node({**values, "name": "stranger"}, masked)
+    for missing in ("peers", "peers-key"):
+        with pytest.raises(SettingsError, match="'peers', 'peers-key': not set"):
+            read_node({**values, missing: ""}, masked)

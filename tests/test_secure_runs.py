@@ -1,0 +1,254 @@
+"""Secure aggregation in runs: methods against their plain runs, refusals, stops, and what is sent.
+
+tests/test_masking.py tests the protocol without training.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from federation import Server, fast, records, run, small
+from interruption import CutError, resumed, same_but_for_the_name
+from rounds import instruction_of, reply_of
+
+from fedhet.base.errors import SettingsError
+from fedhet.config.resolve import resolve
+from fedhet.methods.registry import all_methods, find_method
+from fedhet.server.unmasking import Unmasking
+
+SUMMED = sorted(name for name, method in all_methods()[0].items() if method.spec.sums.lanes)
+NOT_IN_THE_DESIGN = {"fedsa"}
+"""Methods that were added after the design's table; fedsa averages the factors A as FedAvg does."""
+SETTINGS = {
+    "fedhe": {"fedhe.replies": "latest"},
+    "heterofl": {
+        "heterofl.levels": ["a", "b"],
+        "heterofl.weighting": "samples",
+        "heterofl.masked": False,
+    },
+}
+SECURE = {"privacy.secure-aggregation": True}
+
+
+def config_of(method: str, **changes: object):
+    """Return a small federation of six clients that all have samples of every class."""
+    changes = {"clients": 6, "alpha": 1000.0, "data.min-samples": 30, **changes}
+    return small(method, **{**fast(method), **SETTINGS.get(method, {}), **changes})
+
+
+def test_the_methods_of_the_design_can_be_summed():
+    design = (
+        "fedavg fedprox fedbn fedper lg-fedavg fml fedmrl pfedme fedtype pfedbayes felo fedproto "
+        "fedhe fedmd ds-fl heterofl"
+    )
+    assert {*SUMMED} - NOT_IN_THE_DESIGN == {*design.split()}
+    for name, method in all_methods()[0].items():
+        assert bool(method.spec.sums.lanes) != bool(method.spec.sums.unsupported), name
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=[] if name in ("fedavg", "felo", "ds-fl") else [pytest.mark.slow])
+        for name in SUMMED
+        if name != "fedsa"  # needs a downloaded encoder
+    ],
+)
+def test_a_round_gives_the_same_instructions_as_in_plain_text(tmp_path, method):
+    told = []
+    for secure in (False, True):
+        (directory := tmp_path / f"{secure}").mkdir()
+        server = Server(config_of(method, **(SECURE if secure else {})), directory)
+        server.play(1)
+        server.close(1)
+        told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.ask(2)})
+    plain, summed = told
+    assert plain.keys() == summed.keys()
+    compared = 0
+    for name in plain:
+        one, other = plain[name].tensors, summed[name].tensors
+        assert one.keys() == other.keys()
+        for key in one:
+            assert one[key].dtype == other[key].dtype
+            np.testing.assert_allclose(other[key], one[key], rtol=2e-6, atol=4e-6, err_msg=key)
+            compared += one[key].size
+    assert compared > 100
+
+
+@pytest.mark.parametrize("weighting", ["samples", "clients"])
+@pytest.mark.parametrize("method", ["felo", "fedproto"])
+@pytest.mark.slow
+def test_class_means_have_the_weights_of_the_setting(tmp_path, method, weighting):
+    told = []
+    for secure in (False, True):
+        (directory := tmp_path / f"{secure}").mkdir()
+        changes = {f"{method}.weighting": weighting, "alpha": 0.5, "data.min-samples": 20}
+        server = Server(config_of(method, **changes, **(SECURE if secure else {})), directory)
+        server.play(1)
+        told.append([instruction_of(each).tensors for each in server.ask(2)])
+    for one, other in zip(*told, strict=True):
+        rows = np.isin(one["classes"], other["classes"])
+        assert 0 < rows.sum() <= len(rows), "classes of fewer than three clients are missing"
+        np.testing.assert_allclose(other["features"], one["features"][rows], rtol=2e-6, atol=4e-6)
+
+
+def test_a_client_sends_nothing_about_its_own_samples(tmp_path):
+    server = Server(config_of("fedavg", **SECURE), tmp_path)
+    assert {member.info.samples for member in server.strategy.members.values()} == {2}
+    _, answers = server.play(1)
+    plain = Server(config_of("fedavg"), tmp_path / "plain")
+    _, plain_answers = plain.play(1)
+    for (_, result), (_, other) in zip(answers, plain_answers, strict=True):
+        sent = reply_of(result)
+        assert sorted(sent.tensors) == ["masked/0", "shares/0"]
+        assert not sent.scalars
+        assert result.num_examples == 2
+        assert "loss" in other.metrics
+        assert "loss" not in result.metrics
+        weights = np.concatenate(
+            [value.reshape(-1) for value in reply_of(other).tensors.values()]
+        ).astype(np.float32)
+        vector = sent.tensors["masked/0"][-len(weights) :].view(np.int32)
+        assert abs(np.corrcoef(vector.astype(float), weights)[0, 1]) < 0.05, "a mask is there"
+    for each, is_plain in ((server, False), (plain, True)):
+        asked = each.strategy.configure_evaluate(1, None, each.manager)
+        for proxy, instruction in asked:
+            result = proxy.evaluate(instruction, None, 0)
+            assert "accuracy.common.global" in result.metrics
+            assert ("accuracy.personal.global" in result.metrics) is is_plain
+            assert (result.loss > 0) is is_plain
+
+
+def test_a_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
+    server = Server(config_of("fedavg", **SECURE), tmp_path)
+    asked = server.ask(1)
+    first, second = server.answers(asked), server.answers(asked)
+    for (_, one), (_, other) in zip(first, second, strict=True):
+        assert one.parameters.tensors == other.parameters.tensors
+
+
+def test_a_run_continues_without_the_clients_that_are_lost(tmp_path):
+    # One of six clients drops out in round 1, which the sum tolerates, and two in round 2.
+    config = config_of("fedavg", rounds=3, **SECURE, **{"pace.drop-outs": 0.08, "seed": 17})
+    run(config, tmp_path)
+    first, second, third = records(tmp_path)
+    assert len(first["failed"]) == 1
+    assert len(first["answered"]) == 5
+    assert not {*first["answered"]} & {*first["failed"]}
+    assert len(second["failed"]) == 2
+    assert not second["answered"], "the threshold is five"
+    assert len(third["answered"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("step", "moment"),
+    [
+        ("start", "before"),
+        ("start", "after"),
+        pytest.param("_ask", "before", marks=pytest.mark.slow),
+        ("_ask", "after"),
+        pytest.param("_completed", "after", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_is_stopped_at_any_step_resumes_with_the_same_sums(
+    tmp_path, monkeypatch, step, moment
+):
+    config = config_of("fedavg", rounds=2, **SECURE)
+    run(config, tmp_path / "whole")
+    real, calls = getattr(Unmasking, step), []
+
+    def stopping(self, *args):
+        calls.append(step)
+        if moment == "before" and len(calls) == 2:
+            raise CutError
+        result = real(self, *args)
+        if moment == "after" and len(calls) == 2:
+            raise CutError
+        return result
+
+    monkeypatch.setattr(Unmasking, step, stopping)
+    with pytest.raises(CutError):
+        run(config, tmp_path / "cut")
+    # A copy, because the interrupted run stays locked until its objects are collected.
+    shutil.copytree(tmp_path / "cut", tmp_path / "copy")
+    run(resumed(config, tmp_path / "copy"), tmp_path / "copy")
+    same_but_for_the_name(tmp_path / "whole", tmp_path / "copy")
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_numbers(tmp_path):
+    config = config_of("felo", rounds=2, **SECURE)
+    summaries = [
+        run(resolve({**config.flat(), "engine.backend": backend}), tmp_path / backend)
+        for backend in ("inline", "ray")
+    ]
+    assert summaries[0]["accuracy"] == summaries[1]["accuracy"]
+
+
+@pytest.mark.slow
+def test_differential_privacy_and_int8_instructions_work_with_sums(tmp_path):
+    secure = {**SECURE, "privacy.epsilon": 50.0, "wire.encoding": "int8"}
+    config = config_of("fedavg", rounds=2, models=["mlp"], **secure)
+    summary = run(config, tmp_path / "run")
+    assert summary["history"][-1]["accuracy"]["common"]
+    assert all(value > 0 for value in records(tmp_path / "run")[-1]["epsilon"].values())
+
+
+# Refusals before a run
+
+
+@pytest.mark.parametrize(
+    "method", sorted(name for name, m in all_methods()[0].items() if m.spec.sums.unsupported)
+)
+def test_methods_that_need_single_replies_are_refused(method):
+    reason = find_method(method).spec.sums.unsupported
+    with pytest.raises(SettingsError) as error:
+        resolve({"method": method, **SECURE})
+    assert str(error.value) == (
+        f"setting 'privacy.secure-aggregation': unsupported by {method} ({reason}), expected "
+        "false, got True"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fraction": 0.5}, "'fraction': expected 1.0 with 'privacy.secure-aggregation', got 0.5"),
+        ({"defense.average": "median"}, "'defense.average': expected mean with"),
+        ({"attack.kind": "sign-flip"}, "'attack.kind': expected none with"),
+        ({"pace.mode": "asynchronous"}, "'pace.mode': expected synchronous with"),
+        ({"pace.over-selection": 0.5}, "'pace.over-selection': expected 0.0 with"),
+        ({"pace.min-replies": 0.5}, "'pace.min-replies': expected 1.0 with"),
+        ({"pace.timeout": "3x"}, "'pace.timeout': expected empty with"),
+        ({"pace.select": "oort"}, "'pace.select': expected random with"),
+        ({"wire.encoding": "top-k"}, "'wire.encoding': expected float32 or float16 or int8 with"),
+        ({"data.held-out-clients": 0.2}, "'data.held-out-clients': expected 0 with"),
+        ({"clients": 2}, "'clients': expected at least 3 with"),
+        ({"method": "fedhe"}, "'fedhe.replies': expected latest with"),
+        ({"method": "heterofl"}, "'heterofl.weighting': expected samples with"),
+        (
+            {"method": "heterofl", "heterofl.weighting": "samples"},
+            "'heterofl.masked': expected false with",
+        ),
+    ],
+)
+def test_settings_that_need_single_replies_are_refused(settings, message):
+    with pytest.raises(SettingsError) as error:
+        resolve({"method": "fedavg", **SECURE, **settings})
+    assert message in str(error.value)
+
+
+def test_a_level_with_too_few_clients_is_refused_before_the_first_round(tmp_path):
+    config = config_of("heterofl", clients=5, **SECURE)
+    with pytest.raises(SettingsError, match="at least 3 clients with each model, got '2 clients"):
+        Server(config, tmp_path)
+
+
+def test_a_run_without_secure_aggregation_has_no_keys(tmp_path: Path):
+    server = Server(config_of("fedavg"), tmp_path)
+    server.play(1)
+    assert not (tmp_path / "secure-aggregation.json").exists()
+    assert not list(tmp_path.rglob("*peers*"))
