@@ -20,7 +20,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.deployment import certs
 from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment, site_name
-from fedhet.runs.log import RunLog
+from fedhet.runs.storage import Checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 # Flower gives a client's process up after a minute without a sign of life; a round must wait for
@@ -297,10 +297,10 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(tmp_path, monke
             raise OSError(28, "No space left on device")
         return keep(self, round, *state)
 
-    keep = RunLog.checkpoint
+    keep = Checkpoints.write
     config = small("felo", rounds=4)
     with monkeypatch.context() as patch:
-        patch.setattr(RunLog, "checkpoint", full)
+        patch.setattr(Checkpoints, "write", full)
         with pytest.raises(OSError, match="No space left"):
             run(config, tmp_path / "run")
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
