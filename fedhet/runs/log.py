@@ -333,7 +333,7 @@ class RunLog:
         write_text(self.directory / "summary.json", summary_text(summary))
         for watcher in self.watchers:
             watcher.run_finished(summary)
-        self._lock_file.close()
+        self.close()
         return summary
 
     def fail(self, error: Exception) -> None:
@@ -342,6 +342,11 @@ class RunLog:
         self._write_origin()
         for watcher in self.watchers:
             watcher.run_failed(self._origin.fault)
+
+    def close(self) -> None:
+        """Close the TensorBoard file and release the lock, so that the run can be resumed."""
+        self._board.close()
+        self._lock_file.close()
 
     def missing_result(self) -> str:
         """Return why the run has no result, or "" if it has one.

@@ -73,20 +73,21 @@ class FederationServer(Server):
         """
         result: tuple[History, float] = (History(), 0.0)
         self._method.collector.open(self.max_workers or 1)
-        try:
-            with contextlib.suppress(_StoppedEarly):
-                result = super().fit(num_rounds - self._log.done, timeout)
-            if fault := self._log.missing_result():
-                raise FedhetError(fault)
-        except Exception as error:
-            reported = self._reported(error)
-            self._log.fail(reported)
-            if reported is not error:
-                raise reported from error
-            raise
-        finally:
-            self._method.collector.close()
-        self._log.finish()
+        with contextlib.closing(self._log):
+            try:
+                with contextlib.suppress(_StoppedEarly):
+                    result = super().fit(num_rounds - self._log.done, timeout)
+                if fault := self._log.missing_result():
+                    raise FedhetError(fault)
+            except Exception as error:
+                reported = self._reported(error)
+                self._log.fail(reported)
+                if reported is not error:
+                    raise reported from error
+                raise
+            finally:
+                self._method.collector.close()
+            self._log.finish()
         return result
 
     def _reported(self, error: Exception) -> Exception:
