@@ -1,35 +1,42 @@
 """Tasks: regression of a table's columns, its scores, and the refusal of other methods."""
 
 import copy
+import io
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from federation import Server, client_of, records, run
-from flwr.common import parameters_to_ndarrays
+from federation import Server, client_of, records, run, small
+from flwr.common import Context, RecordDict, parameters_to_ndarrays
+from safetensors.numpy import load_file
 from sklearn import metrics as sk
 from sklearn.datasets import load_diabetes
 
 from fedhet import report
-from fedhet.base.errors import DataError, KnowledgeError, SettingsError, StateError
+from fedhet.base.errors import DataError, KnowledgeError, SettingsError
 from fedhet.base.metrics import METRICS, Metric, Predictions, measure
-from fedhet.client_runtime.node import read_node
+from fedhet.client_runtime.app import client_fn
+from fedhet.client_runtime.node import close_clients, read_node
 from fedhet.config.resolve import resolve
 from fedhet.data import tasks
 from fedhet.data.cells import read_table
-from fedhet.data.site import site_data
+from fedhet.data.site import Declaration, site_data
 from fedhet.data.spec import DataSpec, Split
 from fedhet.data.store import RunData, read_dataset, write_dataset
 from fedhet.data.tables import infer_schema, labeled_split, read_schema
 from fedhet.data.tasks import Regression, find_task, task_of
-from fedhet.inference.api import Result
-from fedhet.inference.client import open_client
+from fedhet.inference.api import Result, compare
+from fedhet.inference.client import open_client, read_inputs
+from fedhet.inference.export import export
 from fedhet.learning.devices import CPU
+from fedhet.learning.training import SupervisedLoss, optimization_for
 from fedhet.methods.registry import all_methods
 from fedhet.models import evaluate_model
+from fedhet.privacy import sgd
 from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, read_measures
 from fedhet.runs.progress import Progress
@@ -332,8 +339,198 @@ def test_a_run_speaks_of_its_headline_metric(tmp_path):
     frame = Result(loaded).to_frame()
     assert {"rmse", "mae", "r2"} <= {*frame.columns}
     assert "accuracy" not in frame.columns
-    with pytest.raises(StateError, match="models of the task 'regression' cannot be used"):
-        open_client(tmp_path / "run", "client-0")
+
+
+# --- after a run ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two runs of regression that differ in the learning rate, with the same seed and test set."""
+    root = tmp_path_factory.mktemp("regression")
+    (root / "data").mkdir()
+    write(root / "data" / "train.csv", slice(0, 300))
+    write(root / "data" / "test.csv", slice(300, None))
+    for name, rate in {"good": 1e-2, "bad": 1e-30}.items():
+        config = on_table("fedavg", root / "data", **{"training.lr": rate, "models.pool": ["mlp"]})
+        run(config, root / "runs" / name)
+    return root
+
+
+def by_hand(root, features, name="client-0"):
+    """Return the predictions in the target's unit, from the stored tensors and the table alone."""
+    paths = (root / "runs" / "good" / "state").glob(f"*/{name}/round-*.safetensors")
+    weights = load_file(max(paths, key=lambda path: path.name))
+    layers = [np.float64(v) for k, v in weights.items() if "private" in k]
+    matrices = sorted((v for v in layers if v.ndim == 2), key=len, reverse=True)
+    biases = sorted((v for v in layers if v.ndim == 1), key=len, reverse=True)
+    train = FEATURES[:300]
+    x = np.float32((features - train.mean(0)) / train.std(0))
+    for number, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
+        x = x @ matrix.T + bias
+        x = np.maximum(x, 0) if number < len(matrices) - 1 else x
+    return x * LENGTH[:300].std() + LENGTH[:300].mean()
+
+
+def test_a_comparison_uses_the_headline_metric_of_the_runs(trained, tmp_path, call):
+    compared = report.compare([trained / "runs"])
+    assert compared.metric.name == "rmse"
+    assert [group.settings["training.lr"] for group in compared.groups] == ["0.01", "1e-30"]
+    scores = [group.score(compared.headline).mean for group in compared.groups]
+    assert scores[0] < scores[1]
+    assert compared.target == math.ceil(1100 * scores[1]) / 1000
+    frame = compare([trained / "runs"]).to_frame()
+    assert frame["rmse.common.private.mean"].tolist() == scores
+    assert report.compare([trained / "runs"], metric="r2").groups == tuple(
+        replace(g, runs=tuple(r.with_metric("r2") for r in g.runs)) for g in compared.groups
+    )
+    _, text, _ = call("compare", trained / "runs", "--out", tmp_path / "out")
+    assert "last round, RMSE" in text
+    assert "accuracy" not in (tmp_path / "out" / "compare.html").read_text().lower()
+    with pytest.raises(SettingsError, match=r"must be one of rmse, mae, r2 .*, got 'accuracy'"):
+        report.compare([trained / "runs"], metric="accuracy")
+
+
+def test_the_default_target_of_r2_is_reached_by_all_runs(trained):
+    compared = report.compare([trained / "runs"], metric="r2")
+    last = [group.score(compared.headline).mean for group in compared.groups]
+    assert compared.target <= min(last)
+    assert compared.target > min(last) - 0.1 * abs(min(last)) - 0.002
+    assert "-1e+16" not in " ".join(compared.notes)
+
+
+def test_runs_of_different_tasks_are_not_compared_by_default(trained, tmp_path):
+    run(small("local", clients=2, rounds=1, models="mlp"), tmp_path / "classes")
+    both = [tmp_path / "classes", trained / "runs"]
+    with pytest.raises(SettingsError, match="expected runs with one headline metric, got accuracy"):
+        report.compare(both)
+    assert report.compare(both, metric="rmse").metric.name == "rmse"
+
+
+def test_a_sweep_has_the_lowest_error_as_its_best_point(trained, tmp_path):
+    paths = {(rate,): [trained / "runs" / name] for rate, name in ((1e-30, "bad"), (0.01, "good"))}
+    sweep = report.sweep(["training.lr"], paths)
+    path = report.write_sweep(sweep, tmp_path)
+    assert next(iter(sweep.results)).startswith("RMSE, ")
+    page = path.read_text()
+    best = min(sweep.results.iloc[:, 0])
+    assert "lowest mean over seeds" in page
+    assert f'"value">{best:.4g}' in page or f"{best:.4g}" in page
+    assert "0.01" in page[page.index("lowest mean") :][:600]
+
+
+def test_a_client_predicts_numbers_in_the_unit_of_the_target(trained, tmp_path, call):
+    client = open_client(trained / "runs" / "good", "client-0")
+    new = tmp_path / "new.csv"
+    rows = [",".join(NAMES), *(",".join(map(repr, row)) for row in FEATURES[300:].tolist())]
+    new.write_text("\n".join(rows) + "\n")
+    names, x = read_inputs([new], client.record)
+    found, expected = client.predict(x), by_hand(trained, FEATURES[300:])
+    assert found.targets == ("stay",)
+    np.testing.assert_allclose(found.values, expected, rtol=1e-4)
+    assert Result(report.load_run(trained / "runs" / "good")).predict(
+        "client-0", x.numpy()
+    ).values == pytest.approx(found.values)
+    read = pd.read_csv(
+        io.StringIO(call("predict", trained / "runs" / "good", "client-0", new, "--csv")[1])
+    )
+    assert [*read] == ["sample", "stay"]
+    assert read["sample"].tolist() == names
+    np.testing.assert_allclose(read["stay"], expected[:, 0], rtol=1e-4)
+    _, table, _ = call("predict", trained / "runs" / "good", "client-0", new)
+    assert f"{found.values[0, 0]:.6g}" in table
+    record = records(trained / "runs" / "good")[-1]["metrics"]
+    measured = client.scores()
+    assert set(measured["common"]) == {"rmse", "mae", "r2"}
+    for metric, value in measured["common"].items():
+        assert value == record[metric]["common"]["private"]["per_client"]["client-0"]
+    assert math.isnan(client.accuracy()["common"])
+
+
+@pytest.mark.parametrize("form", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_an_exported_program_predicts_in_the_unit_of_the_target(trained, tmp_path, form):
+    if form == "onnx":
+        pytest.importorskip("onnxscript")
+    path, client = tmp_path / f"m.{form}", open_client(trained / "runs" / "good", "client-0")
+    card = json.loads(export(client, form, path).read_text())
+    columns = [column["name"] for column in card["input"]["columns"]]
+    x = FEATURES[300:][:, [NAMES.index(name) for name in columns]]
+    if form == "pt2":
+        predicted = torch.export.load(path).module()(torch.from_numpy(x)).detach().numpy()
+    else:
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+        predicted = session.run([card["output"]["name"]], {"x": x})[0]
+    np.testing.assert_allclose(predicted, by_hand(trained, FEATURES[300:]), rtol=1e-4)
+    assert card["targets"] == ["stay"]
+    assert card["task"]["means"] == [pytest.approx(LENGTH[:300].mean())]
+    assert card["output"] == {"name": "predictions", "of": "targets", "scaling": "in the file"}
+    assert card["scores"]["common"]["rmse"] == client.scores()["common"]["rmse"]
+    assert not {"accuracy", "classes", "label_space"} & card.keys()
+
+
+# --- privacy --------------------------------------------------------------------------------------
+
+
+def test_dp_sgd_clips_the_gradient_of_each_samples_squared_error():
+    """Algorithm 1 of Abadi et al. without noise, sample by sample, with the squared error."""
+    torch.manual_seed(0)
+    x, y, model = torch.randn(8, 5), 3 * torch.randn(8, 2), torch.nn.Linear(5, 2)
+    parameters = list(model.parameters())
+    expected, norm = [torch.zeros_like(p) for p in parameters], 0.5
+    for row in range(8):
+        error = ((model(x[row : row + 1]) - y[row : row + 1]) ** 2).sum() / 2
+        slopes = torch.autograd.grad(error, parameters)
+        length = math.sqrt(sum(float((slope**2).sum()) for slope in slopes))
+        for total, slope in zip(expected, slopes, strict=True):
+            total += slope / max(1.0, length / norm)
+    expected = [p.detach() - 0.1 * total / 8 for p, total in zip(parameters, expected, strict=True)]
+    settings = resolve({"method": "local", "training.optimizer": "sgd", "training.momentum": 0.0,
+                        "training.lr": 0.1}).run.training  # fmt: skip
+    plain = optimization_for(model.parameters(), settings, CPU)
+    with sgd.dp_sgd(plain, [model], 0.0, norm, 8) as private:
+        private.step(SupervisedLoss(model, Regression().loss())(x, y), 0.0)
+    for found, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(found.detach(), value)
+
+
+def test_a_private_run_of_regression_reports_its_budget_and_scores(tmp_path):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.csv", slice(0, 300))
+    write(tmp_path / "data" / "test.csv", slice(300, None))
+    changes = {"privacy.epsilon": 8.0, "models.pool": ["mlp"], "training.batch-size": 4096}
+    summary = run(on_table("fedavg", tmp_path / "data", **changes), tmp_path / "run")
+    assert all(0 < spent["epsilon"] <= 8.0 for spent in summary["privacy"].values())
+    assert len(summary["privacy"]) == 3
+    assert math.isfinite(summary["metrics"]["rmse"]["common"]["private"]["mean"])
+    assert summary["metric"] == "rmse"
+
+
+def test_a_private_site_takes_its_scale_from_the_schema_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDHET_STATE_DIR", str(tmp_path / "state"))
+    every = infer_schema(read_table(write(tmp_path / "all.csv"), spec()), spec())
+    seen, own = [], {"name": "site-a", "privacy": "epsilon=80 delta=1e-5"}
+    settings = {"method": "fedavg", "models.pool": "mlp", "privacy.epsilon": 8.0}
+    for name, values in {"a": LENGTH, "b": 1000 * LENGTH}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder / "train.csv", slice(0, 60), values=values)
+        (folder / "schema.toml").write_text(every.to_toml())
+        (folder / "site.toml").write_text("num-classes = 1\n")
+        context = Context(0, 0, {**own, "data": str(folder)}, RecordDict(),
+                          {**settings, "data.task": "regression"})  # fmt: skip
+        client = client_fn(context).numpy_client._client
+        assert client.task == Regression((LENGTH.mean(),), (LENGTH.std(),))
+        rows = np.sort(np.concatenate([client.y, *(t.y for t in client.tests.values())])[:, 0])
+        wanted = np.sort((values[:60] - LENGTH.mean()) / LENGTH.std())
+        np.testing.assert_allclose(rows, wanted, rtol=1e-4, atol=1e-5)
+        seen.append(client.get_properties({}))
+        close_clients()
+    assert seen[0] == seen[1]
+    assert (seen[0]["task"], seen[0]["classes"], seen[0]["samples"]) == ("regression", 1, 2)
+    for task, classes in (("auto", 0), ("classification", 2)):
+        run_of = resolve({"method": "fedavg", "data.task": task, "models.num-classes": classes})
+        with pytest.raises(SettingsError, match="'regression' as declared by this site"):
+            Declaration.read(str(tmp_path / "a"), 2**20).check(run_of.run)
 
 
 # --- settings -------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ def compare_command(
         float | None,
         typer.Option(
             metavar="NUMBER",
-            show_default="an accuracy that all runs reach",
-            help="Target accuracy for the bytes-to-target column, e.g. 0.7.",
+            show_default="a score that all runs reach",
+            help="Target score for the bytes-to-target column, e.g. an accuracy of 0.7.",
         ),
     ] = None,
     kind: Annotated[
@@ -71,12 +71,13 @@ def compare_command(
         ),
     ] = None,
     metric: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="|".join(METRICS),
+            show_default="the runs' headline metric, such as accuracy",
             help="Metric to compare, among those recorded by the runs.",
         ),
-    ] = "accuracy",
+    ] = None,
     figures: Annotated[
         str,
         typer.Option(
@@ -211,17 +212,25 @@ def predict_command(
     ] = 2**29,
     trust: Trust = "",
 ) -> None:
-    """Predict classes of samples, with probabilities, using a client's model."""
+    """Predict classes of samples, with probabilities, or numbers, using a client's model."""
     with loading("PyTorch"):
-        from fedhet.inference.client import open_client, read_inputs
+        from fedhet.inference.client import Predictions, open_client, read_inputs
 
     trained = open_client(directory, client, best=best, trust=trust)
     names, x = read_inputs(inputs, trained.record, resize=resize, max_bytes=max_bytes)
     predictions = trained.predict(x, kind)
+    is_class = isinstance(predictions, Predictions)
     if csv:
         frame = predictions.to_frame([printable(name) for name in names])
-        frame["class"] = frame["class"].map(printable)
+        if is_class:
+            frame["class"] = frame["class"].map(printable)
         frame.rename(columns=printable).to_csv(sys.stdout, index_label="sample")
+        return
+    if not isinstance(predictions, Predictions):
+        headers = ["sample", *map(printable, predictions.targets)]
+        numbers = ([f"{value:.6g}" for value in row] for row in predictions.values)
+        rows = [[printable(name), *row] for name, row in zip(names, numbers, strict=True)]
+        console.print(listing(*headers, rows=rows, words=1))
         return
     classes = list(map(printable, predictions.classes))
     only_top = len(classes) > MAX_COLUMNS
@@ -255,7 +264,7 @@ def export_command(
     best: Best = False,
     trust: Trust = "",
 ) -> None:
-    """Export a client's model, with a model card that describes its inputs and accuracy."""
+    """Export a client's model, with a model card that describes its inputs and scores."""
     with loading("PyTorch"):
         from fedhet.inference.client import open_client
         from fedhet.inference.export import export

@@ -97,10 +97,12 @@ class Declaration:
             known = ", ".join(["num-classes", "shape", *map(kebab, READING)])
             raise DataError(f"{path}: {name}: unknown setting, expected one of {known}")
         table = build(DataSettings, declared, prefix=f"{path}: data.")
+        own = {"max_bytes": max_bytes, "task": schema.task if schema else table.task}
         spec = DataSpec.model_construct(
-            **dict(table.model_copy(update={"max_bytes": max_bytes})), clients=1, seed=FIXED_SEED
+            **dict(table.model_copy(update=own)), clients=1, seed=FIXED_SEED
         )
-        if type(number) is not int or not (2 <= number <= MAX_CLASSES or (names and not number)):
+        outputs = (0, len(names)) if names else ()
+        if type(number) is not int or not (2 <= number <= MAX_CLASSES or number in outputs):
             rule = f"expected an integer from 2 to {MAX_CLASSES}"
             raise DataError(f"{path}: num-classes: {rule}, got {number!r}. {_DECLARE}")
         if names and number not in (0, len(names)):
@@ -129,11 +131,14 @@ class Declaration:
         return values | {"models.num-classes": len(self.names)}
 
     def check(self, run: RunSettings) -> None:
-        """Check a run. Raises SettingsError if it has other classes or another sample kind.
+        """Check a run. Raises SettingsError if it has another task, other classes or another kind.
 
         Other settings that differ are logged, and the declared values are used.
         """
-        values, kind = run.flat(), self.kind
+        values, kind, task = run.flat(), self.kind, find_task(self.spec.task)
+        if find_task(run.data.task) is not task:
+            expected = f"{task.name!r} as declared by this site"
+            raise invalid_setting("data.task", run.data.task, expected)
         binding = {"models.num-classes", "data.sample-kind"}
         if kind is TEXT:
             binding |= {"data.tokenizer", "data.vocabulary", "data.max-tokens"}

@@ -125,6 +125,10 @@ class Task(ABC):
         `probabilities` returns the class probabilities of a model without gradients.
         """
 
+    @abstractmethod
+    def decode(self, outputs: Tensor) -> Tensor:
+        """Convert outputs [N, C] to predictions [N, C]: probabilities, or numbers in their unit."""
+
     # Draws of samples.
 
     @abstractmethod
@@ -222,6 +226,10 @@ class Classification(Task):
         predictions = Predictions(labels, predicted, likely.numpy())
         return replace(score, metrics=measure(metrics, predictions))
 
+    def decode(self, outputs: Tensor) -> Tensor:
+        """Return the class probabilities of logits."""
+        return outputs.softmax(1)
+
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
         """Group the samples by class."""
         return tuple(names), targets.numpy()
@@ -285,11 +293,17 @@ class Regression(Task):
             encoded[:, place] = ((numbers - column.mean) / column.deviation)[values.codes]
         return torch.from_numpy(encoded)
 
-    def in_units(self, values: Tensor) -> Array:
+    def decode(self, outputs: Tensor) -> Tensor:
         """Convert standardized values [N, K] to the target's unit, in float64."""
-        numbers: Array = values.detach().double().cpu().numpy()
+        numbers = outputs.double()
         if self.means:
-            numbers = numbers * np.array(self.deviations) + np.array(self.means)
+            numbers = numbers * numbers.new_tensor(self.deviations)
+            numbers = numbers + numbers.new_tensor(self.means)
+        return numbers
+
+    def in_units(self, values: Tensor) -> Array:
+        """Return `decode(values)`, with undefined and huge numbers replaced by `MAX_PREDICTION`."""
+        numbers: Array = self.decode(values.detach()).cpu().numpy().copy()
         numbers[np.isnan(numbers)] = MAX_PREDICTION
         return numbers.clip(-MAX_PREDICTION, MAX_PREDICTION)
 

@@ -19,6 +19,7 @@ from fedhet.config.resolve import Config, resolve
 from fedhet.config.sources import expand_names, override, read_layers, settings_for_method
 from fedhet.engines.simulate import baseline_of, resolve_auto, simulate
 from fedhet.inference.client import (
+    PredictedNumbers,
     Predictions,
     TrainedClient,
     clients_in,
@@ -170,7 +171,7 @@ def compare(
     kind: str | None = None,
     protocol: str | None = None,
     against: str | None = None,
-    metric: str = ACCURACY,
+    metric: str | None = None,
 ) -> ComparedRuns:
     """Compare runs, like `fedhet compare`.
 
@@ -179,11 +180,11 @@ def compare(
     Args:
         runs: Results, run directories, or directories of runs.
         out: Directory for the HTML report and the figures. By default, nothing is written.
-        target: Accuracy for the bytes-to-target column, e.g. 0.7.
+        target: Score for the bytes-to-target column, e.g. an accuracy of 0.7.
         kind: Kind of model by which runs are ordered, e.g. "private".
         protocol: Test set by which runs are ordered, "common" or "personal".
         against: Baseline for the paired differences, as a method or the label of a run.
-        metric: Metric to compare.
+        metric: Metric to compare; the default is the headline metric of the runs.
 
     Returns:
         The comparison, with one row per group in `to_frame`.
@@ -410,16 +411,16 @@ class Result:
 
         Returns:
             Module in evaluation mode on the CPU. It maps inputs of shape [N, *shape], scaled as in
-            training, to logits of shape [N, C]. Logits of classes outside the client's label space
-            are -inf.
+            training, to logits of shape [N, C], or to standardized targets if the task is
+            regression. Logits of classes outside the client's label space are -inf.
 
         Raises:
             StateError: If the run contains no such client or model.
         """
         return self._client(client).model(kind)
 
-    def predict(self, client: str, x: Any, kind: str = "private") -> Predictions:
-        """Predict the classes of samples with a client's model.
+    def predict(self, client: str, x: Any, kind: str = "private") -> Predictions | PredictedNumbers:
+        """Predict the classes or the numeric targets of samples with a client's model.
 
         Args:
             client: Client name.
@@ -428,7 +429,7 @@ class Result:
             kind: Kind of model, as in `model`.
 
         Returns:
-            The predicted classes and their probabilities.
+            The predicted classes and their probabilities, or numbers in the target's unit.
 
         Raises:
             StateError: If the run contains no such client or model.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedhet.base.errors import DataError, ModelError, StateError, error_text, nearest
+from fedhet.base.metrics import ACCURACY
 from fedhet.client_runtime.node import read_node
 from fedhet.client_runtime.samples import FILE, ClientRecord, read_record
 from fedhet.config.resolve import Config, resolve
@@ -29,11 +30,11 @@ from fedhet.data.tasks import CLASSIFICATION
 from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
-from fedhet.learning.training import evaluate, logits_of
-from fedhet.models import AllocationLimit, Refitted
+from fedhet.learning.training import logits_of
+from fedhet.models import AllocationLimit, Refitted, evaluate_models
 from fedhet.runs.directory import read_records, read_run_name
-from fedhet.runs.measures import best_round
-from fedhet.runs.records import MAX_ROUNDS
+from fedhet.runs.measures import best_round, by_score_key
+from fedhet.runs.records import MAX_ROUNDS, NAN
 from fedhet.runs.storage import ClientStore
 from fedhet.runs.units import natural
 from fedhet.wire.identity import client_name
@@ -84,6 +85,27 @@ class Predictions:
 
 
 @dataclass(frozen=True, eq=False)
+class PredictedNumbers:
+    """A model's predictions for N samples, if the task is not classification."""
+
+    values: NDArray[np.float64]
+    """Predicted targets in their units, of shape [N, K]."""
+    targets: tuple[str, ...]
+    """Names of the targets."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.values)
+
+    def to_frame(self, index: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return a data frame with one row per sample and one column per target."""
+        return pd.DataFrame(self.values, columns=list(self.targets), index=index)
+
+    def _repr_html_(self) -> str:
+        return str(self.to_frame().to_html(max_rows=20))
+
+
+@dataclass(frozen=True, eq=False)
 class TrainedClient:
     """Client of a finished or unfinished run, with restored models."""
 
@@ -107,8 +129,8 @@ class TrainedClient:
         """Return a model in evaluation mode.
 
         The model maps scaled inputs of shape [N, *shape] to logits of shape [N, C], which are -inf
-        for classes outside the client's label space. Raises StateError if the client does not store
-        this kind of model.
+        for classes outside the client's label space, or to standardized targets [N, K]. Raises
+        StateError if the client does not store this kind of model.
         """
         if kind not in self.kinds:
             raise StateError(
@@ -127,24 +149,31 @@ class TrainedClient:
         network: nn.Module = self._client.models[kind]
         return network
 
-    def predict(self, x: Tensor, kind: str = "private") -> Predictions:
-        """Predict samples of shape [N, *shape], which `samples_for` has scaled."""
+    def predict(self, x: Tensor, kind: str = "private") -> Predictions | PredictedNumbers:
+        """Predict samples of shape [N, *shape], which `samples_for` has scaled.
+
+        Returns numbers if the task is not classification.
+        """
         model, compute = self.model(kind), self._client.compute
+        names, task = tuple(self.record.classes), self.record.task
         with torch.no_grad():
+            if task.name != CLASSIFICATION.name:
+                values = task.decode(logits_of(model, x, compute)).double()
+                return PredictedNumbers(values.cpu().numpy(), names)
             if isinstance(model, Refitted):
                 probabilities = model.probabilities(x)
                 labels = model.predict(x)
             else:
-                probabilities = logits_of(model, x, compute).softmax(1)
+                probabilities = task.decode(logits_of(model, x, compute))
                 labels = probabilities.argmax(1)
-        names = tuple(self.record.classes)
         return Predictions(labels.cpu().numpy(), probabilities.cpu().numpy(), names)
 
-    def accuracy(self, kind: str = "private") -> dict[str, float]:
-        """Return the model's accuracy on the client's local test split and the common test set.
+    def scores(self, kind: str = "private") -> dict[str, dict[str, float]]:
+        """Return the run's metrics of the model, by test set and name.
 
-        Loads the data that the run's settings name. Raises DataError if it is not found, and
-        SettingsError if it is a function in an untrusted module.
+        The test sets are the client's local test split and the common test set. Loads the data that
+        the run's settings name. Raises DataError if it is not found, and SettingsError if it is a
+        function in an untrusted module.
         """
         check_trusted(self.record.settings, self._trust, Path(self.record.client))
         saved = self._client.node
@@ -155,11 +184,19 @@ class TrainedClient:
                 f"{self.record.client}: expected data of shape {tuple(self.record.shape)} as in "
                 f"training, got {tuple(client.info.shape)}"
             )
-        model = self.model(kind)
-        return {
-            protocol: evaluate(model, split.x, split.y, self._client.compute).accuracy
-            for protocol, split in client.tests.items()
-        }
+        models, metrics = {kind: self.model(kind)}, self.config.run.metrics
+        measured = evaluate_models(
+            models, client.tests, self._client.compute, metrics, self.record.task
+        )
+        scores: dict[str, dict[str, float]] = {}
+        for (metric, protocol, _), value in by_score_key(measured).items():
+            scores.setdefault(protocol, {})[metric] = value
+        return scores
+
+    def accuracy(self, kind: str = "private") -> dict[str, float]:
+        """Return the accuracy in `scores`, by test set; NaN if the task is not classification."""
+        scores = self.scores(kind)
+        return {protocol: each.get(ACCURACY, NAN) for protocol, each in scores.items()}
 
 
 def open_client(
@@ -192,11 +229,6 @@ def open_client(
     settings = {k: v for k, v in record.settings.items() if k not in DATASETS}
     check_trusted(settings, trust, store.folder / FILE)
     config = record.config()
-    if record.task.name != CLASSIFICATION.name:
-        raise StateError(
-            f"{store.folder / FILE}: models of the task {record.task.name!r} cannot be used after "
-            f"a run, expected {CLASSIFICATION.name}"
-        )
     node = record.node(config, store.root)
     round = best_round_of(root, trust) if best else MAX_ROUNDS
     largest = max(store.path(each).stat().st_size for each in store.rounds())

@@ -21,6 +21,7 @@ from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
+from fedhet.data.tasks import CLASSIFICATION, Task, stored_task
 from fedhet.data.texts import WORDS, configuration
 from fedhet.data.values import MISSING, MISSING_NUMBER
 from fedhet.inference.client import TrainedClient
@@ -85,16 +86,17 @@ class Encoder(nn.Module):
 
 
 class ExportedModel(nn.Module):
-    """Model that maps unscaled samples, as stored in the client's files, to probabilities."""
+    """Model that maps unscaled samples, as stored in the client's files, to predictions."""
 
-    def __init__(self, model: nn.Module, preprocess: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, preprocess: Callable[[Tensor], Tensor], task: Task = CLASSIFICATION
+    ) -> None:
         super().__init__()
-        self.model, self.preprocess = model, preprocess
+        self.model, self.preprocess, self._decode = model, preprocess, task.decode
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class probabilities, of shape [N, C]."""
-        probabilities: Tensor = self.model(self.preprocess(x)).softmax(1)
-        return probabilities
+        """Return the class probabilities [N, C], or the predictions of another task [N, K]."""
+        return self._decode(self.model(self.preprocess(x)))
 
 
 def export(trained: TrainedClient, form: str, path: Path, kind: str = "private") -> Path:
@@ -179,7 +181,7 @@ def _write_program(
     if record.table is not None:
         columns = len(record.table.columns)
         example = torch.zeros(2, columns, dtype=torch.float64)
-        exported = ExportedModel(model, Encoder(record.table)).eval()
+        exported = ExportedModel(model, Encoder(record.table), record.task).eval()
     else:
         shape = tuple(record.shape)
         if record.kind == TEXT.name:  # The program has a fixed text length.
@@ -187,7 +189,7 @@ def _write_program(
         else:
             example = torch.zeros(2, *shape)
             example = example.to(torch.uint8) if record.stored == "bytes" else example
-        exported = ExportedModel(model, scaled).eval()
+        exported = ExportedModel(model, scaled, record.task).eval()
     batch = {0: torch.export.Dim("batch", min=1)}
     try:
         with _quiet(), torch.no_grad():
@@ -197,8 +199,8 @@ def _write_program(
                     torch.export.save(program, file, extra_files={"card.json": text})
                 return
             onnx: Any = torch.onnx.export(
-                program, (), dynamo=True, input_names=["x"], output_names=["probabilities"],
-                verbose=False,
+                program, (), dynamo=True, input_names=["x"],
+                output_names=[_output(trained, True)["name"]], verbose=False,
             )  # fmt: skip
             onnx.model.metadata_props["card"] = text
             onnx.save(str(path), external_data=False)
@@ -225,7 +227,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# --- model card: JSON with the inputs, outputs, training and accuracy of a model
+# --- model card: JSON with the inputs, outputs, training and scores of a model
 
 _FROM_BYTES = "x / 127.5 - 1, from bytes (0 to 255) to float32 in -1 to 1"
 SCALING: dict[Stored, str] = {
@@ -266,14 +268,15 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
     """Build the card of an exported model as JSON, without paths on this machine.
 
     `is_scaling` states whether the exported program scales its inputs and encodes table columns.
-    The accuracy is null if the test data is unavailable.
+    The accuracy, or `scores` for another task, is null if the test data is unavailable.
     """
     record, run = trained.record, trained.config.run
+    is_classification = record.task.name == CLASSIFICATION.name
+    name, reason, scores = "accuracy" if is_classification else "scores", "", None
     try:
-        accuracy: dict[str, float] | None = trained.accuracy(kind)
-        reason = ""
+        scores = trained.accuracy(kind) if is_classification else trained.scores(kind)
     except (DataError, SettingsError):  # The message may contain local paths.
-        accuracy, reason = None, "the test data is unavailable on this machine"
+        reason = "the test data is unavailable on this machine"
     network = trained.network(kind)
     width = network.feature_dim if isinstance(network, HetModel) else None
     content = {
@@ -290,19 +293,33 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
         "participations": trained.participations,
         "training": run.training.describe(),
         "training_samples": record.samples,
-        "classes": record.classes,
-        "label_space": [record.classes[number] for number in record.space],
+        **(
+            {
+                "classes": record.classes,
+                "label_space": [record.classes[number] for number in record.space],
+            }
+            if is_classification
+            else {"task": stored_task(record.task), "targets": record.classes}
+        ),
         "input": _input(trained, is_scaling),
-        "output": {
-            "name": "probabilities" if is_scaling else "logits",
-            "of": "classes",
-            "outside_label_space": 0 if is_scaling else "to be excluded",
-        },
-        "accuracy": accuracy,
-        **({"accuracy_unknown": reason} if reason else {}),
+        "output": _output(trained, is_scaling),
+        name: scores,
+        **({f"{name}_unknown": reason} if reason else {}),
         "versions": {"fedhet": __version__, "torch": str(torch.__version__)},
     }
     return json.dumps(content, indent=1) + "\n"
+
+
+def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
+    """Describe the model outputs."""
+    if trained.record.task.name == CLASSIFICATION.name:
+        return {
+            "name": "probabilities" if is_scaling else "logits",
+            "of": "classes",
+            "outside_label_space": 0 if is_scaling else "to be excluded",
+        }
+    scaling = "in the file" if is_scaling else "prediction = output * deviations + means, of task"
+    return {"name": "predictions", "of": "targets", "scaling": scaling}
 
 
 def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:

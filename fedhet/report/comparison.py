@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from fedhet.base.errors import SettingsError, StateError, nearest
-from fedhet.base.metrics import ACCURACY, Metric, in_order, metric_of
+from fedhet.base.metrics import ACCURACY, MAX_ERROR, Metric, in_order, metric_of
 from fedhet.report.run import TEST_SETS, Run, load_run
 from fedhet.runs.measures import Tail
 from fedhet.runs.records import KINDS, NAN, Score
@@ -356,7 +356,7 @@ def compare(
     figures: str = "",
     protocol: str | None = None,
     against: str | None = None,
-    metric: str = ACCURACY,
+    metric: str | None = None,
     test: str = "none",
 ) -> Comparison:
     """Compare runs that differ in settings, with statistics over seeds.
@@ -370,7 +370,7 @@ def compare(
         protocol: Test set for this score; the default is the headline protocol of most runs.
         figures: Comma-separated method metrics to plot over rounds.
         against: Baseline for the paired differences; see `pair_groups`.
-        metric: Metric to compare; the default is the accuracy.
+        metric: Metric to compare; the default is the headline metric of the runs.
         test: Test of the paired differences: "none", "t" or "wilcoxon" (see `p_value`).
 
     Returns:
@@ -388,6 +388,20 @@ def compare(
     """
     if test not in TESTS:
         raise SettingsError(f"--test: must be one of {', '.join(TESTS)}, got {test!r}")
+    runs, notes = load_runs(dirs)
+    headlines = list(dict.fromkeys(run.headline_metric for run in runs if run.last_evaluated))
+    if metric is None and len(headlines) > 1:
+        raise SettingsError(
+            f"metric: expected runs with one headline metric, got {', '.join(headlines)}. Compare "
+            "runs of the same task, or select a metric."
+        )
+    metric = metric or (headlines or [ACCURACY])[0]
+    measured = {name for run in runs for name in run.metrics} - {*headlines}
+    if metric not in (known := [*(headlines or [ACCURACY]), *sorted(measured, key=in_order)]):
+        raise SettingsError(
+            f"metric: must be one of {', '.join(known)} for these runs, got {metric!r}. The "
+            "setting 'metrics' selects the metrics that a run measures."
+        )
     compared = metric_of(metric)
     sign = -1 if compared.lower_is_better else 1
     in_range = target is None or compared.lowest < target <= compared.highest
@@ -395,14 +409,6 @@ def compare(
         if not 0 < target <= 100:
             raise SettingsError(f"target: must be a fraction or a percentage, got {target!r}")
         target = target / 100 if target > 1 else target
-    runs, notes = load_runs(dirs)
-    measured = {name for run in runs for name in run.metrics}
-    if metric not in (ACCURACY, *measured):
-        available = ", ".join([ACCURACY, *sorted(measured, key=in_order)])
-        raise SettingsError(
-            f"metric: must be one of {available} for these runs, got {metric!r}. The setting "
-            "'metrics' selects the metrics that a run measures."
-        )
     groups, group_notes = group_runs([run.with_metric(metric) for run in runs])
     columns = choose_columns(groups, kind, protocol)
 
@@ -420,7 +426,7 @@ def compare(
     if target is None:
         target = default_target(ranked, columns[0], compared)
         bound = "110 % of the highest" if compared.lower_is_better else "90 % of the lowest"
-        above = f" above {compared.lowest:g}" if compared.lowest else ""
+        above = f" above {compared.lowest:g}" if compared.lowest not in (0, -MAX_ERROR) else ""
         basis = f"{bound} {compared.title}{above}, which all runs reach"
     label = percent(target) if compared.is_fraction else score(target)
     notes += [f"bytes to {label}: {basis}"] if basis else []
@@ -480,7 +486,7 @@ def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> f
     """Return 90 % of the lowest last score of any run, so that all runs reach the target.
 
     If lower scores are better, returns 110 % of the highest last score. The percentage is relative
-    to the metric's lowest possible value.
+    to the metric's lowest possible value, or to 0 if it has none.
     """
     last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
     if not last.count():
@@ -488,7 +494,8 @@ def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> f
     bound = float(last.max() if metric.lower_is_better else last.min())
     if metric.lower_is_better:
         return math.ceil((metric.lowest + 1.1 * (bound - metric.lowest)) * 1000) / 1000
-    target = metric.lowest + 0.9 * (bound - metric.lowest)
+    lowest = metric.lowest if metric.lowest > -MAX_ERROR else bound - abs(bound)
+    target = lowest + 0.9 * (bound - lowest)
     return math.floor(target * 1000) / 1000 or target
 
 

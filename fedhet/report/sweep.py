@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from rich.table import Table
 
 from fedhet.base.disk import Folder, write_text
+from fedhet.base.metrics import ACCURACY, Metric, metric_of
 from fedhet.report import style
 from fedhet.report.comparison import choose_metrics
 from fedhet.report.page import render
@@ -42,11 +43,17 @@ class Sweep:
     runs: Mapping[Point, tuple[Run, ...]]
     """Runs at each point, with one run per seed, in the order of the sweep."""
 
+    @property
+    def metric(self) -> Metric:
+        """Headline metric of the runs."""
+        return metric_of(next(iter(self.runs.values()))[0].headline_metric)
+
     @cached_property
     def results(self) -> pd.DataFrame:
         """Final value of each quantity (column) in each run (row), indexed by the point's number.
 
-        Quantities are accuracies, their means over the last fifth of the rounds, and all metrics.
+        Quantities are headline scores, their means over the last fifth of the rounds, and all
+        metrics.
         """
         index, rows = [], []
         for number, runs in enumerate(self.runs.values()):
@@ -58,7 +65,7 @@ class Sweep:
                         name = f"relative accuracy, {protocol}, {statistic}"
                         values[name] = getattr(ratio, statistic)
                 for protocol, kind in run.columns:
-                    name = f"accuracy, {protocol}, {kind}"
+                    name = f"{run.metric_title}, {protocol}, {kind}"
                     values[name] = run.last(protocol, kind).mean
                     values[f"{name}{TAIL}"] = run.tail(protocol, kind).mean
                 for title, view in run.extra_metrics:
@@ -72,9 +79,9 @@ class Sweep:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """Quantities other than accuracy, with the method's metrics first."""
+        """Quantities other than the headline scores, with the method's metrics first."""
         of_method = {name for runs in self.runs.values() for r in runs for name in r.method_metrics}
-        metrics = [name for name in self.results if "accuracy, " not in name]
+        metrics = [name for name in self.results if f"{self.metric.title}, " not in name]
         return sorted(metrics, key=lambda name: name not in of_method)
 
     def title_of(self, quantity: str) -> str:
@@ -101,7 +108,7 @@ def _label(names: Sequence[str], point: Point) -> str:
 
 
 def plotted_quantities(results: Sweep, figures: str) -> list[str]:
-    """Return the quantities to plot: the (relative) accuracy and the metrics `figures`.
+    """Return the quantities to plot: the headline score (or relative accuracy) and `figures`.
 
     `figures` is a comma-separated list of metrics, by default the first metric. Raises
     SettingsError if a metric is unknown.
@@ -134,10 +141,13 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
     ]
     best, means = None, results.spread(names[0])["mean"].dropna()
     if len(means):
-        point = points[int(means.idxmax())]
+        lower = results.metric.lower_is_better
+        number = int(means.idxmin() if lower else means.idxmax())
+        point, title = points[number], _title(names[0])
+        title = title if lower else title.lower()
         best = {
-            "value": human_number(means.max()),
-            "description": f"{_title(names[0]).lower()}, highest mean over seeds",
+            "value": human_number(means[number]),
+            "description": f"{title}, {'lowest' if lower else 'highest'} mean over seeds",
             "settings": dict(zip(settings, map(as_text, point), strict=True)),
         }
     html = render(
@@ -157,8 +167,8 @@ def write_sweep(results: Sweep, out: Path, figures: str = "") -> Path:
 def sweep_table(results: Sweep, figures: str = "") -> Table:
     """Build the terminal table with a row per point.
 
-    The table shows the plotted quantities (see `write_sweep`) and the mean accuracy over the last
-    fifth of the rounds.
+    The table shows the plotted quantities (see `write_sweep`) and the mean headline score over the
+    last fifth of the rounds.
     """
     first, *rest = plotted_quantities(results, figures)
     tails = [name for name in results.results if name.endswith(TAIL)]
@@ -176,7 +186,7 @@ def _cells(results: Sweep, quantities: Sequence[str]) -> Cells:
         name: [Cell(as_text(point[index])) for point in results.runs]
         for index, name in enumerate(results.names)
     }
-    words = len(columns)
+    words, is_accuracy = len(columns), results.metric.name == ACCURACY
 
     def mean_and_std(mean: float, std: float) -> str:
         """Format "0.627 ± 0.019", with as many decimals as the mean, but at least two."""
@@ -185,7 +195,8 @@ def _cells(results: Sweep, quantities: Sequence[str]) -> Cells:
         return text + (f" ± {human_number(round(std, decimals))}" if math.isfinite(std) else "")
 
     for name in quantities:
-        spread, shown = results.spread(name), plus_minus if "accuracy, " in name else mean_and_std
+        shown = plus_minus if is_accuracy and "accuracy, " in name else mean_and_std
+        spread = results.spread(name)
         pairs = zip(spread["mean"], spread["std"], strict=True)
         columns[results.title_of(name)] = [Cell(shown(mean, std), mean) for mean, std in pairs]
     return Cells(columns, words=words)

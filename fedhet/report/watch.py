@@ -116,8 +116,8 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     """Return a run's row in the list of runs; `fault` is set if the run cannot be read."""
     row: dict[str, Any] = {
         "name": name, "link": f"/run/{quote(name)}", "method": "", "dataset": "", "stage": "",
-        "done": 0, "planned": 0, "clients": 0, "mean": NAN, "worst": NAN, "bytes": NAN,
-        "seconds": NAN, "seed": "", "started": "", "fault": "",
+        "done": 0, "planned": 0, "clients": 0, "metric": "", "mean": NAN, "worst": NAN,
+        "bytes": NAN, "seconds": NAN, "seed": "", "started": "", "fault": "",
     }  # fmt: skip
     try:
         status = read_status(path)
@@ -129,8 +129,9 @@ def _row(name: str, path: Path) -> dict[str, Any]:
     last, totals = run.last(*run.columns[0]) if run.columns else Score(), run.totals
     return row | {
         "method": run.method, "dataset": run.dataset, "stage": status.stage, "done": run.done,
-        "planned": run.planned, "clients": len(run.clients), "mean": last.mean,
-        "worst": last.worst, "bytes": float(totals["bytes_up"] + totals["bytes_down"]),
+        "planned": run.planned, "clients": len(run.clients), "metric": run.metric_title,
+        "mean": last.mean, "worst": last.worst,
+        "bytes": float(totals["bytes_up"] + totals["bytes_down"]),
         "seconds": float(totals["seconds"]), "seed": "" if run.seed is None else str(run.seed),
         "started": run.origin.started,
     }  # fmt: skip

@@ -133,14 +133,12 @@ class DataSettings(Schema):
     )
     task: str = Field(
         "auto",
-        description="task of the models: auto, classification, regression, or a task of an "
-        "installed package; auto = classification, and an error for a table whose target is "
-        "numeric with more than 20 values",
+        description="classification, regression, or a task of an installed package; auto = "
+        "classification, or an error if the target has more than 20 different numbers",
     )
     target: str = Field(
         "",
-        description="table:PATH: target column, or columns separated by commas; the label column "
-        "of a classification",
+        description="table:PATH: label column, or comma-separated target columns",
     )
     columns: Names = Field(
         (),
@@ -362,7 +360,7 @@ class RunSettings(Schema):
     metrics: Metrics = machine_field(
         (ACCURACY,),
         f"evaluation metrics: {', '.join(_METRICS[CLASSIFICATION])} (per class); regression: "
-        f"{', '.join(_METRICS[REGRESSION])}, which are also its default",
+        f"{', '.join(_METRICS[REGRESSION])} (default)",
     )
     out: Annotated[str, A_DIRECTORY] = machine_field(
         "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
