@@ -302,7 +302,7 @@ def test_a_finished_table_is_shown_in_full(folder):
     assert text.count("+1.00 ± 0.10") == 7
     assert "fedhet table felo-2 --size small --seeds 0,1" in text
     assert f"does not hold: {claims_of('felo-2')[0]}" in text
-    assert "The first two columns are CIFAR-10 in the paper." in text
+    assert "The first two columns are for CIFAR-10 in the paper." in text
 
 
 def test_what_is_shown_without_a_directory_comes_with_fedhet(tmp_path, monkeypatch):
