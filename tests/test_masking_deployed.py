@@ -26,9 +26,9 @@ from fedhet.engines.simulate import peers_of
 from fedhet.wire.identity import client_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
-ROUNDS, LONG, SHORT = 40, 900, 1
+ROUNDS, LONG, SHORT = 40, 400, 1
 """More rounds than needed; local epochs of the sites that hold a round open, and of the last."""
-IMPORTED = 12.0
+IMPORTED = 9.0
 """Processor time after which a client's process trains; messages without training take less."""
 
 
@@ -43,7 +43,7 @@ class Sites(LocalDeployment):
         peers, key = simulated_files(self.root, client_name(index, self.nodes))
         epochs = SHORT if index == self.nodes - 1 else LONG
         config = (
-            f"partition-id={index} num-partitions={self.nodes} local-epochs={epochs} "
+            f"partition-id={index} num-partitions={self.nodes} local-epochs={epochs} batch-size=8 "
             f'peers="{peers}" peers-key="{key}"'
         )
         super().start_node(index, **{"node-config": config, **options})

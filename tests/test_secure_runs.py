@@ -6,6 +6,7 @@ tests/test_masking.py tests the protocol without training.
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -239,6 +240,35 @@ def test_settings_that_need_single_replies_are_refused(settings, message):
     with pytest.raises(SettingsError) as error:
         resolve({"method": "fedavg", **SECURE, **settings})
     assert message in str(error.value)
+
+
+def test_a_round_waits_until_enough_clients_for_a_sum_are_connected(tmp_path):
+    """Otherwise, the remaining rounds of three sites pass while one of them restarts."""
+    server = Server(config_of("fedavg", clients=3, join_timeout=60.0, **SECURE), tmp_path)
+    server.play(1)
+    server.close(1)
+    lost = server.manager.all()["client-1"]
+    server.manager.unregister(lost)
+    threading.Timer(1.0, server.manager.register, [lost]).start()
+    assert sorted(proxy.name for proxy, _ in server.ask(2)) == ["client-0", "client-1", "client-2"]
+
+
+def test_a_round_without_enough_clients_for_a_sum_is_called_off_after_the_timeout(tmp_path):
+    server = Server(config_of("fedavg", clients=3, join_timeout=1.0, **SECURE), tmp_path)
+    server.manager.unregister(server.manager.all()["client-1"])
+    assert server.ask(1) == []
+
+
+def test_a_client_that_is_needed_for_a_sum_is_called_although_it_backs_off(tmp_path):
+    for secure, called in ((True, 3), (False, 2)):
+        (directory := tmp_path / f"{secure}").mkdir()
+        changes = {"clients": 3, **(SECURE if secure else {})}
+        server = Server(config_of("fedavg", **changes), directory)
+        reason = server.strategy.state.health.exclusion_reason
+        server.strategy.state.health.exclusion_reason = lambda round, name, reason=reason: (
+            "backing off" if name == "client-1" else ""
+        )
+        assert len(server.ask(1)) == called
 
 
 def test_a_level_with_too_few_clients_is_refused_before_the_first_round(tmp_path):

@@ -291,6 +291,16 @@ class Members:
             present[name] = replace(member, info=replace(info, samples=limit))
         return present
 
+    def wait_for(self, manager: ClientManager, needed: int) -> dict[str, Member]:
+        """Return the present members, after waiting for `needed` members until the time limit."""
+        end, present = time.monotonic() + self._timeout, self.present(manager)
+        if len(present) < needed:
+            self._notice(f"waiting for {needed} clients, {len(present)} connected")
+        while len(present) < needed and time.monotonic() < end:
+            time.sleep(min(1.0, self._timeout / 10))
+            present = self.present(manager)
+        return present
+
     def _admit(self, proxies: list[ClientProxy]) -> None:
         self._any_timeout = False
         if not proxies:

@@ -99,6 +99,8 @@ class Unmasking:
         self._sums, self._contract = spec.sums.of(config.method_settings), spec.replies
         self._settings, self._state = config.method_settings, state
         self._run, self._directory, self._timeout = run, directory, timeout
+        self.min_clients = max(MIN_SUMMED, config.run.clients // 2 + 1)
+        """Number of clients without which no round starts; peers files require at least as many."""
         self._members: Mapping[str, Member] = {}
         self._requests: dict[int, RoundRequest] = {}
         self._round, self._request = 0, RoundRequest("", [])

@@ -327,12 +327,18 @@ class HetStrategy(Strategy):
         """Select the clients of a round, and return an instruction for each."""
         self.state.start(server_round)
         self.run = self.log.with_last_round(self.run)
-        present = self._held_out.split_off(self._members.present(client_manager))
+        # Without enough clients for a sum, all remaining rounds would pass within seconds.
+        needed = self._unmasking.min_clients if self._unmasking else 0
+        present = self._held_out.split_off(self._members.wait_for(client_manager, needed))
         self.members = present or self.members
         self.log.clients_joined(member.info for member in self.members.values())
         absent = self.log.models.keys() - self.members.keys() - self._held_out.names
         self.state.scores.mark_outdated(self._held_out.names)
-        eligible = self.state.health.eligible(server_round, self.members)
+        health = self.state.health
+        eligible = health.eligible(server_round, self.members)
+        if len(eligible) < needed:
+            reason = partial(health.exclusion_reason, server_round)
+            eligible = [name for name in self.members if reason(name) != "excluded"]
         at_work = self.collector.clients_at_work
         idle = [self.members[name].info for name in eligible if name not in at_work]
         self._sampler.start(len(eligible) - len(idle))
