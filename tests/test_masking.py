@@ -21,7 +21,7 @@ from flwr.common import Code, GetPropertiesRes, Status
 
 from fedhet.algorithms import shamir
 from fedhet.base.errors import MaskingError, StateError
-from fedhet.client_runtime.masking import Masking
+from fedhet.client_runtime.masking import Ledger, Masking
 from fedhet.config.secure import MAX_PEERS, simulated_peers
 from fedhet.runs.measures import Measured
 from fedhet.server.members import Member
@@ -900,3 +900,23 @@ def test_thresholds_are_those_of_the_design(tmp_path):
     for sites in (3, 4, 5, 10, 50, MAX_PEERS):
         assert kit.peers.threshold(sites) == threshold(sites, 1)
         assert 2 * threshold(sites, 1) - sites - 1 >= 2
+
+
+def test_the_ledger_alone_refuses_a_second_request(tmp_path):
+    ledger, written = Ledger(tmp_path, "site-00"), []
+    assert ledger.commit("run", 1, "shares", "aa", lambda: written.append(1))
+    assert not ledger.commit("run", 1, "shares", "aa", lambda: written.append(2))
+    with pytest.raises(MaskingError, match="already answered with its shares"):
+        ledger.commit("run", 1, "shares", "bb", lambda: written.append(3))
+    assert ledger.commit("run", 2, "shares", "bb", lambda: None), "another round"
+    assert written == [1]
+
+
+def test_a_sum_of_another_number_of_sites_is_refused(tmp_path):
+    kit = Kit(tmp_path, 3)
+    kit.server.start(1, kit.members, kit.names)
+    sent = of_all(np.random.default_rng(0), kit.names)
+    replies = [Reply(kit.infos[n], kit.masked(n, sent[n]), Measured({})) for n in kit.names]
+    replies[0].knowledge.tensors[f"{MASKED}/0"][2 * HEADER.index("sites")] += 1
+    assert not kit.total(replies)
+    assert "the masks do not cancel" in kit.notices[-1]
