@@ -177,9 +177,10 @@ def main() -> None:
                     cost = round_of(sites, int(millions * 1e6), lost, run)
                 cells = (
                     f"{sites}", f"{lost}", f"{millions:g} M",
-                    *(f"{each:.2f}" for each in cost[:4]),
-                    *(f"{each / 1e6:.1f}" for each in cost[4:6]), f"{cost.extra_bytes / 1e3:.1f}",
-                    f"{cost.error:.2g}", f"{cost.bound:.2g}",
+                    f"{cost.site:.2f}", f"{cost.plain_site:.2f}",
+                    f"{cost.server:.2f}", f"{cost.plain_server:.2f}",
+                    f"{cost.bytes_up / 1e6:.1f}", f"{cost.plain_bytes_up / 1e6:.1f}",
+                    f"{cost.extra_bytes / 1e3:.1f}", f"{cost.error:.2g}", f"{cost.bound:.2g}",
                 )  # fmt: skip
                 print(f"| {' | '.join(cells)} |", flush=True)
 

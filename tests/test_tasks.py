@@ -553,7 +553,7 @@ def test_methods_declare_their_tasks():
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"data.task": "regresion"}, "did you mean 'regression'"),
+        ({"data.task": "regressions"}, "did you mean 'regression'"),
         ({"metrics": ["rmse"]}, "setting 'metrics': the task is classification, .* got 'rmse'"),
         ({"data.task": "regression", "metrics": ["auc"]}, "names from rmse, mae, r2, got 'auc'"),
         ({"data.task": "regression", "models.pool": ["sk-tree"]}, "expected neural networks"),
