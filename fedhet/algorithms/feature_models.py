@@ -410,7 +410,7 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True)
 class Head:
-    """Ensemble of linear heads, as one averaged head for each generated class.
+    """Ensemble of linear heads, stored as one averaged head for each generated class.
 
     Attributes:
         weight: Weights, of shape [C, C, D], whose first axis is the generated class.

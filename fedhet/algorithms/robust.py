@@ -91,9 +91,9 @@ def mean_squares(points: Array) -> Array:
 def typical_distance(squared: Array, fraction: float) -> float:
     """Return the typical squared distance between honest clients, or NaN if none is known.
 
-    K - f honest clients have (K - f) (K - f - 1) / 2 pairs. Among the sorted known distances, the
-    typical distance has the rank of this number of pairs, scaled to the number of known distances.
-    If the malicious clients are farther away, it is the largest distance between honest clients.
+    With f malicious clients among K, both clients are honest in (K - f) (K - f - 1) / (K (K - 1))
+    of the pairs. The typical distance is the quantile of the known distances at this fraction. If
+    the malicious clients are farther away, it is the largest distance between honest clients.
 
     Args:
         squared: Squared distances, of shape [K, K].

@@ -38,7 +38,7 @@ PIPED_WIDTH = 140
 """Width of the output if it is not a terminal and COLUMNS is not set."""
 
 for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
-    # Rich would accept a size of 0 and fail on non-ASCII digits; Typer fails on text.
+    # Ignore invalid sizes: Rich accepts 0 and fails on non-ASCII digits, and Typer fails on text.
     if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(_name, "1")):
         del os.environ[_name]
 # All figures are files, and Matplotlib would fail on an unknown backend.

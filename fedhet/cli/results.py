@@ -67,7 +67,7 @@ def compare_command(
             metavar="NAME[:KIND]",
             show_default="local if present, otherwise the first",
             help="Baseline of the paired differences: a method, or the label of a run in the "
-            "table; :KIND selects another kind of its models.",
+            "table. Append :KIND to select another kind of model.",
         ),
     ] = None,
     metric: Annotated[
@@ -345,7 +345,7 @@ def privacy_command(
     for client, count in unbounded.items():
         say(
             f"{client}: {count} entries have infinite epsilon, because their noise is too small or "
-            "was removable in an earlier version. See docs/privacy.md."
+            "could be removed in an earlier version. See docs/privacy.md."
         )
     for client in sorted({r["client"] for r in rows if not r["guarantee"]}):
         say(f"{client}: no privacy guarantee, because the ledger contains runs without privacy")

@@ -125,7 +125,8 @@ class Masking:
             return None
         if stored is None or json.loads(stored[0].tobytes())[0] != self._request:
             raise _repeated(envelope.run, envelope.round, REPLY)
-        # Without a record, the process was killed before it wrote one, or the ledger was truncated.
+        # If there is no record, the process was killed before it wrote one, or the ledger was
+        # truncated.
         self._ledger.commit(envelope.run, envelope.round, REPLY, self._request, lambda: None)
         return stored[1:]
 

@@ -377,9 +377,9 @@ class DifferentialPrivacy(Withholding):
             if math.isinf(total):
                 raise PrivacyError(
                     f"cannot guarantee {name}: the ledger contains entries with infinite "
-                    "epsilon, for example from versions whose noise can be removed. `fedhet "
-                    "privacy LEDGER` "
-                    "counts these entries. No further data was released."
+                    "epsilon, for example from earlier versions, whose noise an attacker can "
+                    "remove. `fedhet privacy LEDGER` counts these entries. No further data was "
+                    "released."
                 )
             if epsilon and total > epsilon * (1 + 1e-9):
                 raise PrivacyError(

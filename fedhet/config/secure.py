@@ -342,7 +342,7 @@ def _peer(values: Any) -> Peer:
 
 
 def _check_public(peer: Peer) -> None:
-    """Raise SettingsError unless the site has a name and a key with which keys can be agreed."""
+    """Raise SettingsError unless the site has a valid name and a key for key agreement."""
     if not is_name(peer.name) or peer.name == SERVER:
         rule = f"letters, digits, '.', '_' and '-', and not '{SERVER}'"
         raise SettingsError(f"name: expected {rule}, got {safe_repr(peer.name)}")
@@ -353,10 +353,10 @@ def _check_public(peer: Peer) -> None:
 
 @lru_cache(maxsize=MAX_PEERS)
 def _can_agree(key: bytes) -> bool:
-    """Return whether a public key gives a secret of its own with each private key."""
+    """Return whether a public key yields a different secret with each private key."""
     if int.from_bytes(key, "little") >= _PRIME:  # a second encoding of another key
         return False
-    try:  # a point of low order gives the same secret with every key
+    try:  # A point of low order yields the same secret with every key.
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
     except ValueError:
         return False

@@ -301,12 +301,12 @@ class Cells:
 
     @cached_property
     def decimal_sign(self) -> str:
-        """Decimal sign on which all columns with evidence agree, or ""."""
+        """Decimal sign of all columns, or "" if it is ambiguous."""
         return self._agreed(decimal_sign)
 
     @cached_property
     def date_order(self) -> str:
-        """Date order on which all columns with evidence agree, or ""."""
+        """Date order of all columns, or "" if it is ambiguous."""
         return self._agreed(date_order)
 
     def _agreed(self, rule: Callable[[list[str]], str]) -> str:

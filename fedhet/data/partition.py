@@ -200,7 +200,7 @@ def _shards(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Ind
 
 
 def _some_classes(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
-    """Draw `data.classes-per-client` classes per client; clients with equal classes share rows.
+    """Draw `data.classes-per-client` classes per client, and divide each class among its clients.
 
     Li et al., *Federated Learning on Non-IID Data Silos: An Experimental Study*, ICDE 2022.
     """

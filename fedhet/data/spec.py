@@ -189,7 +189,7 @@ class DataSpec(DataSettings):
 
     @property
     def training_clients(self) -> list[int]:
-        """Indices of the clients that train, which excludes held-out clients."""
+        """Indices of the clients that train, i.e. of all clients that are not held out."""
         held_out = draw_held_out(self.held_out_clients, self.clients, self.seed)
         return [index for index in range(self.clients) if index not in held_out]
 

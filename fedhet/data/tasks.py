@@ -381,7 +381,8 @@ def find_task(name: str) -> type[Task]:
     if not (isinstance(task, type) and issubclass(task, Task)) or task.name != name or unknown:
         raise SettingsError(
             f"setting 'data.task' = {name!r}: {installed[name].value} must be a subclass of "
-            f"fedhet.data.tasks.Task with this name and registered metrics, got {task!r}"
+            f"fedhet.data.tasks.Task whose 'name' is {name!r} and that uses only registered "
+            f"metrics, got {task!r}"
         )
     return task
 

@@ -195,7 +195,7 @@ def _value(number: str, written: str) -> float:
 
 
 def _clock(text: str) -> float:
-    """Parse a duration or time of day, such as 1 days 02:30:00, as seconds, or return NaN."""
+    """Convert a duration or time of day, such as 1 days 02:30:00, to seconds, or return NaN."""
     match = _CLOCK_FORM.fullmatch(text)
     if match is None or not (match[2] or match[3]):
         return math.nan

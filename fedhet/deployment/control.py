@@ -414,7 +414,7 @@ def register(
             yield f"{name} is now registered"
         else:
             raise FedhetError(
-                f"{path}: this key was removed from the server, which never accepts it again. "
+                f"{path}: this key was removed from the server and cannot be registered again. "
                 "Make a new key pair with `fedhet certs DIR --key NAME`."
             )
         # Unregister last, so that the name always has a key, even if registering fails.

@@ -98,7 +98,7 @@ class Worker:
         release_memory()
 
     def is_ready(self) -> bool:
-        """Return True; the call returns once the process has started and finished its imports."""
+        """Return True once the process has started and finished its imports."""
         return True
 
     def _use_gpu(self, fraction: float) -> None:

@@ -274,7 +274,7 @@ def write_field(results: FieldResults, out: Path) -> Path:
 
 
 def write_latex(results: FieldResults, out: Path) -> Path:
-    """Write accuracies, ranks, and costs to field-SIZE.tex in a directory; return its path."""
+    """Write accuracies, ranks, and costs to field-SIZE.tex, and return the file's path."""
     parts = [LATEX_HEAD]
     for measure in PROTOCOLS:
         found = matrix(results, measure)

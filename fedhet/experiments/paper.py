@@ -48,7 +48,7 @@ TAU = (
 
 
 class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """Comparison of two cells by a claim: their difference, paired by seed, and the outcome."""
+    """Comparison of two cells for a claim: their difference, paired by seed, and the outcome."""
 
     claim: str
     where: str
@@ -68,7 +68,7 @@ Measured = tuple[float | None, float | None]
 
 
 class TableResult(BaseModel, frozen=True, extra="forbid"):
-    """Results of a table in one size, stored in NAME-SIZE.json, which outlives the runs."""
+    """Results of a table at one size, stored in NAME-SIZE.json, which outlives the runs."""
 
     table: str
     size: Size
@@ -290,7 +290,7 @@ def write_results(results: Results, out: Path) -> Path:
 
 
 def write_latex(results: Results, out: Path) -> Path:
-    """Write the table and its claims to NAME-SIZE.tex in a directory; return its path.
+    """Write the table and its claims to NAME-SIZE.tex, and return the file's path.
 
     In each column of scores, the best value is bold and the second-best value is underlined. A
     dagger marks differences beyond two standard errors.

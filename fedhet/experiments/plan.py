@@ -98,7 +98,7 @@ class Line(_Part):
 
     name: str
     every: Change = Change()
-    """Settings that apply in every size."""
+    """Settings that apply at every size."""
     tiny: Change | None = None
     small: Change | None = None
     paper: Change | None = None
@@ -128,7 +128,7 @@ class Row(Line):
 
 
 class PlaceSettings(Line):
-    """Settings for the row `name` in some columns."""
+    """Settings for the row `name`, which apply only in the given columns."""
 
     columns: list[str] = Field(min_length=1)
 
@@ -324,7 +324,7 @@ class PlannedCell:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of the runs for a paper's table in one size."""
+    """Plan of the runs for a paper's table at one size."""
 
     name: str
     table: PaperTable

@@ -144,7 +144,7 @@ def _module_with(classes: list[type]) -> ModuleType:
 
 
 def _import_path(target: Any) -> str:
-    """Return "module:function" if importing it returns the same object, or ""."""
+    """Return the path "module:function" from which an object can be imported, or ""."""
     module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
         return ""

@@ -75,7 +75,7 @@ class LabelSpace(nn.Module):
 
 
 class AllOutputs(LabelSpace):
-    """No restriction: for tasks other than classification, all clients have all outputs."""
+    """Unrestricted label space, for tasks other than classification."""
 
     def forward(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs and the targets unchanged."""

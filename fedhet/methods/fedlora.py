@@ -29,11 +29,12 @@ class FedLoraSettings(FedAvgSettings):
     )
     prune: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
-        description="fraction of the rank that remains if training shrinks the last rank "
-        "levels; 0 = constant ranks",
+        description="fraction of the rank levels that is always kept; the last levels are removed "
+        "if training has reduced their norm; 0 = constant ranks",
     )
     prune_weight: NonNegative = Field(
-        0.001, description="with prune: weight of the loss term that shrinks the last rank levels"
+        0.001,
+        description="with prune: weight of the loss term that reduces the norm of the last levels",
     )
 
     def rule(self, *, is_private: bool) -> Aggregation:

@@ -26,8 +26,8 @@ class FedTgpSettings(fedproto.PrototypeSettings):
     )
     margin: Margin = Field(
         "nearest",
-        description="margin between classes: the largest distance to a nearest class, or the "
-        "largest of all distances",
+        description="margin between classes: maximum distance from a class center to its nearest "
+        "center, or to any center",
     )
     max_margin: Positive = Field(100.0, description="upper bound tau of the margin")
     server_epochs: Count = Field(

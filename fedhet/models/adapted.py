@@ -217,8 +217,8 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features [N, D]. Under autocast, the base model has autocast's dtype."""
-        # transformers' attention does not support empty batches, on which an exported program must
-        # not depend.
+        # Handle empty batches here, because transformers' attention does not support them. Skip
+        # the check during export, because an exported program must not depend on it.
         if not torch.compiler.is_exporting() and not len(x):
             return x.new_zeros((0, self._width), dtype=torch.float32)
         dtype = next(self.parameters()).dtype

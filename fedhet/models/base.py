@@ -82,7 +82,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class DrawnInfo:
-    """Registry entry of a pool name for which each client draws one of several models."""
+    """Registry entry for a pool name that stands for several models; each client draws one."""
 
     name: str
     family: str

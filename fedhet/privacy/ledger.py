@@ -49,11 +49,11 @@ class Entry(BaseModel):
     sampling: float
     count: int
     source: str = ""
-    """Source of the noise; empty in entries from versions whose noise can be removed."""
+    """Source of the noise; empty in entries from versions whose noise an attacker can remove."""
 
     @property
     def release(self) -> Release:
-        """The release to account for, with zero noise if its noise can be removed.
+        """The release to account for, with zero noise if an attacker can remove its noise.
 
         Invalid values such as NaN are kept, because `epsilon_of` returns infinity for them.
         """

@@ -48,7 +48,7 @@ Stage = Literal["starting", "running", "finished", "stopped"]
 
 
 class State(StrEnum):
-    """State of a client in the current round, in display order."""
+    """States of a client in a round, in display order."""
 
     FAILED = "failed"
     TRAINING = "training"

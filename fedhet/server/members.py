@@ -95,8 +95,8 @@ def most_common_task(
     """Return the most common task among several clients.
 
     If several tasks are equally common, the result is the server's task if it is among them, or
-    else the task with the smallest samples. An invented shape thus cannot decide the server's
-    memory use.
+    else the task with the smallest samples. Hence, one client alone cannot increase the server's
+    memory use by reporting a false shape.
     """
     counts = Counter(map(task_of, infos))
     max_count = max(counts.values())
@@ -259,7 +259,7 @@ class Members:
     def present(self, manager: ClientManager) -> dict[str, Member]:
         """Return the connected members sorted by name, after admitting new nodes.
 
-        The first clients decide the task of the run: the most common classes, sample shape and
+        The first clients determine the task of the run: the most common classes, sample shape and
         order of class names, and the most common model if all must have the same. A new node is
         excluded, with a notice, if its task differs, if its name is taken, or if its model is
         unknown to the server. A node that does not reply is called again after 1, 2, 4, ... rounds.
@@ -313,7 +313,7 @@ class Members:
             for member in sorted(described, key=lambda member: member.info.name)
             if not self._exclude(member, self._rules.fault_of(member.info, self._pool))
         ]
-        if self._task is None and valid:  # The first clients decide the task.
+        if self._task is None and valid:  # The first clients determine the task.
             infos = [member.info for member in valid]
             self._task = most_common_task(infos, self._rules.server_task)
             of_task = [info for info in infos if task_of(info) == self._task]

@@ -156,7 +156,7 @@ class StaleUpdateRebase:
 
     def __init__(self, pace: PaceSettings, contract: Contract, instruct: MakeInstruction) -> None:
         self._pace, self._instruct = pace, instruct
-        # Factors, whose field has another type, are already updates.
+        # Exclude fields of type FactorsField, because they already contain updates.
         self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:

@@ -113,7 +113,7 @@ class Unmasking:
                 raise StateError(f"{path}: damaged ({error_text(error)})") from None
 
     def check(self, clients: Iterable[ClientInfo]) -> None:
-        """Raise SettingsError if a client would not be in any sum, before the first round."""
+        """Raise SettingsError before the first round if a client would not be in any sum."""
         if any(lane.within == "all" for lane in self._sums):
             return
         counts = Counter(client.model for client in clients)
@@ -174,7 +174,7 @@ class Unmasking:
         return Sizes({}, {MASKED: vectors, SHARES: shares})
 
     def __call__(self, replies: Iterable[Reply], sizes: SizesOf) -> Iterator[Reply]:
-        """Yield the sums of the masked replies, each as the reply of a client of its own."""
+        """Yield the sums of the masked replies, each as the reply of a separate client."""
         by_name: dict[str, Reply] = {}
         for reply in replies:
             if reply.age:

@@ -67,7 +67,7 @@ class FedKdStrategy(FedAvgStrategy):
         self.holders.discard(client)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the mentee, its last update and round, and the clients with the update's base."""
+        """Return the mentee, its last update with the round, and the clients that have its base."""
         holders = {name: np.array(True) for name in sorted(self.holders)}
         state = {**super().state_dict(), **grouped("update", self._sent)}
         return {**state, **grouped("holders", holders), "changed_in": np.array(self.changed_in)}

@@ -294,7 +294,7 @@ class Layout:
         return part.kind in ("rows", "totals")
 
     def _views(self, vector: Array) -> tuple[Array, Array]:
-        """Return the 64-bit words and the 32-bit words of a vector, in its memory."""
+        """Return the 64-bit words and the 32-bit words of a vector, as views of its memory."""
         return vector[: 2 * self.wide].view(np.uint64), vector[2 * self.wide :]
 
 
