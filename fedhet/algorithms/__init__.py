@@ -35,4 +35,4 @@ Part = Literal["all", "trained", "all-but-norms", "extractor", "head", "lora-a"]
 - "lora-a": the adapters' factors A, or the extractor if the model has no adapters.
 """
 MIN_SCALE = 1e-6
-"""Minimum standard deviation of a variational weight, since the KL divergence divides by it."""
+"""Minimum standard deviation of a variational weight, because the KL divergence divides by it."""

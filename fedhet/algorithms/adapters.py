@@ -6,7 +6,7 @@ all clients, so it cancels. All sums are computed in float64.
 
 - `padded_average` implements FedIT (Zhang et al. 2024), with zero padding if ranks differ.
 - `product_norm` computes HetLoRA's weights (Cho et al. 2024), which replace p_k.
-- `product_average` implements FlexLoRA (Bai et al. 2024), an SVD of the averaged products.
+- `product_average` implements FlexLoRA (Bai et al. 2024), with an SVD of the averaged products.
 - `level_average` implements raFLoRA (Wu et al. 2026, from third-party code), which averages each
   rank level over the clients that have it.
 
@@ -30,7 +30,7 @@ from fedhet.algorithms.weights import average_weights
 from fedhet.base.arrays import Array
 
 Factors = tuple[Array, Array]
-"""B [P, r] and A [r, Q] of an adapter."""
+"""Factors B [P, r] and A [r, Q] of an adapter."""
 Value = TypeVar("Value")
 
 
@@ -43,7 +43,7 @@ def factors_of(state: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:
 def padded_average(
     parts: Sequence[tuple[Array, float]], before: Array, axis: int, rank: int
 ) -> Array:
-    """Average one factor over clients, with zeros for the rank levels that a client lacks.
+    """Average one factor over clients, with zeros for rank levels that a client does not have.
 
     Args:
         parts: The clients' factors, with their weights.
@@ -70,7 +70,7 @@ def product_norm(factors: Sequence[Factors]) -> float:
 def product_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
     """Return the best approximation of the average product B_k A_k, as factors of rank R.
 
-    The columns of B are those of U Sigma, and the rows of A are those of the transposed V, in
+    B contains the first R columns of U Sigma, and A the first R rows of the transposed V, in
     descending order of the singular values.
     """
     total = sum(weight for _, weight in parts)
@@ -99,9 +99,9 @@ def level_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Fa
 def truncated(terms: Sequence[Factors], before: Factors) -> Factors:
     """Return U Sigma [P, R] and V' [R, Q] for the sum of products, as float32.
 
-    Computes the SVD of the small matrix between the QR factors of the stacked terms, not of the
-    product [P, Q]. If the rank of the sum is less than R, the missing rows of A are taken from
-    `before`, with zeros in B, so that clients can train them.
+    Computes the SVD of the small matrix between the QR factors of the stacked terms, instead of the
+    SVD of the product [P, Q]. If the rank of the sum is less than R, the missing rows of A are
+    taken from `before`, with zeros in B, so that clients can train them.
     """
     left = torch.from_numpy(np.concatenate([b for b, _ in terms], axis=1).astype(np.float64))
     right = torch.from_numpy(np.concatenate([a for _, a in terms], axis=0).astype(np.float64))

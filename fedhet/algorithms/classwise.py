@@ -1,7 +1,7 @@
 """Class-wise features, logits and probabilities: averages over clients, and losses.
 
 - Felo: Chan and Ngai, Exploiting Features and Logits in Heterogeneous Federated Learning, Section
-  3.1. FedHe, FedProto and FedTGP use parts of it.
+  3.1. FedHe, FedProto and FedTGP use parts of this algorithm.
 - FD: Jeong et al., Communication-Efficient On-Device Machine Learning: Federated Distillation and
   Augmentation under Non-IID Private Data, Algorithm 1. F denotes a model's softmax output.
 
@@ -93,8 +93,8 @@ def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, A
     Pass the clients in sorted order, because the order may affect the last bit of the result.
 
     Args:
-        parts: One entry for each client (at least one): its distinct classes [K], a vector for each
-            class [K, W], and its positive weight in each mean [K].
+        parts: One entry for each client (at least one): the client's distinct classes [K], a vector
+            for each class [K, W], and the client's positive weight in each mean [K].
 
     Returns:
         The classes of all clients [P], ascending, and their weighted means [P, W].
@@ -109,7 +109,7 @@ def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, A
 
 
 def class_totals(classes: Array, parts: Sequence[tuple[Array, Array]]) -> Array:
-    """Sum the clients' values [K] for their classes [K]; returns the sums for `classes` [P]."""
+    """Sum the clients' values [K] by class [K], and return the sums for `classes` [P]."""
     total = np.zeros(len(classes))
     for present, numbers in parts:
         total[np.searchsorted(classes, present)] += numbers
@@ -226,7 +226,7 @@ class VariedTeacher(Teacher):
     """Velo's teacher, with S features per class, of shape [C, S, D].
 
     In Section 3.1.3, each sample is paired with the features of its class. Unlike in the paper,
-    each sample in a batch is paired with one of the S features, drawn uniformly.
+    each sample in a batch is paired with one of the S features, drawn uniformly at random.
     """
 
     def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
@@ -279,8 +279,8 @@ def class_feature_loss(
     FedProto, and FedTGP with `distance = mse` also use it.
 
     Architectures differ in the scale of their features, and class means have smaller norms than the
-    features. With the norm "none", the loss is as printed. The paper does not have the other two
-    norms:
+    features. With the norm "none", the loss is as printed. The other two norms are not in the
+    paper:
 
     - "rms" divides all features by one number, the root mean square of the teacher's features. The
       term then does not depend on the scale of the clients' features, but still compares lengths.
@@ -367,7 +367,7 @@ class ClassTotals:
 
 
 def sum_by_class(parts: Sequence[tuple[Array, Array]], width: int) -> ClassTotals:
-    """Sum the clients' vectors [K, `width`] for their classes [K]."""
+    """Sum the clients' vectors [K, `width`] by class [K]."""
     present = [classes for classes, _ in parts]
     classes = np.unique(np.concatenate(present)) if parts else np.zeros(0, np.int64)
     vectors, clients = np.zeros((len(classes), width)), np.zeros(len(classes), np.int64)

@@ -1,4 +1,4 @@
-"""FedType: conformal prediction sets, and the loss for imitating the proxy with them.
+"""FedType: conformal prediction sets, and the loss for imitating the proxy's sets.
 
 Wang et al., Bridging Model Heterogeneity in Federated Learning via Uncertainty-based Asymmetrical
 Reciprocity Learning (FedType), Section 3.2 and Appendix B. RAPS: Angelopoulos et al., Uncertainty
@@ -115,7 +115,7 @@ def unpenalized_ranks(labels: int) -> int:
     """Return the default of k_reg for a number of labels.
 
     The default is 1 for up to 10 labels, 5 for 100 or more labels, and interpolated in between. The
-    papers, FedType and RAPS, only state the value 5.
+    papers of FedType and RAPS only state the value 5.
     """
     return round(1 + 4 * min(max(labels - 10, 0) / 90, 1))
 
@@ -171,9 +171,9 @@ def prediction_sets(
 
     Args:
         logits: Logits, of shape [N, C].
-        calibration: Temperature and threshold, scalars or of shape [N, 1].
+        calibration: Temperature and threshold, as scalars or tensors of shape [N, 1].
         u: Random factors, of shape [N].
-        penalty: g(delta, lambda), a number or of shape [N, 1].
+        penalty: g(delta, lambda), as a number or a tensor of shape [N, 1].
         k_reg: Number of ranks without penalty.
     """
     probabilities = (logits.float() / calibration.temperature).softmax(1)
@@ -268,8 +268,7 @@ class Imitation:
         self.calibrations: tuple[Calibration, ...] = ()
         """Conformal models of the proxy and of the private model (Eq. 5)."""
         self._parameters: tuple[Tensor, ...] = ()
-        """Temperatures, thresholds and penalties, [2] each, for the private model and the proxy.
-        """
+        """Temperatures, thresholds and penalties, each [2], of the private model and the proxy."""
         self._random_factors = Numbers(
             lambda count: torch.rand(count, generator=noise), labels.device
         )
@@ -312,8 +311,8 @@ class Imitation:
     def is_skipped(self, held_out: int) -> bool:
         """Return whether imitation is skipped because there are too few held-out samples.
 
-        With `infinite = skip`, it is skipped if the threshold would be infinite. It is always
-        skipped without held-out samples, e.g. for a client with only two samples.
+        With `infinite = skip`, imitation is skipped if the threshold would be infinite. It is
+        always skipped if there are no held-out samples, e.g. for a client with only two samples.
         """
         settings = self.settings
         if settings.backward == "topk":

@@ -42,7 +42,8 @@ def entropy_reduced(probabilities: Array, temperature: float) -> Array:
     """Return softmax(mean / T) of the clients' probabilities [K, R, C], of shape [R, C].
 
     This is entropy reduction aggregation (ERA) of Itahara et al. A lower temperature T gives a
-    lower entropy. As T goes to infinity, the result becomes uniform instead of the mean.
+    lower entropy. As T goes to infinity, the result approaches the uniform distribution instead of
+    the mean.
     """
     scaled = probabilities.mean(0, dtype=np.float64) / temperature
     powers = np.exp(scaled - scaled.max(1, keepdims=True))
@@ -74,7 +75,7 @@ def filter_weights(points: Array, sigma: float) -> Array:
     Kane, Li, Moitra and Stewart, Being Robust (in High Dimensions) Can Be Practical, ICML 2017. It
     is applied to each sample's K vectors in R^C. Let v be the direction of the largest variance.
     While the variance along v exceeds 9 sigma^2, the weight of a client at x is multiplied by 1 - d
-    / max d, where d = (v . (x - mean))^2. The farthest client thus loses its weight.
+    / max d, where d = (v . (x - mean))^2. The farthest client therefore loses all weight.
 
     Unlike the published filter, which removes the clients beyond a random threshold, this filter is
     deterministic. It also stops if less than half of the weight would remain, because then no
@@ -216,7 +217,7 @@ def undecided(probabilities: Array, margin: float) -> Array:
 
 
 def labels_in_space(sets: Array, space: Array) -> tuple[Array, Array]:
-    """Return R_i: the pseudolabeled instances for a label space [P] (Eq. 19).
+    """Return the pseudolabeled instances R_i for a label space [P] (Eq. 19).
 
     Instances in more than one P_k of the label space are removed (Section 4.3, last paragraph).
 

@@ -177,7 +177,7 @@ class Targets:
         return cls(torch.zeros(samples, classes, device=device), known)
 
     def keep(self, rows: Tensor, logits: Tensor, where: Tensor) -> None:
-        """Store the logits [B, C] of those samples `rows` [B] for which `where` [B] is true."""
+        """Store the logits [B, C] of the samples `rows` [B] for which `where` [B] is true."""
         self.logits[rows] = torch.where(where.unsqueeze(1), logits, self.logits[rows])
         self.known[rows] |= where
 
@@ -245,7 +245,7 @@ def select_targets(
     """Select the targets of the samples in S1, S2 and S3.
 
     Samples in S1 have no target. The targets in S2 are `recalled` (Eq. 2), and the targets in S3
-    are the known ones in `fused` (Eq. 5).
+    are the known targets in `fused` (Eq. 5).
     """
     _, second, third = parts
     logits = torch.where(second.unsqueeze(1), recalled.logits, fused.logits)

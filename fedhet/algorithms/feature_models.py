@@ -61,7 +61,7 @@ def _train(
 ) -> float:
     """Train on features x [N, D], and return the mean loss over the last epoch.
 
-    Raises DataError if there is only one feature vector.
+    Raises DataError if `x` contains only one feature vector.
     """
     return train_epochs(
         x,
@@ -145,7 +145,7 @@ def adaptive_margin(
 
 
 def nearest_distances(centers: Tensor) -> Tensor:
-    """Return the distance from each of C >= 2 vectors [C, D] to its nearest neighbor, [C]."""
+    """Return the distances [C] from C >= 2 vectors [C, D] to their nearest neighbors."""
     distances = torch.cdist(centers, centers, compute_mode=EXACT)
     return distances.fill_diagonal_(torch.inf).amin(1)
 
@@ -177,8 +177,8 @@ def train_prototypes(
 ) -> float:
     """Train with SGD on Eq. 10 (FedTGP, Algorithm 1, line 9).
 
-    The arguments are the clients' prototypes [N, D] and their classes [N]. Returns the mean loss
-    over the last epoch.
+    `prototypes` [N, D] are the clients' prototypes for the classes `labels` [N]. Returns the mean
+    loss over the last epoch.
     """
 
     def loss_of(prototypes: Tensor, labels: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Projector(nn.Linear):
 
 
 def matryoshka_losses(fine: Tensor, coarse: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of the local and the shared head, [2] (FedMRL, Section 4.2).
+    """Return the cross-entropy losses [2] of the local and the shared head (FedMRL, Section 4.2).
 
     Args:
         fine: Logits of the local head on the fused features, of shape [N, C].
@@ -257,7 +257,7 @@ class Cvae(nn.Module):
         self.register_buffer("spread", torch.ones(()))
 
     def fit_scaling(self, features: Tensor) -> None:
-        """Set the center and the spread to medians over features [N, D], for robustness.
+        """Set the center and the spread to medians over features [N, D], which tolerate outliers.
 
         All components share one spread, because a spread per component would clip components that
         are mostly 0.
@@ -344,7 +344,7 @@ def train_cvae(
 
 @torch.no_grad()
 def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
-    """Return the fraction of synthetic features whose nearest class mean is that of their class.
+    """Return the fraction of synthetic features whose nearest class mean belongs to their class.
 
     The paper has no such check and always sends decoded features, but an undertrained CVAE decodes
     all classes to similar features.
@@ -366,7 +366,7 @@ def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
 
 @torch.no_grad()
 def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Generate `count` synthetic features for each class in `labels` [P], as [P, count, D].
+    """Generate `count` synthetic features [P, count, D] for each class in `labels` [P].
 
     The features are means of p(s | z, y) for z ~ N(0, I), in the raw scale.
     """

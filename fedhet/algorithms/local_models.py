@@ -38,7 +38,7 @@ def equal_scales(model: nn.Module, scale: float) -> dict[str, Array]:
 
 
 class LocalModel:
-    """Model and training loss for FedAvg, and base class for those of other methods.
+    """Model and training loss for FedAvg, and base class for other methods.
 
     Attributes:
         model: The model to train.
@@ -86,7 +86,8 @@ class MoreauModel(LocalModel):
     """Personal model p and local copy w of the server's model, for pFedMe.
 
     The personal model minimizes its loss plus lambda / 2 ||p - w||^2. After the steps on a batch,
-    the local copy moves toward it, w <- w - rate lambda (w - p). The server averages the copies w.
+    the local copy moves toward the personal model, w <- w - rate lambda (w - p). The server
+    averages the copies w.
     """
 
     def __init__(self, model: nn.Module, anchor: Weights, strength: float, rate: float) -> None:
@@ -162,7 +163,7 @@ class VariationalModel(LocalModel):
         return dict(zip(self.raw, scales, strict=True))
 
     def _scales(self) -> list[Tensor]:
-        """Return the standard deviations in the model's order, as grouped by `joined`."""
+        """Return the standard deviations of q in the model's order, as grouped by `joined`."""
         return scales_of([self.raw[name] for name, _ in self.model.named_parameters()])
 
 

@@ -24,7 +24,7 @@ clients at the typical distance. The published filter tolerates nine times a kno
 MIN_WEIGHT = 0.5
 """Weight below which the filter excludes a client."""
 ROUNDING = 1e-12
-"""Multiple of the mean square up to which mean squared differences count as rounding errors."""
+"""Mean squared differences up to this multiple of the mean square count as rounding errors."""
 MAX_RELATIVE = 100.0
 """Maximum squared distance, relative to the typical distance, so that no distance dominates."""
 
@@ -89,7 +89,7 @@ def mean_squares(points: Array) -> Array:
 
 
 def typical_distance(squared: Array, fraction: float) -> float:
-    """Return the typical squared distance between honest clients, or NaN if none is known.
+    """Return the typical squared distance between honest clients, or NaN if no distance is known.
 
     With f malicious clients among K, both clients are honest in (K - f) (K - f - 1) / (K (K - 1))
     of the pairs. The typical distance is the quantile of the known distances at this fraction. If
@@ -142,7 +142,7 @@ def krum(squared: Array, fraction: float) -> Array:
 
     Blanchard, El Mhamdi, Guerraoui and Stainer, Machine Learning with Adversaries, NeurIPS 2017,
     Sections 4 and 6. Selects the K - f clients with the smallest sum of distances to their K - f -
-    2 nearest neighbors, or to one neighbor if that number is smaller. Ties are resolved by order.
+    2 nearest neighbors (at least one). Ties are resolved by order.
     """
     clients, f = len(squared), max_malicious(len(squared), fraction)
     if not f:
@@ -163,7 +163,8 @@ def filter_clients(squared: Array, fraction: float) -> Array:
 
     Unlike in the published filter, the limit is derived from the typical distance between two
     clients, because the variance of honest replies is unknown. At most f clients are excluded, and
-    only if their weight falls below MIN_WEIGHT. If all clients are identical, all are selected.
+    only if their weight falls below MIN_WEIGHT. If all points are identical, all clients are
+    selected.
     """
     clients, f = len(squared), max_malicious(len(squared), fraction)
     weights, limit = np.ones(clients), EXCESS * typical_distance(squared, fraction) / 2

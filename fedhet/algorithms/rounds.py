@@ -3,8 +3,8 @@
 A round closes when all sampled clients have replied, when the grace period after enough replies has
 ended, or at its timeout. NVFlare has the same rule (min_responses, wait_time_after_min_received).
 
-The learning rate is multiplied by a factor that depends only on the round number, so it is the same
-for clients that are sampled late and for resumed runs. The formulas are the same as in
+The learning rate is multiplied by a factor that depends only on the round number, so the rate is
+the same for clients that are sampled late and for resumed runs. The formulas are the same as in
 torch.optim.lr_scheduler, with rounds instead of epochs.
 
 Late updates are weighted and applied as in FedBuff (Nguyen et al., AISTATS 2022).
@@ -33,7 +33,7 @@ RECENT = 20
 
 @dataclass(frozen=True)
 class Closing:
-    """Rule by which a round closes."""
+    """Rule that determines when a round closes."""
 
     min_replies: int
     """Number of replies after which the grace period starts; at least 1."""
@@ -45,7 +45,7 @@ class Closing:
     """Minimum grace period, relative to the time until `min_replies` replies have arrived."""
 
     def closing_time(self, arrivals: Iterable[float], start: float) -> float:
-        """Return the closing time of a round if the arrival times of all replies are known.
+        """Return the closing time of a round, given the arrival times of all replies.
 
         Args:
             arrivals: Times at which the replies arrive.
@@ -80,16 +80,16 @@ def clients_per_round(members: int, fraction: float) -> int:
 
 
 def clients_to_sample(needed: int, over_selection: float) -> int:
-    """Return the number of clients to sample if a round needs `needed` replies in time."""
+    """Return the number of clients to sample in a round that needs `needed` timely replies."""
     return math.ceil(round((1 + over_selection) * needed, 9))
 
 
 def honest_majority(run: RunSettings) -> tuple[int, int, int]:
     """Return a round's numbers of malicious clients, sampled clients, and required replies.
 
-    A round with robust aggregation must not close with fewer replies, because all malicious clients
-    may reply before the honest clients. Without robust aggregation, the numbers of malicious
-    clients and required replies are 0 and 1.
+    A round with robust aggregation must not close before the required replies have arrived, because
+    all malicious clients may reply before the honest clients. Without robust aggregation, the
+    numbers of malicious clients and required replies are 0 and 1.
     """
     defense, members = run.defense, run.clients
     needed = clients_per_round(members, run.fraction)
@@ -125,8 +125,8 @@ def closing(
 def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[float]) -> Closing:
     """Return the closing rule of an evaluation.
 
-    Once enough replies have arrived, an evaluation waits for the same time again, but at least
-    MIN_GRACE seconds, because a client that misses the evaluation is not called again.
+    After enough replies have arrived, an evaluation continues for as long as they took, but at
+    least MIN_GRACE seconds, because a client that misses the evaluation is not called again.
     """
     rule = closing(pace, calls, calls, durations)
     return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
@@ -141,7 +141,7 @@ def median_duration(durations: Iterable[float]) -> float:
 def staleness_weight(age: int) -> float:
     """Return s(tau) = (1 + tau)^(-1/2), the weight of a reply that is `age` rounds old.
 
-    These are the polynomial weights with a = 1/2 in Section 5.1 of FedBuff (Nguyen et al., AISTATS
+    This is the polynomial weight with a = 1/2 in Section 5.1 of FedBuff (Nguyen et al., AISTATS
     2022).
     """
     return float((1 + age) ** -0.5)
@@ -170,8 +170,8 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
         low: Lower bound of the result, or None.
 
     Returns:
-        current + rate (trained - start) in the type of `trained`. Integer tensors (counters) are
-        returned unchanged from the client.
+        current + rate (trained - start) in the type of `trained`. For integer tensors (counters),
+        the client's tensor `trained` is returned unchanged.
     """
     if not np.issubdtype(trained.dtype, np.floating):
         return trained

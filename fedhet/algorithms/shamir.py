@@ -1,7 +1,8 @@
 """Threshold secret sharing: Shamir, How to Share a Secret, Communications of the ACM, 1979.
 
 The secret is the value at 0 of a random polynomial of degree t - 1 modulo the prime 2^521 - 1, and
-share k is its value at k. Any t shares determine the secret; fewer reveal nothing about it.
+share k is the polynomial's value at k. Any t shares determine the secret; fewer shares reveal
+nothing about the secret.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= count:
         raise ValueError(f"expected 32 bytes and 1 <= threshold <= {count}, got {threshold}")
     polynomial = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
-    polynomial.append(int.from_bytes(secret, "big"))  # from the highest power to the constant
+    polynomial.append(int.from_bytes(secret, "big"))  # The constant term comes last.
     shares = []
     for point in range(1, count + 1):
         value = 0
@@ -36,11 +37,11 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def join(shares: Mapping[int, bytes]) -> bytes:
-    """Return the secret, given the threshold number of shares, or more, by their number from 1.
+    """Reconstruct the secret from at least `threshold` shares, keyed by their numbers from 1.
 
     Raises:
-        ValueError: If the shares do not determine a secret of 32 bytes. With too few or with wrong
-            shares, this is the case except with probability 2^-265.
+        ValueError: If the shares do not determine a secret of 32 bytes. Too few shares or wrong
+            shares raise this error, except with probability 2^-265.
     """
     secret = 0
     for number, share in shares.items():

@@ -28,8 +28,8 @@ from fedhet.learning.devices import CPU, Compute
 from fedhet.learning.training import evaluating
 
 CPU_ROWS, GPU_ROWS = 128, 1024
-"""Number of samples times passes in a batch. It is constant because the dropout masks depend on
-it."""
+"""Number of samples times number of passes in a batch. The product is constant, because the dropout
+masks depend on it."""
 
 DROPOUTS = (
     nn.Dropout,
@@ -107,7 +107,7 @@ def entropy(predictions: Tensor) -> Tensor:
 
 
 def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pseudo-labels [N, C] (Eq. 11) and the helper [N] that predicted each of them.
+    """Return the pseudo-labels [N, C] (Eq. 11) and the helpers [N] that predicted them.
 
     The pseudo-label of a sample is the lowest-entropy prediction among the helpers' `predictions`
     [M, N, C].
@@ -132,11 +132,11 @@ def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKi
     """Return Corr(k|j), from 0 to 1 (Eq. 13).
 
     Args:
-        certainty: H-bar.
+        certainty: Certainty H-bar (Eq. 14).
         accuracy: Test accuracy.
         labeled: Labeled fraction mu_k of the samples (Eq. 2).
-        kind: "en+ta" is Eq. 13, "en" is the certainty alone, and "ta" is the accuracy alone. The
-            latter two omit the factor in Eq. 13, which affects neither the ranks nor the weights.
+        kind: "en+ta" is Eq. 13, "en" is the certainty alone, and "ta" is the accuracy alone. "en"
+            and "ta" omit the factor in Eq. 13, which affects neither the ranks nor the weights.
     """
     if kind == "en":
         return certainty
@@ -254,12 +254,12 @@ def ranked(helpers: Iterable[Helper]) -> list[Helper]:
 
 
 def replaceable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return the set Re (Algorithm 3): the `replace` lowest-ranked helpers, without the client."""
+    """Return the set Re (Algorithm 3): the `replace` lowest-ranked helpers, except the client."""
     return [helper for helper in ranked(helpers)[:replace] if helper.number != own]
 
 
 def refreshable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return the set Up (Algorithm 2): the higher-ranked helpers, without the client."""
+    """Return the set Up (Algorithm 2): the higher-ranked helpers, except the client."""
     return [helper for helper in ranked(helpers)[replace:] if helper.number != own]
 
 

@@ -104,7 +104,7 @@ class RunningAverage:
         self._total = 0.0
 
     def add(self, weights: Arrays, weight: float) -> None:
-        """Add a model. Add the models in sorted order, because it may affect the last bit."""
+        """Add a model. Use a sorted order, because the order may affect the last bit."""
         for name, value in weights.items():
             if first := name not in self._sums:
                 self._sums[name] = np.empty(value.shape)
@@ -229,7 +229,7 @@ def query_statistics(
     with evaluating(model), compute.autocast():
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # A momentum of None computes the mean over batches.
+            norm.momentum = None  # None means an average over batches.
             norm.train()
         for rows in batches(len(x), STATISTICS_BATCH, generator, x.device):
             model(compute.to_inputs(x[rows]))
@@ -238,7 +238,7 @@ def query_statistics(
 
 
 LEVELS = 127
-"""Integer that represents the largest absolute value in a row."""
+"""Integer to which the largest absolute value in a row is quantized."""
 
 
 def scales_of(rows: Array) -> Array:
@@ -279,7 +279,7 @@ def largest(values: Array, count: int) -> Array:
 def energy_kept(round: int, rounds: int, start: float, end: float) -> float:
     """Return the energy T(t) = T_start + (T_end - T_start) t, with t = round / rounds.
 
-    By FedKD's Eq. 9, updates in late rounds are approximated more precisely.
+    According to FedKD's Eq. 9, updates in late rounds are approximated more precisely.
     """
     return start + (end - start) * round / rounds
 

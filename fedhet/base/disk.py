@@ -34,7 +34,7 @@ memory."""
 MAX_KEY_PARTS = 32
 """Maximum number of parts in a dotted TOML key; memory use grows with its square."""
 MAX_SPARSE_BYTES = 2**28
-"""Maximum size of sparse files, which allocate only few of their bytes on disk."""
+"""Maximum size of sparse files, which allocate only a few of their bytes on disk."""
 MAX_TEMPORARY_AGE = 3600.0
 """Age in seconds after which temporary files are removed, because their writer was killed."""
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -77,7 +77,7 @@ def check_mappable(path: Path) -> None:
 
 
 def check_json_size(path: Path, content: bytes, extra: int = 0) -> None:
-    """Check JSON text. Raises StateError if it has too many values, including `extra`."""
+    """Raise StateError if JSON text has too many values, including `extra` values."""
     if sum(map(content.count, (b",", b"[", b"{"))) + extra > MAX_PARTS:
         raise StateError(f"{path}: expected at most {MAX_PARTS:,} values")
 
@@ -155,7 +155,7 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield a path to the directory for temporary files. Raises the same errors as `opened`."""
+        """Yield a path of the directory, for writing files. Raises the same errors as `opened`."""
         with self.opened() as directory:
             yield self._path_of(directory)
 
@@ -277,7 +277,7 @@ def write_text(path: Path, text: str, *, within: Path | None = None, private: bo
 
 
 def check_no_symlinks(directory: Path) -> None:
-    """Check a directory. Raises StateError if one of its entries is a symlink."""
+    """Raise StateError if an entry of a directory is a symlink."""
     for path in sorted(directory.iterdir()):
         _check_no_symlink(path)
 

@@ -1,4 +1,4 @@
-"""Errors caused by user input or by messages of a peer.
+"""Errors caused by user input or by messages from a peer.
 
 Each message is a single line that names the setting or file, the problem, and what was expected.
 """
@@ -21,7 +21,7 @@ _AT_A_CLIENT = re.compile(
 
 
 REPLY = "reply"
-"""Value of `KnowledgeError.field` for a fault in the reply as a whole."""
+"""Value of `KnowledgeError.field` if the fault concerns the whole reply."""
 
 
 class FedhetError(Exception):
@@ -44,7 +44,7 @@ class ModelError(FedhetError):
 
 
 class UserModelError(ModelError):
-    """Raised, from the original error, if a user's model fails in training or prediction."""
+    """Raised if a user's model fails in training or prediction; chained to the original error."""
 
 
 class PrivacyError(FedhetError):
@@ -68,7 +68,7 @@ class DivergedError(FedhetError):
 
 
 class KnowledgeError(FedhetError):
-    """Raised, with the sender and the field, if a message violates the contract."""
+    """Raised if a message violates the contract; names the sender and the field."""
 
     def __init__(self, sender: str, field: str, fault: str) -> None:
         super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")

@@ -24,8 +24,8 @@ MIN_LIKELIHOOD = 2.0**-52
 MAX_ERROR = 1e16
 """Maximum error of a prediction, in the target's unit."""
 MIN_ACCURACY = 1e-12
-"""Smallest valid accuracy above 0, far below one in a billion samples, which keeps ratios
-finite."""
+"""Smallest valid accuracy above 0, far below one correct prediction in a billion samples. It keeps
+ratios finite."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def calibration_error(predictions: Predictions) -> float:
 
 
 def rmse(predictions: Predictions) -> float:
-    """Return the root of the mean squared error, averaged over the target columns."""
+    """Return the root mean squared error, averaged over the target columns."""
     errors = predictions.truth - predictions.predicted
     return float(np.sqrt((errors**2).mean(0)).mean())
 
@@ -114,7 +114,7 @@ def mae(predictions: Predictions) -> float:
 def r2(predictions: Predictions) -> float | None:
     """Return the coefficient of determination, averaged over the target columns.
 
-    Undefined if a column is constant. Limited to at least -`MAX_ERROR`.
+    Returns None if a column is constant. The result is limited to at least -`MAX_ERROR`.
     """
     truth, errors = predictions.truth, predictions.truth - predictions.predicted
     total = ((truth - truth.mean(0)) ** 2).sum(0)
@@ -134,12 +134,12 @@ class Metric:
     """Function that returns the value, a value per class number, or None if it is undefined."""
     lowest: float = 0.0
     highest: float = 1.0
-    """Bound on valid values; the server rejects values outside of the bounds."""
+    """Upper bound of valid values. The server rejects values outside of `lowest` to `highest`."""
     min_positive: float = 0.0
     """Smallest valid value above 0."""
     lower_is_better: bool = False
     task: str = CLASSIFICATION
-    """Name of the task whose predictions it scores."""
+    """Name of the task whose predictions the metric scores."""
     by_class: bool = False
     """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
 
@@ -170,7 +170,8 @@ METRICS = {
         Metric(R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION),
     )
 }  # fmt: skip
-"""All metrics, by their name in the setting `metrics`. A task of another package adds its own."""
+"""All metrics, by their name in the setting `metrics`. A task from another package adds its own
+metrics."""
 
 
 def select_metrics(names: Iterable[str]) -> tuple[str, ...]:
@@ -190,7 +191,7 @@ def select_metrics(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def measure(metrics: Sequence[str], predictions: Predictions) -> dict[str, float]:
-    """Compute the metrics, by reported name; undefined metrics are omitted."""
+    """Return the values of the metrics by reported name; undefined metrics are omitted."""
     values: dict[str, float] = {}
     for name in metrics:
         value = METRICS[name].compute(predictions)
@@ -221,7 +222,7 @@ def metric_of(name: str) -> Metric:
 
 
 def in_order(name: str) -> tuple[int, int]:
-    """Sort key for reported names, by the order in `METRICS` and then by class."""
+    """Return a reported name's sort key: its position in `METRICS`, and then its class."""
     kind, _, label = name.partition(".")
     return list(METRICS).index(kind), int(label or 0)
 

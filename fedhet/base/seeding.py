@@ -1,9 +1,9 @@
 """Seeds for random draws, derived from names instead of global state.
 
 `derive(seed, "client-3", 7, "batches")` returns the same number on every machine and in every
-process. The results of a run therefore do not depend on how it is distributed, and a resumed run
-continues as if it had never stopped. PyTorch is imported lazily, because some commands do not need
-it.
+process. The results of a run therefore do not depend on how the run is distributed, and a resumed
+run continues as if it had never stopped. PyTorch is imported lazily, because some commands do not
+need it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
 def seeded(seed: int, *names: str | int, device: torch.device | None = None) -> Iterator[None]:
     """Seed PyTorch's global generators in the block, and restore their states afterwards.
 
-    This affects the generators of the CPU and of `device`. Use it only for draws that PyTorch makes
-    from global state, i.e. weight initialization and dropout.
+    This affects the generators of the CPU and of `device`. Use this function only for draws that
+    PyTorch makes from global state, i.e. weight initialization and dropout.
     """
     import torch
 

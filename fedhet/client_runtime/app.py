@@ -65,7 +65,7 @@ def client_fn(context: Context) -> Client:
         config = within_limits(resolve_items(tuple(settings.items())), site)
         data = data_of(DataSpec.of(config.run))
         node = read_node(context.node_config, config.run, data=data)
-    # The following code reads samples, and error messages must not depend on them.
+    # The following code reads samples, and error messages must not depend on the samples.
     with redact_errors() if config.run.privacy.is_on else redact_paths(site):
         return SiteClient(open_client(config, node), site).to_client()
 

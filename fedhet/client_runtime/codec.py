@@ -32,7 +32,7 @@ LOG = logging.getLogger("fedhet")
 
 
 class ClientCodec:
-    """Codec for instructions and replies, which uses the encoding `wire.encoding`."""
+    """Codec for instructions and replies, with the encoding set by `wire.encoding`."""
 
     def __init__(self, config: Config, node: Node, state: ClientState) -> None:
         run, self._method = config.run, config.method
@@ -41,7 +41,7 @@ class ClientCodec:
             Coder.of(run.wire, contract, run.seed)
             for contract in (self._method.spec.instructions, self._method.spec.replies)
         )
-        if run.privacy.secure_aggregation:  # masked vectors cannot be compressed
+        if run.privacy.secure_aggregation:  # Masked vectors cannot be compressed.
             self._replies = None
 
     def read(
@@ -85,7 +85,7 @@ class ClientCodec:
         return encode(reply_envelope, reply, packing)
 
     def _weights(self, envelope: Envelope, digest: int) -> Arrays | None:
-        """Return the stored weights with the given digest, or None if missing or damaged."""
+        """Return the stored weights with a digest, or None if they are missing or damaged."""
         store = self._store(envelope.run) if is_name(envelope.run) else None
         key = next((k for k in store.contents() if k[1] == digest), None) if store else None
         if store is None or key is None:

@@ -41,7 +41,7 @@ from fedhet.settings.run import RunSettings, TrainingSettings
 from fedhet.wire.identity import ClientInfo
 
 OPTIMIZER = "optimizer"
-"""State group and metadata key for the optimizer state, which `training.keep-optimizer` keeps."""
+"""State group and metadata key for the optimizer state, if `training.keep-optimizer` is set."""
 PLATEAU = "plateau"
 """Prefix of the metadata keys for the `plateau` schedule."""
 Predict = Callable[[Tensor], Tensor]
@@ -49,12 +49,12 @@ Predict = Callable[[Tensor], Tensor]
 MIN_BATCH = 2
 """Minimum batch size, because batch normalization cannot compute statistics of a single sample."""
 BATCH_PER_LABELED = 8
-"""Maximum ratio of batch size to labeled samples: the paper's mu = 7, plus 1 for the labeled
-part."""
+"""Maximum ratio of all samples to labeled samples in a batch: mu = 7 in the paper, plus 1 for the
+labeled samples."""
 
 
 class LocalTrainer:
-    """Applies a client's training settings in the current round, which `begin` starts.
+    """Trainer that applies a client's training settings in each round. `begin` starts a round.
 
     Data needed in later rounds, such as optimizer state, is kept in the client's saved state.
     """
@@ -95,7 +95,7 @@ class LocalTrainer:
         """
         models = self._state.models.values()
         for model in models:
-            # The gradients of an idle client would use as much memory as its weights.
+            # Free the gradients, because they use as much memory as the weights.
             model.zero_grad()
         if not all(map(all_finite, models)) or not math.isfinite(loss or 0.0):
             raise StateError(
@@ -139,7 +139,7 @@ class LocalTrainer:
         """Return options for `train_epochs`, and add the samples to the work counter.
 
         Options in `chosen` override the settings. `augment` is an augmentation function, or True to
-        augment as set by `training.augment`.
+        use `training.augment`.
         """
         epochs = chosen.get("epochs") or settings.local_epochs
         size = chosen.get("batch_size") or settings.batch_size
@@ -150,7 +150,7 @@ class LocalTrainer:
 
     @property
     def augment(self) -> Augment | None:
-        """Function that augments a batch of images, or None without augmentation."""
+        """Function that augments a batch of images, or None if augmentation is off."""
         change = self._augmentation
         if change is None:
             return None
@@ -183,7 +183,7 @@ class FixMatch:
 
     Each step uses one batch of labeled and one batch of unlabeled samples, in the same ratio as in
     the client's data. At least an eighth of the samples in a step are labeled. If the client has
-    fewer labels, it repeats labeled samples within an epoch.
+    too few labeled samples for this, it repeats labeled samples within an epoch.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ class FixMatch:
         epochs = (batches(len(unlabeled), size, draws, unlabeled.x.device) for _ in count())
         self._batches = chain.from_iterable(epochs)
         self._counts = torch.zeros(4, device=compute.device)
-        """Numbers of predictions, pseudo-labels, pseudo-labels with known true label, and
-        errors."""
+        """Numbers of predictions, of pseudo-labels, of pseudo-labels with a known true label, and
+        of wrong pseudo-labels."""
 
     def augment(self, x: Tensor) -> Tensor:
         """Apply the weak augmentation, which is also used for labeled samples, to x [N, ...]."""

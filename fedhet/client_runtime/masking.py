@@ -2,11 +2,13 @@
 
 Bonawitz et al., CCS 2017, with keys that the sites exchange in advance (`config.secure`). The
 server is not trusted: a site checks each request against its peers file and against its ledger, and
-never answers two different requests of one round. Otherwise, the server could subtract two vectors
-with the same mask, or learn both the mask of a site and its secrets shared with other sites.
+never answers two different requests for the same round. Otherwise, the server could subtract two
+vectors with the same mask, or learn both a site's mask and the secrets that the site shares with
+other sites.
 
-A key derivation covers the run, the round, the cohort, the peers file and the layout of the vector,
-so that sites that the server tells different things derive masks that do not cancel.
+Each key is derived from the run, the round, the cohort, the peers file and the layout of the
+vector. If the server sends different values to different sites, their masks therefore do not
+cancel.
 """
 
 from __future__ import annotations
@@ -53,9 +55,10 @@ from fedhet.wire.masking import (
 )
 
 REPLY, REVEALED = "masked reply", "shares"
-"""Kinds of answers in the ledger."""
+"""Kinds of replies in the ledger."""
 FOLDER, MAX_LEDGER_BYTES, MAX_REQUEST_BYTES = "_masking", 256 * 2**20, 2**20
-"""Directory of the ledgers within the private state; no run has this name. Maximum sizes."""
+"""Directory of the ledgers within the private state (no run has this name), and the maximum sizes
+of a ledger and of a request, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,14 @@ class Lane:
     rows: tuple[int, ...] = ()
     """Classes whose rows are summed, because enough sites of the cohort list them."""
     context: str = ""
-    """Context of all keys in hexadecimal, once the layout is known."""
+    """Context from which all keys are derived, in hexadecimal; "" until the layout is known."""
 
 
 class Masking:
-    """The masked replies of one client."""
+    """Masked replies of one client."""
 
     def __init__(self, config: Config, node: Node, info: ClientInfo) -> None:
-        """Create the masking of a client, whose true description is `info`.
+        """Create the masking of a client; `info` is its full description.
 
         With differential privacy, the number of samples is private, and all clients have the same
         weight.
@@ -91,12 +94,12 @@ class Masking:
         self._lanes: list[Lane] = []
         self._nonce, self._request = b"", ""
 
-    # A masked reply.
+    # Masked replies.
 
     def begin(
         self, envelope: Envelope, instruction: Knowledge, config: Mapping[str, Scalar]
     ) -> NDArrays | None:
-        """Check a request for a masked reply, and return the stored reply if it is repeated.
+        """Check a request for a masked reply; return the stored reply if the request is repeated.
 
         Raises MaskingError if a cohort violates the rules of the peers file, or if this site has
         replied to another request of the round.
@@ -144,8 +147,8 @@ class Masking:
                 *(self._peers.digest, threshold, layout.describe(), [*map(str, lane.rows)]),
             )
             rows = own.intersection(lane.rows)
-            # Other sites rely on the lists: with two listed sites that send no row, the sum would
-            # be the row of the third. Noised rows need not be hidden in a sum.
+            # Other sites rely on the lists: if two of three listed sites sent no row, the sum would
+            # reveal the row of the third site. Rows with noise need not be hidden in a sum.
             absent = rows - {*sent.tensors[layout.ids].tolist()} if layout.ids else ()
             if self._is_site and absent:
                 raise MaskingError(
@@ -173,9 +176,9 @@ class Masking:
     def store(self, envelope: Envelope, arrays: NDArrays) -> NDArrays:
         """Store a masked reply before it is sent, and return the reply to send.
 
-        If another process has replied to the same request, its reply is returned: two different
-        vectors under one mask must never be sent. Raises MaskingError if the ledger has a reply to
-        another request.
+        If another process has replied to the same request, its reply is returned, because two
+        different vectors with the same mask must never be sent. Raises MaskingError if the ledger
+        has a reply to another request.
         """
         run, round, replies = envelope.run, envelope.round, self._replies(envelope.run)
         lanes = [[lane.number, lane.cohort, lane.rows, lane.context] for lane in self._lanes]
@@ -193,15 +196,16 @@ class Masking:
     # Shares that unmask a sum.
 
     def revealed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return this site's shares of the surviving sites' masks, and its secrets with lost sites.
+        """Return this site's shares of surviving sites' masks, and secrets shared with lost sites.
 
         Reveals nothing for a lane with too few survivors, except the reason. Raises MaskingError if
         all lanes have too few survivors, if a list of survivors violates the rules, or if this site
         has revealed shares for another request of the round.
 
         Args:
-            config: The request: the run, the round, and the survivors of each lane in JSON; and
-                for each lane, the encrypted shares for this site, in the order of the survivors.
+            config: Request with the run, the round, and the survivors of each lane in JSON. For
+                each lane, it also contains the encrypted shares for this site, in the order of the
+                survivors.
         """
         request = _parsed(config.get(REVEAL), {"run", "round", "survivors"})
         run, round, listed = request["run"], request["round"], request["survivors"]
@@ -227,7 +231,7 @@ class Masking:
                 raise MaskingError(f"{SHARES}/{number}: expected one share from each survivor")
             boxes[number] = box
         digest = context(run, round, json.dumps(survivors), *boxes.values()).hex()
-        # Stored next to the reply too, in case the last lines of the ledger are lost.
+        # Also store the digest outside the ledger, in case the ledger's last lines are lost.
         known, told = ReplyStore(self._root, run, self._name, REVEALED), digest.encode()
         if (before := known.get(round)) is not None and before[0].tobytes() != told:
             raise _repeated(run, round, REVEALED)
@@ -247,7 +251,7 @@ class Masking:
                     share = ChaCha20Poly1305(key).decrypt(
                         box[:NONCE_BYTES], box[NONCE_BYTES:], bound
                     )
-                except InvalidTag:  # the server can do without this share
+                except InvalidTag:  # The server may not need this share.
                     share = bytes(shamir.SHARE_BYTES)
                 shares += share
             lost = (peer for peer in lanes[number].cohort if peer not in names)
@@ -255,10 +259,10 @@ class Masking:
             answer[f"{SEEDS}/{number}"] = b"".join(self._derived(n, bound, "mask") for n in lost)
         return answer
 
-    # Helpers of these methods.
+    # Helpers for the methods above.
 
     def _lane(self, number: int, cohort: Any) -> Lane:
-        """Check a cohort against the peers file, and return the lane. Raises MaskingError."""
+        """Return the lane of a cohort. Raises MaskingError if it violates the peers file."""
         names, peers, lane = _names(cohort, f"{REQUEST}: cohort"), self._peers, self._sums[number]
         if strangers := sorted({*names} - {*peers.names}):
             raise MaskingError(
@@ -277,7 +281,7 @@ class Masking:
         return Lane(number, names, tuple(rows))
 
     def _survivors(self, lane: Lane | None, listed: Any) -> tuple[str, ...]:
-        """Check the survivors of a lane. Raises MaskingError."""
+        """Return the survivors of a lane. Raises MaskingError if the list is invalid."""
         if lane is None:
             raise MaskingError(f"{REVEAL}: expected lanes of this site's masked reply")
         names = _names(listed, f"{REVEAL}: survivors")
@@ -288,7 +292,7 @@ class Masking:
         return names
 
     def _fault(self, lane: Lane, names: tuple[str, ...]) -> str:
-        """Return the reason why a lane has too few survivors, or ""."""
+        """Return the reason why a lane has too few survivors, or "" if it has enough."""
         sites, smallest = len(lane.cohort), self._peers.smallest
         if len(names) < (threshold := self._peers.threshold(sites)):
             return f"expected at least {threshold} of {sites} sites, got {len(names)}"
@@ -324,10 +328,10 @@ class Masking:
 
 
 class Ledger:
-    """Requests that a site has answered, over all runs: one JSON list per line.
+    """Record of the requests that a site has answered in all runs, with one JSON list per line.
 
     A line is written and synced before the answer is sent. A site that loses its ledger must
-    replace its key, because it could answer a second request of a round.
+    replace its key, because it could then answer a second request for the same round.
     """
 
     def __init__(self, root: Path, client: str) -> None:
@@ -335,7 +339,7 @@ class Ledger:
         self._name, self.path = f"{client}.jsonl", root / FOLDER / f"{client}.jsonl"
 
     def recorded(self, run: str, round: int, kind: str) -> str | None:
-        """Return the digest of the request of a kind that was answered in a round, or None."""
+        """Return the digest of a round's answered request of the given kind, or None."""
         if not self.path.exists():
             return None
         with self.path.open("rb") as file:
@@ -344,7 +348,7 @@ class Ledger:
     def commit(
         self, run: str, round: int, kind: str, digest: str, write: Callable[[], None]
     ) -> bool:
-        """Record that a request is answered, and return when the record is synced to disk.
+        """Record that a request is answered, and sync the record to disk before returning.
 
         Returns False if the same request is already recorded. Otherwise, calls `write` before the
         record is written. Raises MaskingError if another request of the round is recorded, and
@@ -364,7 +368,7 @@ class Ledger:
                 return False
             write()
             line = f"{json.dumps([run, round, kind, digest])}\n".encode()
-            os.ftruncate(file, complete)  # an incomplete line was never answered
+            os.ftruncate(file, complete)  # No reply was sent for an incomplete line.
             try:
                 fault = "" if os.write(file, line) == len(line) else "the disk is full"
                 os.fsync(file)
@@ -375,7 +379,7 @@ class Ledger:
                 raise StateError(f"{self.path}: cannot write the file ({fault})")
         finally:
             os.close(file)
-        with self._folder.opened() as directory:  # the file may be new
+        with self._folder.opened() as directory:  # Sync the directory: the file may be new.
             os.fsync(directory)
         return True
 
@@ -405,7 +409,7 @@ def _repeated(run: str, round: int, kind: str) -> MaskingError:
 
 
 def _parsed(text: Scalar | None, keys: set[str]) -> dict[str, Any]:
-    """Return a JSON object with the given keys. Raises MaskingError."""
+    """Parse a JSON object with exactly the given keys. Raises MaskingError if it is invalid."""
     try:
         if not isinstance(text, str) or len(text) > MAX_REQUEST_BYTES:
             raise ValueError("not a text")
@@ -421,7 +425,7 @@ def _parsed(text: Scalar | None, keys: set[str]) -> dict[str, Any]:
 
 
 def _names(listed: Any, where: str) -> tuple[str, ...]:
-    """Return a sorted list of names. Raises MaskingError."""
+    """Return listed names as a tuple. Raises MaskingError unless they are sorted and unique."""
     valid = isinstance(listed, list) and all(isinstance(name, str) for name in listed)
     if not valid or listed != sorted({*listed}):
         raise MaskingError(f"{where}: expected a sorted list of different names")

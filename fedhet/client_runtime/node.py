@@ -146,7 +146,7 @@ class Node:
     declared: Declaration | None = None
     """Declared data format of a private site, or None for all other clients."""
     peers: Peers | None = None
-    """Sites of a run with secure aggregation; None without it."""
+    """Sites of a run with secure aggregation, or None for other runs."""
     peers_key: X25519PrivateKey | None = field(default=None, compare=False, repr=False)
     is_site: bool = False
     """Whether the client's private state outlives the run, unlike the state of a simulated
@@ -243,7 +243,7 @@ class CachedClient(Protocol):
 
 
 class ClientCache:
-    """Cache of clients, whose tensors use at most `max_bytes` without the client in use.
+    """Cache of clients whose tensors use at most `max_bytes`, excluding the client in use.
 
     Clients of other runs are evicted first, in least-recently-used order. Within the current run,
     the most recently used client is evicted. Rounds visit the clients in turn, so this client will

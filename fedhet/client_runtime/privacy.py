@@ -143,9 +143,10 @@ class NoPrivacy:
 
 
 class Withholding(NoPrivacy):
-    """Measurements, numbers of samples, and error messages stay at the client.
+    """Mechanism that keeps measurements, numbers of samples, and error messages at the client.
 
-    This is required with secure aggregation: the server must only learn sums over the clients.
+    Secure aggregation requires this mechanism, because the server must only learn sums over the
+    clients.
     """
 
     hides_scores = True
@@ -155,7 +156,7 @@ class Withholding(NoPrivacy):
         return replace(info, samples=MIN_SAMPLES)
 
     def filter_reply(self, reply: Knowledge) -> Knowledge:
-        """Remove the scalars of a reply, which are metrics of the samples."""
+        """Remove the scalars from a reply, because they are metrics of the samples."""
         return Knowledge(reply.tensors)
 
     def filter_measurements(self, measured: Measured) -> Measured:
@@ -190,7 +191,8 @@ class Withholding(NoPrivacy):
     def evaluate(self, evaluate: Evaluate, instruction: Knowledge) -> Evaluations:
         """Evaluate the client's models, or return no evaluations if an error occurs.
 
-        A site's test samples must not affect anything that it sends, not even whether it replies.
+        A site's test samples must not affect anything that the site sends, not even whether it
+        replies.
         """
         try:
             return evaluate(instruction)
@@ -199,12 +201,12 @@ class Withholding(NoPrivacy):
             return Evaluations()
 
     def handle_overlap(self, error: DataError) -> None:
-        """Log the error and continue, since a failure would reveal samples to the server."""
+        """Log the error and continue, because a failure would tell the server about samples."""
         LOG.warning("%s", error)
 
     @contextlib.contextmanager
     def redacting_errors(self) -> Iterator[None]:
-        """Replace unexpected errors by a StateError that names only the type of the error."""
+        """Replace unexpected errors with a StateError that names only the type of the error."""
         try:
             yield
         except DropOutError:
@@ -224,7 +226,7 @@ class DifferentialPrivacy(Withholding):
     def __init__(
         self, config: Config, node: Node, samples: ClientSamples, compute: Compute
     ) -> None:
-        """Check delta. Raises PrivacyError unless it is below 1 / samples.
+        """Create the mechanism. Raises PrivacyError unless delta is below 1 / samples.
 
         At a site with a budget, the budget's delta is checked, because a server could choose the
         run's delta to find out the number of samples.
@@ -245,11 +247,11 @@ class DifferentialPrivacy(Withholding):
             )
 
     def begin(self, run: str, round: int, charged: int = 0) -> None:
-        """Begin a round, whose steps are charged to the round `charged` if it is given.
+        """Begin a round, and charge its steps to the round `charged`, if given.
 
-        Logs a warning at the start of a run if any earlier run had no privacy, regardless of its
-        digest. Digests also differ if the same data was read or split differently, or if only a few
-        samples have changed.
+        Logs a warning at the start of a run if any earlier run had no privacy, regardless of the
+        digest of its samples. Digests also differ if the same data was read or split differently,
+        or if only a few samples have changed.
         """
         if run != self._run:
             self.__dict__.pop("noise", None)

@@ -1,4 +1,4 @@
-"""A client's samples on its device, and its record for using its models after a run.
+"""A client's samples on its device, and the record for using its models after a run.
 
 A client writes its record to ROOT/<run>/<client>/client.json, next to its saved states. The record
 and the states are sufficient to rebuild its models without the run's directory and, for networks,
@@ -239,7 +239,7 @@ class ClientRecord(BaseModel):
         """Return the client's configuration, with a precision that CPUs support.
 
         The configuration includes the sample kind, so that the user's dataset need not be imported
-        to find it.
+        to determine the kind.
         """
         config = resolve({**self.settings, "data.sample-kind": self.kind})
         if config.run.engine.precision != "float16":
@@ -263,7 +263,7 @@ class ClientRecord(BaseModel):
         )
 
     def without_data(self, config: Config) -> ClientSamples:
-        """Return the client's task with empty splits, which suffices to build its networks."""
+        """Return samples with empty splits, which suffice to build the client's networks."""
         empty = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
         info = ClientInfo(
             self.client,

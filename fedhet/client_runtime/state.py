@@ -213,7 +213,7 @@ class ReplyStore:
         self._folder, self._kind = Folder(root / run / client, root, private=True), kind
 
     def get(self, round: int) -> NDArrays | None:
-        """Return the reply of a round, or None if it is not stored. Raises StateError."""
+        """Return a round's stored reply, or None. Raises StateError if it cannot be read."""
         path = self._folder.path / self._name(round)
         if not path.is_file():
             return None
@@ -226,7 +226,7 @@ class ReplyStore:
     def put(self, round: int, arrays: NDArrays) -> None:
         """Store the reply of a round, and keep the replies of the last few rounds.
 
-        Replies of later rounds are deleted: the server has resumed from an earlier round.
+        Replies of later rounds are deleted, because the server has resumed from an earlier round.
         """
         name = self._name(round)
         with self._folder.replacing(name, private=True) as path, path.open("wb") as file:

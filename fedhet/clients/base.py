@@ -1,6 +1,6 @@
 """Base class for clients: a Flower NumPyClient that calls the hooks of a method.
 
-A call of `fit` reads and checks the instruction, restores the client's state, calls `train`,
+A call to `fit` reads and checks the instruction, restores the client's state, calls `train`,
 encodes the reply, saves the state, and evaluates. The docstring of each strategy cites the method's
 paper.
 """
@@ -99,7 +99,7 @@ class HetClient(NumPyClient):
         self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
         self.info, self.space = self.privacy.public_info(self.samples.info), self.samples.space
         self.masking: Masking | None = None
-        """Secure aggregation, or None if the run does not use it, and for inference."""
+        """Secure aggregation, or None for inference or if the run does not use it."""
         if self.run.privacy.secure_aggregation and node.peers:
             self.masking = Masking(self.config, node, self.samples.info)
         self.unlabeled, self.tests = self.samples.unlabeled, self.samples.tests
@@ -140,8 +140,8 @@ class HetClient(NumPyClient):
     def setup(self) -> dict[str, nn.Module]:
         """Build the client's initial models.
 
-        The default builds the private model. If the method has a setting `feature_dim`, it is the
-        width of the features before the head.
+        The default builds the private model. If the method has a setting `feature_dim`, this
+        setting is the width of the features before the head.
 
         Returns:
             The models by kind, including the kind "private".
@@ -182,7 +182,8 @@ class HetClient(NumPyClient):
         """Return the models to evaluate, by kind.
 
         Args:
-            knowledge: The latest instruction; empty if the server sent none for the evaluation.
+            knowledge: The latest instruction; empty if the server sent no instruction for the
+                evaluation.
         """
         return {"private": self.private}
 
@@ -290,7 +291,7 @@ class HetClient(NumPyClient):
         Args:
             x: Samples [N, ...].
             y: Labels or row numbers [N], passed to `loss_of` with each batch.
-            loss_of: Called with a batch of x and y. Returns the loss, a scalar.
+            loss_of: Function that takes a batch of x and y, and returns the loss, a scalar.
             optimizing: Optimizer from `optimization`.
             generator: Random generator that shuffles the samples, from `generator`.
             augment: Whether to augment samples according to `training.augment`, or a function that
@@ -313,11 +314,13 @@ class HetClient(NumPyClient):
         """Train on the client's own samples.
 
         If `training.semi` is set, also trains on the unlabeled samples. With `[privacy]`, training
-        is private.
+        is differentially private.
 
         Args:
-            loss_of: Called with a batch of samples and labels. Returns the loss, a scalar.
-            predict: Returns the logits [N, C] of the model that learns from unlabeled samples.
+            loss_of: Function that takes a batch of samples and labels, and returns the loss, a
+                scalar.
+            predict: Function that returns the logits [N, C] of the model that learns from unlabeled
+                samples.
             optimizing: Optimizer from `optimization`.
             generator: Random generator that shuffles the samples, from `generator`.
             labeled: Labeled samples, or None for `training_set`.
@@ -411,7 +414,7 @@ class HetClient(NumPyClient):
                     arrays = masking.begin(envelope, instruction, config)
                 if arrays is None:
                     arrays = self.privacy.stored_reply()
-                if arrays is not None:  # A stored reply is sent again, not recomputed.
+                if arrays is not None:  # Send a stored reply again.
                     self.state.restore(run, before=round + 1)
                 else:
                     self.state.restore(run, before=round)
@@ -444,8 +447,8 @@ class HetClient(NumPyClient):
         """Evaluate the current models; the instruction may be empty.
 
         If the method sets `learns_last`, a client that has taken part in training first trains on
-        this instruction. A held-out client evaluates the offered model, except with `[privacy]`,
-        because its local epoch would not be protected.
+        this instruction. A held-out client evaluates the model that the method offers to it, except
+        with `[privacy]`, because its local epoch would not be protected.
         """
         try:
             with self.state.offloading(), self.privacy.redacting_errors():
@@ -489,10 +492,10 @@ class HetClient(NumPyClient):
         return reply, seconds
 
     def _evaluate_held_out(self, round: int, instruction: Knowledge) -> Evaluations:
-        """Evaluate the offered model as a held-out client.
+        """Evaluate the model that the method offers to held-out clients.
 
         Evaluates the unchanged model, and a temporary copy after one epoch on the client's samples.
-        Returns no scores if the method sent no such model.
+        Returns no scores if the instruction contains no such model.
         """
         model = self.eval_models(instruction).get(self.config.method.spec.offered_kind)
         if model is None:

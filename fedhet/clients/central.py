@@ -62,7 +62,7 @@ class CentralClient(LocalClient):
         return Knowledge(grouped("weights", to_arrays(self.network)))
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the server's model, if received."""
+        """Return the server's model, if it was received."""
         weights = knowledge.group("weights")
         if not weights:
             return {}

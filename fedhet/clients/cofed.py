@@ -78,7 +78,8 @@ class CofedClient(HetClient):
     def evaluation(self, knowledge: Knowledge) -> Evaluations:
         """Return the scores of the current model, and of the model after local training.
 
-        The latter scores are stored. Both are equal before the first update training.
+        The scores after local training are stored. Both scores are equal before the first update
+        training.
         """
         measured = super().evaluation(knowledge) if self._has_pseudolabels else {}
         kinds = ("local",) if self._has_pseudolabels else ("local", "private")

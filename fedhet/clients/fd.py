@@ -47,7 +47,7 @@ class FdClient(FedHeClient):
     all_epochs: ClassVar[bool] = True
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs, and return the mean probabilities over all of them."""
+        """Train for the local epochs, and return the mean probabilities over all epochs."""
         means = self._learn(round, self.read_teacher(knowledge))
         probabilities = nearest_distributions(means.logits)
         return Knowledge({"classes": means.classes, "probabilities": probabilities})

@@ -76,7 +76,7 @@ class FedAvgClient(HetClient):
 
 
 class LocalObjective(nn.Module):
-    """Module that computes the task's loss: for classes, within the client's label space."""
+    """Module that computes the task's loss, for classification within the client's label space."""
 
     def __init__(
         self,

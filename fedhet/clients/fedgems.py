@@ -55,7 +55,7 @@ class FedGemsClient(HetClient):
         return Knowledge({"logits": logits.cpu().numpy()})
 
     def _store_logits(self, knowledge: Knowledge) -> None:
-        """Store the server's logits [N, C], from all rows or only the changed rows."""
+        """Store the server's logits [N, C], of which only changed rows may have been received."""
         if "logits" not in knowledge.tensors:
             return
         rows = self._rows(knowledge, "changed")
@@ -89,7 +89,7 @@ class FedGemsClient(HetClient):
         )
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
-        """Return the public samples whose bit is set in a field, or all without the field."""
+        """Return the public samples whose bit is set in a field, or all if the field is absent."""
         bits = knowledge.tensors.get(field)
         if bits is None:
             return np.arange(len(self.public))

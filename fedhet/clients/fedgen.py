@@ -28,14 +28,15 @@ class Teacher:
 
     generator: Generator
     prior: Tensor
-    """p(y) [P] for the client's classes; all zeros if no client has reported any of them."""
+    """p(y) [P] for the client's classes; all zeros if no client has reported any of these
+    classes."""
     decay: float
     """Factor by which the weights alpha and beta are multiplied in this round."""
     draws: torch.Generator
 
 
 class FedGenClient(FedAvgClient):
-    """Client that trains on its own data and on generated features instead of others' data."""
+    """Client that trains on its own data and on generated features, which replace others' data."""
 
     settings: FedGenSettings
 
@@ -50,7 +51,7 @@ class FedGenClient(FedAvgClient):
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the private model, and store the generator for its training."""
-        self._teacher: Teacher | None = None  # the server sends no generator in the first round
+        self._teacher: Teacher | None = None  # No generator exists in the first round.
         weights, settings = knowledge.group("generator"), self.settings
         if not weights:
             return super().local_model(round, knowledge)

@@ -17,8 +17,8 @@ from fedhet.wire.knowledge import Knowledge
 OUTSIDE = 30.0
 """Amount by which logits outside the label space are below the lowest logit inside it.
 
-Their probabilities are then nearly 0, but all values in a message have a similar magnitude. The
-paper does not consider label spaces."""
+Classes outside the label space then have probabilities of nearly 0, but all values in a message
+have a similar magnitude. The paper does not consider label spaces."""
 
 
 class FedGktClient(HetClient):
@@ -32,7 +32,7 @@ class FedGktClient(HetClient):
         return Sizes({**sizes.axes, "N": len(self.y)}, sizes.models)
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the edge model and, if the server sent its model, the extractor followed by it."""
+        """Return the edge model and, if received, the extractor followed by the server's model."""
         models = {"private": self.private}
         if weights := knowledge.group("server"):
             name, width = self.settings.server_model, self.settings.feature_dim

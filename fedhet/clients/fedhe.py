@@ -61,7 +61,7 @@ class FedHeObjective(nn.Module):
         return self.settings.alpha * self.distance(logits, labels, teacher).mean()
 
     def distance(self, logits: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return the distances [N] of logits [N, C] from the teacher's logits for their classes.
+        """Return the distances [N] of logits [N, C] from the teacher's logits for the true classes.
 
         The distance is 0 for classes without teacher logits.
         """

@@ -27,7 +27,7 @@ MENTEE = "mentee"
 
 
 class Mentor(HetModel):
-    """Private model with the matrix W^h, which maps the mentee's features to its own width."""
+    """Private model with the matrix W^h, which maps the mentee's features to the mentor's width."""
 
     def __init__(self, model: HetModel, mentee_dim: int) -> None:
         super().__init__(model.extractor, model.classifier, model.feature_dim)
@@ -40,7 +40,7 @@ class Mentor(HetModel):
 
 
 class FedKdClient(HetClient):
-    """Client that trains mentor and mentee on each other and sends a low-rank mentee update."""
+    """Client that distills mentor and mentee into each other and sends a low-rank mentee update."""
 
     settings: FedKdSettings
     _applied: weakref.ref[Knowledge] | None = None
@@ -108,10 +108,10 @@ class FedKdClient(HetClient):
         return self.build_model(name=self.settings.mentee)
 
     def _received(self, knowledge: Knowledge) -> dict[str, Array]:
-        """Return the server's mentee, as received or computed from the received update.
+        """Return the server's mentee, either as received or computed from the received update.
 
-        Raises KnowledgeError if the update applies to another mentee than the client's, e.g.
-        because the client lost its state. The server then sends the full mentee.
+        Raises KnowledgeError if the update does not apply to the client's mentee, e.g. because the
+        client lost its state. The server then sends the full mentee.
         """
         if weights := knowledge.group("weights"):
             return dict(weights)

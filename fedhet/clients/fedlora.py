@@ -37,7 +37,7 @@ class FedLoraClient(FedAvgClient):
         return model
 
     def sizes(self) -> Sizes:
-        """Return the shapes of the tensors that are exchanged under the rule."""
+        """Return the shapes of the tensors that are exchanged under the aggregation rule."""
         return sent_sizes(self.settings, self.info, self.rule)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:

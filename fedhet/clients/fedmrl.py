@@ -41,7 +41,7 @@ class Fusion(nn.Module):
 
 
 class FedMrlClient(HetClient):
-    """Client that trains both networks and the projector on both heads' losses, and sends G."""
+    """Client that trains G, F and the projector on the losses of both heads, and sends G."""
 
     settings: FedMrlSettings
 

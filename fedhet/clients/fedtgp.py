@@ -8,7 +8,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedTgpClient(FedProtoClient):
-    """Client that trains its features toward the prototypes (Eq. 11) and sends its own (Eq. 2)."""
+    """Client that trains toward global prototypes (Eq. 11) and sends local prototypes (Eq. 2)."""
 
     settings: FedTgpSettings
 

@@ -23,13 +23,13 @@ from fedhet.models import HetModel, load_weights, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 MIN_CALIBRATED = 32
-"""Minimum batch size on D', for batch norms; smaller if the training batch size is."""
+"""Minimum batch size on D', for batch norms, unless the training batch size is smaller."""
 Pair = tuple[Tensor, Tensor]
 """Tensors of the private model and of its teacher, which is the proxy by default."""
 
 
 class FedTypeClient(HetClient):
-    """Client that trains a private model and a proxy on each other and sends only the proxy.
+    """Client whose private model and proxy learn from each other, and which sends only the proxy.
 
     D is the client's training data, and D' its calibration data.
     """
@@ -174,7 +174,7 @@ class Reciprocity:
         self.imitation.calibrate(teacher, private, targets)
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return the `views` of a part of D', extended with training samples if it is small."""
+        """Return the `views` of a part of D'; a small part is extended with training samples."""
         missing = max(min(self.client.training.batch_size, MIN_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing]
         with self.client.compute.autocast():
@@ -201,7 +201,7 @@ class Reciprocity:
 
         Args:
             x: Samples, of shape [N, ...].
-            trained: Logits of the current training step, or None if there is none.
+            trained: Logits of the current training step, or None outside of training steps.
         """
         if self.settings.mode == "training" and len(x) > 1:
             return trained or self.logits(x)

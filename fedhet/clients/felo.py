@@ -29,8 +29,8 @@ class FeloClient(HetClient):
         """Run lines 9 to 15 of Algorithm 1.
 
         In its first round, a client trains with cross-entropy alone (line 10). Unlike in the paper,
-        it then starts from the averaged weights of its architecture, if they exist. Otherwise, a
-        client that is sampled late would undo the progress of its architecture.
+        it then starts from the averaged weights of its architecture, if they exist. Without these
+        weights, a client that is sampled late would undo the progress of its architecture.
         """
         if weights := knowledge.group("weights"):
             load_weights(self.network, weights)

@@ -13,7 +13,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FmlClient(HetClient):
-    """Client that trains the private model and the meme on each other and sends the meme."""
+    """Client that distills the private model and the meme into each other and sends the meme."""
 
     settings: FmlSettings
 
@@ -43,7 +43,7 @@ class FmlClient(HetClient):
 
 
 class MutualObjective(nn.Module):
-    """Module that computes the sum of both models' losses, each with the other as its teacher."""
+    """Module that computes the sum of both models' losses; each model is the other's teacher."""
 
     def __init__(
         self, private: nn.Module, meme: nn.Module, own_classes: nn.Module, settings: FmlSettings

@@ -50,7 +50,7 @@ class HeteroFlClient(FedAvgClient):
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
         """Return the model after training, and the client's part of the global model.
 
-        At the widest level, the latter is the full global model, which the paper evaluates; it is
+        At the widest level, this part is the full global model, which the paper evaluates; it is
         also returned as the kind "server".
         """
         models = super().eval_models(knowledge)

@@ -24,7 +24,7 @@ PERSONAL = "scale"
 
 
 class PFedBayesClient(FedAvgClient):
-    """Client that trains personal Gaussian weights and sends localized ones that follow them.
+    """Client that trains personal Gaussian weights and sends localized weights that follow them.
 
     The private model's weights are the personal means.
     """

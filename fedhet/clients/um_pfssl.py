@@ -70,7 +70,7 @@ class UmPfsslClient(HetClient):
         self._store(helpers)
         metrics["relation"] = sum(helper.relation for helper in helpers) / len(helpers)
         tensors = list_to_arrays(helpers)
-        # This is also the case after a lost reply.
+        # Send the weights if the server's version is older, for example because a reply was lost.
         if self._own_version > int(knowledge.scalars["held"]):
             tensors |= grouped("weights", to_arrays(self.network))
         return Knowledge(tensors, metrics)
@@ -94,7 +94,7 @@ class UmPfsslClient(HetClient):
         self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
-        """Run lines 17 to 23 with a full list, and return the fraction of wrong pseudo-labels."""
+        """Run lines 17 to 23 with all helpers, and return the fraction of wrong pseudo-labels."""
         weights = [self._weights(helper, own) for helper in helpers]
         predictions = [
             self._predict(self._spare(model), helper)
@@ -134,7 +134,7 @@ class UmPfsslClient(HetClient):
         rows = torch.arange(len(x), device=self.compute.device)
         self.train_epochs(x, rows, loss_of, optimizing, generator)
 
-    # Helpers.
+    # Methods for the helper list.
 
     def _helpers(self, own: int) -> list[Helper]:
         """Return the helper list from the last round, without helpers whose models are lost."""

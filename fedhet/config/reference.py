@@ -50,7 +50,7 @@ REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
 FIELD_COLUMNS = ("field", "type", "description")
 METHOD_COLUMNS = ("method", "description", "requires")
 SUMMED_WITHIN = {"all": "all clients", "architecture": "the clients of each architecture"}
-"""Description of the clients that are summed."""
+"""Description of the clients whose replies are summed."""
 LATE_COLUMNS, PRIVACY_COLUMNS = ("methods", "late reply"), ("methods", "with privacy")
 SUMMED_COLUMNS = ("methods", "with secure aggregation")
 LATE: Mapping[Late, str] = {
@@ -169,7 +169,7 @@ def _messages(spec: MethodSpec) -> str:
 
 
 def _metrics(spec: MethodSpec) -> str:
-    """Return the metrics that the method defines, each with its title."""
+    """Return the names and titles of the metrics that the method defines, as text."""
     return "; ".join(f"`{name}` ({title})" for name, title in spec.metrics.items())
 
 
@@ -252,7 +252,7 @@ def privacy(method: Method) -> str:
 
 
 def _requirements(method: Method, needs: Mapping[str, tuple[Any, ...]]) -> str:
-    """Return required settings of a method as NAME=VALUE, separated by commas."""
+    """Return the required settings of a method as NAME=VALUE, separated by commas."""
     return ", ".join(
         f"{method.table}.{kebab(name)}={' or '.join(str(each).lower() for each in allowed)}"
         for name, allowed in needs.items()
@@ -265,7 +265,7 @@ def summation(method: Method) -> str:
 
 
 def _summed(method: Method) -> str:
-    """Return the cell of a method in the table of secure aggregation."""
+    """Return a method's cell in the table about secure aggregation."""
     rule = method.spec.sums
     if rule.unsupported:
         return f"unsupported: {rule.unsupported}"
@@ -293,7 +293,7 @@ def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
 def in_markdown(
     head: tuple[str, ...], rows: Iterable[tuple[str, ...]], words: int | None = None
 ) -> str:
-    """Format a Markdown table; columns after the first `words` are right-aligned."""
+    """Format a Markdown table; columns after the first `words` columns are right-aligned."""
     rule = ("---" if words is None or place < words else "---:" for place in range(len(head)))
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, tuple(rule), *rows))
 
@@ -312,7 +312,7 @@ def with_run_config(pyproject: str) -> str:
 
 @cache
 def paper_settings() -> dict[str, Any]:
-    """Read paper_settings.toml: a table per method, and "why" with reasons shared by methods.
+    """Read paper_settings.toml: a table per method, and a table "why" with shared reasons.
 
     `tests/test_paper_settings.py` checks the file.
     """

@@ -1,7 +1,7 @@
 """Resolution of a run's settings: defaults of the method, and rules across tables.
 
 `complete` checks every rule that involves several tables together with the method, the models or
-the data. Rules within one table are validators of its class in `fedhet.settings`.
+the data. Rules within one table are validators of the table's class in `fedhet.settings`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ SUMMED: Mapping[str, tuple[object, ...]] = {
 }
 """Settings restricted by secure aggregation, with their allowed values.
 
-Other values need the replies of single clients, late replies, or cohorts that change every round.
+Other values need the replies of individual clients, late replies, or cohorts that change every
+round.
 """
 MIN_SUMMED = 3
-"""Minimum number of clients in a sum: with two, each client could subtract its own reply."""
+"""Minimum number of clients in a sum, because each of two clients could learn the other's reply by
+subtracting its own."""
 PRIVATE: Mapping[str, tuple[object, ...]] = {
     "training.clip": (0.0,),
     "training.semi": ("none",),
@@ -177,7 +179,8 @@ def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
     Checks that the method supports the task, and that the task has the metrics.
     """
     task = find_task(run.data.task)
-    names = {getattr(base, "name", "") for base in task.__mro__}  # also the tasks that it extends
+    # Include the tasks that this task extends.
+    names = {getattr(base, "name", "") for base in task.__mro__}
     if names.isdisjoint(method.spec.tasks):
         every = all_methods()[0].items()
         able = ", ".join(name for name, each in every if names & {*each.spec.tasks})
@@ -250,7 +253,7 @@ def _check_against_malice(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    """Reject settings that differential privacy does not support, and name supported values."""
+    """Reject settings that differential privacy does not support; errors name supported values."""
     run, method = config.run, config.method
     if not run.privacy.is_on:
         return
@@ -368,7 +371,7 @@ def _models_of_clients(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check(config: Config, store: RunData | None = None) -> None:
-    """Check this machine. Raises FedhetError if data, a model or the device is unavailable."""
+    """Raise FedhetError if data, a model or the device is unavailable on this machine."""
     run, store, spec = config.run, store or RunData.of(config.run), config.method.spec
     compute_for(run.engine)
     store.validate()
@@ -393,7 +396,7 @@ def check(config: Config, store: RunData | None = None) -> None:
 
 
 def check_trainable(config: Config, dataset: Dataset) -> None:
-    """Check a private run's models. Raises SettingsError if a layer has no per-sample gradients."""
+    """Raise SettingsError if a layer in a private run's models has no per-sample gradients."""
     for setting, model in _models_of_clients(config):
         if model not in models.DRAWN:
             try:
@@ -405,7 +408,7 @@ def check_trainable(config: Config, dataset: Dataset) -> None:
 
 
 def check_deployable(config: Config) -> None:
-    """Check for a deployment. Raises SettingsError if only simulations support the settings."""
+    """Raise SettingsError if the settings are supported only in simulations."""
     if config.method.spec.simulation_only:
         problem = "the data of all clients would have to leave their sites"
         expected = "another method in a deployment (or `fedhet run` to simulate)"

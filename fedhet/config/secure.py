@@ -33,9 +33,11 @@ from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, SERVER, is_name
 PEERS = "peers.toml"
 KEY_ENDING, PUBLIC_ENDING = ".peer.key", ".peer.toml"
 MIN_PEERS, MAX_PEERS = 3, 1000
-"""With two sites, each can subtract its own values from the sum."""
+"""Minimum and maximum number of sites. With only two sites, each could subtract its own values from
+the sum."""
 SIMULATED = "_peers"
-"""Directory of the keys of simulated clients, within their private state; no client's name."""
+"""Directory of the keys of simulated clients, within their private state. No client has this
+name."""
 _VERSION = 1
 _CLASS = re.compile("0|[1-9][0-9]{0,4}")
 _CLASS_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
@@ -65,9 +67,9 @@ class Peers:
     colluding: int = 1
     """Number c of sites that may collude with the server without learning a site's values."""
     least: int = 0
-    """Minimum number of sites in a round; 0 is replaced by the smallest permitted number."""
+    """Minimum number of sites in a round; 0 = the smallest permitted number."""
     cap: int = 1
-    """Number of samples from which on all sites have the same weight."""
+    """Number of samples above which a site's weight no longer increases."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.name)))
@@ -94,7 +96,7 @@ class Peers:
 
     @property
     def smallest(self) -> int:
-        """Minimum number of sites in any sum, so that colluding sites leave at least two sites."""
+        """Minimum number of sites in any sum, so that at least two of the sites do not collude."""
         return max(MIN_PEERS, self.colluding + 2)
 
     @cached_property
@@ -108,12 +110,12 @@ class Peers:
         """Return t, the number of sites that must reveal their shares in a cohort of n `sites`.
 
         Two different survivor lists with t sites each have at least 2t - n sites in common. Each
-        honest site accepts one list only, so 2t - n > c prevents both lists from being unmasked.
+        honest site accepts only one list, so 2t - n > c prevents both lists from being unmasked.
         """
         return max(math.ceil((sites + self.colluding) / 2) + 1, 2 * sites // 3 + 1)
 
     def peer(self, name: str) -> Peer:
-        """Return a site by name. Raises SettingsError if it is a stranger."""
+        """Return a site by name. Raises SettingsError if the peers file does not list it."""
         for peer in self.peers:
             if peer.name == name:
                 return peer
@@ -141,7 +143,7 @@ class Peers:
 
 
 def read_peers(path: str | Path) -> Peers:
-    """Read a peers file. Raises SettingsError that names the file and the entry."""
+    """Read a peers file. Raises SettingsError, naming file and entry, if it is invalid."""
     values = _tables(Path(path), _REMEDY)
     try:
         sites = values.pop("site", [])
@@ -159,7 +161,7 @@ def read_peers(path: str | Path) -> Peers:
 
 
 def read_public(path: str | Path) -> Peer:
-    """Read the public file of one site. Raises SettingsError that names the file and the entry."""
+    """Read a site's public file. Raises SettingsError, naming file and entry, if it is invalid."""
     remedy = "Create it with `fedhet certs DIR --peer NAME`, at the site."
     values = _tables(Path(path), remedy)
     try:
@@ -171,7 +173,7 @@ def read_public(path: str | Path) -> Peer:
 
 
 def read_key(path: str | Path) -> X25519PrivateKey:
-    """Read the private key of a site. Raises SettingsError, also if other users can read it."""
+    """Read a site's private key. Raises SettingsError if it is invalid or others can read it."""
     file = Path(path)
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
@@ -204,13 +206,13 @@ def write_peers(path: Path, peers: Peers) -> None:
 
 
 def write_key(directory: Path, name: str, classes: Sequence[str] = ()) -> list[Path]:
-    """Create the key of a site: NAME.peer.key, readable by its owner, and NAME.peer.toml.
+    """Create a site's key pair: NAME.peer.key, readable only by its owner, and NAME.peer.toml.
 
     Returns:
         The private and the public file.
 
     Raises:
-        SettingsError: The name or a class is invalid, or a file exists or cannot be written.
+        SettingsError: If the name or a class is invalid, or if a file exists or cannot be written.
     """
     key = X25519PrivateKey.generate()
     peer = _peer({"name": name, "key": _public(key).hex(), "classes": list(classes)})
@@ -248,7 +250,7 @@ def simulated_peers(
 
 
 def own_key(peers: Peers, name: str, path: str | Path) -> X25519PrivateKey:
-    """Read the private key of the site `name`. Raises SettingsError unless the peers have it."""
+    """Read a site's private key. Raises SettingsError unless it matches the peers file."""
     key = read_key(path)
     if peers.peer(name).key != _public(key):
         raise SettingsError(f"{path}: expected the key of '{name}' in the peers file, got another")
@@ -264,9 +266,10 @@ def simulated_files(state_dir: str | Path, name: str) -> tuple[str, str]:
 def write_simulated(
     state_dir: Path, peers: Peers, keys: Mapping[str, X25519PrivateKey], within: Path | None = None
 ) -> None:
-    """Write the peers file and all keys of a simulation, unless they exist. Raises StateError.
+    """Write the peers file and all keys of a simulation, unless they exist.
 
-    The peers file is written last: if it exists, all keys exist. A resumed run keeps its keys.
+    The peers file is written last, so if it exists, all keys exist. A resumed run keeps its keys.
+    Raises StateError if a file cannot be written.
     """
     directory = state_dir / SIMULATED
     if (directory / PEERS).exists():
@@ -280,7 +283,7 @@ def write_simulated(
 
 
 def class_numbers(text: str) -> list[str]:
-    """Parse a list of class numbers such as "0-3,7". Raises SettingsError."""
+    """Parse a list of class numbers such as "0-3,7". Raises SettingsError if it is invalid."""
     numbers: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
         match = _CLASS_RANGE.fullmatch(part)
@@ -320,7 +323,7 @@ def _tables(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _peer(values: Any) -> Peer:
-    """Return the site described by one table. Raises SettingsError that names the entry."""
+    """Parse the table of a site. Raises SettingsError, naming the entry, if it is invalid."""
     if not isinstance(values, dict):
         raise SettingsError(f"site: expected a table, got {safe_repr(values)}")
     if unknown := sorted(values.keys() - {"name", "key", "classes"}):
@@ -354,7 +357,7 @@ def _check_public(peer: Peer) -> None:
 @lru_cache(maxsize=MAX_PEERS)
 def _can_agree(key: bytes) -> bool:
     """Return whether a public key yields a different secret with each private key."""
-    if int.from_bytes(key, "little") >= _PRIME:  # a second encoding of another key
+    if int.from_bytes(key, "little") >= _PRIME:  # This is a second encoding of another key.
         return False
     try:  # A point of low order yields the same secret with every key.
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))

@@ -48,7 +48,7 @@ from fedhet.settings.text import as_text, is_collection, read_text
 
 PRESETS = resources.files("fedhet") / "presets"
 CLIENTS, FOLLOW = "clients", 0
-"""Setting and value that stand for the number of simulated nodes in Flower's run config."""
+"""Setting and value in Flower's run config that stand for the number of simulated nodes."""
 PUBLIC_SOURCES = (
     ("data.public-dataset", "data.public-fraction"),
     ("data.public-fraction", "data.public-dataset"),
@@ -59,7 +59,7 @@ RESUME_CONFLICT = (
 )
 TRUST_VARIABLE = "FEDHET_TRUST"
 OBJECTS = "fedhet.inference.objects"
-"""Module with objects registered in this process; naming them imports no other code."""
+"""Module with objects registered in this process; naming these objects imports no other code."""
 METHOD = "method"
 DATASETS = ("data.dataset", "data.public-dataset")
 """Settings that name datasets."""
@@ -79,7 +79,7 @@ def all_settings() -> dict[str, FieldInfo]:
 
 
 def defaults() -> dict[str, object]:
-    """Return the default of every setting, including the built-in methods."""
+    """Return the default of every setting, including the settings of built-in methods."""
     return {
         name: plain(info.default) for name, info in settings_of(*sorted(shipped_names())).items()
     }
@@ -93,7 +93,7 @@ def to_flower(values: Mapping[str, Any]) -> dict[str, Scalar]:
 def from_flower(values: Mapping[str, object]) -> dict[str, object]:
     """Convert Flower's run config to settings (inverse of `to_flower`).
 
-    Drops `clients = 0`, so that its default applies, and imports the run's method. Raises
+    Drops `clients = 0`, so that the default applies, and imports the run's method. Raises
     SettingsError if a setting is unknown or malformed.
     """
     values = {k: v for k, v in values.items() if (k, v) != (CLIENTS, FOLLOW)}
@@ -106,7 +106,7 @@ def from_flower(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def known_settings(values: Mapping[str, object]) -> dict[str, FieldInfo]:
-    """Return the fields of all settings, including those of the method in `values`."""
+    """Return the fields of all settings, including the settings of the method in `values`."""
     method = str(values.get("method", RunSettings().method))
     return all_settings() | find_method(method).settings()
 
@@ -130,8 +130,8 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
 def expand_names(given: Iterable[tuple[str, object]], method: str | None) -> dict[str, object]:
     """Return settings by full name.
 
-    A name may be abbreviated to its last part if that is unique among the shared settings and those
-    of `method`. Raises SettingsError if a name is unknown, ambiguous, or duplicate.
+    A name may be abbreviated to its last part if that is unique among the shared settings and the
+    settings of `method`. Raises SettingsError if a name is unknown, ambiguous, or duplicate.
     """
     known = settings_of(*([method] if method else []))
     values: dict[str, object] = {}
@@ -253,7 +253,8 @@ def imported_code(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
     An external method comes first, because reading the other settings imports it.
     """
-    # Import lazily: these load PyTorch, which commands without untrusted settings do not need.
+    # Import lazily: these modules load PyTorch, which commands without untrusted settings do not
+    # need.
     from fedhet.data.sources import SOURCES
     from fedhet.models import is_user_model
 
@@ -267,7 +268,7 @@ def imported_code(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             source, _, place = str(value).partition(":")
             if source in SOURCES and SOURCES[source].imports:
                 yield setting, place
-        elif kind in ("", A_MODEL):  # undeclared text might be used as a model name
+        elif kind in ("", A_MODEL):  # Undeclared text might name a model.
             yield from ((setting, name) for name in _texts(value) if is_user_model(name))
 
 

@@ -39,14 +39,14 @@ TEXT_ENDINGS = tuple(f"{kind}{packed}" for kind in _FORMATS for packed in ("", "
 ENDINGS = (*TEXT_ENDINGS, ".parquet")
 """File name extensions of tables."""
 NO_NAME = re.compile(r"|Unnamed: \d+|__index_level_\d+__")
-"""Names of columns without a name in CSV files, in pandas, and in Parquet files."""
+"""Pattern for the names of unnamed columns in CSV files, pandas, and Parquet files."""
 _CHUNK = 4096
 """Number of CSV rows to split into columns at once."""
 _BUFFER_BYTES = 2**20
 _MAX_LINE = 2**24
 """Maximum number of characters in a line of JSON."""
 _BYTES_PER_CHARACTER = 24
-"""Maximum memory per parsed character of JSON, in bytes; for example, "[]," becomes a list."""
+"""Maximum memory needed to parse a character of JSON, in bytes; e.g. "[]," becomes a list."""
 _SEPARATORS = ",;\t|"
 """Possible separators in CSV files, in order of preference."""
 _NUM_SAMPLED = 20
@@ -123,7 +123,7 @@ class _BoundedFile(io.RawIOBase):
 
 
 def _open(path: Path, spec: DataSpec) -> io.RawIOBase:
-    """Open a file and decompress .gz content, to which the limit also applies."""
+    """Open a file, and decompress .gz content. `data.max-bytes` limits the decompressed size."""
     file: Any = gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
     return _BoundedFile(file, spec, path)
 
@@ -135,7 +135,7 @@ def read_bounded(path: Path, spec: DataSpec) -> bytes:
 
 
 def open_bounded(path: Path, spec: DataSpec, newline: str = "") -> IO[str]:
-    """Open a text file, plain or .gz. Reading more than `data.max-bytes` raises DataError."""
+    """Open a plain or .gz text file. Reading more than `data.max-bytes` raises DataError."""
     buffered: Any = io.BufferedReader(_open(path, spec), _BUFFER_BYTES)
     return io.TextIOWrapper(buffered, encoding="utf-8-sig", newline=newline)
 
@@ -210,7 +210,8 @@ def _separator(sample: Sequence[str]) -> str:
 
     def fit(separator: str) -> tuple[bool, int]:
         rows = [row for row in csv.reader(sample, delimiter=separator) if row]
-        # The last sampled line may end within quotes, and a header may lack the row names.
+        # Skip the last sampled line, which may end within quotes. The header may have one field
+        # fewer than the rows, because R writes no name for the row names.
         widths = {len(row) for row in rows[1 : len(rows) - (len(sample) == _NUM_SAMPLED)]}
         first = len(rows[0])
         return first > 1 and widths <= {first, first + 1}, first
@@ -253,7 +254,7 @@ def missing_column_error(
 
 
 def check_unique_columns(path: Path, header: Sequence[str]) -> None:
-    """Check the column names. Raises DataError if two columns have the same name."""
+    """Raise DataError if two columns have the same name."""
     for name, count in Counter(header).items():
         if name and count > 1:
             raise DataError(f"{path}: duplicate column {name!r}")
@@ -283,15 +284,15 @@ class Cells:
     path: Path
     columns: Mapping[str, list[str]]
     lines: Sequence[int]
-    """Line in the file, or row number, of each row."""
+    """Line number of each row in the file, or its row number in a Parquet file."""
     spec: DataSpec
     """Data settings with which the table was read."""
     size: int = 0
-    """Memory used by this table and the tables read before it, in bytes."""
+    """Memory used by this table and by the tables that were read before it, in bytes."""
     parts: tuple[int, ...] = ()
     """Number of rows in each concatenated file; () = a single file."""
     unusable: Mapping[str, str] = field(default_factory=dict)
-    """Columns with unsupported values, such as lists, with a description of the values."""
+    """Columns with unsupported values, such as lists, mapped to a description of these values."""
     typed: frozenset[str] = frozenset()
     """Columns that have a numeric type in the file."""
 
@@ -314,7 +315,7 @@ class Cells:
         return results.pop() if len(results) == 1 else ""
 
     def column(self, name: str) -> list[str]:
-        """Return a column's values. Raises DataError if it does not exist or is unusable."""
+        """Return the values of a column. Raises DataError if the column is missing or unusable."""
         if name in self.unusable:
             raise DataError(
                 f"{self.path}: column {one_line(name)!r}: expected numbers, dates, or words, got "
@@ -393,7 +394,7 @@ def read_table(path: Path, spec: DataSpec, size: int = 0) -> Cells:
 def _read_fields(path: Path, spec: DataSpec, size: int) -> Cells:
     """Read a CSV or TSV file.
 
-    Empty rows are skipped, and unnamed columns get a name. If the header has one field less than
+    Empty rows are skipped, and unnamed columns get a name. If the header has one field fewer than
     the rows, the first column contains R's row names, unless the last column is empty.
     """
     rows = read_fields(path, spec)
@@ -452,7 +453,7 @@ def _unquoted(text: str) -> str:
 
 
 def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
-    """Read a JSON lines file, in which absent keys are missing values."""
+    """Read a JSON lines file; absent keys become missing values."""
     columns: dict[str, list[str]] = {}
     lines: list[int] = []
     unusable: dict[str, str] = {}
@@ -493,8 +494,8 @@ def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
 def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
     """Read a Parquet file column by column, and convert the values to text.
 
-    The decoded size is checked before decoding. For this, dictionary values are not repeated, and
-    pages with shared prefixes are decoded a few rows at a time.
+    The size of the decoded values is checked before they are decoded. To allow this, dictionary
+    values are not repeated, and pages with shared prefixes are decoded a few rows at a time.
     """
     with reading(path, "Parquet file", ""):
         import pyarrow as pa
@@ -537,7 +538,7 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
             ):
                 typed.add(key)
             batch_size = 2**16
-            if name in delta_encoded:  # Each DELTA_BYTE_ARRAY row may be as long as all pages.
+            if name in delta_encoded:  # One DELTA_BYTE_ARRAY value may have the size of all pages.
                 sizes = [c.total_uncompressed_size for c in chunks if c.path_in_schema == name]
                 batch_size = max(1, min(batch_size, spec.max_bytes // max(1, *sizes)))
             column = columns[key] = []

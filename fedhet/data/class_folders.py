@@ -39,11 +39,11 @@ _TOOLS = {
     "__macosx", "@eadir", "#recycle", "@recycle", "$recycle.bin", "system volume information",
     "lost+found", "__pycache__", ".ds_store", "thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r",
 }  # fmt: skip
-"""Directories and files created by other programs, in lower case."""
+"""Names of directories and files that other programs create, in lower case."""
 _DOCUMENTS = {"readme", "license", "copying", "changelog", "cmds"}
 """Names of files without an extension that describe a dataset instead of being samples."""
 _OF_SITES = ("classes.txt", "schema.toml", "site.toml")
-"""Files that describe a site's data."""
+"""Names of the files that describe a site's data."""
 _IMAGES = {"images", "image", "imgs", "img"}
 _MASKS = {"masks", "mask", "annotations", "annotation", "ground_truth", "groundtruth", "gt"}
 _NO_CLASS = (_IMAGES | _MASKS | {"labels"}) - {"mask"}
@@ -65,10 +65,10 @@ _TOOL_REASON, _LOOSE_REASON = "created by other programs", "outside of the class
 
 @dataclass(frozen=True)
 class Files:
-    """File type with one sample per file, including its reader."""
+    """Type of files that contain one sample each, including the reader of these files."""
 
     noun: str
-    """Noun for the files, for messages."""
+    """Noun for the files, used in messages."""
     endings: tuple[str, ...]
     """File extensions, in lower case."""
     read: Callable[[Sequence[str], DataSpec, Shape | None], Tensor]
@@ -124,7 +124,7 @@ class Unused:
         return ", ".join(listed) + (f", and {more} other kinds" if more > 0 else "")
 
     def report(self, root: Path, files: Files) -> None:
-        """Log the counts in one line, unless they are empty; the log stays on this machine."""
+        """Log the counts in one line, if there are any. The log stays on this machine."""
         if len(self):
             are = "file is" if len(self) == 1 else "files are"
             _warn_once(f"{root}: {len(self)} {are} not used as {files.noun}: {self}")
@@ -138,7 +138,7 @@ def _warn_once(line: str) -> None:
 
 @dataclass
 class Folder:
-    """Directory in a tree, with its files and subdirectories, but without ignored entries."""
+    """Directory in a tree, with its files, its subdirectories, and counts of ignored entries."""
 
     path: str
     files: list[str] = field(default_factory=list)
@@ -181,7 +181,7 @@ def is_ignored(name: str) -> bool:
 
 
 def part_of(name: str, any_word: bool = False) -> str:
-    """Return the part that a directory name refers to, or "" if there is none.
+    """Return the part that a directory name refers to, or "" if the name refers to no part.
 
     With `any_word`, one matching word in the name is enough, as in seg_train or training_set.
     """
@@ -202,13 +202,14 @@ class Scan:
     _bare: bool | None = None
     """Whether files without an extension are samples, or None before the first `read`."""
     _seen: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """By real path of each visited directory: its path, and whether a symlink led to it."""
+    """Real paths of visited directories, mapped to their path and to whether a symlink led
+    there."""
     _folders: dict[str, Folder] = field(default_factory=dict)
 
     def listed(self, path: str | Path) -> Folder:
         """List a directory without listing its subdirectories.
 
-        Raises DataError if it is unreadable.
+        Raises DataError if the directory is unreadable.
         """
         if folder := self._folders.get(str(path)):
             return folder
@@ -228,7 +229,7 @@ class Scan:
                     folder.ignored.add(f"in {name}", "a symlink")
                 else:
                     folder.folders[name] = Folder(entry.path)
-            elif not is_link and not entry.is_file():  # Reading a broken symlink is an error.
+            elif not is_link and not entry.is_file():  # Broken symlinks fail later, when read.
                 folder.ignored.add(name, "not a regular file")
             elif name.lower().endswith(self.files.endings):
                 folder.files.append(name)
@@ -274,7 +275,7 @@ class Scan:
         """Find the training, test, and validation directories in `root`, by part.
 
         Names with several words, such as "train_station", may be classes. They count as parts only
-        if the training part and another part exist, and if both contain directories.
+        if the training part and another part exist, and if both parts contain directories.
         """
         exact: dict[str, list[Path]] = {TRAIN: [], TEST: [], VALIDATION: []}
         by_word: dict[str, list[Path]] = {TRAIN: [], TEST: [], VALIDATION: []}
@@ -288,7 +289,7 @@ class Scan:
         return exact
 
     def unwrapped(self, root: Path) -> Path:
-        """Skip directories with a single subdirectory, which archives often unpack to.
+        """Skip directories with a single subdirectory, which unpacking an archive often creates.
 
         The subdirectory must contain directories and no samples, as in archive/archive/train.
         """
@@ -357,7 +358,7 @@ class Scan:
         return train, self._unwrapped_part(path_of[test], classes) if test else None
 
     def _unwrapped_part(self, part: Path, classes: set[str]) -> Path:
-        """Find the directory with the class directories of a part, as in train/train/<class>.
+        """Find the directory that contains a part's class directories, as in train/train/<class>.
 
         In the test part, a directory that has the name of a training class is a class directory.
         """
@@ -457,7 +458,7 @@ def contains_samples(root: Path, files: Files) -> bool:
 
 @dataclass(frozen=True)
 class Tree:
-    """Scanned directory tree: sample paths by class."""
+    """Scanned directory tree, with the sample paths by class."""
 
     root: Path
     files: Files
@@ -508,7 +509,8 @@ def find_tree(
     Args:
         root: Directory of the tree.
         files: Type of the sample files.
-        level: Depth of the class directories below `root` or its parts; 0 = automatic.
+        level: Depth of the class directories below `root` or below its parts; 0 = determine
+            automatically.
         classes: Class names in order; () = the names of the class directories.
         all_classes: Whether every class must have a sample; False for a site.
 
@@ -557,7 +559,7 @@ def find_tree(
 
 
 def _class_level(folder: Folder, files: Files) -> int:
-    """Return the depth of the class directories, 1. Raises DataError if it is ambiguous."""
+    """Return 1, the depth of the class directories. Raises DataError if the depth is ambiguous."""
     classes = {name: each for name, each in folder.folders.items() if _is_used([each])}
     low = {name.lower() for name in classes}
     setting = "data.class-level = 1"

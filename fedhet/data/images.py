@@ -44,7 +44,7 @@ unsupported, because some of them, such as EPS, run programs or contain code."""
 GRAY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
 """Pillow modes of grayscale images."""
 _BACKGROUND = 255
-"""Background for transparent pixels, which is white."""
+"""Value of the background for transparent pixels, which is white."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow modes, by number of channels."""
 
@@ -69,7 +69,7 @@ class Form:
 
     @classmethod
     def of(cls, first: tuple[int, int], gray: bool, image_size: int) -> Form:
-        """Return the format for `image_size`, or for the size of the first image if it is 0."""
+        """Return the format for `image_size`, or, if that is 0, for the size of the first image."""
         size = (image_size, image_size) if image_size else first
         return cls("L" if gray else "RGB", size, image_size > 0)
 
@@ -263,4 +263,4 @@ IMAGES = Files(
     decode,
     "image",
 )  # fmt: skip
-"""Image files, which have common extensions."""
+"""Image files, recognized by common file extensions."""

@@ -2,8 +2,9 @@
 
 The partition `superclasses` implements the heterogeneous tasks of CoFED (Sections 4.7 and 5.2).
 Classes are merged into superclasses, and the label space of a client consists of a few
-superclasses. In the IID case, a client has samples of all their subclasses. In the non-IID case, it
-has samples of one or two subclasses, but is tested on all of them.
+superclasses. In the IID case, a client has samples of all subclasses of these superclasses. In the
+non-IID case, a client has samples of one or two subclasses of each superclass, but is tested on all
+subclasses.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fedhet.data.tasks import CLASSIFICATION
 from fedhet.settings.run import DataSettings
 
 _DRAWS = 20
-"""Maximum number of draws until a partition satisfies the constraints."""
+"""Maximum number of draws to find a partition that satisfies the constraints."""
 _DIRICHLET_DRAWS = 11
 """Number of Dirichlet draws with one seed, as in flwr-datasets."""
 _MIN_TRAIN = 2
@@ -39,9 +40,9 @@ _MIN_TRAIN = 2
 def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
     """Partition the training set, except with `superclasses` (see `assign`).
 
-    All rows are assigned, with two exceptions: the remainder after equally sized `shards` and, with
-    `classes`, the rows of classes that no client drew. The second exception occurs only if clients
-    x classes-per-client hardly exceeds the number of classes.
+    All rows are assigned, with two exceptions: the rows that remain after equally sized `shards`
+    and, with `classes`, the rows of classes that no client drew. The second exception occurs only
+    if clients x classes-per-client hardly exceeds the number of classes.
 
     Returns:
         The row numbers of each client, sorted and disjoint.
@@ -98,8 +99,8 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
 def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     """Return the first draw with enough samples per client that covers all classes.
 
-    If no draw covers all classes, returns the draw that covers most classes. Raises DataError if no
-    draw has enough samples per client.
+    If no draw covers all classes, returns the draw that covers the most classes. Raises DataError
+    if no draw has enough samples per client.
     """
     rows, num_classes = len(labels), len(np.unique(labels))
     needed = {"data.min-samples": (spec.min_samples, "samples")}
@@ -160,8 +161,8 @@ def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
     )
 
 
-# These functions draw the same partitions as flwr-datasets 0.6, which would take longer to import
-# than a small run.
+# These functions draw the same partitions as flwr-datasets 0.6, whose import would take longer than
+# a small run.
 
 
 def _dirichlet(labels: Index, spec: DataSpec, rng: np.random.Generator) -> list[Index]:
@@ -369,10 +370,10 @@ def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[
 def _draw_class(
     label: int, rows: Index, subclasses: Index, clients: int, spec: DataSpec
 ) -> list[Index]:
-    """Draw the rows of one class for each client, divided evenly among its subclasses.
+    """Draw the rows of one class for each client, divided evenly among the class's subclasses.
 
-    A draw is discarded if the rows of a subclass do not suffice. If no draw succeeds, for example
-    because the clients need almost all rows, only subclasses with enough remaining rows are drawn.
+    A draw is discarded if a subclass has too few rows. If no draw succeeds, for example because the
+    clients need almost all rows, only subclasses with enough remaining rows are drawn.
     """
     present = np.unique(subclasses)
     for attempt in range(2 * _ASSIGNMENTS):
@@ -400,7 +401,7 @@ def _draw_class(
 def _draw_subclasses(
     remaining: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, only_enough: bool
 ) -> Index:
-    """Draw the subclasses of one client: all (IID), or the number in `data.subclasses`.
+    """Draw one client's subclasses: all (IID), or as many as `data.subclasses` specifies.
 
     With `only_enough`, only subclasses with enough remaining rows are drawn, and their number may
     differ from the setting.
@@ -438,8 +439,8 @@ def split_labels(
 ) -> tuple[Split, Split]:
     """Split training samples at random into a labeled and an unlabeled part.
 
-    The labeled fraction is drawn from Dir_2(`alpha`) (UM-pFSSL, section VI-A), with at least
-    `min_labeled` samples in each part; with `alpha` = 0, all samples are labeled. The labels of the
+    The labeled fraction is drawn from Dir_2(`alpha`) (UM-pFSSL, section VI-A), and each part has at
+    least `min_labeled` samples. With `alpha` = 0, all samples are labeled. The labels of the
     unlabeled part are used only for measurements, never for training. Raises DataError if there are
     too few samples.
     """
@@ -450,7 +451,8 @@ def split_labels(
             f"{client}: expected at least {2 * min_labeled} training samples with "
             f"data.labeled-alpha = {alpha} and data.min-labeled = {min_labeled}, got {len(train)}"
         )
-    rng = numpy_rng(seed, "labelled", client)  # The spelling seeds the draws of published tables.
+    # Keep this spelling, because the draws in published tables were seeded with it.
+    rng = numpy_rng(seed, "labelled", client)
     fraction = rng.dirichlet([alpha, alpha])[0]
     count = min(max(round(fraction * len(train)), min_labeled), len(train) - min_labeled)
     order = rng.permutation(len(train))

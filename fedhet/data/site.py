@@ -48,7 +48,7 @@ READING = (
 """Settings in `[data]` that a site may declare. A private site uses the defaults of all other data
 settings and ignores the values of the run."""
 _UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
-"""Values with which a setting is determined from the data."""
+"""Setting values for which the setting is determined from the data."""
 _DECLARE = (
     f"A private site declares its data in {DECLARATION}: see docs/privacy.md, "
     "'Declaration of a private site'."
@@ -131,7 +131,7 @@ class Declaration:
         return values | {"models.num-classes": len(self.names)}
 
     def check(self, run: RunSettings) -> None:
-        """Check a run. Raises SettingsError if it has another task, other classes or another kind.
+        """Check a run. Raises SettingsError if its task, its classes, or its sample kind differ.
 
         Other settings that differ are logged, and the declared values are used.
         """
@@ -158,7 +158,8 @@ class Declaration:
             return site_data(
                 directory, spec=self.spec, classes=len(self.names), name=name, declared=self
             )
-        except Exception as error:  # The type of an error is sent, so it must always be the same.
+        except Exception as error:
+            # The server receives the type of the error, so the type must always be the same.
             raise DataError(f"{type(error).__name__}: {error}") from error
 
 
@@ -174,7 +175,7 @@ def site_data(
 ) -> ClientData:
     """Read the data of a site.
 
-    The directory contains one of the following layouts:
+    The directory has one of the following layouts:
 
     - train.npz and test.npz;
     - images or .txt files in train/<class>/ and test/<class>/;
@@ -182,8 +183,8 @@ def site_data(
     - with schema.toml, a table in train.csv (or .parquet) and test.csv.
 
     If there is no test part, `spec.test_fraction` of the samples is held out. classes.txt lists the
-    classes of the run in order, one per line. This file is required only if the site lacks some
-    classes. train/unlabeled/ contains samples without a label.
+    classes of the run in order, one per line. The file is required only if the site does not have
+    samples of all classes. train/unlabeled/ contains samples without a label.
 
     Args:
         directory: Data directory of the site.
@@ -286,8 +287,8 @@ def _read(
         table = Dataset(f"{root}", train, test, names, kind=kind, schema=schema, task=task)
         return table, None, 0
 
-    # A text file next to an image describes the image, so only a tree without images contains
-    # texts.
+    # A text file next to an image describes the image, so the samples are texts only if the tree
+    # contains no images.
     texts = stated is TEXT or (not contains_samples(root, IMAGES) and contains_samples(root, TEXTS))
     files = TEXTS if texts else IMAGES
     if reserved := [name for name in names if name.lower() in UNLABELED]:
@@ -320,7 +321,8 @@ def _read(
 def _read_class_names(root: Path, classes: int | None) -> tuple[str, ...]:
     """Return the names in classes.txt, or () if the file does not exist.
 
-    Raises DataError if the number of names is not `classes`; None = at least 2.
+    Raises DataError if there are not exactly `classes` names, or if `classes` is None and there are
+    fewer than two names.
     """
     path = root / CLASSES
     if not path.exists():

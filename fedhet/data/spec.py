@@ -39,7 +39,7 @@ FIXED_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labeled samples: `x` [N, ...] and `y`, classes [N] int64 or the targets of another task.
+    """Samples `x` [N, ...] with labels `y`: classes [N] int64, or the targets of another task.
 
     `x` is uint8 (images) or float32 of shape [N, *shape], or int64 tokens [N, L].
     """
@@ -100,7 +100,7 @@ class Dataset:
     schema: TableSchema | None = None
     """Schema of a user's table."""
     notes: tuple[str, ...] = ()
-    """Log lines with the type of each table column and the evidence for it."""
+    """Log lines with the type of each table column and the evidence for this type."""
     task: Task = CLASSIFICATION
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ def reading(
     absent: str | None = None,
     describe: Callable[[Exception], str] = error_reason,
 ) -> Iterator[None]:
-    """Convert exceptions raised in the block to DataError, with "not a readable `what`".
+    """Convert exceptions raised in the block to DataError with the text "not a readable `what`".
 
     This also covers the many exception types of third-party libraries. If `absent` is not None, a
     missing file is reported as "file not found", followed by `absent`.
@@ -233,7 +233,7 @@ def reading(
 
 
 def check_max_bytes(size: int, spec: DataSettings, where: object) -> None:
-    """Check the size of data from `where`. Raises DataError if it exceeds `data.max-bytes`."""
+    """Raise DataError if the `size` of data from `where` exceeds `data.max-bytes`."""
     if size > spec.max_bytes:
         raise DataError(
             f"{where}: expected at most data.max-bytes = {spec.max_bytes} bytes in memory, got "
@@ -261,10 +261,11 @@ def concatenate(*parts: Tensor) -> Tensor:
 
 
 def stratified(labels: Index, size: int, rng: np.random.Generator) -> Index:
-    """Sample `size` row numbers, stratified by `labels` [N] (up to one row per class), sorted.
+    """Return `size` sorted row numbers, sampled in proportion to the classes in `labels` [N].
 
-    The shuffled rows of each class are spread evenly over (0, 1), and the `size` lowest rows are
-    selected.
+    The number of rows of each class differs from the exact proportion by at most one. The shuffled
+    rows of each class get evenly spaced positions in (0, 1), and the rows with the `size` lowest
+    positions are selected.
     """
     rows = rng.permutation(len(labels))
     _, codes, counts = np.unique(labels[rows], return_inverse=True, return_counts=True)
@@ -322,10 +323,11 @@ class Source:
     """Function from a place to the sample kind, if the kind depends on the data. Returns IMAGE if
     the data is unreadable."""
     parse: Callable[[str], Location] = Location
-    """Function from a place to its location, which all code that permits, reads, or copies data
-    uses."""
+    """Function from a place to its location. All code that permits, reads, or copies data uses this
+    function."""
     files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
-    """Function from a location's path and settings to the file or directory to read, or None."""
+    """Function from a location's path and settings to the file or directory to read, or to None if
+    there is none."""
     imports: bool = False
     """Whether the location names Python code to import instead of a path."""
     whole_clients: bool = False

@@ -81,8 +81,8 @@ class RunData:
 
         Args:
             spec: Data settings of the run.
-            shared: Directory from which to map the data. Another process must call `share` on it
-                before the first access.
+            shared: Directory from which to map the data. Another process must write the data there
+                with `share` before the first access.
         """
         self.spec = spec
         self._shared = shared
@@ -128,7 +128,7 @@ class RunData:
         return tuple(range(len(self.dataset.classes)))
 
     def label_counts(self) -> dict[str, list[int]]:
-        """Return the number of rows of each class, or group of targets, by client name."""
+        """Return the number of rows per class, or per group of targets, by client name."""
         names, groups = self.strata()
         return {
             client_name(k, self.spec.clients): np.bincount(
@@ -142,7 +142,7 @@ class RunData:
         return self.dataset.task.strata(self.dataset.train.y, self.dataset.classes)
 
     def owners(self) -> dict[str, str]:
-        """Return the person or site of each client, by client name; empty if unknown."""
+        """Return the person or site that owns the data, by client name; empty if unknown."""
         groups, names = self.dataset.groups, self.dataset.group_names
         if groups is None or not names:
             return {}
@@ -270,7 +270,7 @@ class RunData:
 
     @property
     def _source(self) -> Dataset:
-        """Dataset from which the public samples are drawn, if it is not `dataset`."""
+        """Dataset from which the public samples are drawn, if it differs from `dataset`."""
         spec = public_source(self.spec)
         assert spec is not None
         return self.once("source", lambda: self._read(spec, "1", min_classes=1))
@@ -297,7 +297,7 @@ class RunData:
             return replace(dataset, train=dataset.public, test=None, public=None)
         source, rng = self._source, numpy_rng(spec.seed, "public-samples")
         if spec.public_dataset != UNUSED:
-            # This has no effect if the reader has already applied the limit.
+            # Sampling has no effect if the reader has already applied the limit.
             train = source.subset(source.train, spec.public_samples, rng)
             return replace(source, train=train, test=None)
         groups = source.subclasses
@@ -349,7 +349,7 @@ class RunData:
         )
 
     def once(self, part: str, make: Callable[[], T]) -> T:
-        """Return a cached part of the data; thread-safe, and calls `make` on the first access."""
+        """Return a cached part of the data, created by `make` on the first access. Thread-safe."""
         with self._lock:
             if part not in self._parts:
                 self._parts[part] = make()
@@ -358,7 +358,7 @@ class RunData:
 
 
 def _is_copied(spec: DataSpec) -> bool:
-    """Return whether a dataset must be copied to share it, because no cache file exists."""
+    """Return whether a dataset has no cache file, so that sharing the dataset requires a copy."""
     return not find_source(spec.dataset)[0].is_mapped
 
 
@@ -419,7 +419,7 @@ DERIVED = (GENERATED, UNUSED)
 
 
 def check_no_overlap(public: Split, private: Split, owner: str) -> None:
-    """Check for overlap. Raises DataError if the public set contains a sample from `private`."""
+    """Raise DataError if the public set contains a sample from `private`."""
     if public.x.dtype != private.x.dtype:
         public, private = public.scaled(), private.scaled()
 
@@ -459,9 +459,9 @@ def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
 
 
 def public_source(spec: DataSpec) -> DataSpec | None:
-    """Return the spec of the dataset with the public samples, or None if it is `spec`.
+    """Return the spec of the dataset from which public samples are drawn, or None.
 
-    None is also returned if the samples are generated.
+    The result is None if the samples are a fraction of the training set, or are generated.
     """
     if spec.public_dataset == UNUSED:
         return spec.replace(max_samples=0)

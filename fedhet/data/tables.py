@@ -55,9 +55,9 @@ LOG = logging.getLogger("fedhet")
 T = TypeVar("T")
 MAX_CATEGORIES = 200
 MIN_ROWS = 10
-"""Minimum number of rows from which to conclude that a column only numbers the rows."""
+"""Minimum number of rows needed to conclude that a column only numbers the rows."""
 MIN_IDENTIFIERS = 50
-"""Minimum number of rows from which to conclude that a column may identify persons or rows."""
+"""Minimum number of rows needed to conclude that a column may identify persons or rows."""
 _FLOAT = 4
 _ROW_NAME = re.compile(
     r"index|level_\d+|rownames?|row[ _.-]?(names?|ids?|numbers?|nr|no|num|index)?|(.+[ _.-])?id|#",
@@ -106,7 +106,7 @@ class TableSchema(_Frozen):
     """Task, target, and feature columns of a table."""
 
     target: str
-    """Target column; several are separated by commas."""
+    """Target column, or several target columns separated by commas."""
     task: str = CLASSIFICATION.name
     classes: tuple[str, ...] = Field((), max_length=MAX_CLASSES, validate_default=True)
     """Classes of the target; empty for other tasks."""
@@ -189,18 +189,19 @@ def infer_schema(
 ) -> TableSchema:
     """Infer the schema of a table from its training rows.
 
-    `data.columns` names the features, except those in `data.exclude`. If it is empty, all columns
-    are features, except the target, `data.by`, `data.exclude`, and columns that only number or name
-    the rows.
+    The features are the columns in `data.columns`, except the columns in `data.exclude`. If
+    `data.columns` is empty, all columns are features, except the target, `data.by`, `data.exclude`,
+    and columns that only number or name the rows.
 
     Args:
         cells: Training rows.
         spec: Data settings.
-        report: Called with one line for each column: its type and the evidence for it.
+        report: Function that is called with a line for each column, which contains the column's
+            type and the evidence for this type.
 
     Raises:
-        DataError: If the target or columns are unsuitable or ambiguous. If several columns are, the
-            error's notes describe each of them.
+        DataError: If the target or another column is unsuitable or ambiguous. If there are several
+            such columns, the error's notes describe each of them.
     """
     if not spec.target:
         names = ", ".join(cells.columns)
@@ -308,7 +309,7 @@ def infer_column(
 
 
 def _may_identify(reading: Reading, values: Distinct, cells: Cells) -> bool:
-    """Return whether a number column may identify persons or rows, although no name says so.
+    """Return whether a number column may identify persons or rows, based on its values alone.
 
     Numbers of patients or documents usually have the same number of digits, and are all different.
     Measurements with these properties are rare in tables of `MIN_IDENTIFIERS` rows or more.
@@ -320,7 +321,7 @@ def _may_identify(reading: Reading, values: Distinct, cells: Cells) -> bool:
 
 
 def _names_rows(name: str, cells: Cells) -> str:
-    """Return why a column only numbers or names the rows, or "" if it does not.
+    """Return the reason why a column only numbers or names the rows, or "" if it does not.
 
     The rule does not use other columns, so it does not depend on `data.by`.
     """
@@ -365,7 +366,7 @@ def encode(schema: TableSchema, cells: Cells, *, strict: bool = False) -> torch.
     Args:
         schema: Schema of the table.
         cells: Rows of the table.
-        strict: Whether it is an error if the fraction of unknown values exceeds
+        strict: Whether to raise an error if the fraction of unknown values exceeds
             `schema.max_unknown`.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Tasks: what a model predicts. Targets, losses, predictions, and scores follow from the task.
+"""Prediction tasks, which define the targets, losses, predictions, and scores of models.
 
-A task of another package is a subclass of `Task` in one file. The package names it in the entry
-point group `fedhet.tasks`; `data.task` selects it. Methods that support a task also support tasks
-that extend it.
+Another package can define a task as a subclass of `Task` in one file, and declare the subclass in
+the entry point group `fedhet.tasks`. `data.task` selects the task of a run. Methods that support a
+task also support tasks that extend it.
 
 PyTorch is imported lazily, because `fedhet schema` does not need it.
 """
@@ -47,18 +47,18 @@ if TYPE_CHECKING:
 GROUP = "fedhet.tasks"
 """Entry point group of the tasks in installed packages."""
 AUTO = "auto"
-"""Value of `data.task`: classification, unless the target holds measurements (an error)."""
+"""Value of `data.task` that selects classification; raises an error if targets are measurements."""
 MAX_CLASSES = 1000
 """Maximum number of classes of a table."""
 MAX_PREDICTION = 1e15
-"""Maximum magnitude of a prediction in a score; a larger or undefined one is replaced by it."""
+"""Maximum magnitude of a prediction in a score, which replaces larger or undefined predictions."""
 NUM_STRATA = 10
-"""Number of groups of equal size that take the place of classes if the targets are numbers."""
+"""Number of equally sized groups of samples that replace the classes if targets are numbers."""
 Index = npt.NDArray[np.int64]
 
 
 class Task(ABC):
-    """A task, with the scale of its targets.
+    """Prediction task, with the scale of its targets.
 
     A subclass is a frozen dataclass. Its fields are stored with a client's models, so they must be
     JSON-serializable.
@@ -67,7 +67,7 @@ class Task(ABC):
     name: ClassVar[str]
     """Name in `data.task` and in `MethodSpec.tasks`."""
     metrics: ClassVar[tuple[str, ...]]
-    """Metrics of a run by default, names in `METRICS`. The first is the headline metric."""
+    """Default metrics of a run, as names in `METRICS`. The first metric is the headline metric."""
     noun: ClassVar[str] = "classes"
     """Noun for the outputs of a model."""
     constant: ClassVar[tuple[str, str]]
@@ -84,7 +84,8 @@ class Task(ABC):
     ) -> Mapping[str, Any]:
         """Return the fields of the table's schema that describe the targets.
 
-        `report` is called with lines about the targets. Raises DataError.
+        `report` is called with lines about the targets. Raises DataError if the targets are
+        invalid.
         """
 
     @classmethod
@@ -94,7 +95,7 @@ class Task(ABC):
 
     @abstractmethod
     def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
-        """Return the targets [N, ...] of the rows of a table. Raises DataError."""
+        """Return the targets [N, ...] of a table. Raises DataError if a target is invalid."""
 
     # Training and evaluation.
 
@@ -103,7 +104,7 @@ class Task(ABC):
         """Return the loss: (float32 outputs [N, C], targets [N, ...]) -> mean loss of a batch."""
 
     def restriction(self, space: Tensor) -> LabelSpace:
-        """Return a module that restricts outputs and targets to the classes `space` of a client.
+        """Return a module that restricts outputs and targets to a client's classes `space`.
 
         The default has no effect.
         """
@@ -142,7 +143,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """One class for each sample; targets are class indices [N] int64."""
+    """Prediction of one class for each sample. Targets are class indices [N] int64."""
 
     name = "classification"
     metrics = (ACCURACY,)
@@ -156,7 +157,7 @@ class Classification(Task):
         """Return the classes, the sorted distinct values of the target column."""
         labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
         exact = spec.target in spec.categories
-        # A task that is set explicitly decides that numbers are classes.
+        # If the task is set explicitly, numbers are treated as classes.
         many = {} if spec.task == AUTO else {"max_numbers": MAX_CLASSES}
         classes, spelled = class_words(labels, cells.path, spec.target, exact=exact, **many)
         if not 2 <= len(classes) <= MAX_CLASSES:
@@ -237,10 +238,10 @@ class Classification(Task):
 
 @dataclass(frozen=True)
 class Regression(Task):
-    """One or several numbers for each sample.
+    """Prediction of one or several numbers for each sample.
 
-    Targets [N, K] float32 are standardized: (number - mean) / deviation of their column in the
-    schema. Scores are in the target's unit.
+    Targets [N, K] float32 are standardized: (number - mean) / deviation, with the mean and the
+    deviation of their column in the schema. Scores are in the target's unit.
     """
 
     means: tuple[float, ...] = ()
@@ -332,7 +333,7 @@ class Regression(Task):
         return Evaluation(math.nan, loss, scores, baseline)
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
-        """Group the samples into tenths of the first target, in ascending order."""
+        """Group the samples into tenths by the first target, in ascending order."""
         values = self.in_units(targets)[:, 0]
         order = np.argsort(values, kind="stable")
         groups, tenths = np.empty(len(values), np.int64), []
@@ -348,7 +349,7 @@ CLASSIFICATION = Classification()
 
 
 def target_names(cells: Cells, spec: DataSpec) -> tuple[str, ...]:
-    """Return the target columns in `data.target`, separated by commas unless it is a column."""
+    """Return the target columns: `data.target`, split at commas unless a column has this name."""
     if spec.target in cells.columns.keys() | cells.unusable.keys():
         return (spec.target,)
     return tuple(name.strip() for name in spec.target.split(","))
@@ -372,7 +373,7 @@ def find_task(name: str) -> type[Task]:
         )
     try:
         task = installed[name].load()
-    except Exception as error:  # a third-party module may raise anything
+    except Exception as error:  # A third-party module may raise any exception.
         raise SettingsError(
             f"setting 'data.task' = {name!r}: cannot import {installed[name].value!r}: "
             f"{describe_error(error)}"

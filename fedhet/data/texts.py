@@ -2,7 +2,7 @@
 
 Texts are tokenized by hashing each word, or with the tokenizer of a pretrained encoder. With
 hashing, sites need not share a vocabulary, because a word has the same token everywhere. Two words
-may collide, but with a vocabulary of 8192, few words in a text do.
+may collide, but with a vocabulary of 8192, few words in a text collide.
 
 Encoders are directories in $FEDHET_ENCODERS, as saved by `transformers`. Runs refer to encoders by
 name, not by path, because each machine has its own encoder directory. Weights are loaded only from
@@ -95,13 +95,13 @@ WORDS = "words"
 """Name of the hashing tokenizer, which needs no file."""
 _MAX_VOCABULARY = 65_536
 MAX_NEXT_TOKENS = 4096
-"""Maximum vocabulary if each token is a class: predictions have a number for each class."""
+"""Maximum vocabulary size if each token is a class, as predictions have a number per class."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _TOKEN_BYTES = 8
 
 
 def words(text: str) -> list[str]:
-    """Split a text into lower-case words and punctuation marks, or [""] if there are none."""
+    """Split a text into lower-case words and punctuation marks; return [""] if there are none."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold()) or [""]
 
 
@@ -147,7 +147,7 @@ def tokenize(texts: Sequence[str], spec: DataSpec, where: object) -> Tensor:
 
 
 def _encode(spec: DataSpec, *, special: bool = True) -> Callable[[str], list[int]]:
-    """Return the function that tokenizes a text, with the special tokens of an encoder or not."""
+    """Return a function that tokenizes a text, with or without an encoder's special tokens."""
     if spec.tokenizer == WORDS:
         hashed = lru_cache(maxsize=2**17)(lambda word: hash_token(word, spec.vocabulary))
         return lambda text: [hashed(word) for word in words(text)]
@@ -165,7 +165,7 @@ def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
     """Read text files as windows of `data.max-tokens` tokens, labeled with the token that follows.
 
     Windows do not overlap, so a training window shares no token with a test window. The classes are
-    the tokens of the vocabulary. Raises DataError if a file is too short or not valid UTF-8, or
+    the tokens of the vocabulary. Raises DataError if a file is too short or not valid UTF-8, and
     SettingsError if the vocabulary is too large.
     """
     size, length = vocabulary_size(spec), spec.max_tokens
@@ -224,7 +224,7 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
-_MARKS = {  # UTF-32 comes first, because its byte order mark begins with that of UTF-16.
+_MARKS = {  # UTF-32 comes first, because its byte order mark begins with UTF-16's.
     BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
     BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
@@ -232,7 +232,7 @@ _WESTERN = 0.1
 """Maximum fraction of non-ASCII bytes in a text that is decoded as Windows-1252. Texts in other
 alphabets have far more such bytes, so they are rejected instead of misread."""
 _LATIN = {0xDC00 + byte: byte for byte in range(128, 256)}
-"""Latin-1 characters of the five bytes that Windows-1252 leaves undefined."""
+"""Latin-1 characters for the five bytes that Windows-1252 leaves undefined."""
 
 
 def read_texts(

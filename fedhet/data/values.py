@@ -1,9 +1,9 @@
 """Recognition of the values in a column as missing values, numbers, dates, or words.
 
-All distinct values of a column are parsed together, because one value can resolve the others. For
-example, "13/02/2024" shows that "01/02/2024" begins with the day. An ambiguous column causes an
-error whose message names the setting that resolves the ambiguity. docs/data.md documents the rules
-for users.
+All distinct values of a column are parsed together, because one value can resolve the ambiguity of
+other values. For example, "13/02/2024" shows that "01/02/2024" begins with the day. An ambiguous
+column causes an error whose message names the setting that resolves the ambiguity. docs/data.md
+documents the rules for users.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MISSING_NUMBER = frozenset(
     "not available", "no data", "not known", "not recorded", "not done", "not applicable",
     "no disponible", "non disponible", "sin dato", "keine angabe", "0000-00-00 00:00:00",
 }  # fmt: skip
-"""Additional markers in columns of numbers or dates. In other columns, they are words."""
+"""Additional markers of missing values in columns of numbers or dates; words in other columns."""
 _MISSING_FORM = re.compile(r"#[¡¿]?[^\W\d]\S*|err:\d+|\.[a-z]", re.IGNORECASE)
 """Pattern for spreadsheet errors in all languages (#DIV/0!, #WERT!), and for .A to .Z from SAS and
 Stata."""
@@ -51,8 +51,8 @@ MAX_ODD = 0.1
 FEW = 5
 """Minimum number of numeric values needed to treat a column's other values as mistakes."""
 MANY_CLASSES = 20
-"""Maximum number of distinct numbers in a target; a column with more numbers contains
-measurements."""
+"""Maximum number of distinct numbers in a target that are treated as classes. A column with more
+distinct numbers contains measurements."""
 MAX_WORD = 1000
 """Maximum number of characters in a category or a class."""
 DAY = 86_400.0
@@ -100,7 +100,7 @@ class Reading:
 
     kind: Kind
     missing: npt.NDArray[np.bool_]
-    """Whether each distinct value [D] is missing."""
+    """Mask [D] of the distinct values that mark missing values."""
     evidence: str
     """Reason for this result, which is shown to the user."""
     numbers: Numbers | None = None
@@ -117,7 +117,7 @@ class Reading:
 
 
 def is_missing(text: str, marks: Sequence[str] = ()) -> bool:
-    """Return whether a value is missing in a column of any kind; `marks` are custom markers."""
+    """Return whether a text marks a missing value in any column; `marks` are custom markers."""
     return text.lower() in MISSING or text in marks
 
 
@@ -172,11 +172,11 @@ def _parts(text: str) -> tuple[str, str]:
     """Split a value into number and unit, or return ("", "") if it contains no number."""
     text = text.translate(_SIGNS)
     sign = ""
-    # Spreadsheets write ="12" and '12, and accountants write (12).
+    # Spreadsheets write ="12" and '12, and accountants write (12) for -12.
     if match := _WRAPPED.fullmatch(text):
         sign = "-" if match[3] is not None else ""
         text = next(part for part in match.groups() if part is not None).strip()
-    if len(text) > 1 and text[-1] == "-" and text[-2].isdigit():  # SAP writes 12-.
+    if len(text) > 1 and text[-1] == "-" and text[-2].isdigit():  # SAP writes 12- for -12.
         sign, text = "-", text[:-1]
     match = _AFFIXED.fullmatch(text)
     if match is None:
@@ -326,7 +326,7 @@ _MONTHS = {
 
 
 def _date(text: str, order: str) -> float:
-    """Parse a date, with or without a time, as days since 1970, or return NaN.
+    """Convert a date, with or without a time, to days since 1970, or return NaN.
 
     Times without a time zone are UTC. `order` is "dmy", "mdy", or "" for ISO 8601 only.
     """
@@ -372,7 +372,7 @@ def _date(text: str, order: str) -> float:
 
 
 def parse_dates(texts: Sequence[str], written: str) -> Numbers:
-    """Parse dates [D] in a notation as days since 1970; other texts become NaN."""
+    """Convert dates [D] in a notation to days since 1970; other texts become NaN."""
     order = DATES.get(written, "")
     return np.array([_date(text, order) for text in texts], np.float64)
 
@@ -480,7 +480,7 @@ def merge_spellings(texts: Sequence[str], counts: Sequence[int], *, exact: bool)
 
 
 class Words:
-    """List of known words, in which other spellings are also found."""
+    """List of known words, which also finds words that are spelled differently."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._exact = {name: place for place, name in enumerate(names)}
@@ -629,7 +629,7 @@ def _fault(
     texts: Sequence[str],
     rows: npt.NDArray[np.int64],
 ) -> str:
-    """Return the error for a column that mixes numbers (or dates) and words, or "".
+    """Return the error message for a column that mixes numbers (or dates) and words, or "".
 
     A few words among numbers are mistakes. Many words are codes if the column has few distinct
     integers that are all frequent (1, 2, 3, X). Among measurements, many words are unknown markers
@@ -637,7 +637,7 @@ def _fault(
     """
     odd = np.isnan(numbers)
     num_numeric, num_odd, distinct = int(rows[~odd].sum()), int(rows[odd].sum()), _fits(numbers)
-    if not num_numeric or (unit and distinct <= FEW):  # An example is 1st, next to 2nd.
+    if not num_numeric or (unit and distinct <= FEW):  # For example, 1st and 2nd.
         return ""
     nouns = {"number": f"number up to ±{MAX_NUMBER:g}", "date": "date such as 2026-01-31"}
     noun = nouns.get(attempt, "time such as 12:30:00")

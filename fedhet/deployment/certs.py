@@ -81,13 +81,13 @@ def make(directory: Path, hosts: Sequence[str], nodes: Sequence[str], days: int)
 
 
 def renew(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """Replace the server's key and its certificate, which is signed by the same CA.
+    """Replace the server's key and certificate. The same CA signs the new certificate.
 
     Sites trust the CA and need no change. The server reads the new files when it starts.
 
     Args:
         directory: Directory that contains all files.
-        hosts: Names and addresses to add to those in the current certificate.
+        hosts: Names and addresses to add to the names in the current certificate.
         days: Lifetime of the new certificate.
 
     Returns:
@@ -140,7 +140,7 @@ def make_node_key(path: Path) -> list[Path]:
         path: Path of the private key; the public key is written to the same path with `.pub`.
 
     Returns:
-        The two files.
+        The private and the public key file.
 
     Raises:
         FedhetError: If a file already exists, or if the file name is not a valid node name.
@@ -221,7 +221,7 @@ def _certificate(
 
 
 def _host(host: str) -> x509.GeneralName:
-    """Convert a host to a name for a certificate, which may start with `*.`.
+    """Convert a host, which may start with `*.`, to a name for a certificate.
 
     Raises FedhetError if the host is invalid.
     """

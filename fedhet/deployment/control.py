@@ -141,7 +141,7 @@ class Connection:
     def check_reachable(self) -> None:
         """Check the connection.
 
-        Raises FedhetError if no server replies or its certificate is refused.
+        Raises FedhetError if no server replies or its certificate is rejected.
         """
         context = ssl.create_default_context(cafile=str(self.authority))
         try:
@@ -193,7 +193,7 @@ class Connection:
 
     @property
     def _empty_directory(self) -> Path:
-        """Empty working directory for Flower's command line, which reads and modifies projects."""
+        """Empty working directory for Flower's command line, which would modify a project there."""
         return self.home / "nowhere"
 
     def _options(self) -> dict[str, Any]:
@@ -357,7 +357,7 @@ class DeployedRun:
 
 
 def sites(connection: Connection) -> list[Site]:
-    """Return the registered sites, sorted by name. Raises FedhetError if the server refuses."""
+    """Return the registered sites, sorted by name. Raises FedhetError if the request fails."""
     from flwr.proto.control_pb2 import ListNodesRequest
 
     with _client(connection) as client:
@@ -378,7 +378,7 @@ def register(
     """Register public keys under client names, and yield a line about each key.
 
     Flower's server accepts any number of keys under one name, so this function compares the names.
-    It checks all keys before it registers the first key. Registering a key again has no effect.
+    All keys are checked before the first key is registered. Registering a key again has no effect.
 
     Args:
         connection: The connection to the server.
@@ -478,7 +478,7 @@ def newest_runs(connection: Connection, limit: int = 3) -> list[DeployedRun]:
 
 @contextlib.contextmanager
 def _client(connection: Connection) -> Iterator[Any]:
-    """Provide a client for the control API; errors in the block are raised as FedhetError."""
+    """Yield a client for the control API, and convert errors in the block to FedhetError."""
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 

@@ -33,7 +33,7 @@ P = ParamSpec("P")
 Level = Literal["ok", "warning", "error"]
 MIN_MEMORY, MIN_DISK = 2 * 2**30, 2 * 2**30
 MAX_SKEW = 60.0
-"""Maximum difference between two clocks in seconds, because Flower refuses messages that seem
+"""Maximum difference between two clocks in seconds, because Flower rejects messages that seem too
 old."""
 PORTS = {8000: "the server's control API", 9092: "the server's port for sites", 9094: "a site"}
 

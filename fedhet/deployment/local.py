@@ -1,7 +1,7 @@
 """Deployment on this machine, with Flower's SuperLink and SuperNodes as processes.
 
 It works like a deployment on separate machines (docs/deploy.md), with gRPC over TLS, authenticated
-nodes, and a separate state directory per node, but its keys are temporary.
+nodes, and a separate state directory per node, but uses temporary keys.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LocalDeployment:
     command_prefix: Callable[[str], Sequence[str]] = lambda name: ()
     """Function that returns the command prefix of a process, e.g. `ip netns exec …` or `nice`."""
     secure: bool = False
-    """Whether nodes have keys for secure aggregation, in `root`; see `peers_of`."""
+    """Whether the nodes have keys for secure aggregation in `root` (see `peers_of`)."""
 
     def __post_init__(self) -> None:
         self.fleet_port, self.control_port = free_port(), free_port()
@@ -93,7 +93,7 @@ class LocalDeployment:
         (self.root / "log").mkdir(exist_ok=True)
 
     def start_server(self) -> None:
-        """Start the SuperLink, and wait until it listens. Its database outlives the process."""
+        """Start the SuperLink, and wait until it listens. The database outlives the process."""
         self._start(
             "server",
             "flower-superlink",
@@ -228,7 +228,7 @@ def free_port() -> int:
     """Return an unused port on loopback. Raises FedhetError if none is found.
 
     The port is not ephemeral, because the system might assign an ephemeral port to an outgoing
-    connection before it is used.
+    connection in the meantime.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -2,7 +2,8 @@
 
 - `imagefolder:PATH`: images, one directory for each class.
 - `npz:DIR`: one .npz file for each client, with images or table rows.
-- `signal:DIR`: signals [N, channels, time] in .npz files, one for each client or one for all.
+- `signal:DIR`: signals [N, channels, time] in .npz files, with one file for each client or one file
+  for all clients.
 - `table:PATH`: a table with the label column `data.target`. PATH is a file, a directory with
   train.csv and optionally test.csv, or a directory with one file for each client.
 - `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a tree
@@ -50,7 +51,7 @@ from fedhet.data.texts import TEXTS, read_texts, read_windows
 from fedhet.data.values import is_missing
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind
 
-# The largest label determines the number of classes, so a wrong label must not use much memory.
+# Limit labels, because the largest label determines the number of classes, and thus the memory.
 MAX_CLASSES = 65_536
 _BYTES_PER_VALUE = {"x": 4, "y": 8}  # float32 and int64
 PYTHON = "python"
@@ -71,8 +72,8 @@ def read_arrays(
 ) -> Arrays:
     """Read arrays from an .npz file unchanged.
 
-    Before the arrays are decompressed, their sizes are checked with their headers and the archive's
-    index. Pickled arrays are rejected.
+    Before the arrays are decompressed, their sizes are checked using their headers and the
+    archive's index. Pickled arrays are rejected.
 
     Args:
         path: The .npz file.
@@ -80,7 +81,8 @@ def read_arrays(
         spec: Data settings.
         hint: Text appended to the message if an array is missing.
         source: Text appended to the message if the file is missing.
-        scaled: Whether uint8 values will be scaled, so that their size is computed as float32.
+        scaled: Whether uint8 values will be scaled to float32, so that their size is computed as
+            float32.
 
     Raises:
         DataError: If the file is invalid, or if the arrays exceed `data.max-bytes`, either in the
@@ -192,7 +194,7 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     """Read DIR/train/<k>.npz, DIR/test/<k>.npz, and optionally DIR/common.npz as one dataset.
 
     The rows of each client are contiguous, with training rows before test rows; `Dataset.parts`
-    contains their numbers.
+    contains the numbers of these rows.
     """
     check_no_subset(spec)
     root = expanded(directory)
@@ -252,8 +254,8 @@ def kind_of_clients(directory: str) -> Kind:
 def read_signals(directory: str, spec: DataSpec) -> Dataset:
     """Read DIR/train.npz and optionally DIR/test.npz, or one file per client as in `npz:DIR`.
 
-    If `data.by` is set, it names an array in train.npz with an integer or a word for each sample,
-    from which `Dataset.groups` is read.
+    `data.by` may name an array in train.npz with an integer or a word for each sample.
+    `Dataset.groups` is then read from this array.
     """
     root = expanded(directory)
     path = root / "train.npz"
@@ -296,7 +298,7 @@ def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
-    """Return a path, and its files with training and test rows, if they exist."""
+    """Return the path of a place, and its files with training and test rows, if they exist."""
     path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: file or directory not found")
@@ -435,7 +437,7 @@ def read_user_dataset(path: str) -> Dataset:
         split = make_split(x, y, where)
         if not len(split):
             raise DataError(f"{where}: no samples found")
-        splits[part] = Split(split.x.clone(), split.y.clone())  # The user may change the arrays.
+        splits[part] = Split(split.x.clone(), split.y.clone())  # The user may modify the arrays.
     train, test = splits["train"], splits.get("test")
     if test is not None:
         check_same_form(train, test, "train", f"{name}: test")

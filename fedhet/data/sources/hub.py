@@ -120,20 +120,21 @@ def _splits(name: str, spec: DataSpec) -> dict[str, Any]:
                 message = f"cannot be read{also} ({fault})"
             raise DataError(f"data.dataset = 'hf:{name}': {message}") from error
         for part in TESTS:
-            with contextlib.suppress(ValueError):  # The split does not exist.
+            with contextlib.suppress(ValueError):  # Skip missing splits.
                 splits[part] = federated.load_split(part)
-    for part, rows in splits.items():  # To decode an image, the library would open any path.
+    # Disable decoding, because the library's decoder would open any path.
+    for part, rows in splits.items():
         for column in [key for key, kind in rows.features.items() if isinstance(kind, Image)]:
             splits[part] = splits[part].cast_column(column, Image(decode=False))
     return splits
 
 
 def _check_files(where: str, subset: str | None, root: Path | None) -> None:
-    """Check a dataset's files. Raises DataError if it refers to files outside of itself.
+    """Raise DataError if a dataset refers to files outside of the dataset.
 
     A README.md or .huggingface.yaml may name any path or URL as `data_files`. For a local
-    directory, the files must be inside it after resolving symlinks; for the Hub, they must be
-    remote.
+    directory, the files must be inside the directory after resolving symlinks; for the Hub, all
+    files must be remote.
     """
     import datasets
 
@@ -155,7 +156,7 @@ def _check_files(where: str, subset: str | None, root: Path | None) -> None:
 
 
 def _check_card(root: Path) -> None:
-    """Check metadata files. Raises DataError if one refers to a path outside of `root`."""
+    """Raise DataError if a metadata file refers to a path outside of `root`."""
     import yaml
     from huggingface_hub import DatasetCard
 
@@ -232,7 +233,7 @@ def _confined(*, network: bool, local: bool) -> Iterator[None]:
 
 
 def _samples(rows: Any, name: str, spec: DataSpec) -> Tensor:
-    """Convert the rows in a split to tokens or images."""
+    """Convert the rows of a split to tokens or images."""
     if spec.sample_kind == TEXT.name:
         if absent := [column for column in spec.text_column if column not in rows.features]:
             hint = ". Set data.text-column to the text columns."
@@ -276,7 +277,7 @@ def _images(images: Sequence[Any], name: str, spec: DataSpec) -> Tensor:
 
 
 def _image(value: Any, where: str, roots: Sequence[Path]) -> Any:
-    """Open an image with Pillow. If it is a path, it must be inside one of `roots`."""
+    """Open an image with Pillow. An image given as a path must be inside one of `roots`."""
     import fsspec
 
     content, path = value["bytes"], value["path"] or ""

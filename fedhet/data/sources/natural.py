@@ -1,7 +1,7 @@
 """Published datasets with natural clients: LEAF, WILDS, FLamby, HAR, and PAMAP2.
 
 LEAF (`femnist:DIR`, `shakespeare:DIR`): Caldas et al., LEAF: A Benchmark for Federated Settings.
-The files are DIR/train/*.json and optionally DIR/test/*.json, which is the common test set, or only
+The files are DIR/train/*.json and optionally DIR/test/*.json (the common test set), or only
 DIR/*.json. A file maps `user_data` to `{user: {"x": [...], "y": [...]}}`.
 
 WILDS (`camelyon17:DIR`, `iwildcam:DIR`): Koh et al., WILDS: A Benchmark of in-the-Wild Distribution
@@ -170,7 +170,7 @@ SHAKESPEARE = LeafForm(
 
 
 TEST_CENTER = 2
-"""Hospital that WILDS uses for testing, so it is not a client."""
+"""Hospital that WILDS uses for testing, which is therefore not a client."""
 
 
 @dataclass(frozen=True)
@@ -302,13 +302,13 @@ PAMAP2_ACTIVITIES = {
     7: "Nordic walking", 12: "ascending stairs", 13: "descending stairs", 16: "vacuum cleaning",
     17: "ironing", 24: "rope jumping",
 }  # fmt: skip
-"""Activities in the protocol, by number."""
+"""Names of the activities in PAMAP2's protocol, by number."""
 PAMAP2_COLUMNS = 54
 _FIRST = np.array([4, 21, 38]) - 1
-"""Columns with the temperatures of hand, chest, and ankle, starting at 0."""
+"""Indices of the columns with the temperatures of hand, chest, and ankle."""
 _UNITS = {1: 9.81, 7: 1.0, 10: 50.0}
-"""Offset of the acceleration (16 g), gyroscope, and magnetometer columns from the temperature
-column, and the unit of their features: g, rad/s, and 50 microtesla."""
+"""Units of the features from the acceleration (16 g), gyroscope, and magnetometer columns: g,
+rad/s, and 50 microtesla. The keys are the offsets of these columns from the temperature column."""
 WINDOW = 256
 """Number of samples in a window, at 100 Hz."""
 
@@ -333,7 +333,7 @@ def read_har(place: str, spec: DataSpec) -> Dataset:
 
 
 def _har_part(root: Path, part: str, classes: int, spec: DataSpec) -> tuple[Split, Index]:
-    """Read the windows in a part, and the person of each window."""
+    """Read the windows of a part, and the person of each window."""
     directory = root / part
     labels = _integers(directory / f"y_{part}.txt", spec)
     persons = _integers(directory / f"subject_{part}.txt", spec)
@@ -408,7 +408,7 @@ def _windows(path: Path, spec: DataSpec) -> tuple[Numbers, Index]:
 
 
 def _numbers(path: Path, spec: DataSpec, *, gaps: bool = False) -> Numbers:
-    """Read numbers separated by spaces; with `gaps`, NaN is interpolated."""
+    """Read numbers separated by spaces. With `gaps`, NaN values are interpolated."""
     frame = _table(path, spec, sep=r"\s+", header=None, dtype=np.float32)
     if gaps:
         frame = frame.interpolate(limit_direction="both").fillna(0.0)

@@ -58,7 +58,7 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
 
     Raises DataError if the file is missing.
     """
-    module = find_spec("sklearn")  # Importing it would take a second.
+    module = find_spec("sklearn")  # Importing scikit-learn would take a second.
     file = Path((module and module.origin) or "").parent / "datasets" / "data" / "digits.csv.gz"
     if module is None or not file.is_file():
         raise DataError("data.dataset = 'digits': file digits.csv.gz of scikit-learn not found")
@@ -79,7 +79,7 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
-    """Read rows with 30 standardized numbers; a fixed fifth of them is the common test set."""
+    """Read rows with 30 standardized numbers; a fixed fifth of the rows is the common test set."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.preprocessing import StandardScaler
 
@@ -186,7 +186,7 @@ _OPENML_ADULT = 1590
 _ADULT_NUMBERS = [0, 2, 4, 10, 11, 12]  # These are indices into the 14 columns in adult.names.
 _ADULT_WORDS = [1, 3, 5, 6, 7, 8, 9, 13]
 _ADULT_COLUMNS = 15  # The last column is the class.
-_CHARACTER_BYTES = 4  # size of a character in a NumPy text array
+_CHARACTER_BYTES = 4  # This is the size of a character in a NumPy text array.
 # Limit the length of each field, because NumPy allocates the longest length for all fields.
 _MAX_CHARACTERS = 200
 
@@ -197,8 +197,8 @@ def read_adult(folder: str, spec: DataSpec) -> Dataset:
     """Read UCI Adult from DIR/adult.data and DIR/adult.test, plain or .gz.
 
     If the files are missing and `data.download` is set, scikit-learn downloads OpenML's copy to
-    DIR; a fixed third of it is the common test set. The float32 features are the numeric columns,
-    followed by one feature per category.
+    DIR; a fixed third of the copy is the common test set. The float32 features are the numeric
+    columns, followed by one feature per category.
     """
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
