@@ -78,7 +78,7 @@ app = typer.Typer(
 )
 app.command("run", cls=Command)(run.run_command)
 app.command("sweep", cls=Command)(run.sweep_command)
-# The experiments are optional. Without their package, only this command is missing.
+# The package of experiments is optional; without it, only the command `table` is missing.
 if (experiments := find_spec("fedhet.experiments")) and experiments.has_location:
     app.command("table", cls=Command)(import_module("fedhet.experiments.command").table_command)
 app.command("compare", cls=Command)(results.compare_command)
@@ -142,7 +142,7 @@ def main() -> None:
     try:
         try:
             os.getcwd()
-        except FileNotFoundError:  # oneMKL would abort the process.
+        except FileNotFoundError:  # In a deleted directory, oneMKL would abort.
             raise FedhetError(
                 "working directory: not found, because it was deleted. Change to another directory."
             ) from None

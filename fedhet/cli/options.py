@@ -47,15 +47,15 @@ _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
 console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
 errors = Console(stderr=True)
 NONE = "none"
-"""Default that the help shows for options that are unset by default."""
+"""Default value that the help shows for options without a default."""
 GAP = 2
 """Width of the gap between two table columns."""
 MAX_HEADER = 20
-"""Maximum width of a header in `listings`, beyond which headers are wrapped."""
+"""Maximum width of a header in `listings`; longer headers are wrapped."""
 
 
 def say(line: str) -> None:
-    """Print a line without markup and highlighting."""
+    """Print a line without markup or highlighting."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -240,7 +240,7 @@ def gather(
     options = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
     pairs = [*(set_ or []), *options]
     values = read_layers(preset, config, resume, trust or "")
-    # `run local --preset felo-...` trains the baseline for a Felo experiment.
+    # The method overrides the preset's method, e.g. `run local --preset felo-...` for a baseline.
     if method is not None:
         values = settings_for_method(values, method)
     name = values.get("method")

@@ -254,7 +254,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 
 
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
-    """Parse the settings of a sweep and their values, all combinations of which will be run.
+    """Parse the settings of a sweep and their values; each combination becomes a run.
 
     Raises SettingsError if the text is malformed, a setting is duplicate, or there are too many
     combinations.

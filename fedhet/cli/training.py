@@ -91,7 +91,7 @@ def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) ->
     begun: float | None = _process_begun()
     for run in _incomplete(every):
         _run(run.config, run.directory, begun=begun)
-        begun = None  # Only the first run includes the start of the process.
+        begun = None  # Only the first run's duration includes the start of the process.
     from fedhet import report
 
     for run in runs if against else ():
@@ -157,7 +157,7 @@ def _train(run: PlannedRun) -> str:
 
 
 def _baselines(config: Config, directory: Path, against: str | None) -> list[PlannedRun]:
-    """Return the same experiments with the method `against`, or an empty list if it is None.
+    """Plan the same experiments with the method `against`; return an empty list if it is None.
 
     Raises SettingsError if the method does not support the experiment.
     """

@@ -1,1 +1,1 @@
-"""Execution backends, with which clients train in this process or on Ray workers."""
+"""Execution backends, which train clients in this process or on Ray workers."""

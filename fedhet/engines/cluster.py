@@ -113,7 +113,7 @@ class LocalCluster:
     def __init__(
         self, config: Config, data: RunData, directory: Path, notice: Callable[[str], None]
     ) -> None:
-        """Begin to start the cluster and its workers.
+        """Start the cluster and its workers in the background.
 
         Args:
             config: Configuration of the run, without `auto` settings.

@@ -41,7 +41,8 @@ KEEPING_PAGES = ":".join(
         "glibc.malloc.hugetlb=1",
     )
 )
-"""Value of TUNABLES, which glibc reads at the start of a process; it ignores unknown tunables."""
+"""Value of TUNABLES, which glibc reads at the start of a process; glibc ignores unknown
+tunables."""
 FORWARDED = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -64,7 +65,7 @@ def for_training() -> dict[str, str]:
 
 @contextlib.contextmanager
 def inherited(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables in the block, for processes that are started in it."""
+    """Set environment variables during the block, for processes that the block starts."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -129,9 +130,9 @@ BACKGROUND = ThreadPoolExecutor(1)
 """Executor whose thread lives until this process ends, because Ray's processes end with the thread
 that started them."""
 _starting: list[Future[None]] = []
-"""Start of a cluster for which no caller of `start` has waited yet."""
+"""Start of a cluster, until a caller of `start` has waited for it."""
 _stopping: list[Future[None]] = []
-"""Stop of a cluster that was still starting when it was no longer needed."""
+"""Stop of a cluster that was no longer needed while it was still starting."""
 _directories: list[tempfile.TemporaryDirectory[str]] = []
 """Directory of the running cluster, which is removed when this process ends, if not before."""
 
@@ -227,7 +228,7 @@ def _private_directory() -> Iterator[str]:
     _directories.append(tempfile.TemporaryDirectory("", "fedhet-ray-", parent, True))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = ray_constants.ENABLE_RAY_CLUSTER
-    # This makes Ray use the loopback interface; its option for an address does not.
+    # Make Ray use the loopback interface, which Ray's option for an address does not ensure.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         with inherited({**token, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
@@ -286,7 +287,7 @@ def _ray() -> Any:
     Raises FedhetError if this process has already joined Ray.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # With this value, Ray's future default, a worker without an assigned GPU still sees all GPUs.
+    # With this value (Ray's future default), a worker without an assigned GPU still sees all GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
@@ -296,7 +297,7 @@ def _ray() -> Any:
 
 
 def leave() -> None:
-    """Leave the cluster; a cluster that this process started is stopped, and its files removed."""
+    """Leave the cluster; if this process started the cluster, stop it and remove its files."""
     import ray
 
     ray.shutdown()

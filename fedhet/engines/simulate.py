@@ -129,7 +129,8 @@ def _trained(
     if not all(path.exists() for path in paths_of(config.run.data)):
         check(config, data)
     with contextlib.ExitStack() as stack:
-        # This run's clients may stay open in this process, but must not keep its data in memory.
+        # This run's clients may stay open in this process, but must not keep the run's data in
+        # memory.
         stack.callback(data.forget)
         is_undecided = config.run.engine.backend == "auto"
         if is_undecided:
@@ -200,8 +201,8 @@ def check_models_and_data(config: Config, data: RunData) -> None:
 def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
     """Return new peers for the clients of a simulation, and their private keys by name.
 
-    Each client lists the classes of its training samples; the cap is the size of the largest
-    client.
+    Each client lists the classes of its training samples. The cap on sample weights is the size of
+    the largest client.
     """
     labels, names = data.dataset.train.y, [*data.label_counts()]
     rows = [data.split_rows(index)[0] for index in range(len(names))]
@@ -243,7 +244,7 @@ def resolve_auto(config: Config, directory: Path) -> Config:
 
 @contextlib.contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Redirect Flower's log to a file in the block."""
+    """Redirect Flower's log to a file during the block."""
     logger = logging.getLogger("flwr")
     before = list(logger.handlers)
     descriptor = Folder(path.parent).open(path.name, os.O_WRONLY | os.O_APPEND)
@@ -271,7 +272,7 @@ class Engine:
     starting: str = ""
     """Progress message before the first round."""
     manager: ClientManager | None = None
-    """Registry of all clients, if they are known from the start, or None."""
+    """Registry of all clients, or None if the clients are not known from the start."""
 
 
 def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config, str]:
@@ -334,7 +335,7 @@ def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: floa
     models.update(dict.fromkeys(others, clients))
     work = 0.0
     for name, count in models.items():
-        # Evaluating a sample takes about a third of the time of training on it (no backward pass).
+        # Evaluation has no backward pass, so a sample takes about a third of its training time.
         samples = count * (trained + evaluated / 3)
         work += samples * _seconds_per_sample(name, data, config)
         if work > bound:
@@ -370,7 +371,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
                     loss = dataset.task.loss()(logits, compute.to_device(batch.y))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seconds = time.thread_time() - begun
-                if step and seconds > 0.5:  # The first step is for warm-up.
+                if step and seconds > 0.5:  # Ignore the first step (warm-up).
                     break
             return seconds / size
     except Exception:  # The first round reports the error.

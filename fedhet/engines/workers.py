@@ -35,7 +35,7 @@ POLL_SECONDS = 0.5
 RELEASE_SECONDS = 30.0
 """Maximum time to wait for idle workers to release GPU memory, in seconds."""
 MAX_ATTEMPTS = 2
-"""Number of workers on which a client is called before it fails, if the workers are lost."""
+"""Maximum number of workers to try for a call before the client fails, if workers are lost."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Failed:
     reason: str
     traceback: str
     user_code_fault: UserCodeFault | None = None
-    """Error in the client's code, if this is the cause, or None."""
+    """Error in the client's code, or None if the failure has another cause."""
     is_out_of_memory: bool = False
     """Whether the client ran out of GPU memory."""
 
@@ -194,7 +194,7 @@ class WorkerPool:
             return not (self._idle or self._busy or self._starting)
 
     def run(self, client: str, task: Task, timeout: float | None, *, alone: bool = False) -> Any:
-        """Run a task on any worker, and on another worker if the first is lost.
+        """Run a task on any worker, and on another worker if the first worker is lost.
 
         Args:
             client: Name of the client, for notices.

@@ -38,12 +38,13 @@ from fedhet.runs.directory import read_validated
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 """Directory of the finished tables that are included in fedhet."""
 USUAL_HARDWARE = "Two cores of an AMD EPYC."
-"""Hardware that a page does not repeat in each section, because docs/tables.md names it."""
+"""Default hardware, which pages do not state in each section, because docs/tables.md names it."""
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """Possible verdicts on a claim, over all comparisons in its table."""
 WORDS = dict(zip(VERDICTS, ("holds", "inconclusive", "does not hold", "not measured"), strict=True))
 MAX_SEEDS = 100
-"""Maximum number of seeds to suggest; beyond it, only a larger federation can decide the claim."""
+"""Maximum number of seeds to suggest; if more are needed, only a larger federation can decide the
+claim."""
 
 
 def read_finished(folder: Path) -> list[TableResult]:
@@ -64,7 +65,7 @@ def read_finished(folder: Path) -> list[TableResult]:
 
 @dataclass(frozen=True)
 class TestedClaim:
-    """Claim of a paper, with the comparisons that test it on one size of a table."""
+    """Claim of a paper, with the comparisons that test the claim at one size of a table."""
 
     result: TableResult
     says: str
@@ -89,10 +90,11 @@ class TestedClaim:
     def seeds_to_decide(self) -> int | None:
         """Number of seeds that would decide the claim if differences and spreads stayed the same.
 
-        A single comparison that points against the claim can refute it. If no comparison does,
-        every comparison within noise must be confirmed. n seeds decide a comparison if |difference|
-        > 2 SE(n), where SE(n) = SE(k) sqrt(k / n) and k is the number of seeds that were run. The
-        result is None if the claim is decided or not measured, or if a difference is zero.
+        A single comparison that points against the claim can refute it. If no comparison points
+        against it, every comparison within noise must be confirmed. n seeds decide a comparison if
+        |difference| > 2 SE(n), where SE(n) = SE(k) sqrt(k / n) and k is the number of seeds that
+        were run. The result is None if the claim is decided or not measured, or if a difference is
+        zero.
         """
         if self.verdict != "not-told-apart":
             return None
@@ -176,7 +178,7 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
 def paper_part(results: Sequence[TableResult]) -> str:
     """Return a section for each table in a paper: numbers, verdicts on claims, and the command.
 
-    The section shows the largest size that was made.
+    The section shows the largest size for which the table was created.
     """
     largest = {result.table: result for result in results}
     return "\n".join(_section(result) for result in largest.values())
@@ -213,7 +215,7 @@ def _places(counts: Counter[str]) -> str:
 
 
 def tables_part(results: Sequence[TableResult]) -> str:
-    """Return a row for each table, with the parts of the paper it shows and its claims by size."""
+    """Return a row for each table: the parts of the paper that it shows, and its claims by size."""
     rows = []
     for name in dict.fromkeys(result.table for result in results):
         table = read_table(name)

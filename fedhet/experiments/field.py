@@ -39,7 +39,7 @@ KINDS = {"personal": ("private", "global", "server"), "common": ("global", "serv
 """Kinds of models, by protocol; the first kind that a method has determines its accuracy."""
 CEILING = "central"
 SHARE = 0.9
-"""Fraction of the accuracy of `CEILING` for which the costs of reaching it are reported."""
+"""Fraction of the accuracy of `CEILING`; the costs of reaching this accuracy are reported."""
 ACCURACIES = ("personal", "worst client", "common", "common, own models")
 EVERYWHERE = "all"
 """Scope of ranks over all architectures."""
@@ -128,7 +128,7 @@ def critical(methods: int, cells: int) -> float:
     return q * math.sqrt(methods * (methods + 1) / (6 * cells))
 
 
-# --- what the runs have measured --------------------------------------------------------------
+# --- measurements from the runs --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class FieldResults:
 
     @property
     def ranked_methods(self) -> list[str]:
-        """Methods to rank, i.e. all except those that need all data in one place."""
+        """Methods to rank, i.e. all methods that do not need all data in one place."""
         return [name for name in self.plan.methods if not find_method(name).spec.simulation_only]
 
     @cached_property
@@ -246,7 +246,7 @@ def _accuracies(run: Run) -> dict[str, Value]:
 
 
 def write_field(results: FieldResults, out: Path) -> Path:
-    """Write field-SIZE.md, .html, and .csv to a directory; return the path of the HTML."""
+    """Write field-SIZE.md, .html, and .csv to a directory; return the HTML file's path."""
     plan = results.plan
     stem = f"{FIELD}-{plan.size}"
     write_text(out / f"{stem}.md", as_markdown(results))
@@ -311,7 +311,7 @@ def matrix(results: FieldResults, measure: str) -> Cells:
 
 
 def every(results: FieldResults) -> Cells:
-    """Return one row per method and cell, with all measurements or the reason for missing ones."""
+    """Return one row per method and cell: all measurements, or the reason why they are missing."""
     cells = results.plan.every
     columns: dict[str, Sequence[Cell]] = {
         "method": [Cell(each.method) for each in cells],

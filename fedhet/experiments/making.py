@@ -60,7 +60,7 @@ class Wanted:
     out: Path
     """Directory of the table; its runs are in the subdirectory `runs`."""
     over: Values
-    """Settings for all runs that override the table's settings."""
+    """Settings that override the table's settings in all runs."""
     jobs: int = 1
     """Number of runs to train in parallel."""
     keep_models: bool = False
@@ -272,7 +272,7 @@ def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[st
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
     """Train or resume a run; return an error message, or "" if it succeeded."""
-    if run.finished:  # Another process may create a table with the same run.
+    if run.finished:  # Another process may have trained the same run.
         return ""
     fault = error_of(run.config, run.directory.resolve(), watchers, report=False)
     if not (fault or keep_models):

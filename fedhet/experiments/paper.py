@@ -68,13 +68,13 @@ Measured = tuple[float | None, float | None]
 
 
 class TableResult(BaseModel, frozen=True, extra="forbid"):
-    """Results of a table at one size, stored in NAME-SIZE.json, which outlives the runs."""
+    """Results of a table at one size, stored in NAME-SIZE.json, so that they outlive the runs."""
 
     table: str
     size: Size
     seeds: list[int] = Field(min_length=1)
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Settings for all runs that override the table's settings."""
+    """Settings that override the table's settings in all runs."""
     runs: int
     finished: int
     """Number of runs that have finished."""
@@ -258,7 +258,7 @@ def _value(path: Path, metric: str) -> float:
 
 
 def write_results(results: Results, out: Path) -> Path:
-    """Write NAME-SIZE.md, .html, .csv and .json to a directory; return the path of the HTML."""
+    """Write NAME-SIZE.md, .html, .csv and .json to a directory; return the HTML file's path."""
     plan, result = results.plan, results.result
     stem = f"{plan.name}-{plan.size}"
     write_text(out / result.file_name, result.to_json())

@@ -1,10 +1,11 @@
 """Declarations of tables in TOML files, and the runs that their cells need.
 
 The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, printed numbers, and
-claims. A cell has one run per seed. The settings of the size are overridden by those of the column,
-the row, and the entry in `places` for both, in this order; each applies its presets first. Cells
-with equal settings share their runs, so rows or columns can show different models from the same
-run. The table of all methods, `field.toml`, combines model architectures with splits of the data.
+claims. A cell has one run per seed. The settings of the size are overridden by the settings of the
+column, the row, and the entry in `places` for this row and column, in this order. Each of them
+applies its presets first. Cells with equal settings share their runs, so rows or columns can show
+different models from the same run. The table of all methods, `field.toml`, combines model
+architectures with splits of the data.
 
 The name of a run's directory is a hash of its settings, so that different tables share runs.
 """
@@ -44,8 +45,8 @@ FIELD = "field"
 """Name of the table of all methods."""
 Size = Literal["tiny", "small", "paper"]
 SIZES: tuple[Size, ...] = get_args(Size)
-"""Sizes: digits in minutes, the paper's federation with small networks, and the paper's
-settings."""
+"""Sizes of a table: the digits dataset in minutes, the paper's federation with small networks, and
+the paper's settings."""
 STATISTICS = ("mean", "std", "tail", "worst")
 DIRECTIONS = ("up", "down")
 RATIOS = ("mean", "best", "worst")
@@ -80,7 +81,7 @@ class _Part(BaseModel):
 
 
 class Change(_Part):
-    """Settings that override earlier settings, from presets first and then individually."""
+    """Settings that override earlier settings: first presets, and then individual settings."""
 
     preset: str = ""
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -107,7 +108,7 @@ class Line(_Part):
     metric: Metric = ""
 
     def changes(self, size: Size) -> list[Change]:
-        """Return the settings for a size; later settings override earlier settings."""
+        """Return the settings at a size; later settings override earlier settings."""
         own: Change | None = getattr(self, size)
         return [self.every, *([own] if own else [])]
 
@@ -120,7 +121,7 @@ class Row(Line):
     """Printed numbers, by column."""
 
     def printed_in(self, column: str) -> tuple[float | None, float | None]:
-        """Return the number that the paper prints in a column, and its spread, or None."""
+        """Return the number printed in a column and its spread, each None if it is missing."""
         printed = self.printed.get(column)
         if isinstance(printed, list):
             return printed[0], printed[1] if len(printed) > 1 else None
@@ -150,7 +151,7 @@ class PaperTable(_Part):
 
     title: str
     source: str
-    """Paper, and table or figure in it."""
+    """Paper, and the table or figure in the paper."""
     metric: Metric
     """Metric of cells whose row and column do not set a metric."""
     unit: Literal["percent", "ratio"] = "percent"
@@ -164,15 +165,15 @@ class PaperTable(_Part):
     claims: list[Claim] = Field(default_factory=list)
 
     def rows_in(self, size: Size) -> list[Row]:
-        """Return the rows that are part of a size."""
+        """Return the rows that the table has at a size."""
         return [row for row in self.rows if size in row.sizes]
 
     def columns_in(self, size: Size) -> list[Line]:
-        """Return the columns that are part of a size."""
+        """Return the columns that the table has at a size."""
         return [column for column in self.columns if size in column.sizes]
 
     def changes(self, row: Row, column: Line, size: Size) -> list[Change]:
-        """Return the settings of a cell for a size; later settings override earlier settings."""
+        """Return the settings of a cell at a size; later settings override earlier settings."""
         found = [self.sizes[size], *column.changes(size), *row.changes(size)]
         for place in self.places:
             if place.name == row.name and column.name in place.columns:
@@ -210,7 +211,7 @@ class Architectures(Line):
     """Pools for methods that cannot train this pool; `name` is the method."""
 
     def of(self, method: str, size: Size) -> list[Change]:
-        """Return the settings of a method for a size; later settings override earlier settings."""
+        """Return the settings of a method at a size; later settings override earlier settings."""
         own = (line for line in self.instead if line.name == method)
         return [*self.changes(size), *(change for line in own for change in line.changes(size))]
 
@@ -224,10 +225,10 @@ class FieldTable(_Part):
     architectures: list[Architectures] = Field(min_length=1)
     splits: list[Line] = Field(min_length=1)
     excluded: list[str] = Field(default_factory=list)
-    """Methods that are not run unless named, because their models are not in this table."""
+    """Methods that run only if the user names them, because their models are not in this table."""
 
     def methods(self) -> list[str]:
-        """Return the names of the methods that are run by default, custom methods included."""
+        """Return the names of the methods that are run by default, including custom methods."""
         return [name for name in all_methods()[0] if name not in self.excluded]
 
 
@@ -257,7 +258,7 @@ def tables_of(word: str) -> list[str]:
 
 
 def paper_of(name: str) -> str:
-    """Return the short name of a table's paper, which is its method."""
+    """Return the short name of a table's paper, which is the name of the paper's method."""
     return next(method for method in shipped_names() if name.startswith(f"{method}-"))
 
 
@@ -353,7 +354,7 @@ class Plan:
         ]
 
     def runs_of(self, rows: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs of rows whose names start with one of `rows`, or of all rows if empty."""
+        """Return the runs of rows whose names start with one of `rows`, or all runs by default."""
         wanted = [cell for cell in self.cells if not rows or cell.row.name.startswith((*rows,))]
         return each_once(run for cell in wanted for run in cell.runs.values())
 
@@ -379,7 +380,7 @@ def plan(
     out: Path,
     over: Mapping[str, object] | None = None,
 ) -> Plan:
-    """Plan a paper's table for a size.
+    """Plan a paper's table at one size.
 
     Args:
         name: Name of the table.
@@ -387,7 +388,7 @@ def plan(
         size: Size, one of `SIZES`.
         seeds: Seeds of each cell.
         out: Directory for the runs.
-        over: Settings for all runs that override the table's settings.
+        over: Settings that override the table's settings in all runs.
 
     Raises:
         SettingsError: If a preset or method does not exist.
@@ -447,7 +448,7 @@ class FieldCell:
 
 @dataclass(frozen=True)
 class FieldPlan:
-    """Plan of the runs for the table of all methods for one size."""
+    """Plan of the runs for the table of all methods at one size."""
 
     table: FieldTable
     size: Size
@@ -481,7 +482,7 @@ def plan_field(
     out: Path,
     over: Mapping[str, object] | None = None,
 ) -> FieldPlan:
-    """Plan the table of all methods for a size, with its runs in the directory `out`.
+    """Plan the table of all methods at one size, with its runs in the directory `out`.
 
     The settings `over` override the table's settings. Raises SettingsError if a method does not
     exist, or if no method supports any cell.

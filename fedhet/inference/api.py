@@ -70,7 +70,7 @@ def run(
 ) -> Result:
     """Train a federation on this machine, like `fedhet run`.
 
-    Arguments override the settings in `config`, which override those in `preset`.
+    Arguments override the settings in `config`, which override the settings in `preset`.
 
     Python objects can replace the names of models, datasets and methods. With the backend "ray",
     such objects must be importable from the top level of a module. With "inline", any object is
@@ -181,8 +181,8 @@ def compare(
         runs: Results, run directories, or directories of runs.
         out: Directory for the HTML report and the figures. By default, nothing is written.
         target: Score for the bytes-to-target column, e.g. an accuracy of 0.7.
-        kind: Kind of model by which runs are ordered, e.g. "private".
-        protocol: Test set by which runs are ordered, "common" or "personal".
+        kind: Kind of model whose score determines the order, e.g. "private".
+        protocol: Test set whose score determines the order, "common" or "personal".
         against: Baseline for the paired differences, as a method or the label of a run.
         metric: Metric to compare; the default is the headline metric of the runs.
 
@@ -291,9 +291,10 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy of the private models in the last evaluation, or NaN if not evaluated.
+        """Mean accuracy of the private models in the last evaluation, or NaN without evaluation.
 
-        The method determines the test set (`headline`). NaN if the task is not classification.
+        The method determines the test set (`headline`). The accuracy is NaN if the task is not
+        classification.
         """
         run = self._run.with_metric(ACCURACY)
         return run.last(run.headline, "private").mean

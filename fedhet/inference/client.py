@@ -112,7 +112,7 @@ class TrainedClient:
     record: ClientRecord
     config: Config
     round: int
-    """Round at the end of which the restored state was saved."""
+    """Round after which the restored state was saved."""
     participations: int
     """Number of rounds in which the client trained."""
     _client: Any
@@ -150,7 +150,7 @@ class TrainedClient:
         return network
 
     def predict(self, x: Tensor, kind: str = "private") -> Predictions | PredictedNumbers:
-        """Predict samples of shape [N, *shape], which `samples_for` has scaled.
+        """Predict the classes or targets of samples [N, *shape], scaled by `samples_for`.
 
         Returns numbers if the task is not classification.
         """
@@ -347,7 +347,7 @@ def _stores(directory: Path) -> Iterator[ClientStore]:
     for path in filter(Path.is_dir, candidates):
         try:
             store = ClientStore(path.parents[1], path.parent.name, path.name)
-        # The directory's name is not a valid name of a run or client.
+        # Skip the directory, because its name is not a valid name of a run or client.
         except (StateError, IndexError):
             continue
         if store.rounds():
@@ -363,7 +363,7 @@ def read_inputs(
     """Read the samples to predict from files, and scale them as in training.
 
     Args:
-        paths: Image or text files or directories of them, a single table, or a single .npz file
+        paths: Image or text files, directories of such files, a single table, or a single .npz file
             with an array `x`.
         record: Record of the client, whose model determines the kind and the shape of samples.
         resize: Whether to resize images of another size; `data.image-size` implies it.

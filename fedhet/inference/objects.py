@@ -48,8 +48,8 @@ def _missing(names: Sequence[str]) -> SettingsError:
 def model_name(model: object, *, inline: bool) -> str:
     """Return the name of a model that is passed by name or as a function.
 
-    Raises SettingsError if it is another object, or if it is a function that workers cannot import
-    and the run is not `inline`.
+    Raises SettingsError if `model` is another object, or if it is a function that workers cannot
+    import and the run is not `inline`.
     """
     if isinstance(model, str):
         return model

@@ -72,7 +72,7 @@ def signals(x: Array, where: Path | str) -> Array:
 
 @dataclass(frozen=True)
 class Kind:
-    """Sample kind, with all attributes and functions that depend on it."""
+    """Sample kind, with all attributes and functions that depend on the kind."""
 
     name: str
     """Name of the kind, a value of `data.sample-kind`."""
@@ -103,7 +103,7 @@ class Kind:
     side: Callable[[Shape], int] = min
     """Function that returns the size in a shape to compare with a model's minimum size."""
     minimum: str = ""
-    """Description of a minimum size, written as `{}`, for messages."""
+    """Description of a minimum size for messages, in which `{}` stands for the size."""
     checked: Callable[[Array, Path | str], Array] = images_or_rows
     """Function from an array and a prefix for messages to samples [N, ...]. Raises DataError if the
     array is invalid."""
@@ -247,7 +247,7 @@ def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:
 def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
     """Return the augmentation for a value of `training.augment`, or None for "none".
 
-    Raises DataError if it does not support samples of this kind and shape.
+    Raises DataError if the augmentation does not support samples of this kind and shape.
     """
     if name == "none":
         return None
@@ -259,7 +259,7 @@ def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
 
 
 def check_changeable(kind: Kind, shape: Shape, what: str) -> None:
-    """Check that samples can be augmented. Raises DataError, prefixed with `what`, if not."""
+    """Check that samples can be augmented. Raises DataError, prefixed with `what`, otherwise."""
     if not (kind.changeable and kind.is_changeable(shape)):
         supported = " or ".join(filter(None, (k.changeable for k in KINDS.values())))
         _raise_unsupported(what, kind.changeable or supported, kind, shape)

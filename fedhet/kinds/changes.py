@@ -1,8 +1,8 @@
 """Random augmentation of images and texts, drawn independently for each sample.
 
 Images [N, C, H, W] are float32 in [-1, 1]; texts [N, L] are int64, padded with PADDING. All random
-numbers come from a CPU generator seeded by the caller. Only RandAugment imports torchvision, whose
-import takes as long as that of PyTorch.
+numbers come from a CPU generator seeded by the caller. Only RandAugment imports torchvision,
+because the import takes as long as PyTorch's.
 
 RandAugment: Cubuk et al., Practical Automated Data Augmentation with a Reduced Search Space, 2020.
 Token deletion: Wei and Zou, EDA: Easy Data Augmentation, 2019. Token shuffling: Lample et al.,
@@ -68,8 +68,8 @@ def rand_augment(x: Tensor, generator: Generator) -> Tensor:
 def erase(x: Tensor, generator: Generator) -> Tensor:
     """Blacken a rectangle in each image, with 2 to 20 % of its area and aspect ratio 0.3 to 3.3.
 
-    Zhong et al., Random Erasing Data Augmentation, 2020. The ranges are those in torchvision,
-    except for the maximum area, which is a third there.
+    Zhong et al., Random Erasing Data Augmentation, 2020. The ranges are from torchvision, except
+    for the maximum area, which is a third in torchvision.
     """
     count, _, height, width = x.shape
     area, ratio, down, right = torch.rand(4, count, generator=generator)
@@ -129,8 +129,8 @@ def random_operation(x: Tensor, generator: Generator) -> Tensor:
 def operations() -> tuple[Callable[[Tensor], Tensor], ...]:
     """Return the RandAugment operations on images in [0, 1], with torchvision's ranges.
 
-    The directed operations come first in the positive direction, and last in the negative
-    direction.
+    The result starts with the directed operations in the positive direction, and ends with these
+    operations in the negative direction.
     """
     from torchvision.transforms.v2 import functional as V
 
@@ -192,7 +192,7 @@ CHANGES: Mapping[str, Mapping[str, Change]] = MappingProxyType(
             "crop-flip": compose(flip, shift),
             "randaugment": compose(flip, shift, rand_augment),
             "weak": weak,
-            "strong": compose(weak, rand_augment, erase),  # as in FixMatch
+            "strong": compose(weak, rand_augment, erase),  # Same as in FixMatch.
         },
         "text": {
             "tokens": lambda x, generator: shuffle_tokens(

@@ -209,7 +209,7 @@ def compute_for(settings: ComputeSettings) -> Compute:
         )
     if precision == "auto":
         # On CPUs, bfloat16 is faster with AMX; with AVX-512 alone, some methods gain nothing
-        # (docs/performance.md). PyTorch 2.11 may lack the function.
+        # (docs/performance.md). PyTorch 2.11 may lack this function.
         capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
         on_gpu, on_cpu = device.type == "cuda", device.type == "cpu"
         is_faster = (
@@ -217,12 +217,11 @@ def compute_for(settings: ComputeSettings) -> Compute:
         )
         precision = "bfloat16" if is_faster else "float32"
     if device.type == "cuda" and settings.deterministic:
-        # PyTorch warns about operations without a deterministic algorithm, for example in a
-        # custom model.
-        # cuBLAS requires this variable.
+        # Only warn about operations without a deterministic algorithm, e.g. in a custom model.
+        # Deterministic algorithms in cuBLAS require the environment variable.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # only to find errors
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # only for debugging
         torch.backends.cudnn.benchmark = False
     if settings.compile:
         gpu, compiler = device.type == "cuda", os.environ.get("CXX", "g++")

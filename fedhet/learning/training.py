@@ -24,13 +24,14 @@ from fedhet.settings.run import TrainingSettings
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
 """Function from a batch x [N, ...], y [N] to its mean loss, a scalar with gradient."""
 Penalty = Callable[[], Tensor | float]
-"""Function that returns a loss term of the weights alone: a scalar with gradient, or 0.0."""
+"""Function that returns a loss term that depends only on the weights: a scalar with gradient, or
+0.0."""
 Augment = Callable[[Tensor], Tensor]
 """Function that randomly augments images [N, C, H, W] or tokens [N, L]."""
 
 
 class SupervisedLoss(nn.Module):
-    """Loss of a network on labeled samples, given the loss of its task.
+    """Loss of a network on labeled samples, as defined by its task.
 
     A loss can be compiled if it is a module with the trained networks as submodules.
     """
@@ -100,7 +101,7 @@ class Optimization:
         return batches(samples, batch_size, generator, device)
 
     def step(self, loss: Tensor | None, penalty: Tensor | float = 0.0) -> None:
-        """Take one optimizer step on `loss + penalty`, or none if `loss` is None (empty batch)."""
+        """Take an optimizer step on `loss + penalty`, unless `loss` is None (empty batch)."""
         if loss is None:
             return
         loss = loss + penalty if isinstance(penalty, Tensor) else loss
@@ -231,7 +232,7 @@ def train_epochs(
         after_batch: Called after the steps on each batch.
         before_epoch: Called with the number of each epoch, from 0.
         augment: Function that augments the samples in each batch.
-        penalty: Function that returns a loss term of the weights alone.
+        penalty: Function that returns a loss term that depends only on the weights.
     """
     loss_of = compute.compiled(loss_of) if optimizing.compiles else loss_of
     mean = math.nan
@@ -324,7 +325,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Keep batch norms from updating their running statistics in training mode."""
+    """Prevent batch norms from updating their running statistics in training mode."""
     norms: list[Any] = [m for m in model.modules() if getattr(m, "track_running_stats", False)]
     for norm in norms:
         norm.track_running_stats = False

@@ -9,7 +9,7 @@ from fedhet.methods.spec import Protection
 
 
 class FedBnSettings(fedavg.FedAvgSettings):
-    """Settings of FedBN, which adds none to FedAvg."""
+    """Settings of FedBN, which are the same as FedAvg's."""
 
     part: ClassVar[Part] = "all-but-norms"
 

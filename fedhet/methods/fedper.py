@@ -8,7 +8,7 @@ from fedhet.methods import fedavg
 
 
 class FedPerSettings(fedavg.FedAvgSettings):
-    """Settings of FedPer, which adds none to FedAvg."""
+    """Settings of FedPer, which are the same as FedAvg's."""
 
     part: ClassVar[Part] = "extractor"
 

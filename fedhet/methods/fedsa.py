@@ -8,7 +8,7 @@ from fedhet.methods import fedavg
 
 
 class FedSaSettings(fedavg.FedAvgSettings):
-    """Settings of FedSA-LoRA, which adds none to FedAvg."""
+    """Settings of FedSA-LoRA, which are the same as FedAvg's."""
 
     part: ClassVar[Part] = "lora-a"
 

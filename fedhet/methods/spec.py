@@ -68,7 +68,7 @@ def model_shapes(
 
 @dataclass(frozen=True)
 class Passes:
-    """Number of passes over a client's samples: `epochs` in each of `rounds`, by `batch_size`."""
+    """Passes over a client's samples: `epochs` in each of `rounds`, in batches of `batch_size`."""
 
     rounds: int
     batch_size: int
@@ -113,7 +113,7 @@ PUBLIC_PREDICTIONS = Protection("DP-SGD; predictions on public data are post-pro
 
 @dataclass(frozen=True)
 class Sums:
-    """Support of a method for secure aggregation, with which the server only receives sums."""
+    """A method's support for secure aggregation, which reveals only sums to the server."""
 
     lanes: tuple[Sum, ...] = ()
     """Sums of the fields of the replies, without scalars. Fields in no sum are not sent."""
@@ -139,8 +139,8 @@ SUM_OF_WEIGHTS = Sums((Sum(("weights",)),))
 class MethodSpec:
     """Declaration of a method.
 
-    A strategy's class attribute `spec` refers to it. Only `title`, `paper` and `headline` are
-    required.
+    A strategy's class attribute `spec` refers to its declaration. Only `title`, `paper` and
+    `headline` are required.
 
     Example:
         >>> spec = MethodSpec(
@@ -186,7 +186,8 @@ class MethodSpec:
     submodels: bool = False
     """Whether the clients train submodels of one architecture, the only one in the pool."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Default client model by kind of data; other kinds of data use their own default pool."""
+    """Default client model by kind of data; kinds of data without an entry use their default
+    pool."""
     check_model: Callable[[Any, ClientInfo], None] = accept_model
     """Called with the method's settings and a client. Raises SettingsError if the method cannot use
     the client's model."""
@@ -254,8 +255,8 @@ class MethodSpec:
     def offered_kind(self) -> str:
         """Kind of model offered to clients that have never trained, or "" if none is suitable.
 
-        Only a global model is suitable. A method without one sends knowledge that a new client
-        would have to train on first.
+        Only a global model is suitable. A method without a global model sends knowledge that a new
+        client would have to train on first.
         """
         return "global" if "global" in self.kinds else ""
 

@@ -63,7 +63,7 @@ def check_dropout(settings: UmPfsslSettings, client: ClientInfo) -> None:
 
     Raises SettingsError if the client's model has no dropout.
     """
-    from fedhet import models  # import lazily, because both import PyTorch
+    from fedhet import models  # Import lazily, because these modules import PyTorch.
     from fedhet.algorithms.uncertainty import has_dropout
 
     model = models.build(client.model, client.shape, client.classes, seed=0, kind=client.kind)

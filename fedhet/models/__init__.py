@@ -83,14 +83,15 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in vision.DRAWN})
-"""Names in a pool for which each client draws a model."""
+"""Pool names that stand for several models, of which each client draws one."""
 EXTERNAL = (
     (is_user_model, import_user_model, assemble_user_model),
     (is_adapted, check_adapted, assemble_adapted),
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
-"""Functions for custom and library models: (matches name, checks name, builds model)."""
+"""Functions for each family of custom or library models, which match a name, check it, and build
+the model."""
 NO_SAMPLE_GRADIENTS = frozenset(
     {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
 )
@@ -189,7 +190,7 @@ def _with_group_norms(
     network = extractor(shape, **options)
     for part in list(network.modules()):
         if getattr(part, "inplace", False):
-            setattr(part, "inplace", False)  # noqa: B010  hooks need unmodified outputs
+            setattr(part, "inplace", False)  # noqa: B010  Hooks need unmodified outputs.
         for name, child in part.named_children():
             if isinstance(child, _BatchNorm):
                 channels = child.num_features
@@ -309,7 +310,7 @@ def shapes(
     kind: str = "",
     part: Part = "all",
 ) -> Shapes:
-    """Return the shape and NumPy dtype name of each tensor in part of a model's state dict.
+    """Return the shape and NumPy dtype name of each tensor in a part of a model's state dict.
 
     This does not allocate registered models, but builds and discards custom models. Results are
     cached.

@@ -88,7 +88,7 @@ def base_of(name: str) -> str:
 
 
 def without_rank(name: str) -> str:
-    """Return a model's name without the rank, which models that differ only in rank share."""
+    """Return a model's name without the rank; models that differ only in rank share it."""
     found = AdapterName.of(name)
     return f"encoder-{found.layers}-lora-scale{found.scale:g}:{found.base}" if found else name
 
@@ -138,7 +138,7 @@ class ImageReader:
     def check(self, model: str, shape: Shape, kind: Kind | None) -> None:
         """Check the sample shape.
 
-        Raises ModelError unless it is an image shape the model supports.
+        Raises ModelError unless it is an image shape that the model supports.
         """
         if kind not in (None, IMAGE) or not IMAGE.fits(shape):
             raise ModelError(f"model '{model}': expected {IMAGE.wanted}, got shape {shape}")
@@ -166,7 +166,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base_layer, self.scale = base_layer, scale
         columns, rows = base_layer.in_features, base_layer.out_features
-        with torch.device("meta"):  # Draw nothing from PyTorch's generator.
+        with torch.device("meta"):  # Avoid draws from PyTorch's generator.
             self.lora_A = nn.Linear(columns, rank, bias=False)
             self.lora_B = nn.Linear(rank, rows, bias=False)
         bound = columns**-0.5
@@ -182,7 +182,7 @@ class LoraLinear(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Frozen base model with trained adapters, of which only the adapters are registered.
+    """Trained adapters and their frozen base model, which is not registered as a submodule.
 
     Example:
         The adapter of the layer `encoder.layer.0.attention.self.query` has the state-dict names
@@ -192,7 +192,7 @@ class Adapted(nn.Module):
     def __init__(
         self, name: AdapterName, width: int, features: Callable[[nn.Module, Tensor], Tensor]
     ) -> None:
-        """Add adapters to a base model, whose `features` [N, D] have a width D of `width`."""
+        """Add adapters to a base model; `features` computes its features [N, `width`]."""
         super().__init__()
         self.name, self._width, self._features = name, width, features
         self.folder = encoder_directory(name.base)
@@ -204,7 +204,7 @@ class Adapted(nn.Module):
                 f"base model {name.base!r}: found no linear layer named {names}, which adapters "
                 "need. Use another base model."
             )
-        # Use one draw for all ranks, so that the head is the same.
+        # Make the same number of draws for all ranks, so that the head does not depend on the rank.
         seed = int(torch.randint(2**62, ()))
         for path, layer in layers.items():
             draws = torch_generator(seed, "adapter", path)
@@ -212,7 +212,7 @@ class Adapted(nn.Module):
             network.set_submodule(path, adapted)
             _add_nested(self, f"{path}.lora_A", adapted.lora_A)
             _add_nested(self, f"{path}.lora_B", adapted.lora_B)
-        self._hidden = (network,)  # Store it in a tuple, because a module would be registered.
+        self._hidden = (network,)  # A tuple prevents registration as a submodule.
         self._bound: tuple[torch.device, torch.dtype] | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def to_host_arrays(tensors: Mapping[str, Tensor]) -> dict[str, Array]:
 def load_weights(model: Model, weights: Arrays) -> Model:
     """Load `weights` into the state dict of `model`, on any device, and return `model`."""
     state = {
-        # This copies only read-only arrays.
+        # `np.require` copies only read-only arrays.
         name: torch.from_numpy(np.require(value, requirements="W"))
         for name, value in weights.items()
     }

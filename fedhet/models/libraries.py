@@ -192,7 +192,7 @@ def assemble_timm(
     try:
         try:
             network: nn.Module = create_model(timm_name, img_size=shape[1:], **options)
-        except TypeError:  # Convolutional networks support any image size.
+        except TypeError:  # Convolutional networks do not have the option `img_size`.
             network = create_model(timm_name, **options)
         features = output_shape(network, shape)
     except Exception as error:  # timm networks raise many exception types.
@@ -278,7 +278,7 @@ class TextEncoder(nn.Module):
         """Return the features [N, D] that `network` computes from tokens [N, L]."""
         x = trim_padding(x)
         mask = token_mask(x)
-        # `fedhet.data.texts` swapped the padding token of the encoder with PADDING.
+        # Undo the swap of the encoder's padding token and PADDING in `fedhet.data.texts`.
         ids = torch.where(x == PADDING, self.padding, x.where(x != self.padding, PADDING))
         states = network(input_ids=ids, attention_mask=mask.long()).last_hidden_state
         return last_vector(states, mask) if self.last else masked_mean(states, mask)
@@ -317,4 +317,4 @@ def _encoder(name: str) -> nn.Module:
         raise ModelError(
             f"encoder {name!r}: {directory} cannot be loaded ({error_reason(error)})"
         ) from error
-    return network.float()  # The file may be in half precision, in which models are not trained.
+    return network.float()  # The file may be in half precision, but training needs float32.

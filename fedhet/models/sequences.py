@@ -1,4 +1,4 @@
-"""Small networks from signals [N, C, T], texts [N, L], and tables [N, F] to features [N, D].
+"""Small networks that map signals [N, C, T], texts [N, L], or tables [N, F] to features [N, D].
 
 Token 0 is padding. Batches are trimmed to their longest text. The features of a text do not depend
 on padding: its embeddings are zero and are excluded from means, maxima, and attention. A text
@@ -115,7 +115,7 @@ KERNELS = (3, 4, 5)
 
 
 def trim_padding(x: Tensor) -> Tensor:
-    """Remove trailing columns of tokens [N, L] in which all texts have padding.
+    """Remove trailing columns of tokens [N, L] that contain only padding.
 
     During export, these columns are kept, because shapes must not depend on values.
     """
@@ -320,7 +320,8 @@ TEXTS = (
     ),
 )
 FIXED_WIDTH = ("ft-transformer", "signal-gru", "text-gru", "text-lstm", "text-transformer")
-"""Models without other widths. For example, the leading channels of LSTM gates are not a model."""
+"""Models that do not support other widths. For example, the leading channels of an LSTM's gates do
+not form a smaller LSTM."""
 MODELS = tuple(
     ModelInfo(name, kind.name, line, source, side, build, name not in FIXED_WIDTH, kind)
     for kind, side, models in ((TABLE, None, TABLES), (SIGNAL, 8, SIGNALS), (TEXT, None, TEXTS))

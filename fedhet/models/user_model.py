@@ -127,7 +127,7 @@ def is_classifier(result: object) -> bool:
 
 
 def no_gradients(name: str) -> str:
-    """Return the message for a model without gradients in a gradient-based method."""
+    """Return the error message for a model without gradients in a gradient-based method."""
     return f"model '{name}': gradients unsupported, but required by this method"
 
 
@@ -154,7 +154,7 @@ def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None
 
 
 def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) -> str:
-    """Return why an entry in a state dict cannot be sent or saved, or "" if it can.
+    """Return the reason why an entry in a state dict cannot be sent or saved, or "".
 
     `trained_types` contains the supported types of a trained parameter; it is () for a buffer.
     """

@@ -1,9 +1,9 @@
 """Networks for images, and multilayer perceptrons for samples of any shape.
 
-The networks are small networks (CNNs, LeNet-5, ResNet-9), FedGEMS' bottleneck ResNets,
+The module contains small networks (CNNs, LeNet-5, ResNet-9), FedGEMS' bottleneck ResNets,
 MobileNet-V1, and torchvision networks without pretrained weights. The extractor is the network
-without its last linear layer, including dropout. torchvision is imported lazily, because every
-message of a deployed run starts a process.
+without its last linear layer, including dropout. torchvision is imported lazily, because a deployed
+run starts a process for every message.
 
 Networks in torchvision downsample a 224-pixel image by 4 before the first stage and by 32 overall,
 which is too much for an 8-pixel image. Here, small images (with a side below 64) are downsampled by
@@ -52,7 +52,7 @@ def cnn(
         features: Width of the linear layer.
         dropout: Dropout rate after the last two batch norms and the linear layer, as in the
             ResNet-9 of UM-pFSSL (section VI-A).
-        width: Fraction of all channels, rounded up.
+        width: Factor for all numbers of channels, which are rounded up.
     """
     *widths, features = (scale_channels(channels, width) for channels in (*widths, features))
     inputs, divisor = (shape[0], *widths[:-1]), 2 ** sum(pools)
@@ -69,7 +69,7 @@ def cnn(
 def mlp(shape: Shape, widths: Sequence[int], dropout: float = 0.0, width: float = 1.0) -> nn.Module:
     """Build a multilayer perceptron with ReLU: [N, *shape] -> [N, widths[-1]].
 
-    Dropout follows each hidden layer. `width` is the fraction of all units, rounded up.
+    Dropout follows each hidden layer. `width` scales all numbers of units, rounded up.
     """
     widths = [scale_channels(units, width) for units in widths]
     layers: list[nn.Module] = [nn.Flatten()]
@@ -166,8 +166,8 @@ def vision_resnet(
 ) -> nn.Module:
     """Build a torchvision ResNet without its head: [N, C, H, W] -> [N, 512 or 2048].
 
-    For small images, the first convolution is 3x3 with stride 1, without max-pooling. `width` is
-    the fraction of all channels, rounded up.
+    For small images, the first convolution is 3x3 with stride 1, without max-pooling. `width`
+    scales all numbers of channels, rounded up.
     """
     from torchvision.models import resnet
 

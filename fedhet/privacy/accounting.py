@@ -191,7 +191,7 @@ def _min_noise(releases: Callable[[float], list[Release]], epsilon: float, delta
 
 @contextlib.contextmanager
 def root_handlers_kept() -> Iterator[None]:
-    """Remove handlers that the block, like Opacus and absl, adds to Python's root logger."""
+    """Remove handlers that the block adds to Python's root logger, as Opacus and absl do."""
     handlers = list(logging.root.handlers)
     try:
         yield

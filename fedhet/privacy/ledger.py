@@ -152,7 +152,7 @@ class Ledger:
             yield entries, append
         finally:
             os.close(file)
-        with self._folder.opened() as directory:  # The file may be new.
+        with self._folder.opened() as directory:  # Sync the directory, because the file may be new.
             os.fsync(directory)
 
 

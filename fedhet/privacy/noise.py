@@ -65,7 +65,7 @@ class SecretNoise:
         root = math.sqrt(len(flat))
         grid = 2.0 ** math.floor(math.log2(norm / (GRID * root)))
         width = noise * (norm / grid + root)  # The values are now in units of the grid.
-        # MPS has no float64.
+        # MPS does not support float64.
         device = flat.device if flat.device.type in ("cpu", "cuda") else torch.device("cpu")
         for part in torch.split(flat, HOST_PART if device.type == "cpu" else DEVICE_PART):
             drawn = self._gaussians(len(part), device).mul_(width).round_()
@@ -107,7 +107,8 @@ class SecretNoise:
 
     def _bits(self, count: int) -> Tensor:
         """Return the next bits of the stream as uniform integers [count], int64."""
-        # The cipher requires 15 bytes of buffer (a block less a byte) in addition to its output.
+        # The cipher requires 15 bytes of buffer (one byte less than a block) in addition to its
+        # output.
         buffer = bytearray(8 * count + 15)
         self._stream.update_into(bytes(8 * count), buffer)
         return torch.frombuffer(buffer, dtype=torch.int64, count=count)

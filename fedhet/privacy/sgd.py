@@ -40,7 +40,7 @@ class PrivateOptimization(Optimization):
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
     ) -> Iterator[Tensor]:
-        """Yield the row indices of the Poisson samples of an epoch, some of which may be empty."""
+        """Yield the row indices of each Poisson sample in an epoch; a sample may be empty."""
         rate = min(1.0, batch_size / samples)
         for _ in range(-(-samples // batch_size)):
             yield self._secret.sample(samples, rate).to(device)
@@ -114,7 +114,7 @@ def dp_sgd(
         check_supports_dp(model, kind, shape)
     hooks = [_opacus().grad_sample.GradSampleHooks(model, strict=False) for model in hooked]
     try:
-        # PyTorch warns because the input of a model's first layer has no gradient.
+        # Ignore PyTorch's warning that the input of a model's first layer has no gradient.
         warnings.filterwarnings("ignore", "Full backward hook is firing")
         yield PrivateOptimization(plain, noise, norm, batch_size)
     finally:
@@ -133,7 +133,7 @@ def check_supports_dp(
     errors = _opacus().validators.ModuleValidator.validate(model, strict=False)
     fault = str(errors[0]) if errors else ""
     if not fault and shape is not None and isinstance(model, HetModel):
-        # The same classes with the same arguments compute the same function.
+        # Modules of the same class with the same arguments compute the same function.
         layout = tuple(each.is_contiguous() for each in model.parameters())
         key = (str(model), tuple(map(type, model.modules())), layout, kind, tuple(shape))
         if key not in _TESTED:
@@ -184,7 +184,7 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
                 fault = _dependence_on_random_inputs(
                     tested, kind, shape, secret, torch.float32, tolerance
                 )
-            except Exception as error:  # An example is batch normalization of a single sample.
+            except Exception as error:  # For example, batch norms reject a single sample.
                 fault = f"it fails on random samples ({type(error).__name__})"
         pairs = zip(buffers, tested.buffers(), strict=True)
         if not fault and any(_differ(before, after, tolerance) for before, after in pairs):

@@ -123,7 +123,7 @@ class Group:
 
 
 def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
-    """Return the mean and sample standard deviation of curves, for rounds that all have.
+    """Return the mean and sample standard deviation of curves, for the rounds in all curves.
 
     The standard deviation of a single curve is NaN.
     """
@@ -202,7 +202,7 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
     """Label each row with its method and the settings that vary among the method's rows.
 
     A setting's name is shortened to its last part if that is unique, and paths are shortened to
-    file names if those are still distinct.
+    file names if the file names are still distinct.
     """
 
     def file_names(values: pd.Series[str]) -> pd.Series[str]:
@@ -229,7 +229,7 @@ def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Paired differences between the scores of two groups, over the seeds that both have.
+    """Paired differences between the scores of two groups, over their shared seeds.
 
     With fewer than two shared seeds, the mean and the standard error are NaN.
     """
@@ -241,7 +241,7 @@ class Difference:
 
     @classmethod
     def of(cls, scores: pd.Series, baseline: pd.Series) -> Difference:
-        """Compute scores - baseline, both indexed by seed."""
+        """Compute `scores` minus `baseline`; both series are indexed by seed."""
         differences = (scores - baseline).dropna().sort_index().round(DIGITS)
         per_seed = {int(seed): float(value) for seed, value in differences.items()}
         if len(differences) < 2:
@@ -310,7 +310,7 @@ class Comparison:
 
     @property
     def headline(self) -> Column:
-        """Protocol and kind by which the groups are ordered."""
+        """Protocol and kind of the score that determines the order of the groups."""
         return self.columns[0]
 
     def to_target(self, group: Group, cost: str) -> Spread:
@@ -366,7 +366,7 @@ def compare(
         target: Score for which to report the bytes needed to reach it, as a fraction, or as a
             percentage if above 1. The default is 90 % of the lowest last score, which all runs
             reach.
-        kind: Kind of models by whose score the groups are ordered; the default is `private`.
+        kind: Kind of models whose score determines the groups' order; the default is `private`.
         protocol: Test set for this score; the default is the headline protocol of most runs.
         figures: Comma-separated method metrics to plot over rounds.
         against: Baseline for the paired differences; see `pair_groups`.
@@ -593,8 +593,8 @@ def p_value(differences: Sequence[float], test: str) -> float:
     """Return the two-sided p-value of the hypothesis that the differences are centered at 0.
 
     Returns NaN if it cannot be computed. The t-test assumes a normal distribution, and the Wilcoxon
-    signed-rank test assumes a symmetric distribution. With n seeds, the p-value of the latter is at
-    least 2^(1-n), i.e. 0.25 for three seeds and 0.0625 for five seeds.
+    signed-rank test assumes a symmetric distribution. With n seeds, the p-value of the Wilcoxon
+    test is at least 2^(1-n), i.e. 0.25 for three seeds and 0.0625 for five seeds.
     """
     from scipy import stats
 

@@ -142,7 +142,7 @@ def _time(run: Run) -> Drawing:
     """Draw the time by stage, with a bar for the full run and a bar for each round.
 
     If clients train at the same time, the sum of their times exceeds the wall time. The axis label
-    therefore states both.
+    therefore states both times.
     """
 
     def draw(figure: Figure) -> None:
@@ -333,7 +333,7 @@ def _labels(run: Run) -> Drawing | None:
 
 
 def _set_names(ax: Axes, axis: str, names: Sequence[str]) -> None:
-    """Label the ticks on an axis, or every n-th tick if there are many."""
+    """Label the ticks on an axis, or every n-th tick if there are many names."""
     max_ticks = MAX_NAMED if axis == "y" else 12 if max(map(len, names)) > 3 else 20
     ticks = range(0, len(names), math.ceil(len(names) / max_ticks))
     shown = [style.short(names[tick]) for tick in ticks]

@@ -161,7 +161,7 @@ def _sparkline(
     NaN values are gaps in the curve. `chart` describes the curve for tooltips (see `style.Canvas`).
     """
 
-    # Scale the values to [0, 1]; they are not all equal.
+    # Scale the values to [0, 1]; the range is positive, because the values are not all equal.
     def scaled(values: pd.Series) -> pd.Series:
         return (values - values.min()) / (values.max() - values.min())
 

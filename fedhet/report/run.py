@@ -57,7 +57,7 @@ STAGES = ("train", "evaluate", "server", "overhead")
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a run, whose score methods return one metric, by default the headline metric."""
+    """Results of a run; all scores are for one metric, by default the headline metric."""
 
     path: Path
     settings: Mapping[str, object]
@@ -87,7 +87,7 @@ class Run:
 
     def title_of(self, metric: str) -> str:
         """Return the title of a method's metric."""
-        is_shipped = self.method in shipped_names()  # do not import a user's method
+        is_shipped = self.method in shipped_names()  # Do not import a user's method.
         return metric_title(metric, find_method(self.method).spec.metrics if is_shipped else {})
 
     @property
@@ -141,7 +141,7 @@ class Run:
 
     @cached_property
     def extra_metrics(self) -> tuple[tuple[str, Run], ...]:
-        """Titles of the displayed metrics other than the headline, each with the run for it."""
+        """Displayed metrics other than the headline metric: title, and run with its scores."""
         shown = filter(is_shown, self.metrics)
         return tuple((metric_of(name).title, self.with_metric(name)) for name in shown)
 
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
-        """Protocol and last ratios to local training, for the headline protocol if possible."""
+        """Protocol (preferably the headline protocol), and last ratios to local accuracy."""
         ratios = self.last_evaluated.relative if self.last_evaluated else {}
         return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
@@ -183,7 +183,7 @@ class Run:
         return self.last_evaluated.majority.get(protocol, {})
 
     def last(self, protocol: str, kind: str) -> Score:
-        """Return the scores in the last round, or an empty score if it was not evaluated."""
+        """Return the scores in the last round, or an empty score if the round was not evaluated."""
         return self.scores.get(protocol, {}).get(kind, Score())
 
     def tail(self, protocol: str, kind: str) -> Tail:
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def baseline_column(self) -> tuple[str, str] | None:
-        """Protocol and kind of the baseline models with which the headline is compared."""
+        """Protocol and kind of the baseline's models to compare with the headline score."""
         if self.baseline is None or not self.columns:
             return None
         (protocol, kind), available = self.columns[0], self.baseline.columns
@@ -270,7 +270,7 @@ class Run:
 
     @cached_property
     def totals(self) -> pd.Series:
-        """Total bytes and wall-clock seconds of the run, in total and by stage.
+        """Bytes and wall-clock seconds of the run, in total and by stage.
 
         `start` is the part of `seconds` before the first round, or NaN if unknown. `clock` and
         `epsilon` are the values in the last round. `seconds_a_round` is the mean over rounds.

@@ -74,7 +74,7 @@ PAPER_RC: Any = {
     "axes.labelcolor": "000000", "text.color": "000000",
     "xtick.labelcolor": "000000", "ytick.labelcolor": "000000",
 }  # fmt: skip
-"""Style overrides for papers, in which text has 8 points in print."""
+"""Style overrides for papers, in which printed text has a size of 8 points."""
 LEGEND_CHARS = 72
 """Number of characters per legend line above an Axes object of size WIDTH."""
 INK, MUTED = RC["text.color"], RC["axes.labelcolor"]
@@ -223,7 +223,7 @@ class Drawing:
         """Write the figure as PNG and SVG, and return the path of the PNG file."""
         with _styled(self) as figure:
             for artist in figure.findobj():
-                artist.set_gid(None)  # Ids must be unique in a file, but artists share series.
+                artist.set_gid(None)  # Ids must be unique, but artists may share a series.
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
             # Keep the layout, because computing it takes half of the time.
             figure.set_layout_engine("none")
@@ -358,7 +358,7 @@ def over_rounds(
     text: Callable[[float], str] = "{:.4g}".format,
     margin: float = 0.0,
 ) -> None:
-    """Configure the axes of a plot over rounds; `note` is added to the label of the rounds."""
+    """Configure the axes of a plot over rounds; `note` is added to the label of the x-axis."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
     low, high = min(rounds), max(rounds)
@@ -442,7 +442,7 @@ def shade(
 
 
 def short(name: str, width: int = 16) -> str:
-    """Shorten a name in the middle to at most `width` characters, as names differ at the end."""
+    """Shorten a name in the middle to at most `width` characters; names often differ at the end."""
     name = printable(name)
     tail = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[-tail:]}"

@@ -30,9 +30,9 @@ MAX_NAMED = 3
 """Maximum number of models named in a sentence."""
 MAX_ROWS, ENDS = 30, 5
 """Maximum number of clients to list on the terminal, and the number of best and of worst clients to
-show if there are more."""
+show if the run has more clients."""
 MIN_TEXT = 14
-"""Minimum width to which a text column may be shrunk."""
+"""Minimum width of a text column that is shrunk."""
 
 SPECIAL = str.maketrans(
     {
@@ -137,7 +137,7 @@ def _number(value: float) -> Cell:
 
 
 def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> Cell:
-    """Format a mean, with the number of runs in it unless it includes all `runs`."""
+    """Format a mean; if it includes fewer than `runs` runs, also state their number."""
     count = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
     return Cell(shown(spread.mean) + count, spread.mean)
 
@@ -328,7 +328,7 @@ class Blocks:
             yield Text(self.caption, style="table.caption")
 
     def _table(self, columns: Sequence[int], width: int) -> Table:
-        """Build a table with the given columns; text columns may wrap, numbers are right-aligned.
+        """Build a table of the given columns; text columns may wrap, and numbers are right-aligned.
 
         The width of text columns is fixed, because Rich might otherwise shrink them to nothing.
         Together, they use at most half of `width`.
@@ -402,7 +402,7 @@ def final_table(run: Run) -> Blocks:
 
 
 def metric_table(run: Run) -> Blocks | None:
-    """Build the terminal table of the other metrics, or return None if there are none."""
+    """Build the terminal table of metrics other than the headline, or return None without any."""
     rows = [
         (title, column, view.last(*column), view.tail(*column).mean)
         for title, view in run.extra_metrics

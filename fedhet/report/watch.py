@@ -98,7 +98,7 @@ class Pages:
         return render("runs.html", title=title, runs=rows), "text/html"
 
     def _runs(self) -> dict[str, Path]:
-        """Return the current runs by displayed name."""
+        """Return the current runs by display name."""
         if self.single:
             return {path_text(Path(self._folder.resolve().name)): self._folder}
         return {path_text(path.relative_to(self._folder)): path for path in find_runs(self._folder)}

@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BASELINE = "baseline"
-"""Subdirectory for the baseline run with which a run is compared."""
+"""Subdirectory for a run's baseline run."""
 MAX_ADDED_PARTS = 20
-"""Maximum number of parts in a parsed record that its line may omit because they have defaults."""
+"""Maximum number of JSON values that a parsed record has in addition to its line, due to
+defaults."""
 LOCK = "run.lock"
 """Name of the file that a run's process locks."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
-"""Seconds to wait after each failed attempt to lock, because a status query locks the file
+"""Seconds to wait after each failed attempt to lock the file, because a status query locks it
 briefly."""
 MODEL_DIRECTORIES = ("state", "checkpoints", "inbox", "late", "pool")
 """Subdirectories with models or replies, which use most of a run's disk space."""
@@ -134,7 +135,7 @@ def read_if_exists(path: Path, schema: type[T]) -> T | None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert errors from reading `path` in the block to a StateError with its path."""
+    """Convert errors raised while the block reads `path` to a StateError that names the path."""
     try:
         yield
     except FileNotFoundError:
@@ -166,7 +167,7 @@ def _validated(schema: type[T], content: object, where: str) -> T:
 
 
 def create(directory: Path) -> None:
-    """Create the directory of a new run. Raises StateError if it is not empty."""
+    """Create the directory of a new run. Raises StateError if the directory is not empty."""
     if (directory / "config.toml").exists():
         raise StateError(
             f"{directory} already contains a run. Choose another directory with --out, or resume "
@@ -229,8 +230,8 @@ def is_locked(directory: Path) -> bool:
 def check_same(config: Config, directory: Path) -> None:
     """Check that `config` can resume the run in `directory`. Raises StateError if it cannot.
 
-    Settings of the machine and of the end of the run may differ. A complete run can be resumed with
-    more rounds.
+    Settings that concern the machine or the end of the run may differ. A complete run can be
+    resumed with more rounds.
     """
     if is_complete(config, directory):
         advice = "To continue it, increase --rounds."
@@ -267,7 +268,7 @@ def is_complete(config: Config, directory: Path) -> bool:
 
 
 def last_round(records: Sequence[RoundRecord], config: Config) -> int:
-    """Return the number of a run's last round, as far as `records` determine it.
+    """Return the number of a run's last round, given the records so far.
 
     If the headline score has not improved for `early-stopping` evaluations, the run ends one
     round later. This depends only on the records, so that a resumed run ends at the same round.
@@ -286,7 +287,7 @@ def last_round(records: Sequence[RoundRecord], config: Config) -> int:
 
 
 def read_run_name(directory: Path) -> str:
-    """Return the name of the run, as used in messages. Raises StateError if it is invalid."""
+    """Return the name of the run, as used in messages. Raises StateError if run.json is invalid."""
     path = directory / "run.json"
     name = read_validated(path, Origin).run
     if not is_name(name):

@@ -194,7 +194,7 @@ def display_on(console: Console, label: str = "") -> Iterator[Progress]:
 
 
 def line_display(console: Console, label: str = "") -> Progress:
-    """Return a progress that prints a line for each event, for logs and pipes."""
+    """Return a `Progress` that prints a line for each event, for logs and pipes."""
 
     def show(line: str) -> None:
         if line:
@@ -209,9 +209,9 @@ def print_line(console: Console, text: str) -> None:
 
 
 def round_lines(console: Console, seconds: float = 10.0) -> Progress:
-    """Return a progress that prints the states of the clients during long rounds.
+    """Return a `Progress` that prints the states of the clients during long rounds.
 
-    This is used for the log of a deployment, and prints at most one line every `seconds` seconds.
+    Prints at most one line every `seconds` seconds; this is meant for the log of a deployment.
     """
 
     def show() -> None:
@@ -231,7 +231,7 @@ def in_notebook() -> bool:
 
 
 def notebook_display() -> Progress:
-    """Return a progress that is shown in the output of a cell and updated after each event."""
+    """Return a `Progress` that is shown in the output of a cell and updated after each event."""
     ipython: Any = importlib.import_module("IPython.display")
     cell: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Log of a run, which writes its files and notifies watchers, such as displays and trackers.
+"""Log of a run, which writes the run's files and notifies watchers, such as displays and trackers.
 
 config.toml  run.json  partition.json  metrics.jsonl (one record per round)  summary.json
 tensorboard/  checkpoints/ (server states of the last rounds, from which a run can be resumed)
@@ -79,7 +79,7 @@ class Watcher:
     """
 
     def waiting(self, phase: str) -> None:
-        """Called before the first round when the run waits; `phase` is, e.g., "starting Ray"."""
+        """Called when the run waits before its first round, e.g. with the phase "starting Ray"."""
 
     def run_started(
         self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
@@ -157,8 +157,8 @@ class RunLog:
         else:
             create(directory)
             self._lock_file = lock(directory)
-            # The length is constant, so that the name does not affect byte counts. The random part
-            # does not affect any results.
+            # The name has a constant length, so that it does not affect byte counts. The random
+            # part does not affect any results.
             self._origin.run = f"{config.method.name}-{secrets.token_hex(6)}"
             self._origin.started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
             self._write_origin()
@@ -223,7 +223,7 @@ class RunLog:
         return {"best": best} if self.config.run.keep_best else {}
 
     def with_last_round(self, run: RunSettings) -> RunSettings:
-        """Return the settings, with `rounds` reduced (and a notice) after early stopping."""
+        """Return the settings; if the run stopped early, reduce `rounds` and show a notice."""
         if (last := self.last_round) >= run.rounds:
             return run
         metric = metric_of(run.metrics[0])
@@ -349,7 +349,7 @@ class RunLog:
         self._lock_file.close()
 
     def missing_result(self) -> str:
-        """Return why the run has no result, or "" if it has one.
+        """Return the reason why the run has no result, or "" if it has a result.
 
         A run has no result if no client replied in the last rounds, or if no model could be
         evaluated.
@@ -361,7 +361,7 @@ class RunLog:
             if record.scores or not self._history:
                 return ""
             if self.config.run.privacy.secure_aggregation and not record.unevaluated:
-                return ""  # scores on the sites' own samples stay at the sites
+                return ""  # Scores on the sites' own samples stay at the sites.
             reasons = sorted({**record.failed, **record.unevaluated}.items())
             example = f"; client {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
             return f"no client could be evaluated in round {record.round}{example}"
@@ -375,10 +375,10 @@ class RunLog:
         scores = final_scores(history)
         headline: str = self.config.method.spec.headline
         evaluated = last.scores.get(last.metric, {})
-        if evaluated and headline not in evaluated:  # Only the other protocol has tests.
+        if evaluated and headline not in evaluated:  # Only the other protocol has test samples.
             headline = min(evaluated)
         partition = None
-        with contextlib.suppress(StateError):  # a damaged file must not cost the results
+        with contextlib.suppress(StateError):  # A damaged file must not prevent the summary.
             partition = read_if_exists(self.directory / "partition.json", Partition)
         return Summary(
             method=self.config.method.name,
@@ -414,7 +414,7 @@ class RunLog:
 # --- trackers
 
 Opened = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
-"""Functions that send a round's metrics and that close the run."""
+"""Function that sends a round's metrics, and function that closes the run."""
 
 
 def wandb(library: Any, config: Config, directory: Path) -> Opened:
@@ -430,7 +430,7 @@ def wandb(library: Any, config: Config, directory: Path) -> Opened:
 
 
 def mlflow(library: Any, config: Config, directory: Path) -> Opened:
-    """Open a new run at `MLFLOW_TRACKING_URI`, also for a resumed run."""
+    """Open a new run at `MLFLOW_TRACKING_URI`, even if fedhet's run is resumed."""
     library.set_experiment(PROJECT)
     library.start_run(run_name=directory.name, tags={"fedhet.run": read_run_name(directory)})
     library.log_params({name: str(value)[:500] for name, value in config.flat().items()})
@@ -440,7 +440,7 @@ def mlflow(library: Any, config: Config, directory: Path) -> Opened:
 def prometheus(library: Any, config: Config, directory: Path) -> Opened:
     """Write the last round's metrics to metrics.prom, for node_exporter's textfile collector.
 
-    No port is opened.
+    Does not open a port.
     """
     labels = {"run": directory.name, "method": config.method.name}
     values: dict[str, float] = {"rounds": config.run.rounds, "finished": 0}
@@ -466,7 +466,7 @@ TRACKERS: Mapping[str, tuple[Callable[[Any, Config, Path], Opened], str]] = {
     "mlflow": (mlflow, "mlflow"),
     "prometheus": (prometheus, "prometheus_client"),
 }
-"""Function that opens a run and the package that it requires, by value of `engine.track`."""
+"""Function that opens a run, and the package that it requires, by value of `engine.track`."""
 
 
 class Tracker(Watcher):

@@ -55,15 +55,15 @@ WORK = "work"
 """Metric for a simulated clock: number of training samples processed; a sample counts once per
 epoch."""
 MAJORITY = "majority"
-"""Prefix of a metric, before the protocol: headline score from always predicting a constant, such
-as the most frequent class."""
+"""Prefix of a metric's name, followed by the protocol. The metric is the headline score from always
+predicting a constant, such as the most frequent class."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
 )  # fmt: skip
 """Metric names written by `write_measures`, other than scores."""
 TAIL = 5
-"""Divisor of the number of rounds that gives the tail of a run, i.e. its last fifth."""
+"""Ratio of the number of rounds to the length of a run's tail, which is its last fifth."""
 
 
 def mean_metrics(reported: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
@@ -101,7 +101,7 @@ class Measured:
     """A client's measurements in one message."""
 
     scores: dict[ScoreKey, float]
-    """Scores of the models; each scored model has the headline metric."""
+    """Scores of the models; each model with scores has a value of the headline metric."""
     loss: float | None = None
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
@@ -120,7 +120,7 @@ def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey,
         (metric, *place): value
         for place, score in scores.items()
         for metric, value in (score.metrics | {ACCURACY: score.accuracy}).items()
-        if metric != ACCURACY or not math.isnan(value)  # other tasks have no accuracy
+        if metric != ACCURACY or not math.isnan(value)  # Other tasks have no accuracy.
     }
 
 
@@ -230,8 +230,8 @@ def summarize(
 def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Ratio]:
     """Compute statistics of each client's ratio of private to local accuracy, by protocol.
 
-    Omits clients that did not report both, and clients whose local accuracy is zero or lower than
-    any possible positive accuracy.
+    Omits clients that did not report both accuracies, and clients whose local accuracy is zero or
+    lower than any possible positive accuracy.
     """
     statistics: dict[str, Ratio] = {}
     for protocol, kinds in sorted(accuracy.items()):

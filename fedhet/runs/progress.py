@@ -2,7 +2,7 @@
 
 Displays on the terminal, in log lines and in notebooks show `Progress` (`fedhet.runs.display`).
 `status_file` writes it to status.json for `fedhet status` and `fedhet watch`. The run's lock shows
-whether its process is still alive, because a killed process cannot update the file.
+whether the run's process is still alive, because a killed process cannot update the file.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecor
 from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
 
 SLOW_CALL, MAX_LOAD = 0.05, 0.02
-"""Duration in seconds from which a call is slow (with thousands of clients), and maximum fraction
-of the time spent in slow calls."""
+"""Minimum duration of a slow call in seconds (reached with thousands of clients), and maximum
+fraction of the time spent in slow calls."""
 RECENT = 5
 """Number of recent rounds from which the remaining time is estimated."""
 MAX_NOTICES = 6
@@ -42,7 +42,7 @@ MAX_NAMES = 10
 """Maximum number of client names to list per state in a line."""
 STATUS_FILE = "status.json"
 STATUS_SECONDS = 1.0
-"""Minimum interval between two updates of the file, in seconds."""
+"""Minimum interval between two updates of status.json, in seconds."""
 Stage = Literal["starting", "running", "finished", "stopped"]
 """Stage of a run; "stopped" if its process ended before the last round."""
 
@@ -74,7 +74,7 @@ class ClientStatus(BaseModel):
     state: Text = ""
     """A `State`, or an unknown state from another version of fedhet."""
     accuracy: Number = NAN
-    """Last score of the headline metric, which is not the accuracy for all tasks."""
+    """Last value of the headline metric, which need not be the accuracy."""
     loss: Number = NAN
     seconds: Number = NAN
     """Duration of the client's last training or, in the file, of its current training so far."""
@@ -208,7 +208,7 @@ class Progress(Watcher):
         self._show(f"{self.status.title} -> {directory}")
 
     def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
-        """Add the bytes and accuracies of earlier rounds to those of the run."""
+        """Add the bytes and accuracies from the rounds before the run was resumed."""
         self._add_bytes(sum(record.bytes_up + record.bytes_down for record in records))
         means = (headline_mean(record, self.protocol) for record in records)
         self.means = [mean for mean in means if mean is not None]
@@ -417,7 +417,7 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
 
 
 class Throttled:
-    """Caller of a function after changes, at most once per interval, in a separate thread.
+    """Wrapper that calls a function after changes, at most once per interval, in its own thread.
 
     A slow call is followed by a longer pause, in proportion to its duration.
     """
@@ -451,12 +451,13 @@ class Throttled:
                     self._function()
             taken = time.thread_time() - started
             self._ended.wait(pause)
-            # This applies from the second call on, because the first call also imports modules.
+            # Lengthen the pause only after the second call, because the first call also imports
+            # modules.
             pause = max(self._seconds, taken / MAX_LOAD if taken > SLOW_CALL else 0.0)
 
 
 def status_file(directory: Path) -> Progress:
-    """Return a progress that writes status.json after changes, in a separate thread."""
+    """Return a `Progress` that writes status.json after changes, in a separate thread."""
 
     def write() -> None:
         # Ignore a directory that cannot be written, because writing a record reports the error.

@@ -1,6 +1,6 @@
 """Schemas of a run's files, mainly metrics.jsonl (one record per round) and summary.json.
 
-Unknown fields are ignored in reading. NaN, which JSON does not support, is written as null.
+Unknown fields in a file are ignored. NaN, which JSON does not support, is written as null.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fedhet.base.errors import one_line
 from fedhet.base.metrics import ACCURACY
 
 LARGEST = 1e18
-"""Maximum number in a run's files, which exceeds any sum of values that clients may report."""
+"""Largest permitted number in a run's files, which exceeds any sum of values that clients may
+report."""
 ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]]]]
 """Values by protocol ("personal", "common"), kind ("private", "proxy", …), and client."""
 ByMetric = dict[str, ByPlace]
@@ -216,7 +217,7 @@ class PastRound(BaseModel):
     accuracy: dict[Text, dict[Text, Number]] = {}
     """Mean accuracy by protocol and kind."""
     metrics: dict[Text, dict[Text, dict[Text, Number]]] = {}
-    """Means of another headline metric, by metric, protocol and kind."""
+    """Means of the headline metric if it is not the accuracy, by metric, protocol and kind."""
     bytes_up: Integer = 0
     bytes_down: Integer = 0
     seconds: Number = NAN

@@ -72,7 +72,7 @@ class ClientStore:
     ) -> None:
         """Save the state after `round` atomically, and delete old states.
 
-        Keeps the last few states and the state in use after `best_round`. States from later rounds
+        Keeps the last few states, and the newest state up to `best_round`. States from later rounds
         are deleted, because the server has resumed from an earlier round.
         """
         save(self.path(round), tensors, metadata, self.root)
@@ -104,7 +104,7 @@ class Checkpoints:
     """Server checkpoints of a run."""
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
-        """Set the directory; `identity` is saved in each checkpoint, and checked on reading."""
+        """Set the directory; `identity` is saved in and checked for each checkpoint."""
         self._run, self._folder = directory, directory / "checkpoints"
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
@@ -222,7 +222,7 @@ class ModelStore:
 def refuse_other(
     path: Path, metadata: Metadata, identity: Mapping[str, str | int], whose: str = "this run's"
 ) -> None:
-    """Check the metadata of `path`. Raises StateError unless it contains `identity`."""
+    """Check the metadata of `path`. Raises StateError if it does not contain `identity`."""
     for name, value in identity.items():
         if metadata.get(name) != value:
             raise StateError(

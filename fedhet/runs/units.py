@@ -123,7 +123,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shown_path(path: Path | None) -> str:
-    """Format a path, relative to the working directory if it is below it."""
+    """Format a path; a path below the working directory becomes relative."""
     inside = path is not None and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd()) if path and inside else path)
 
@@ -174,7 +174,7 @@ codecs.register_error("fedhet.lenient", _replacement)
 
 
 def _log_form() -> tuple[bool, int]:
-    """Return whether the log is JSON, and its minimum level.
+    """Return whether the log is written as JSON, and the minimum level.
 
     Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
     """
@@ -242,11 +242,11 @@ def configure_logs() -> None:
 
 
 def console_for(stream: TextIO | None = None) -> Console:
-    """Create the console for the progress of a deployed server, which has the level INFO.
+    """Create the console for a deployed server's progress, which is logged at the level INFO.
 
     Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
     """
-    # The package may be missing on a machine that is only inspected.
+    # Import lazily, because `rich` may be missing on a machine that is only checked.
     from rich.console import Console
 
     make_output_lenient()

@@ -112,7 +112,7 @@ class FederationServer(Server):
         return reported
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
-        """Train round `server_round` of the remaining rounds."""
+        """Run the training of a round; `server_round` counts the remaining rounds."""
         number, method = self._log.done + server_round, self._method
         if number > self._log.last_round:
             raise _StoppedEarly
@@ -125,7 +125,7 @@ class FederationServer(Server):
         return parameters, metrics, (replies.results, replies.failures)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
-        """Evaluate round `server_round` of the remaining rounds."""
+        """Run the evaluation of a round; `server_round` counts the remaining rounds."""
         number, method = self._log.done + server_round, self._method
         instructions = method.configure_evaluate(number, self.parameters, self.client_manager())
         if not instructions:
@@ -183,7 +183,7 @@ def run_directory(config: Config) -> Path:
         )
     try:
         str(directory).encode()
-    except UnicodeEncodeError:  # TensorBoard and safetensors would fail.
+    except UnicodeEncodeError:  # TensorBoard and safetensors do not support such paths.
         raise SettingsError(
             f"out: the path of the run's directory must be valid UTF-8, got {str(directory)!r}. "
             "Choose another directory with --out, or set LC_ALL=C.UTF-8."

@@ -40,7 +40,7 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 IN_THE_PAPER = {"paf": 1, "lie": 1, "ofom": 2}
-"""Number of clients poisoned per round (Section 4.3)."""
+"""Number of clients poisoned per round in the paper (Section 4.3)."""
 MIN_PROBABILITY = 1e-12
 """Lower bound for probabilities from which logits are computed."""
 
@@ -89,7 +89,7 @@ def lie(benign: Benign, malicious: int) -> Array:
 
 
 def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
-    """Return a far update or, if `second`, the mean of it and the benign updates (Eq. 11)."""
+    """Return a far update or, if `second` is set, its mean with the benign updates (Eq. 11)."""
     first = paf(benign, far)
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 

@@ -66,21 +66,21 @@ class DirectProxy(ClientProxy):
         """Call the client's method `name`, within `timeout` seconds if it is not None."""
 
     def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
-        """Call the client."""
+        """Request the client's properties."""
         return self.call("get_properties", ins, timeout)
 
     def get_parameters(self, ins: Any, timeout: float | None, group_id: int | None) -> Any:
-        """Call the client."""
+        """Request the client's parameters."""
         return self.call("get_parameters", ins, timeout)
 
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
-        """Call the client."""
+        """Request training from the client."""
         return cast(FitRes, self.call("fit", ins, timeout))
 
     def evaluate(
         self, ins: EvaluateIns, timeout: float | None, group_id: int | None
     ) -> EvaluateRes:
-        """Call the client."""
+        """Request an evaluation from the client."""
         return cast(EvaluateRes, self.call("evaluate", ins, timeout))
 
     def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> DisconnectRes:
@@ -226,7 +226,7 @@ class CallOutcome:
 
     @property
     def samples_processed(self) -> float:
-        """Number of training samples processed, as reported by the client and bounded."""
+        """Number of training samples processed, as reported by the client, up to a maximum."""
         reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
         if not isinstance(reported, int | float):
             return 0.0
@@ -252,8 +252,8 @@ class CallPool:
         self._num_threads = 0
         self._lock = threading.Lock()
         self._is_late: dict[Call, bool] = {}
-        """Whether the round closed before the reply arrived, for calls in which either has
-        happened."""
+        """Whether the round closed before the reply arrived, for each call whose round has closed
+        or whose reply has arrived."""
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue calls in order, and start as many threads as needed and allowed."""
@@ -274,7 +274,7 @@ class CallPool:
         return outcome
 
     def close_round(self, calls: Iterable[Call]) -> list[Call]:
-        """Mark the calls whose replies have not arrived as late, and return all other calls."""
+        """Mark calls without a reply as late, and return all other calls."""
         with self._lock:
             return [call for call in calls if not self._is_late.setdefault(call, True)]
 
@@ -301,7 +301,7 @@ class CallPool:
 
     def _run(self, call: Call) -> CallOutcome:
         def is_on_time() -> bool:
-            """Decide whether the reply is late, unless this has been decided already."""
+            """Return whether the reply is on time; once decided, the result does not change."""
             with self._lock:
                 return not self._is_late.setdefault(call, False)
 
@@ -415,7 +415,7 @@ class UserCodeFaults:
     def report(self, errors: Iterable[object]) -> None:
         """Show new errors in user code among the errors of a round.
 
-        Raises StateError if there is such an error and the reporter is strict.
+        If the reporter is strict, raises StateError for any such error.
         """
         causes = (getattr(error, "__cause__", None) or error for error in errors)
         for fault in [cause.fault for cause in causes if isinstance(cause, UserCodeError)]:

@@ -69,7 +69,8 @@ class Codec:
         self._last_occasion = (0, True)
         """The round of the messages in `_last`, and whether they are training instructions."""
         self._sizes: dict[tuple[str, bool], tuple[int, int]] = {}
-        """Round and size of each client's last message, by client and whether it is to train."""
+        """Round and size of each client's last message, by client and by whether the message is a
+        training instruction."""
 
     # Methods for instructions, which convert Knowledge to Flower's Parameters.
 
@@ -151,10 +152,10 @@ class Codec:
             if training:
                 self.forget(name, round)
 
-    # Methods for remembered instructions, as clients decode them; any thread may call them.
+    # Methods for remembered instructions; any thread may call these methods.
 
     def remembered(self, client: str, round: int) -> tuple[Knowledge | None, int]:
-        """Return a client's training instruction of a round, and the digest of its weights.
+        """Return a client's training instruction for a round, and the digest of its weights.
 
         Returns (None, 0) if the instruction is not remembered. The digest is 0 if no reply can
         build on the instruction.
@@ -163,7 +164,7 @@ class Codec:
             return self._remembered.get(client, {}).get(round, (None, 0))
 
     def remember(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
-        """Remember a client's training instruction of a round.
+        """Remember a client's training instruction for a round.
 
         An instruction in a new round replaces the instructions from earlier rounds, unless all are
         remembered. The instruction for a late reply, which is read from disk, replaces no
@@ -176,7 +177,7 @@ class Codec:
             self._remembered.setdefault(client, {})[round] = knowledge, digest
 
     def forget(self, client: str, round: int) -> None:
-        """Forget a client's training instruction of a round, if it is remembered."""
+        """Forget a client's training instruction for a round, if it is remembered."""
         with self._lock:
             rounds = self._remembered.get(client, {})
             rounds.pop(round, None)

@@ -109,7 +109,7 @@ class Defense:
                 if len(group.clients) < MIN_CLIENTS:
                     continue
                 weights = None
-                # The median is over all tensors of the field.
+                # The geometric median is computed over all tensors of the field together.
                 if self.settings.average == "geometric-median":
                     stacks = map(group.stack, group.names)
                     squares = [np.nan_to_num(mean_squares(flat(s))) * s[0].size for s in stacks]
@@ -177,7 +177,8 @@ class Group:
     values: Mapping[int, Mapping[str, Array]]
     """Tensors, by client and name."""
     rows: Mapping[int, Array]
-    """Row indices of each client's values in the larger tensor; empty for leading parts."""
+    """Row indices of each client's values in the larger tensor; empty if the values are its leading
+    part."""
 
     def stack(self, name: str) -> Array:
         """Stack the clients' tensors to shape [K, ...] in float64, with NaN for missing values."""

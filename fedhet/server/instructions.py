@@ -22,7 +22,7 @@ from fedhet.wire.encodings import Coder, Encoded, RngKey
 from fedhet.wire.knowledge import Envelope, Knowledge, Packing, digest_of, encode
 
 VERSIONS = "wire"
-"""Name of the checkpoint's tensors and metadata that contain the versions of weights."""
+"""Name prefix of tensors, and metadata key, for the versions of weights in a checkpoint."""
 MAX_VERSIONS = 8
 """Maximum number of versions in memory; a client with an older version receives full weights."""
 

@@ -33,7 +33,7 @@ class Learner:
     """Trainer of a server model, which uses the run's training settings in each round."""
 
     def __init__(self, model: HetModel, run: RunSettings) -> None:
-        # Fix the number of threads as on the clients, because it affects floating-point sums.
+        # Use as many threads as the clients, because the number affects floating-point sums.
         torch.set_num_threads(run.engine.threads)
         self.model, self.run = model, run
         self.compute = compute_for(run.engine)
@@ -98,7 +98,7 @@ class Learner:
                 before_epoch=before_epoch,
             )
         logits = self.predict(x)
-        in_range = bool((np.abs(logits) <= MAX_MAGNITUDE).all())  # False for NaN
+        in_range = bool((np.abs(logits) <= MAX_MAGNITUDE).all())  # NaN is not in range.
         if not (math.isfinite(loss) and all_finite(self.model) and in_range):
             self.model.load_state_dict(before)
             raise DivergedError(f"the loss is {loss:.3g}")

@@ -55,7 +55,8 @@ class Admission:
     max_bytes: float = math.inf
     """Maximum size of a model, in bytes."""
     server_task: Callable[[], Task | None] = lambda: None
-    """Function that returns the task of the server's dataset, if it has one, to break ties."""
+    """Function that returns the task of the server's dataset (None without a dataset), to break
+    ties."""
 
     def fault_of(self, info: ClientInfo, pool: Collection[str] | None) -> str:
         """Check a client's description on its own, and return an error message or "".
@@ -127,7 +128,7 @@ class Member:
 
 
 def first_of_pool(members: Iterable[Member], pool: Collection[str]) -> ClientInfo:
-    """Return the first client whose model is in the pool, or the first client if there is none.
+    """Return the first client whose model is in the pool, or else the first client.
 
     The server can build models from the pool, but possibly not other models that clients name.
     """
@@ -155,8 +156,8 @@ class Members:
             pool: The models of the run, or None if the server need not know the clients' models.
             notice: Shows a message to the user.
             rules: Requirements for descriptions.
-            samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
-                the median; 0 = no limit.
+            samples_cap: Maximum number of samples for weighting a member, as a multiple of the
+                median; 0 = no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
             task_name: Name of the run's task.
         """
@@ -177,8 +178,8 @@ class Members:
         self._refused: set[str] = set()
         """Connected nodes that are excluded from the run."""
         self._silent: dict[str, tuple[int, int]] = {}
-        """Number of requests that a node did not answer, and the number of the last one, by
-        node."""
+        """Number of requests that each node did not answer, and the number of the last such
+        request."""
         self._any_timeout = False
         """Whether any node exceeded the time limit in the last request."""
         self._num_requests = 0
@@ -260,9 +261,10 @@ class Members:
         """Return the connected members sorted by name, after admitting new nodes.
 
         The first clients determine the task of the run: the most common classes, sample shape and
-        order of class names, and the most common model if all must have the same. A new node is
-        excluded, with a notice, if its task differs, if its name is taken, or if its model is
-        unknown to the server. A node that does not reply is called again after 1, 2, 4, ... rounds.
+        order of class names, and the most common model if all clients must have the same model. A
+        new node is excluded, with a notice, if its task differs, if its name is taken, or if its
+        model is unknown to the server. A node that does not reply is called again after 1, 2, 4,
+        ... rounds.
         """
         # Copy the dictionary, because Flower's thread changes it when nodes come and go.
         proxies: dict[str, ClientProxy] = dict(manager.all())
@@ -292,7 +294,7 @@ class Members:
         return present
 
     def wait_for(self, manager: ClientManager, needed: int) -> dict[str, Member]:
-        """Return the present members, after waiting for `needed` members until the time limit."""
+        """Wait for `needed` members until the time limit, and return all present members."""
         end, present = time.monotonic() + self._timeout, self.present(manager)
         if len(present) < needed:
             self._notice(f"waiting for {needed} clients, {len(present)} connected")
@@ -341,7 +343,7 @@ class Members:
                 self._notice(reply)
 
     def _exclude(self, member: Member, fault: str) -> bool:
-        """Exclude a client with a notice if `fault` is not empty; return whether it is."""
+        """Exclude a client with a notice, and return True, unless `fault` is empty."""
         if fault:
             self._refused.add(member.proxy.cid)
             self._notice(f"client {member.info.name} is excluded: {fault}")
@@ -479,8 +481,8 @@ class ClientHealth:
     def eligible(self, round: int, names: Collection[str]) -> list[str]:
         """Return the clients that may be called in a round, in the given order.
 
-        If the calls to all of them are backing off, all are eligible, because a round needs
-        clients. Raises FedhetError if all clients are excluded.
+        If all of these clients are backing off, all are eligible, because a round needs clients.
+        Raises FedhetError if all clients are excluded.
         """
         included = [name for name in names if not self._is_excluded(name)]
         if not included:
@@ -521,7 +523,7 @@ class ClientHealth:
                 self._refused[name] = refused + 1
             elif outcomes[name] is not None:
                 self._silent[name] = (silent + 1, round)
-                if refused:  # Silence does not clear a client whose replies were refused.
+                if refused:  # Silence does not reset the count of refused replies.
                     self._refused[name] = refused
         # The counts of a former member that returns start at zero again.
         self._gone |= dict.fromkeys(members, 0)

@@ -31,7 +31,8 @@ POLL_SECONDS_PER_NODE = 0.02
 MAX_TRANSFERS = 2
 """Maximum number of messages that are sent or received, and thus in memory, at the same time."""
 TRANSFER_SECONDS = 60.0
-"""Seconds after which a transfer no longer blocks others, because its node may have been killed."""
+"""Seconds after which a transfer no longer blocks other transfers, because its node may have been
+killed."""
 
 
 class NodeInfo(Protocol):

@@ -1,4 +1,4 @@
-"""Pace of a run: clients are called, and their replies collected until each round closes.
+"""Calls to clients in each round, and collection of their replies until the round closes.
 
 A round closes on the machine's clock or, in a simulation, on a simulated clock. A client that has
 not replied by then is late. It is not called while it is working, and its reply is used in the
@@ -218,7 +218,7 @@ class Collector:
 
     @property
     def clients_at_work(self) -> set[str]:
-        """Clients that cannot be called, as they are busy or their reply has not been used."""
+        """Clients that cannot be called, because they are busy or have an unused reply."""
         return self._at_work.keys() | self._evaluating
 
     # Methods for a round.

@@ -234,7 +234,7 @@ class ReplySpool:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Allow reading replies in the block, and remove all replies at its end."""
+        """Allow reading replies during the block, and remove all replies afterward."""
         try:
             yield
         finally:
@@ -412,7 +412,7 @@ class LateReplies:
             folder.remove(self._file(client).name for client in clients)
 
     def restore(self, rounds: Mapping[str, int]) -> dict[str, int]:
-        """Find this run's replies to the given rounds, and remove all other replies.
+        """Find this run's replies for the given rounds, and remove all other replies.
 
         Args:
             rounds: The round of each client's late reply.

@@ -34,7 +34,7 @@ from fedhet.settings.run import RunSettings
 
 @dataclass(frozen=True)
 class Selection:
-    """Clients selected for a round: those that train, and those that assist without training."""
+    """Clients selected to train in a round, and clients selected to assist without training."""
 
     training: tuple[str, ...]
     assisting: tuple[str, ...] = ()
@@ -47,12 +47,12 @@ class Selection:
 
 @dataclass
 class RoundResults:
-    """Replies received in a round or in its evaluation, up to the time when it closes."""
+    """Replies received in a round, or in its evaluation, before it closed."""
 
     results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     reply_rounds: dict[str, int] = field(default_factory=dict)
-    """Round to which each late reply among `results` responds, by client."""
+    """Round of the instruction for each late reply among `results`, by client."""
     at_work: set[str] = field(default_factory=set)
     """Clients that are still working on an instruction, so that their replies will be late."""
     canceled: set[str] = field(default_factory=set)
@@ -77,9 +77,9 @@ class Rollback:
     usual: dict[str, float] = field(default_factory=dict)
     """Median magnitude of each part of the replies in the last successful round."""
     good: int = 0
-    """Round at the end of which the last usable state was formed; 0 before the first round."""
+    """Round that produced the last usable state; 0 before the first round."""
     formed: int = 0
-    """Round at the end of which the newest state was formed; 0 before the first round."""
+    """Round that produced the newest state; 0 before the first round."""
     divergences: int = 0
     """Number of consecutive rounds in which the server's own training has diverged."""
     learned_once: bool = False
@@ -108,7 +108,7 @@ class RoundState:
         self.needed = 0
         """Number of replies that the round needs, before 'pace.min-replies' is applied."""
         self.reply_rounds: dict[str, int] = {}
-        """Round to which each late reply received in this round responds, by client."""
+        """Round of the instruction for each late reply received in this round, by client."""
         self.health = health or ClientHealth(0, 0, notice)
         self.scores, self.clock = Scoreboard(), RoundClock()
         self.rollback = Rollback()
@@ -253,7 +253,7 @@ class RoundState:
         self.record.method |= {k: value for k, value in values.items() if math.isfinite(value)}
 
     def drop_client(self, name: str, reason: str, outcome: Outcome | None) -> None:
-        """Drop a client from the round; an `outcome` of None means that it is not at fault."""
+        """Drop a client from the round; if `outcome` is None, the client is not at fault."""
         reason = one_line(reason)
         if outcome is not None:
             self._outcomes[name] = outcome
@@ -429,7 +429,7 @@ def _outcome_of(error: KnowledgeError) -> Outcome | None:
 
 
 class RoundClock:
-    """Clock for the duration of a round, and for the time in which the server waits for clients."""
+    """Clock for the duration of a round, and for the time spent waiting for clients."""
 
     def __init__(self) -> None:
         self._started = self._waiting_since = self._waited = 0.0
@@ -514,5 +514,5 @@ class Scoreboard:
         self._scores = TypeAdapter(ByMetric).validate_python(saved["scores"])
         self._outdated = set(TypeAdapter(list[str]).validate_python(saved["changed"]))
         self._majority = TypeAdapter(dict[str, dict[str, float]]).validate_python(
-            saved.get("majority", {})  # Earlier versions did not record it.
+            saved.get("majority", {})  # Earlier versions did not record this entry.
         )

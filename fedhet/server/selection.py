@@ -36,7 +36,7 @@ PENALTY = 2.0
 WINDOW = 20
 """Number of rounds after which the preferred duration may change (Oort, Section 7.1)."""
 FIRST_QUANTILE, QUANTILE_STEP = 0.3, 0.05
-"""Initial quantile of the clients' durations that is the preferred duration, and its increment."""
+"""Initial quantile of the clients' durations used as the preferred duration, and its increment."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ def power_of_choice(
     candidates: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Draw candidates in proportion to their samples; return those with the highest losses.
+    """Draw candidates in proportion to samples; return the candidates with the highest losses.
 
     This is rpow-d (Section 4). Clients with an unknown loss come first.
 
@@ -95,7 +95,7 @@ def power_of_choice(
 def oort(
     names: Sequence[str], history: History, round: int, count: int, rng: np.random.Generator
 ) -> list[str]:
-    """Select clients with Oort (Algorithm 1): new clients at random, and others by utility."""
+    """Select new clients at random, and known clients by utility, with Oort (Algorithm 1)."""
     explored = [name for name in names if name in history.clients]
     unexplored = [name for name in names if name not in history.clients]
     fraction = max(MIN_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
@@ -117,7 +117,7 @@ def oort(
 
 
 def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) -> dict[str, float]:
-    """Return the utility of each client, i.e. statistical utility with a penalty for slowness.
+    """Return the utility of each client, i.e. its statistical utility with a penalty for slowness.
 
     The statistical utility |B| sqrt(1/|B| sum of loss^2) in Eq. 2 is computed from the mean loss,
     because clients report no other loss. It is clipped, and grows with the number of rounds since
@@ -170,7 +170,7 @@ def select_clients(
     count: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Select `count` of the clients `names` by the strategy 'pace.select', and sort them."""
+    """Select `count` clients from `names` by the strategy 'pace.select', sorted by name."""
     ordered, count = sorted(names), min(count, len(names))
     if pace.select == "power-of-choice":
         selected = power_of_choice(ordered, samples, history, count, pace.candidates, rng)

@@ -74,8 +74,9 @@ def steps_of(
         state: State of the round.
         members: Names of the clients of the run.
         instruct: Function that returns the current instruction for a client.
-        unmasking: Replaces masked replies by their sums; None without secure aggregation, which
-            excludes attacks, and steps that compare single replies.
+        unmasking: Step that replaces masked replies with their sums, or None without secure
+            aggregation. With secure aggregation, attacks and steps that compare single replies are
+            excluded.
     """
     replies = spec.replies
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
@@ -125,7 +126,7 @@ def check_contract(
 def expand_factors(
     replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf
 ) -> Iterator[Reply]:
-    """Replace low-rank factors in replies by the updates that they represent."""
+    """Replace low-rank factors in replies with the updates that they represent."""
     for reply in replies:
         expanded = with_expanded_factors(reply.knowledge, contract, sizes(reply.client))
         yield reply.with_knowledge(expanded)
@@ -147,7 +148,7 @@ def with_expanded_factors(knowledge: Knowledge, contract: Contract, sizes: Sizes
 
 
 class StaleUpdateRebase:
-    """Step that rebases late updates, by adding the client's update to the current weights.
+    """Step that rebases late updates, i.e. adds each client's update to the current weights.
 
     An average then moves the weights by the mean update (FedBuff) instead of pulling them back
     toward an older version. A client's weights are unchanged if its instruction had no weights or
@@ -305,7 +306,7 @@ def magnitude_ratios(
 
 
 def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
-    """Divide the floating-point tensors of each part in `excess` by its value, on access."""
+    """Divide the floating-point tensors of each part by the part's value in `excess`, on access."""
     tensors = knowledge.tensors
 
     def divided(name: str) -> Array:
@@ -321,7 +322,7 @@ def scaled_down(knowledge: Knowledge, excess: Mapping[str, float]) -> Knowledge:
 def _with_medians_of_others(
     magnitudes: Mapping[str, Mapping[Part, float]],
 ) -> Iterator[tuple[str, Part, float, tuple[float, ...]]]:
-    """Yield client, part, size, and the other clients' median, as a tuple with 0 or 1 values.
+    """Yield client, part, size, and a tuple with the other clients' median, if there is one.
 
     The median without a client's own size is looked up in the sorted sizes, so the time per client
     grows only with the logarithm of the number of clients.

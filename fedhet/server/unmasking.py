@@ -3,7 +3,8 @@
 `fedhet.wire.masking` defines the vectors, and `fedhet.client_runtime.masking` the rules by which
 the clients protect themselves. The server selects the cohorts, adds up the masked vectors, and
 requests the shares that unmask the sum. Cohorts and survivors are written to disk before they are
-sent: a client never answers a second request, so a server that resumes must repeat the first.
+sent: a client never answers a second request, so a server that resumes must repeat the first
+request.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from fedhet.wire.masking import (
 STATE = "secure-aggregation.json"
 """File in the run's directory with the requests of the last rounds."""
 ALL = "+all"
-"""Name of the sum over all clients, and start of the names of other sums; no client's name."""
+"""Name of the sum over all clients, and prefix of the names of other sums; no client has such a
+name."""
 SizesOf = Callable[[ClientInfo], Sizes]
 
 
@@ -78,7 +80,7 @@ class RoundRequest:
 
 
 class Unmasking:
-    """Step that replaces the masked replies of a round by their sums."""
+    """Step that replaces the masked replies of a round with their sums."""
 
     def __init__(
         self, config: Config, run: str, state: RoundState, directory: Path, timeout: float
@@ -100,7 +102,7 @@ class Unmasking:
         self._settings, self._state = config.method_settings, state
         self._run, self._directory, self._timeout = run, directory, timeout
         self.min_clients = max(MIN_SUMMED, config.run.clients // 2 + 1)
-        """Number of clients without which no round starts; peers files require at least as many."""
+        """Minimum number of clients for a round; peers files require at least as many clients."""
         self._members: Mapping[str, Member] = {}
         self._requests: dict[int, RoundRequest] = {}
         self._round, self._request = 0, RoundRequest("", [])
@@ -224,7 +226,7 @@ class Unmasking:
     def _ask(
         self, groups: Sequence[Group], replies: Mapping[str, Reply]
     ) -> dict[str, Mapping[str, Scalar]]:
-        """Request the shares of all survivors, and return the answers of clients that reveal them.
+        """Request the shares of all survivors, and return the answers that reveal shares.
 
         An answer has shares and secrets of the right sizes, or none, for each group of the client.
         """
@@ -258,7 +260,7 @@ class Unmasking:
         def attempt(name: str) -> Mapping[str, Scalar] | str:
             try:
                 return ask(name)
-            except Exception as error:  # any error of the transport or of the client
+            except Exception as error:  # Catch any error of the transport or of the client.
                 return one_line(error_text(error))[:300]
 
         names = sorted({name for group in groups for name in group.survivors})
@@ -309,7 +311,7 @@ class Unmasking:
                 for other in survivors
                 if other in answers
             }
-            try:  # a client that cannot decrypt a share reveals zeros
+            try:  # A client that cannot decrypt a share reveals zeros.
                 secret = join({point: share for point, share in shares.items() if any(share)})
             except ValueError as error:
                 raise ValueError(f"the mask of {name} is unknown: {error}") from None
@@ -327,7 +329,7 @@ class Unmasking:
         return replace(info, name=name, samples=weight), Knowledge(tensors)
 
     def _completed(self, reply: Reply, sizes: SizesOf) -> Reply:
-        """Return a sum with empty class rows if it has none, as in the reply of a client."""
+        """Return a sum; if it has no class rows, add empty rows, as in a client's reply."""
         tensors: dict[str, Array] = {}
         for number, lane in enumerate(self._sums):
             layout = self._layout(Group(number, "", reply.clients), reply.client, sizes)
@@ -340,7 +342,7 @@ class Unmasking:
         return Layout.of(lane, self._contract, sizes(client), sites, self._settings)
 
     def _write(self) -> None:
-        """Write the requests of the last rounds to disk. Raises StateError."""
+        """Write the requests of the last rounds to disk. Raises StateError if writing fails."""
         saved = {
             number: [
                 request.nonce,

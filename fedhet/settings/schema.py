@@ -32,7 +32,8 @@ from fedhet.base.metrics import select_metrics
 Scalar = bool | int | float | str
 S = TypeVar("S", bound="Schema")
 TECHNICAL_BOUND = 1_000_000
-"""Value from which upper bounds serve only to keep numbers finite; brief descriptions omit them."""
+"""Minimum value of upper bounds that serve only to keep numbers finite; brief descriptions omit
+these bounds."""
 RANGE = "integer >= 1, or a range such as [6, 8]"
 A_MODEL, A_METHOD, A_DATASET = "model", "method", "dataset"
 A_DIRECTORY, A_DEVICE, AN_ADDRESS = "directory", "device", "address"
@@ -87,7 +88,7 @@ def _fields(schema: type[Schema]) -> dict[str, FieldInfo]:
 class MethodSettings(Schema):
     """Base class for a method's settings, which both its strategy and its client read."""
 
-    model_config = ConfigDict(validate_default=True)  # Custom methods may have errors.
+    model_config = ConfigDict(validate_default=True)  # Custom methods may have invalid defaults.
 
     def fixed_rounds(self) -> int | None:
         """Return the number of rounds that the settings imply, or None if `rounds` sets it."""

@@ -1,8 +1,9 @@
 """Base class for strategies: a Flower strategy that calls the hooks of a method.
 
-A round calls `select` and `instruct`. For each reply, it then decodes the message, checks it
-against the contract, simulates an attack if one is configured, checks the magnitude, applies robust
-aggregation, and calls `accept`. Finally, it calls `aggregate` and evaluates the models.
+In a round, the strategy calls `select` and `instruct`. For each reply, it then decodes the message,
+checks it against the contract, simulates an attack if one is configured, checks the magnitude,
+applies robust aggregation, and calls `accept`. Finally, it calls `aggregate` and evaluates the
+models.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class HetStrategy(Strategy):
     """Instruction for all clients, if the method sends the same instruction to each of them."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
-        # If several training settings are assigned to clients, the server uses the first.
+        # If the clients use several training settings, the server uses the first of them.
         config = config.replacing(training=config.run.training.first())
         self.run, self.settings, self.log = config.run, config.method_settings, log
         self.data = data or RunData.of(config.run)
@@ -302,7 +303,7 @@ class HetStrategy(Strategy):
         )
         self.members = self._held_out.split_off(all_members)
         infos = [member.info for member in all_members.values()]
-        # The names label the metrics per class, if the server can read them.
+        # If the server can read the class names, they label the per-class metrics.
         class_names: Sequence[str] = ()
         if "recall" in self.run.metrics and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
@@ -314,7 +315,7 @@ class HetStrategy(Strategy):
             self.log.notice(self._held_out.notice)
         self.state.scores.mark_outdated(self.members)
         self.spec.check_model(self.settings, self.task)
-        # Fix the number of threads as on the clients, because it affects floating-point sums.
+        # Use as many threads as the clients, because the number affects floating-point sums.
         torch.set_num_threads(self.run.engine.threads)
         self.init()
         if self.log.resumed:
@@ -327,7 +328,8 @@ class HetStrategy(Strategy):
         """Select the clients of a round, and return an instruction for each."""
         self.state.start(server_round)
         self.run = self.log.with_last_round(self.run)
-        # Without enough clients for a sum, all remaining rounds would pass within seconds.
+        # Wait for enough clients for a sum; otherwise, all remaining rounds would pass within
+        # seconds.
         needed = self._unmasking.min_clients if self._unmasking else 0
         present = self._held_out.split_off(self._members.wait_for(client_manager, needed))
         self.members = present or self.members
@@ -397,10 +399,10 @@ class HetStrategy(Strategy):
     def aggregate_fit(
         self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Failures
     ) -> tuple[Parameters, dict[str, Scalar]]:
-        """Decode and check the replies, and aggregate those that the method accepts."""
+        """Decode and check the replies, and aggregate the replies that the method accepts."""
         self.state.clock.stop_waiting()
         self._code_faults.report(failures)
-        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed it.
+        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed this.
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.reply_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
@@ -435,7 +437,7 @@ class HetStrategy(Strategy):
         for reply in replies:
             with self.state.drop_on_error(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
-                if not reply.clients:  # otherwise, recorded for each client
+                if not reply.clients:  # For a sum, each client was recorded earlier.
                     self.state.record_measured(reply.client.name, reply.measured)
                 self._sampler.record_reply(reply, self.state.record.round)
                 yield accepted

@@ -56,7 +56,7 @@ class CentralStrategy(HetStrategy):
         return {"server": self.model}
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Replace the model by the trainer's model."""
+        """Replace the model with the trainer's model."""
         weights = replies[0].knowledge.group("weights")
         self._set_weights({name: value.copy() for name, value in weights.items()})
         return {}

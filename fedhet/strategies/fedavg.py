@@ -74,6 +74,6 @@ class FedAvgStrategy(HetStrategy):
 
 
 def average_of(replies: Sequence[Reply], group: str) -> dict[str, Array]:
-    """Average a group of tensors, weighted by samples, over the replies that contain it."""
+    """Average a group of tensors over the replies that contain it, weighted by samples."""
     models = [(sent, r.weight) for r in replies if (sent := r.knowledge.group(group))]
     return average_weights(models) if models else {}

@@ -9,6 +9,6 @@ from fedhet.strategies.fedavg import FedAvgStrategy
 
 
 class FedBnStrategy(FedAvgStrategy):
-    """Strategy that averages all tensors except those of batch-norm layers."""
+    """Strategy that averages all tensors except the tensors of batch-norm layers."""
 
     spec = SPEC

@@ -172,7 +172,7 @@ class _Closest:
     """
 
     def __init__(self, student: HetModel, x: Tensor, teacher: Tensor, compute: Compute) -> None:
-        """Compare with the teacher's logits [N, C] for the public samples x [N, ...]."""
+        """Create the record for the teacher's logits [N, C] on the public samples x [N, ...]."""
         self._student, self._x, self._teacher, self._compute = student, x, teacher, compute
         self._distance = math.inf
         self.weights: dict[str, Array] = {}

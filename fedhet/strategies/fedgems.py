@@ -32,7 +32,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsStrategy(HetStrategy):
-    """Strategy that trains a server model on public data and requests logits where it is wrong."""
+    """Strategy that trains a server model on public data, and requests logits for its errors."""
 
     spec = SPEC
     settings: FedGemsSettings
@@ -64,7 +64,7 @@ class FedGemsStrategy(HetStrategy):
         return {"server": self.learner.model}
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return the logits L_s or their changed rows (line 17), and the requests (line 11)."""
+        """Return L_s or its changed rows (line 17), and the requested samples (line 11)."""
         held = self.held.pop(client.name, 0)  # A client that did not reply may lack the logits.
         if held in self._instructions_by_version:
             return self._instructions_by_version[held]
@@ -100,8 +100,8 @@ class FedGemsStrategy(HetStrategy):
         counts, self.logits = self._train(round, fused)
         self.changed[(before != self.logits).any(1) | (version == 0)] = round
         self._prepare()
-        # These are the numbers in Fig. 3 and Table 6, plus the samples that no client predicts
-        # correctly.
+        # These are the numbers in Fig. 3 and Table 6, plus the number of samples that no client
+        # predicts correctly.
         return {
             **dict(zip(("s1", "s2", "s3"), counts, strict=True)),
             "asked": asked,

@@ -109,7 +109,7 @@ class FedGenStrategy(FedAvgStrategy):
         return {"generator_loss": loss, "agreement": agreement(self.generator, head, prior, draws)}
 
     def _counts(self, replies: Sequence[Reply]) -> Array:
-        """Return the clients' class counts [K, C], or ones if no client sends them."""
+        """Return the clients' class counts [K, C], or ones if no client sends counts."""
         counts = np.zeros((len(replies), self.task.classes))
         for row, reply in zip(counts, replies, strict=True):
             sent = reply.knowledge.tensors

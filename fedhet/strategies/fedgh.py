@@ -25,7 +25,7 @@ from fedhet.wire.identity import SERVER
 
 
 class FedGhStrategy(FedAvgStrategy):
-    """Strategy that trains a global head on the clients' class means and sends it to them."""
+    """Strategy that trains a global head on the clients' class means, and sends the head."""
 
     spec = SPEC
     settings: FedGhSettings

@@ -63,7 +63,7 @@ class FedKdStrategy(FedAvgStrategy):
         return metrics | {"sent_down": counts[0] / counts[1]}
 
     def forget(self, client: str) -> None:
-        """Forget that the client has the base, so that it is sent the full mentee next time."""
+        """Forget that the client has the base, so that its next message has the full mentee."""
         self.holders.discard(client)
 
     def state_dict(self) -> dict[str, Array]:
@@ -82,7 +82,7 @@ class FedKdStrategy(FedAvgStrategy):
     ) -> None:
         """Build the instruction for clients that have the base of the update."""
         self.changed_in = round
-        """Round of the last update, or 0 before the first one."""
+        """Round of the last update, or 0 before the first update."""
         self.holders = set(holders)
         """Clients that have the base of the last update."""
         self._sent = sent

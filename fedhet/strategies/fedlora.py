@@ -3,13 +3,13 @@
 The setting `fedlora.aggregation` selects the rule:
 
 - average: Jianyi Zhang et al., Towards Building the FederatedGPT: Federated Instruction Tuning
-  (FedIT), ICASSP 2024. With equal ranks, it is FedAvg.
+  (FedIT), ICASSP 2024. With equal ranks, this rule is FedAvg.
 - sparsity: Yae Jee Cho et al., Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation
-  Models (HetLoRA), EMNLP 2024, also the source of the pruning of ranks.
+  Models (HetLoRA), EMNLP 2024. The pruning of ranks also follows this paper.
 - svd: Jiamu Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks
   and Client Resources (FlexLoRA), NeurIPS 2024.
 - rank-partition: Fei Wu et al., Preventing Rank Collapse in Federated Low-Rank Adaptation with
-  Client Heterogeneity (raFLoRA), arXiv 2602.13486, 2026; the rule from a third-party
+  Client Heterogeneity (raFLoRA), arXiv 2602.13486, 2026. The rule follows a third-party
   implementation.
 - freeze-a: Youbang Sun et al., Improving LoRA in Privacy-preserving Federated Learning (FFA-LoRA),
   ICLR 2024.
@@ -58,7 +58,7 @@ RANKS = "ranks"
 
 
 class FedLoraStrategy(HetStrategy):
-    """Strategy that stores adapters of the largest rank and sends clients their part of them."""
+    """Strategy that stores adapters of the largest rank, and sends each client its part."""
 
     spec = SPEC
     settings: FedLoraSettings
@@ -119,7 +119,7 @@ class FedLoraStrategy(HetStrategy):
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average the heads, weighted by samples, and aggregate the adapters by the rule."""
+        """Average the heads (weighted by samples), and aggregate the adapters by the given rule."""
         sent = [(reply.knowledge.group("weights"), reply.weight) for reply in replies]
         is_head = [name for name in self.weights if not name.endswith((LORA_A, LORA_B))]
         heads = [({name: each[name] for name in is_head}, weight) for each, weight in sent]

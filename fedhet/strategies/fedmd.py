@@ -34,12 +34,13 @@ class FedMdStrategy(HetStrategy):
     settings: ConsensusSettings
 
     def init(self) -> None:
-        """Draw no public samples yet, and initialize an empty consensus."""
+        """Initialize an empty consensus, without requested public samples."""
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")
         self.requested = self.consensus_rows = self._numbers([])
-        """Numbers of the public samples to predict in this round, and of those in the consensus."""
+        """Indices of the public samples to predict in this round, and of the samples in the
+        consensus."""
         self.scores: dict[str, Array] = {}
         """Scores [R, C] of each client in the last round that received replies, by client name."""
         self.consensus: Array | None = None

@@ -32,10 +32,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedTgpStrategy(HetStrategy):
-    """Strategy that trains prototypes close to the clients' and far from other classes.
+    """Strategy that trains prototypes close to the clients' prototypes and far from other classes.
 
-    Prototypes of all classes are trained, but the server sends only those of classes for which
-    clients have sent prototypes.
+    Prototypes of all classes are trained, but the server sends only the prototypes of classes for
+    which clients have sent prototypes.
     """
 
     spec = SPEC
@@ -74,7 +74,7 @@ class FedTgpStrategy(HetStrategy):
             generator=torch_generator(self.run.seed, SERVER, round, "prototypes"),
         )
         with torch.no_grad():
-            is_bounded = bool((self.model().abs() <= MAX_MAGNITUDE).all())  # False for NaN
+            is_bounded = bool((self.model().abs() <= MAX_MAGNITUDE).all())  # NaN is not bounded.
         if not (is_bounded and all_finite(self.model)):
             self.model.load_state_dict(before)
             raise DivergedError(f"training of the prototypes diverged: their loss is {loss:.3g}")

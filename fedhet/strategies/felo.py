@@ -30,7 +30,7 @@ class FeloStrategy(HetStrategy):
         self.means: dict[str, ClassMeans] = {}
         """Server dataset: the latest class means of each client."""
         self.freshness: dict[str, float] = {}
-        """Weights of class means that arrived late, below 1, by client."""
+        """Weights (below 1) of class means that arrived late, by client."""
         self.weights: dict[str, dict[str, Array]] = {}
         """Averaged weights by architecture."""
         self._instructions_by_model: dict[str, Knowledge] = {}
@@ -68,7 +68,7 @@ class FeloStrategy(HetStrategy):
             if reply.age:
                 self.freshness[reply.client.name] = reply.freshness
         by_model: dict[str, list[tuple[Arrays, float]]] = {}
-        for reply in replies:  # average weights within an architecture (line 5)
+        for reply in replies:  # Average the weights of each architecture (line 5).
             if weights := reply.knowledge.group("weights"):
                 by_model.setdefault(reply.client.model, []).append((weights, reply.weight))
         self.weights |= {model: average_weights(models) for model, models in by_model.items()}

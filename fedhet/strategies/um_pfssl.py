@@ -182,7 +182,7 @@ class UmPfsslStrategy(HetStrategy):
         """Return the pooled models that are not in a client's helper list, in random order.
 
         Returns either only models whose current version the client has received before, or only
-        models that it has not (Algorithm 3, line 7).
+        models that it has not received (Algorithm 3, line 7).
 
         Args:
             round: Round number.
@@ -198,10 +198,10 @@ class UmPfsslStrategy(HetStrategy):
         return [keys[index] for index in order]
 
     def _newer_helpers(self, name: str) -> list[Key]:
-        """Return newer versions of a client's helpers, except the lowest-ranked (Algorithm 2).
+        """Return newer versions of a client's helpers, except the last helper (Algorithm 2).
 
-        The ranking is from the end of the client's last round, when it sorted its list (Section
-        IV-B).
+        The last helper has the lowest rank, according to the order at the end of the client's last
+        round (Section IV-B).
         """
         helpers = self.lists.get(name, [])
         return [

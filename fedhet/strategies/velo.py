@@ -25,7 +25,7 @@ from fedhet.wire.identity import SERVER
 
 DRAWS = 100
 """Number of synthetic features per class for measuring the separation. With ten classes,
-its standard error is below two percentage points."""
+the standard error of the separation is below two percentage points."""
 STATE = ("features", "labels", "learned", "synthetic", "separation")
 """Attributes saved in the checkpoint, in addition to Felo's state and the CVAE."""
 
@@ -96,7 +96,7 @@ class VeloStrategy(FeloStrategy):
         load_weights(self.cvae, group(state, "cvae"))
 
     def _add_features(self, round: int, replies: Sequence[Reply]) -> None:
-        """Add the replies' features to the dataset (line 4), and discard the oldest."""
+        """Add the replies' features to the dataset (line 4), and discard the oldest features."""
         features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
         labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
         # Features of a round are equally old, so a random order decides which features to discard.

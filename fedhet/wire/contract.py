@@ -2,7 +2,7 @@
 
 The server side and the client side of a method each declare the fields that they send. Every
 message is validated against this declaration. `fedhet methods NAME` and the reference documentation
-also show it.
+also show the declaration.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUM_TOLERANCE = 1e-3
 
 
 def require(owner: object, **expected: type | tuple[type, ...]) -> None:
-    """Check the types of a declaration's attributes. Raises TypeError if one is wrong.
+    """Check the types of a declaration's attributes. Raises TypeError if a type is wrong.
 
     The error is thus raised when the method's module is imported, rather than in a later round.
     """
@@ -127,7 +127,7 @@ class WeightsField:
     stacked: str = ""
     """Letter of an additional leading axis that stacks the weights of several models."""
     nested: bool = False
-    """Whether the tensors of a smaller model are leading slices of those of a larger model."""
+    """Whether the tensors of a smaller model are leading slices of a larger model's tensors."""
 
     def __post_init__(self) -> None:
         """Check the declaration. Raises TypeError if it is invalid."""
@@ -289,9 +289,9 @@ class Sum:
     """Weight of a client: its number of samples, 1, or its number of samples of each class. With
     "classes", the weights are 1 if the method's setting `weighting` is "clients"."""
     within: Literal["all", "architecture"] = "all"
-    """Clients that are summed: all clients, or the clients with the same architecture."""
+    """Clients whose fields are summed: all clients, or the clients with the same architecture."""
     only_if: tuple[str, object] | None = None
-    """Setting of the method and the value with which the fields are sent, or None."""
+    """Setting of the method, and the value for which the fields are sent; None = always sent."""
 
     def __post_init__(self) -> None:
         """Raise TypeError if the declaration is invalid."""

@@ -150,7 +150,7 @@ class TopK(Encoding):
     name = "top-k"
     is_biased = True
     keep: float = 0.15
-    """Fraction of the values to keep, but at least one value. Decoding does not need it."""
+    """Fraction of the values to keep (at least one value). Decoding does not need this fraction."""
 
     def size(self, shape: Shape) -> int:
         """Return the size: one bit for each value, and two bytes for each kept value."""
@@ -331,7 +331,7 @@ class Coder:
         return encode_tensor(encoding, value, self._rng(key, name))
 
     def _encodable(self, tensors: Arrays) -> Iterator[tuple[str, Array]]:
-        """Yield all but the small tensors, if they satisfy the contract after encoding."""
+        """Yield tensors that are large enough, and that satisfy the contract after encoding."""
         for name, value in tensors.items():
             field = self._field(name)
             if isinstance(field, WeightsField):

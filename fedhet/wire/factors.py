@@ -32,7 +32,7 @@ class FactorsField(WeightsField):
         return "weight updates; a matrix [P, Q] may be sent as factors [P, K] and [K, Q]"
 
     def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
-        """Return the expected shape and dtype of each tensor, or of its factors if those were sent.
+        """Return the expected shape and dtype of each tensor, or of its factors if they were sent.
 
         Raises KnowledgeError if the factors are not smaller than the matrix, or if their product
         might exceed MAX_MAGNITUDE.

@@ -48,7 +48,7 @@ class ClientInfo:
     base: str = ""
     """Digest of the frozen base model on this machine, or "" if the model has no adapters."""
     task: str = "classification"
-    """Name of the task, for which `classes` is the number of outputs."""
+    """Name of the task; `classes` is the number of outputs for this task."""
 
     def properties(self) -> dict[str, int | str | bool]:
         """Return the description as a flat dictionary (inverse of `read_properties`)."""
@@ -141,7 +141,7 @@ def _shape(sender: str, kind: Kind, text: object) -> tuple[int, ...]:
 
 
 def capped(infos: Iterable[ClientInfo], max_ratio: float) -> dict[str, int]:
-    """Return the number of samples with which each client is weighted, by client name.
+    """Return each client's number of samples for weighting, by client name.
 
     A server cannot verify the reported numbers. They are therefore limited to `max_ratio` times the
     lower median of all clients; 0 = no limit.

@@ -2,7 +2,7 @@
 
 The first array is the manifest (proto/fedhet/v1/knowledge.proto). The tensors that it lists follow,
 either unchanged or encoded, and either as values or as differences from base weights. A message
-identifies its base weights by their digest, which both sides compute from their own copy.
+identifies its base weights by their digest, which both sides compute from their own copies.
 
 Decoding never unpickles, never trusts a header's size before allocating memory, and does not depend
 on the order of the tensors.
@@ -40,7 +40,7 @@ SCHEMA_VERSION = 2
 PLAIN_VERSION = 1
 """Schema version of messages without encoded tensors, which older peers can also read."""
 MAX_MANIFEST_BYTES = 2**16
-"""Maximum size of a manifest without tensors, as parsed fields need many times their size."""
+"""Maximum size of a manifest without tensors, because parsed fields need many times their size."""
 MAX_SPEC_BYTES = 1024
 """Additional size of a manifest permitted for each tensor in the message."""
 MAX_HEADER_BYTES = 1024
@@ -117,7 +117,7 @@ class Packing:
     encoded: Mapping[str, Encoded] = field(default_factory=dict)
     """Encoded tensors by name; tensors not listed here are sent unchanged."""
     base: int = 0
-    """Digest of base weights that the receiver must have; 0 if it needs none."""
+    """Digest of base weights that the receiver must have; 0 if no base is needed."""
     held: bool = False
     """Whether the message refers to all tensors in the base instead of sending them again."""
 

@@ -1,12 +1,13 @@
 """Vectors of secure aggregation: fixed-point encoding, masks, and contexts.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017. The
-sites of a cohort add up vectors, one for each lane: the fields of one `Sum`. A site i sends
+sites of a cohort add up vectors, one for each lane. A lane consists of the fields of one `Sum`. A
+site i sends
 
     y_i = x_i + PRG(b_i) + sum over j > i of PRG(s_ij) - sum over j < i of PRG(s_ij),
 
 where b_i is a secret of the site, and s_ij a secret of two sites. The sum of all y_i, minus all
-PRG(b_i), is the sum of the x_i. Unlike the paper, the sites' keys are known in advance, and a
+PRG(b_i), is the sum of the x_i. Unlike in the paper, the sites' keys are known in advance, and a
 site's shares of b_i are sent with y_i.
 
 A vector starts with 64-bit words, followed by 32-bit words; sums are modulo 2^64 and 2^32. For n
@@ -48,7 +49,7 @@ REQUEST, REVEAL, SEEDS, FAULT = "masking", "unmasking", "seeds", "fault"
 """Entries of messages: a request for a masked reply and a request for shares, in JSON; the secrets
 shared with lost sites; and the reason why a site reveals nothing for some sums, or ""."""
 NONCE_BYTES, BOX_BYTES = 12, 12 + SHARE_BYTES + 16
-"""Size of the nonce of an encrypted share, and of nonce, ciphertext and tag together."""
+"""Size of the nonce of an encrypted share, and of nonce, ciphertext and tag together, in bytes."""
 MASKED_CONTRACT = Contract(
     (
         WeightsField(MASKED, "vectors of secure aggregation, with masks"),
@@ -58,8 +59,9 @@ MASKED_CONTRACT = Contract(
 HEADER = ("sites", "cap", "weight", "clipped")
 """Counters of a vector: 1, the sites' common cap, the weight, and the number of clipped values.
 
-Only if all masks cancel does the sum of the first equal the number of sites. Numbers of samples are
-in no other vector: if the cohorts of two vectors differ by one site, so do their sums."""
+The sum of the first counter equals the number of sites only if all masks cancel. Only vectors
+weighted by samples contain numbers of samples: if the cohorts of two vectors differ by one site,
+the difference of their sums reveals this site's number."""
 WIDE_BITS, NARROW_BITS, NARROW_RANGE = 20, 25, 6
 """Fractional bits of 64-bit words; fractional bits of 32-bit words for one site; and the bits of
 the largest value in 32-bit words, 64."""
@@ -77,7 +79,8 @@ class Part:
     low: float | None
     """Minimum value, or None."""
     kind: Literal["narrow", "wide", "integer", "rows", "totals"]
-    """Row of the table above. Rows have one row per class, and totals are not averaged."""
+    """Row of the table in the module's docstring. Tensors of the kind "rows" have one row per
+    class, and "totals" are not averaged."""
 
     @property
     def size(self) -> int:
@@ -162,7 +165,7 @@ class Layout:
         Args:
             sent: Tensors of the reply, which are finite.
             samples: The site's number of samples, at most `cap`.
-            cap: Number of samples from which on sites have the same weight.
+            cap: Maximum number of samples that can count toward a site's weight.
             rows: Classes whose rows may be sent; the rows of other classes are zero.
         """
         vector = np.zeros(self.size, np.uint32)
@@ -261,7 +264,7 @@ class Layout:
         return tensors, weight, clipped
 
     def empty(self) -> dict[str, Array]:
-        """Return the tensors of a lane with class rows, without any class."""
+        """Return the tensors of a lane with class rows if no class has a row."""
         tensors: dict[str, Array] = {self.ids: np.zeros(0, np.int64)}
         return tensors | {p.name: np.zeros((0, *p.shape[1:]), p.dtype) for p in self.parts}
 
@@ -299,7 +302,7 @@ class Layout:
 
 
 def context(*parts: bytes | str | int | Sequence[str]) -> bytes:
-    """Return the SHA-256 of a list of values, which no other list has."""
+    """Return the SHA-256 of a list of values, which are encoded without ambiguity."""
     listed = [part.hex() if isinstance(part, bytes) else part for part in parts]
     return hashlib.sha256(json.dumps(["fedhet masking 1", *listed]).encode()).digest()
 
@@ -317,7 +320,7 @@ def content_digest(tensors: Arrays, scalars: Mapping[str, bool | int | float | s
 def _integers(value: Array, scale: float | Array, limit: int) -> tuple[Array, int]:
     """Return rint(value * scale) as int64 [N], clipped below `limit`, and the number clipped."""
     scaled = np.rint(value.astype(np.float64) * scale).reshape(-1)
-    # The largest float64 below the limit, since a limit of 62 bits is rounded up.
+    # Use the largest float64 below the limit, because conversion rounds a limit of 62 bits up.
     bound = min(float(limit - 1), math.nextafter(float(limit), 0))
     outside = int((np.abs(scaled) > bound).sum())
     return np.clip(scaled, -bound, bound).astype(np.int64), outside
