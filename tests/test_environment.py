@@ -204,7 +204,7 @@ def test_a_run_is_not_written_below_a_path_that_is_not_utf_8(tmp_path, monkeypat
     (odd := tmp_path / "a\udcff").mkdir()
     monkeypatch.chdir(odd)
     for out in ("", "run"):
-        with pytest.raises(SettingsError, match=r"^out: .* in UTF-8, got '.*\\udcff/"):
+        with pytest.raises(SettingsError, match=r"^out: .* valid UTF-8, got '.*\\udcff/"):
             run_directory(resolve({"method": "local", "out": out}))
 
 
