@@ -77,7 +77,7 @@ def check_mappable(path: Path) -> None:
 
 
 def check_json_size(path: Path, content: bytes, extra: int = 0) -> None:
-    """Raise StateError if JSON text has too many values, including `extra` values."""
+    """Raise StateError if JSON text has too many values; `extra` is added to the count."""
     if sum(map(content.count, (b",", b"[", b"{"))) + extra > MAX_PARTS:
         raise StateError(f"{path}: expected at most {MAX_PARTS:,} values")
 
@@ -210,7 +210,7 @@ class Folder:
             ) from error
 
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:
-        """Open a file in the directory, and return its descriptor; creates a missing file.
+        """Open a file in the directory, creating it if necessary, and return its descriptor.
 
         Raises OSError if the file cannot be opened, and StateError if it is a symlink or not a
         regular file.

@@ -224,7 +224,7 @@ def certs_command(
                 "pair"
             )
     if classes and peer is None:
-        raise SettingsError(f"--classes {classes}: expected --peer NAME, the site's name")
+        raise SettingsError(f"--classes {classes}: expected --peer NAME with the site's name")
     if peer is not None:
         from fedhet.config import secure
 

@@ -78,7 +78,11 @@ def loading(libraries: str = "PyTorch and Flower") -> Iterator[None]:
 
 
 def listing(*headers: str, rows: Iterable[Iterable[str]] = (), words: int | None = None) -> Table:
-    """Build a table without borders; columns after the first `words` are right-aligned."""
+    """Build a table without borders.
+
+    The first `words` columns are left-aligned (by default, all columns), and the others are
+    right-aligned.
+    """
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold")
     for place, header in enumerate(headers):
         left = words is None or place < words
@@ -252,6 +256,6 @@ def read_seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
         raise SettingsError(
-            f"--seeds: expected a list without duplicates such as 0,1,2, got '{text}'"
+            f"--seeds: expected a list without duplicates, such as 0,1,2, got '{text}'"
         )
     return [int(part) for part in parts]

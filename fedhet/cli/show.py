@@ -111,7 +111,7 @@ def settings_command(
         bool, typer.Option(help="Print all settings of all methods with their defaults as TOML.")
     ] = False,
 ) -> None:
-    """List the settings of every run, or those that match a name."""
+    """List the settings that all runs share, or the settings that match a name."""
     if toml:
         toml_text = tomli_w.dumps(nest(defaults()))
         console.print(toml_text, end="", markup=False, highlight=False, soft_wrap=True)

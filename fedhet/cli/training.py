@@ -56,7 +56,7 @@ STOP_SIGNALS = {
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Run to train, with its label in the output, its directory, and its settings."""
+    """A planned run: its label in the output, its directory, and its configuration."""
 
     label: str
     directory: Path

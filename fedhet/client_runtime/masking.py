@@ -283,7 +283,9 @@ class Masking:
     def _survivors(self, lane: Lane | None, listed: Any) -> tuple[str, ...]:
         """Return the survivors of a lane. Raises MaskingError if the list is invalid."""
         if lane is None:
-            raise MaskingError(f"{REVEAL}: expected lanes of this site's masked reply")
+            raise MaskingError(
+                f"{REVEAL}: unknown lane, expected only lanes of this site's masked reply"
+            )
         names = _names(listed, f"{REVEAL}: survivors")
         if self._name not in names or not {*lane.cohort}.issuperset(names):
             raise MaskingError(

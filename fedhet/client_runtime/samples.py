@@ -149,7 +149,8 @@ def public_samples(
     info, name = samples.info, config.run.data.public_dataset
     classes = info.classes if labeled else None
     public = node.data.public_set(info.kind, info.shape, classes)
-    # A public part of the run's dataset can only overlap with a site's data, not with partitions.
+    # A public subset of the run's dataset never overlaps with a partition, so check it only against
+    # a site's own data.
     is_part_of_dataset = name in ("", UNUSED)
     if name != GENERATED and (node.folder or not is_part_of_dataset):
         try:

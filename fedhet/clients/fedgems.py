@@ -55,7 +55,7 @@ class FedGemsClient(HetClient):
         return Knowledge({"logits": logits.cpu().numpy()})
 
     def _store_logits(self, knowledge: Knowledge) -> None:
-        """Store the server's logits [N, C], of which only changed rows may have been received."""
+        """Store the server's logits [N, C]. The message may contain only the rows that changed."""
         if "logits" not in knowledge.tensors:
             return
         rows = self._rows(knowledge, "changed")

@@ -13,7 +13,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FeloClient(HetClient):
-    """Client that trains on Eq. 1 and sends class means and, if they are shared, weights."""
+    """Client that minimizes Eq. 1, and sends class means and, if configured, its weights."""
 
     settings: FeloSettings
 

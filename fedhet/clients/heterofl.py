@@ -69,7 +69,7 @@ class HeteroFlClient(FedAvgClient):
 
     @property
     def own_classes(self) -> LabelSpace:
-        """Restriction of logits in a loss, to the unmasked classes or the client's label space."""
+        """Module that restricts losses to the unmasked classes, or to the client's label space."""
         return MaskedClasses(self.absent) if self.settings.masked else super().own_classes
 
     def _rate(self) -> float:

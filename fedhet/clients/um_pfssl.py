@@ -94,7 +94,10 @@ class UmPfsslClient(HetClient):
         self.train_epochs(self.x, self.y, loss_of, optimizing, generator, epochs=epochs)
 
     def _learn(self, round: int, helpers: list[Helper], own: int) -> dict[str, float]:
-        """Run lines 17 to 23 with all helpers, and return the fraction of wrong pseudo-labels."""
+        """Average the helpers, and train on their pseudo-labels (lines 17 to 23).
+
+        Returns the fraction of wrong pseudo-labels as a metric, if true labels are known.
+        """
         weights = [self._weights(helper, own) for helper in helpers]
         predictions = [
             self._predict(self._spare(model), helper)

@@ -304,8 +304,8 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
         check_max_bytes(size, spec, path.parents[1])
     if western:
         LOG.warning(
-            "%s: %d of %d texts are not in UTF-8 and were decoded as Windows-1252 (Latin-1), the "
-            "first is %s",
+            "%s: %d of %d texts are not in UTF-8 and were decoded as Windows-1252; the first is "
+            "%s",
             western[0].parents[1], len(western), len(texts), western[0],
         )  # fmt: skip
     return tokenize(texts, spec, Path(files[0]).parents[1] if files else "")

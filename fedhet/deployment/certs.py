@@ -235,7 +235,9 @@ def _host(host: str) -> x509.GeneralName:
     except ValueError:
         return x509.DNSName(start + name)
     if start or "%" in name:
-        raise FedhetError(f"--host: expected an address without '*.' and zone, got {host!r}")
+        raise FedhetError(
+            f"--host: expected an address without a '*.' prefix or a zone, got {host!r}"
+        )
     return x509.IPAddress(address)
 
 

@@ -1,4 +1,4 @@
-"""Clients on a Ray cluster, either started on this machine or existing.
+"""Run clients on a Ray cluster: a local cluster started for the run, or an existing one.
 
 Flower's server runs in this process, and calls the clients in Ray actors. Functions import Ray
 lazily, because a run in one process does not need it.

@@ -176,10 +176,11 @@ def _trained(
 
 
 def check_models_and_data(config: Config, data: RunData) -> None:
-    """Check this machine. Raises FedhetError if it cannot execute the run.
+    """Check the models, the data, and the device.
 
-    Also sets up a client without samples for each user model, because a method may need more from a
-    model than a forward pass, such as another feature width.
+    Raises FedhetError if this machine cannot execute the run. Also sets up a client without samples
+    for each user model, because a method may require more of a model than a forward pass, such as a
+    different feature width.
     """
     check(config, data)
     for name in filter(is_user_model, dict.fromkeys(config.run.models.pool)):

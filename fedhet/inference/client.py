@@ -412,7 +412,8 @@ def samples_for(record: ClientRecord, x: Any, where: str = "x") -> Tensor:
     """Convert samples to inputs of the client's models, as float32 [N, *shape] or token ids.
 
     uint8 values are scaled like the client's images, floats must already be scaled, and texts must
-    be a sequence of str. Raises DataError, with `where`, if the type, shape or range is unsuitable.
+    be a sequence of str. Raises DataError, prefixed with `where`, if the type, shape, or range is
+    unsuitable.
     """
     if record.kind == TEXT.name:
         if isinstance(x, str) or not all(isinstance(text, str) for text in x):

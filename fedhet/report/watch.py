@@ -62,7 +62,11 @@ def serve(folder: Path, port: int = 0) -> Iterator[str]:
 
 
 class Pages:
-    """Pages by path: the list of runs (/), reports (/run/NAME), and /compare?run=NAME."""
+    """Content of the served pages.
+
+    The pages are the list of runs (/), a run's report (/run/NAME) and status (/status/NAME), and a
+    comparison of runs (/compare?run=NAME).
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -204,7 +204,7 @@ def line_display(console: Console, label: str = "") -> Progress:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text without markup, highlighting or line breaks."""
+    """Print text without markup, highlighting, or line breaks."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -246,7 +246,7 @@ def console_for(stream: TextIO | None = None) -> Console:
 
     Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
     """
-    # Import lazily, because `rich` may be missing on a machine that is only checked.
+    # Import lazily, because machines of a cluster import this module and may lack `rich`.
     from rich.console import Console
 
     make_output_lenient()

@@ -159,7 +159,7 @@ class Unmasking:
         return {name for name in selected if self._request.of(name)}
 
     def config(self, client: str) -> dict[str, Scalar]:
-        """Return the request for a client's masked reply, for Flower's config."""
+        """Return the config entry that requests a masked reply from a client."""
         cohorts = {str(group.number): group.cohort for group in self._request.of(client)}
         return {REQUEST: json.dumps({"nonce": self._request.nonce, "cohorts": cohorts})}
 

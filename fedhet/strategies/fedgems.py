@@ -191,9 +191,10 @@ class FedGemsStrategy(HetStrategy):
         return loss_of
 
     def _loss_by_batch(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return the loss that splits each batch by its training predictions (lines 5 to 12).
+        """Return a loss that splits each batch by the model's current predictions (lines 5 to 12).
 
-        Adds the correctly predicted logits to `pool`, and the sizes of S1, S2 and S3 to `counts`.
+        Adds the logits of correctly predicted samples to `pool`, and the sizes of S1, S2, and S3 to
+        `counts`.
         """
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class FedMdStrategy(HetStrategy):
     settings: ConsensusSettings
 
     def init(self) -> None:
-        """Initialize an empty consensus, without requested public samples."""
+        """Start with an empty consensus and no requested public samples."""
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")

@@ -181,14 +181,12 @@ class UmPfsslStrategy(HetStrategy):
     def _models_outside_list(self, round: int, name: str, use: str, *, sent: bool) -> list[Key]:
         """Return the pooled models that are not in a client's helper list, in random order.
 
-        Returns either only models whose current version the client has received before, or only
-        models that it has not received (Algorithm 3, line 7).
-
         Args:
             round: Round number.
             name: Name of the client.
-            use: Name of the purpose, which seeds the random order.
-            sent: Whether to return the models that were sent before.
+            use: Key that seeds the random order.
+            sent: If True, return only models that the client has received in their current version;
+                otherwise, only models that it has not (Algorithm 3, line 7).
         """
         listed = {helper.number for helper in self.lists.get(name, [])} | {self.numbers[name]}
         last = self.sent.get(name, {})

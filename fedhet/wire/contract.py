@@ -148,7 +148,7 @@ class WeightsField:
         return shapes
 
     def min_value(self, name: str) -> float | None:
-        """Return the minimum value of the tensor `name`, or None for -MAX_MAGNITUDE."""
+        """Return the minimum value of a tensor, or None if it is the default, -MAX_MAGNITUDE."""
         return 0.0 if name.endswith(VARIANCES) else self.low
 
 

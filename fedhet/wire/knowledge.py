@@ -112,7 +112,7 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Packing:
-    """Encoded tensors of a message, and the base weights for its differences."""
+    """Encoded tensors of a message, and the digest of the base weights that they refer to."""
 
     encoded: Mapping[str, Encoded] = field(default_factory=dict)
     """Encoded tensors by name; tensors not listed here are sent unchanged."""

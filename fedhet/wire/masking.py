@@ -90,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions and encodings of the tensors of a lane in its vector."""
+    """Layout of a lane's vector: the order, shape, and encoding of each tensor."""
 
     weight: str
     """Weight of a site: `samples`, `clients`, or `classes` for the samples of each class."""
