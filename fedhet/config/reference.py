@@ -30,6 +30,7 @@ from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
 from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.methods.spec import Late, MethodSpec
+from fedhet.settings.defense import ROBUST
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import allowed_values, kebab, nest, plain
 from fedhet.settings.text import as_text
@@ -205,16 +206,15 @@ def _own_settings(method: Method) -> str:
     for setting, default, values, text in setting_rows(method.settings()):
         choices = [f"`{each}`" for each in values.removeprefix("one of ").split(", ")]
         if values.startswith("one of ") and " or " not in values:
-            choices = [each for each in choices if each != f"`{json.loads(default)}`"]
-            default = f"`{json.loads(default)}` ({'/'.join(choices)})"
+            default = json.loads(default)
+            others = "/".join(each for each in choices if each != f"`{default}`")
+            first = f"`{setting}={default}` ({others})"
         else:
-            default = f"`{default}`"
-        rows.append((f"`{setting}`", default, published.get(f"`{setting}`", ""), text))
-    if not any(paper for _, _, paper, _ in rows):
-        return in_markdown(
-            ("setting", "default", "description"), [(s, d, h) for s, d, _, h in rows]
-        )
-    return in_markdown(("setting", "default", "paper", "description"), rows)
+            first = f"`{setting}={default}`"
+        rows.append((first, published.get(f"`{setting}`", ""), text))
+    if not any(paper for _, paper, _ in rows):
+        return in_markdown(("setting and default", "description"), [(s, d) for s, _, d in rows])
+    return in_markdown(("setting and default", "paper", "description"), rows)
 
 
 def setting_rows(settings: Mapping[str, FieldInfo]) -> list[tuple[str, str, str, str]]:
@@ -278,6 +278,7 @@ def _summed(method: Method) -> str:
 def defenses(method: Method) -> str:
     """Return a sentence with the robust aggregation rules that a method supports."""
     rules, robustness = ", ".join(method.spec.defenses) or "none", method.spec.robustness
+    rules = "all rules" if method.spec.defenses == ROBUST else rules
     note = f"; {robustness}" if robustness and not method.spec.defenses else ""
     return f"Robust aggregation (`defense.average`): {rules}{note}."
 

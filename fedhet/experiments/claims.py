@@ -1,7 +1,7 @@
 """Verdicts on the papers' claims, and the documentation pages that show finished tables.
 
 `python -m fedhet.experiments.claims`, run in the project's root, writes the generated parts of
-docs/results.md, docs/tables.md and docs/tables/*.md from the files in fedhet/experiments/measured,
+docs/results.md and docs/tables/*.md from the files in fedhet/experiments/measured,
 and list.json, the list of tables that `fedhet table` prints.
 """
 
@@ -19,8 +19,8 @@ from itertools import product
 from pathlib import Path
 
 from fedhet.base.errors import StateError
-from fedhet.config.reference import in_markdown, with_part
-from fedhet.experiments.paper import Comparison, TableResult, cells
+from fedhet.config.reference import with_part
+from fedhet.experiments.paper import OUTCOMES, Comparison, TableResult, cells
 from fedhet.experiments.plan import (
     FIELD,
     SIZES,
@@ -38,7 +38,9 @@ from fedhet.runs.directory import read_validated
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 """Directory of the finished tables that are included in fedhet."""
 USUAL_HARDWARE = "Two cores of an AMD EPYC."
-"""Default hardware, which pages do not state in each section, because docs/tables.md names it."""
+"""Default hardware, which docs/tables.md names once instead of in each section."""
+USUAL_SEEDS = [0, 1, 2]
+"""Default seeds. A section omits the command if it has no other seeds and no settings."""
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """Possible verdicts on a claim, over all comparisons in its table."""
 WORDS = dict(zip(VERDICTS, ("holds", "inconclusive", "does not hold", "not measured"), strict=True))
@@ -165,7 +167,6 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
     results = read_finished(folder)
     parts = {
         "results.md": markdown(counted(claims_in(results))),
-        "tables.md": tables_part(results),
         **{
             f"tables/{paper}.md": paper_part([r for r in results if paper_of(r.table) == paper])
             for paper in dict.fromkeys(paper_of(result.table) for result in results)
@@ -176,9 +177,10 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
 
 
 def paper_part(results: Sequence[TableResult]) -> str:
-    """Return a section for each table in a paper: numbers, verdicts on claims, and the command.
+    """Return a section for each table in a paper: numbers and verdicts on claims.
 
-    The section shows the largest size for which the table was created.
+    The section shows the largest size for which the table was created. It has a command only if
+    the defaults do not create the table.
     """
     largest = {result.table: result for result in results}
     return "\n".join(_section(result) for result in largest.values())
@@ -190,51 +192,27 @@ def _section(result: TableResult) -> str:
     hardware = "" if result.hardware == USUAL_HARDWARE else f"{result.hardware} "
     about = f"{part}. {result.about(table)} {hardware}{result.made}."
     claims = [
-        f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({_places(claim.counts)})."
+        f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({_tally(claim.counts)})."
         for claim in claims_in([result])
     ]
     digits = 1 if table.unit == "percent" else 2
+    is_default = result.seeds == USUAL_SEEDS and not result.settings
     parts = [
         f"## {escape_markdown(table.title)}\n",
         f"{escape_markdown(about)}\n",
-        f"```bash\n{result.command}\n```\n",
-        markdown(cells(result, table, digits, measured_only=True)),
+        "" if is_default else f"```bash\n{result.command}\n```\n",
+        markdown(cells(result, table, digits, brief=True)),
         "\n".join(claims) + "\n" if claims else "",
         f"{result.remark}\n" if result.remark else "",
     ]
     return "\n".join(filter(None, parts))
 
 
-def _places(counts: Counter[str]) -> str:
-    verbs = {"holds": ("holds", "hold"), "does not hold": ("fails", "fail")}
-    listed = [
-        f"{count} {verbs.get(outcome, (outcome,) * 2)[count > 1]}"
-        for outcome, count in counts.items()
-    ]
-    return ", ".join(listed) or "no comparison was run"
-
-
-def tables_part(results: Sequence[TableResult]) -> str:
-    """Return a row for each table: the parts of the paper that it shows, and its claims by size."""
-    rows = []
-    for name in dict.fromkeys(result.table for result in results):
-        table = read_table(name)
-        part = re.split(r", (?=Table|Fig|Section)", table.source, maxsplit=1)[-1]
-        anchor = re.sub(r"[^\w\- ]", "", table.title.lower()).replace(" ", "-")
-        link = f"[{name}](tables/{paper_of(name)}.md#{anchor})"
-        verdicts = {
-            result.size: Counter(claim.verdict for claim in claims_in([result]))
-            for result in results
-            if result.table == name
-        }
-        shown = (
-            "/".join(str(verdicts[size][verdict]) for verdict in VERDICTS[:3])
-            if size in verdicts
-            else "–"
-            for size in ("tiny", "small")
-        )
-        rows.append((link, part, *shown))
-    return in_markdown(("table", "shows", "tiny", "small"), rows, words=2)
+def _tally(counts: Counter[str]) -> str:
+    """Return the numbers of comparisons that hold, are within noise, and fail, as in "2/1/0"."""
+    decided = "/".join(str(counts[outcome]) for outcome in OUTCOMES[:3])
+    missing = counts["not measured"]
+    return f"{decided}, {missing} not measured" if missing else decided
 
 
 def tables_listed() -> list[tuple[str, str, str, str]]:

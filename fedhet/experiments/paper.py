@@ -351,29 +351,29 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
     return "\n".join(parts)
 
 
-def cells(
-    result: TableResult, table: PaperTable, digits: int = 2, *, measured_only: bool = False
-) -> Cells:
-    """Return the measured and printed numbers, without unmeasured rows if `measured_only`.
+def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: bool = False) -> Cells:
+    """Return the measured and printed numbers, and the agreement with the paper in the last row.
 
-    The last row shows the agreement with the paper, if it is known for a column.
+    `brief` omits the last row, rows without measurements, and the standard deviations of the size
+    `tiny`.
     """
     rows = table.rows_in(result.size)
-    if measured_only:
+    if brief:
         measured = {
             name
             for name, columns in result.cells.items()
             if any(mean is not None for mean, _ in columns.values())
         }
         rows = [row for row in rows if row.name in measured]
-    agrees = any(tau is not None for tau in result.agreement.values())
+    agrees = not brief and any(tau is not None for tau in result.agreement.values())
     names = [*(row.name for row in rows), *(["Kendall's τ"] if agrees else [])]
     columns: dict[str, Sequence[Cell]] = {result.table: [Cell(name) for name in names]}
     for column in table.columns_in(result.size):
         shown = []
         for row in rows:
             mean, std = result.cells[row.name][column.name]
-            spread = "" if std is None else f" ± {_number(std, digits)}"
+            hidden = std is None or (brief and result.size == "tiny")
+            spread = "" if hidden else f" ± {_number(std, digits)}"
             printed, _ = row.printed_in(column.name)
             paper = "" if printed is None else f" ({_number(printed, digits)})"
             shown.append(Cell(f"{_number(mean, digits)}{spread}{paper}", mean))

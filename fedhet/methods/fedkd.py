@@ -33,8 +33,8 @@ class FedKdSettings(fedavg.FedAvgSettings):
     )
     intensity_learned: bool = Field(
         True,
-        description="whether gradients propagate through the task losses of 'intensity'; false = "
-        "the losses are constants",
+        description="whether to backpropagate through the task losses in the denominator (see "
+        "'intensity'); false = treat them as constants",
     )
     hidden_weight: NonNegative = Field(
         1.0, description="weight of the distance between both models' features; 0 = no such loss"

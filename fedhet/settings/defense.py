@@ -22,12 +22,11 @@ class AttackSettings(Schema):
     kind: Literal["none", "paf", "lie", "ofom", "sign-flip", "scale", "alternating", "drift"] = (
         Field(
             "none",
-            description="poisoning attack. paf, lie, ofom: poison logits and weights; malicious "
-            "clients are redrawn each round. The other attacks poison every value, with the same "
-            "malicious clients in all rounds: multiply by -1 (sign-flip), by attack.scale (scale), "
-            "alternately by "
-            "attack.scale and -attack.scale (alternating), or add a vector whose norm grows to "
-            "attack.scale times that of the reply by the last round (drift)",
+            description="poisoning attack. paf, lie, and ofom poison logits and weights of "
+            "clients that are redrawn each round. The others poison all values of the same "
+            "clients: multiply by -1 (sign-flip), by attack.scale (scale), or alternately by "
+            "attack.scale and -attack.scale (alternating), or add a vector that grows to "
+            "attack.scale times the reply's norm (drift)",
         )
     )
     attackers: CountOrNone = Field(
@@ -59,18 +58,18 @@ class DefenseSettings(Schema):
 
     average: Average = Field(
         "mean",
-        description="aggregation rule for replies: mean, coordinate-wise median or trimmed mean, "
-        "geometric median, or the mean of the replies that Krum or the spectral filter selects; "
-        "applied among clients with the same architecture, or with a common class",
+        description="aggregation rule: mean, coordinate-wise median or trimmed mean, geometric "
+        "median, or the mean of the replies that Krum or the spectral filter selects "
+        "(docs/security.md)",
     )
     malicious_fraction: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.2, description="fraction of malicious clients that 'average' must tolerate"
     )
     clip_factor: NonNegative = Field(
         4.0,
-        description="upper bound for the root mean square of weights, as a multiple of the median "
-        "of the other clients with the same architecture; larger weights are scaled down. The "
-        "bound for features and logits is 2.5 times as high; 0 = no clipping",
+        description="maximum root mean square of weights, as a multiple of the median of the "
+        "other clients with the same architecture; larger weights are scaled down. The maximum "
+        "for features and logits is 2.5 times as high; 0 = no clipping",
     )
 
 

@@ -34,8 +34,7 @@ class ComputeSettings(Schema):
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="floating-point precision of training; auto = bfloat16 on GPUs and CPUs with "
-        "native support (AMX on a CPU), otherwise float32. The config.toml of a simulation records "
-        "the precision used",
+        "native support (AMX on a CPU), otherwise float32. Simulations record it in config.toml",
     )
     channels_last: Literal["auto", "true", "false"] = machine_field(
         "auto", "whether images use the channels-last memory format; auto = true except on mps"
@@ -49,19 +48,18 @@ class ComputeSettings(Schema):
     deterministic: bool = machine_field(
         True,
         "whether to use only deterministic GPU algorithms, so that repeated and resumed runs are "
-        "bit-identical, as on a CPU; false = also allow faster, nondeterministic algorithms",
+        "bit-identical; false = allow faster, nondeterministic algorithms",
     )
     compile: bool = machine_field(
         False,
-        "whether to compile local training steps with torch.compile (CUDA graphs on a GPU). Useful "
-        "for small networks on a GPU, where kernel launches dominate; compilation takes up to a "
-        "minute per "
-        "architecture. Results differ only by rounding",
+        "whether to compile local training steps with torch.compile (CUDA graphs on a GPU); "
+        "faster for small networks on a GPU, after up to a minute of compilation per "
+        "architecture",
     )
     sample_mb: CountOrNone = machine_field(
         4096,
-        "maximum size of the samples that a worker caches in GPU memory, in MB, limited to half of "
-        "the free memory; batches of other samples are copied one at a time",
+        "maximum size of the samples that a worker caches in GPU memory, in MB, and at most half "
+        "of the free memory; other samples are copied batch by batch",
     )
 
 
@@ -70,9 +68,8 @@ class EngineSettings(ComputeSettings):
 
     backend: Literal["auto", "ray", "inline"] = machine_field(
         "auto",
-        "execution backend of simulations. ray: worker processes on this machine or on a cluster "
-        "(ray-address); inline: this process; auto: ray only if it saves more than its start-up "
-        "time (docs/performance.md)",
+        "execution backend of simulations: this process (inline), or workers on this machine or "
+        "a cluster (ray); auto = ray only if it saves more than its start-up time",
     )
     track: Literal["none", "wandb", "mlflow", "prometheus"] = machine_field(
         "none", "experiment tracker that also receives the run's metrics (docs/guide.md)"
@@ -102,9 +99,9 @@ class EngineSettings(ComputeSettings):
     )
     in_flight: CountOrNone = machine_field(
         0,
-        "maximum number of concurrent client calls for methods that send large client-specific "
-        "messages, which bounds the server's memory; 0 = the number of workers in a simulation, "
-        "all clients in a deployment",
+        "maximum number of concurrent client calls for methods with large client-specific "
+        "messages, which bounds the server's memory; 0 = number of workers, or all clients in a "
+        "deployment",
     )
     max_payload_mb: Positive = machine_field(2048.0, "maximum size of a reply, in MB")
     samples_cap: NonNegative = Field(
@@ -115,7 +112,7 @@ class EngineSettings(ComputeSettings):
     min_samples_per_class: Count = Field(
         1,
         description="methods based on class means: minimum number of samples for which a client "
-        "sends the mean of a class; 1 = a client may send a single sample's features",
+        "sends a class mean; 1 = the mean may be a single sample's features",
     )
     outlier_factor: NonNegative = Field(
         1000.0,
@@ -170,9 +167,9 @@ class PaceSettings(Schema):
 
     mode: Literal["synchronous", "asynchronous"] = Field(
         "synchronous",
-        description="aggregation mode. synchronous: each round waits for its sampled clients; "
-        "asynchronous (FedBuff): the server aggregates whenever 'min-replies' replies from any "
-        "rounds have arrived, and gives stale replies less weight",
+        description="aggregation mode; synchronous = rounds wait for their sampled clients; "
+        "asynchronous (FedBuff) = aggregate every 'min-replies' replies, with less weight for "
+        "stale replies",
     )
     over_selection: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,
@@ -203,9 +200,8 @@ class PaceSettings(Schema):
     )
     select: Literal["random", "power-of-choice", "oort"] = Field(
         "random",
-        description="client selection. random: uniform; power-of-choice: the clients with the "
-        "highest loss among candidates drawn in proportion to their number of samples; oort: by "
-        "loss and speed",
+        description="client selection: uniformly at random, the highest loss among candidates "
+        "drawn by number of samples (power-of-choice), or by loss and speed (oort)",
     )
     candidates: CountOrNone = Field(
         0, description="power-of-choice: number of candidates; 0 = twice the number to select"
@@ -277,10 +273,9 @@ class WireSettings(Schema):
 
     encoding: Literal["float32", "float16", "int8", "top-k"] = Field(
         "float32",
-        description="encoding of weights and other large tensors. float32: no compression; "
-        "float16: half precision; int8: stochastic rounding to one byte; top-k: clients send only "
-        "their largest weight updates, with error feedback. All except float32 encode weights as "
-        "differences from the receiver's weights",
+        description="encoding of weights and other large tensors: none (float32), half "
+        "precision, stochastic rounding to one byte (int8), or only the clients' largest weight "
+        "updates, with error feedback (top-k)",
     )
     keep: Annotated[float, Field(gt=0, le=0.5)] = Field(
         0.15,
@@ -289,6 +284,6 @@ class WireSettings(Schema):
     )
     resend: bool = Field(
         True,
-        description="float32: whether to resend weights to a client that already has them; results "
-        "do not depend on it. Other encodings never resend them",
+        description="float32: whether to resend weights to a client that already has them; does "
+        "not change results",
     )

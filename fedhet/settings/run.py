@@ -230,8 +230,7 @@ class ModelSettings(Schema):
     pool: Annotated[Names, A_MODEL] = Field(
         IMAGE.pool,
         description="models to assign to the clients (see `fedhet models`). The default is for "
-        "images; other kinds of data, and methods that need a single model, have different "
-        "defaults (see `fedhet methods NAME`)",
+        "images; `fedhet methods NAME` shows a method's defaults for all kinds of data",
     )
     assignment: Literal["cycle", "shuffle"] = Field(
         "cycle",
@@ -262,8 +261,8 @@ class TrainingSettings(Schema):
     weight_decay: NonNegative = Field(0.0, description="weight decay")
     schedule: Literal["constant", "cosine", "step", "plateau"] = Field(
         "constant",
-        description="schedule of the learning rate over the rounds. plateau: reduced when the "
-        "training loss stops improving (on FedGEMS' server: the error on public data)",
+        description="schedule of the learning rate over the rounds; plateau = reduce it when the "
+        "training loss (on FedGEMS' server, the error on public data) stops improving",
     )
     warm_up_rounds: CountOrNone = Field(
         0,
@@ -288,18 +287,18 @@ class TrainingSettings(Schema):
     )
     augment: Augmentation = Field(
         "none",
-        description="augmentation of training samples. Images: translation by up to 1/8 with black "
-        "borders, horizontal flip, both, or both with two RandAugment operations; texts: random "
-        "deletion and swapping of tokens",
+        description="augmentation of training samples: translation of images by up to 1/8 with "
+        "black borders (crop), horizontal flip, both, both with two RandAugment operations, or "
+        "random deletion and swapping of tokens",
     )
     keep_optimizer: bool = Field(
         False, description="whether to keep the optimizer state of private models across rounds"
     )
     semi: Literal["none", "fixmatch"] = Field(
         "none",
-        description="semi-supervised learning from unlabeled images or texts. fixmatch: a "
-        "confident prediction for a weakly augmented sample becomes the label of the strongly "
-        "augmented sample",
+        description="semi-supervised learning from unlabeled images or texts; fixmatch = use "
+        "confident predictions for weakly augmented samples as labels of strongly augmented "
+        "samples",
     )
     semi_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.95, description="fixmatch: minimum probability of a pseudo-label"

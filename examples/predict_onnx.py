@@ -1,0 +1,36 @@
+"""Predict the rows of a table with an exported model.onnx, without fedhet (docs/guide.md)."""
+
+import csv
+import json
+from datetime import UTC, datetime
+
+import numpy as np
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+card = json.loads(session.get_modelmeta().custom_metadata_map["card"])
+table = card["input"]
+
+
+def value(column, text):
+    numeric = column["kind"] != "category"
+    if {text, text.lower()} & {*table["missing"], *(table["missing_numbers"] if numeric else ())}:
+        return np.nan
+    if column["written"] or column["unit"]:
+        raise NotImplementedError(f"{column['name']}: convert {text!r} here")
+    if column["kind"] == "date":
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() / 86400
+    if numeric:
+        return float(text)
+    if text in column["categories"]:
+        return column["categories"].index(text)
+    print(f"{column['name']}: unknown category {text!r}")
+    return -1
+
+
+with open("new.csv", newline="") as file:
+    rows = list(csv.DictReader(file))
+x = np.array([[value(c, row[c["name"]].strip()) for c in table["columns"]] for row in rows])
+(probabilities,) = session.run(None, {"x": x})
+print([card["classes"][k] for k in probabilities.argmax(1)])
