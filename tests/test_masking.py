@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -438,6 +440,31 @@ def test_a_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_pa
     assert "expected at least 5 of 6 sites, got 4" in kit.notices[-2]
     kit.state.start(6)
     assert len(kit.sums(sent, 6)) == 1, "the next round works"
+
+
+def test_a_site_that_restarts_is_called_again_for_its_shares(tmp_path):
+    kit = Kit(tmp_path, 3)  # the shares of all three are needed
+    threading.Timer(0.3, kit.silent.clear).start()
+    kit.silent.add("site-01")
+    sent = of_all(np.random.default_rng(4), kit.names)
+    silent = kit.silent
+    kit.server.start(1, kit.members, kit.names)
+    replies = [Reply(kit.infos[n], kit.masked(n, sent[n]), Measured({})) for n in kit.names]
+    assert "site-01" in silent
+    (total,) = kit.total(replies)
+    assert total.clients == tuple(kit.names)
+    assert not kit.notices
+
+
+def test_a_sum_does_not_wait_for_a_site_whose_shares_are_not_needed(tmp_path):
+    kit = Kit(tmp_path, 5)
+    begun = time.monotonic()
+    assert kit.sums(of_all(np.random.default_rng(4), kit.names), silent=["site-04"])
+    assert time.monotonic() - begun < 0.9  # the time limit is a second
+    begun = time.monotonic()
+    sent = of_all(np.random.default_rng(4), kit.names)
+    assert not kit.sums(sent, 2, lost=["site-00"], silent=["site-04"])
+    assert time.monotonic() - begun > 0.9
 
 
 def test_no_reply_gives_no_sum(tmp_path):

@@ -133,8 +133,9 @@ class Going:
         kept = [k for k in range(self.nodes) if k not in without]
         total = sum(self.samples[k] for k in kept)
         for k in kept:
-            state = self.sites.root / "state" / site_name(k) / "run" / client_name(k, self.nodes)
-            for name, value in load_file(state / f"round-{round:06d}.safetensors").items():
+            states = self.sites.root / "state" / site_name(k)
+            (state,) = states.glob(f"*/{client_name(k, self.nodes)}/round-{round:06d}.safetensors")
+            for name, value in load_file(state).items():
                 mean[name] = (
                     mean.get(name, 0.0) + value.astype(np.float64) * self.samples[k] / total
                 )

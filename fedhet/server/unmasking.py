@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,7 +230,10 @@ class Unmasking:
         """Request the shares of all survivors, and return the answers that reveal shares.
 
         An answer has shares and secrets of the right sizes, or none, for each group of the client.
+        A client that cannot be reached, e.g. because it restarts, is called again until the time
+        limit, unless the sums can be unmasked without it.
         """
+        end, unreachable = time.monotonic() + self._timeout, set[str]()
 
         def ask(name: str) -> Mapping[str, Scalar]:
             mine = [group for group in groups if name in group.survivors]
@@ -242,7 +246,8 @@ class Unmasking:
                 config[field] = b"".join(each[position].tobytes() for each in boxes)
             self._state.count_sent(sum(map(len, config.values())))  # type: ignore[arg-type]
             proxy = self._members[name].proxy
-            result = proxy.get_properties(GetPropertiesIns(config), self._timeout, self._round)
+            seconds = max(end - time.monotonic(), 1.0)
+            result = proxy.get_properties(GetPropertiesIns(config), seconds, self._round)
             answer = result.properties
             if result.status.code is not Code.OK or "error" in answer:
                 raise KnowledgeError(name, SHARES, str(answer.get("error", result.status.message)))
@@ -258,14 +263,23 @@ class Unmasking:
             return answer
 
         def attempt(name: str) -> Mapping[str, Scalar] | str:
+            unreachable.discard(name)
             try:
                 return ask(name)
             except Exception as error:  # Catch any error of the transport or of the client.
+                if not isinstance(error, KnowledgeError):
+                    unreachable.add(name)
                 return one_line(error_text(error))[:300]
 
-        names = sorted({name for group in groups for name in group.survivors})
-        with ThreadPoolExecutor(max(len(names), 1)) as pool:
-            answers = dict(zip(names, pool.map(attempt, names), strict=True))
+        called = sorted({name for group in groups for name in group.survivors})
+        answers: dict[str, Mapping[str, Scalar] | str] = {}
+        with ThreadPoolExecutor(max(len(called), 1)) as pool:
+            while called:
+                answers |= dict(zip(called, pool.map(attempt, called), strict=True))
+                called = sorted(unreachable)
+                if time.monotonic() >= end or _is_enough(groups, answers):
+                    break
+                time.sleep(min(3.0, self._timeout / 10))
         faults: dict[str, list[str]] = {}
         for name, answer in answers.items():
             if fault := answer if isinstance(answer, str) else str(answer.get(FAULT, ""))[:300]:
@@ -352,3 +366,25 @@ class Unmasking:
         }
         path = self._directory / STATE
         write_text(path, json.dumps(saved), within=self._directory, private=True)
+
+
+def _is_enough(groups: Sequence[Group], answers: Mapping[str, Mapping[str, Scalar] | str]) -> bool:
+    """Return whether all sums can be unmasked, judging by the first mask of each sum."""
+    for group in groups:
+        revealed = {
+            name: answer[f"{SHARES}/{group.number}"]
+            for name in group.survivors
+            if not isinstance(answer := answers[name], str) and f"{SHARES}/{group.number}" in answer
+        }
+        if len(revealed) < len(group.survivors) < len(group.cohort):
+            return False  # each survivor knows other secrets shared with the lost clients
+        shares = {
+            group.cohort.index(name) + 1: value[:SHARE_BYTES]
+            for name, value in revealed.items()
+            if isinstance(value, bytes) and any(value[:SHARE_BYTES])
+        }
+        try:
+            join(shares)
+        except ValueError:
+            return False
+    return True
