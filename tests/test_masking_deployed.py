@@ -142,7 +142,8 @@ class Going:
         compared = 0
         for name, value in server.items():
             (found,) = (each for each in mean if each.endswith(name.partition("/")[2]))
-            assert np.abs(value - mean[found]).max() < 2e-6, name
+            bound = 2e-6 if value.dtype.kind == "f" else 0.5 + 1e-9  # integers are rounded
+            assert np.abs(value - mean[found]).max() <= bound, name
             compared += value.size
         assert compared > 1000
 
