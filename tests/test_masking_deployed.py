@@ -15,7 +15,7 @@ import pytest
 from federation import records, small
 from interruption import until
 from safetensors.numpy import load_file
-from test_faults import bring_back, kill_node, placed, training
+from test_faults import bring_back, kill_node, placed
 
 from fedhet.base.errors import FedhetError
 from fedhet.config.secure import simulated_files, write_simulated
@@ -28,8 +28,6 @@ from fedhet.wire.identity import client_name
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 ROUNDS, LONG, SHORT = 40, 400, 1
 """More rounds than needed; local epochs of the sites that hold a round open, and of the last."""
-IMPORTED = 9.0
-"""Processor time after which a client's process trains; messages without training take less."""
 
 
 class Sites(LocalDeployment):
@@ -117,13 +115,23 @@ class Going:
         """Return whether a site's reply of the current round is on the server's disk."""
         return (self.directory / "inbox" / client_name(index, self.nodes)).exists()
 
-    def survivors(self, round: int) -> list[str]:
-        """Return the sites whose shares the server requests, once it has written them."""
+    def wait_for_training(self, round: int, index: int) -> None:
+        """Wait until a site's process for its reply of a round has started."""
+        until(lambda: self.group(round) is not None)
+        node = self.sites.processes[site_name(index)]
+        until(lambda: any("clientapp" in each.name() for each in node.children(recursive=True)))
+
+    def group(self, round: int) -> list | None:
+        """Return the server's request of a round, once it is written."""
         try:
             saved = json.loads((self.directory / "secure-aggregation.json").read_text())
-            return saved[str(round)][1][0][-1]
-        except (OSError, KeyError, ValueError):
-            return []
+            return saved[str(round)][1][0]
+        except (OSError, LookupError, ValueError):
+            return None
+
+    def survivors(self, round: int) -> list[str]:
+        """Return the sites whose shares the server requests, once it has written them."""
+        return (self.group(round) or [[]])[-1]
 
     def check_sum(self, round: int, *without: int) -> None:
         """Compare the server's weights after a round with the mean of the sites' own models."""
@@ -154,11 +162,11 @@ def test_three_sites_of_which_one_is_killed_in_each_phase(tmp_path, nodes):
     with Going(tmp_path, nodes) as going:
         # Before its reply: the round has no sum, and a later round has one.
         round = len(going.rounds) + 1
-        training(going.sites, 0, IMPORTED)
+        going.wait_for_training(round, 0)
         kill_node(going.sites, 0)
         bring_back(going.sites, 0)
         assert going.finish(round) == []
-        assert any("lost" in line for line in going.lines(round)), going.said
+        until(lambda: any("lost" in line for line in going.lines(round)), 120)  # the log is late
         round = going.wait_for_sum()
         # After its reply: it is back before the others have replied, or soon after.
         until(lambda: going.has_replied(2))
@@ -180,7 +188,7 @@ def test_five_sites_of_which_one_is_lost_in_each_phase(tmp_path, nodes):
     """Five sites tolerate one loss in any phase: the sum is correct, without waiting for it."""
     with Going(tmp_path, nodes) as going:
         round = len(going.rounds) + 1
-        training(going.sites, 0, IMPORTED)
+        going.wait_for_training(round, 0)
         kill_node(going.sites, 0)
         assert going.finish(round) == going.names(0), going.lines(round)
         going.check_sum(round, 0)
