@@ -160,12 +160,12 @@ class Going:
 def test_three_sites_of_which_one_is_killed_in_each_phase(tmp_path, nodes):
     """Three sites tolerate no loss, unless the site is back in time."""
     with Going(tmp_path, nodes) as going:
-        # Before its reply: the round has no sum, and a later round has one.
+        # Before its reply: the round has no sum, and the next round waits for it.
         round = len(going.rounds) + 1
         going.wait_for_training(round, 0)
         kill_node(going.sites, 0)
-        bring_back(going.sites, 0)
         assert going.finish(round) == []
+        bring_back(going.sites, 0)
         until(lambda: any("lost" in line for line in going.lines(round)), 120)  # the log is late
         round = going.wait_for_sum()
         # After its reply: it is back before the others have replied, or soon after.
