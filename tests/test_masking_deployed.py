@@ -7,6 +7,7 @@ numbers of samples.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 
@@ -83,6 +84,7 @@ class Going:
 
     def __exit__(self, *_: object) -> None:
         self.sites.__exit__()
+        sys.stdout.write("\n".join(self.said))
 
     @property
     def rounds(self) -> list[dict]:
