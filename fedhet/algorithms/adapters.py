@@ -43,7 +43,7 @@ def factors_of(state: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:
 def padded_average(
     parts: Sequence[tuple[Array, float]], before: Array, axis: int, rank: int
 ) -> Array:
-    """Average one factor over clients, with zeros for rank levels that a client does not have.
+    """Average one factor over clients; rank levels that a client lacks count as zeros.
 
     Args:
         parts: The clients' factors, with their weights.
@@ -162,7 +162,7 @@ class PrunedModel(LocalModel):
 
     @property
     def rank(self) -> int:
-        """Rank after training: k if the last levels have shrunk, or r otherwise."""
+        """Rank after training: k if the last levels have shrunk, otherwise r."""
         return self._kept if self._tail().item() < self._before else self._rank
 
     def regularizer(self) -> Tensor:

@@ -90,7 +90,7 @@ class ClassSums(nn.Module):
 def class_average(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array]:
     """Average vectors per class over the clients that have the class.
 
-    Pass the clients in sorted order, because the order may affect the last bit of the result.
+    The order of the clients may affect the last bit of the result, so sort them.
 
     Args:
         parts: One entry for each client (at least one): the client's distinct classes [K], a vector
@@ -121,7 +121,7 @@ def average(
 ) -> ClassMeans:
     """Average class means over the clients that have the class (Section 3.1.2).
 
-    Pass `means` in sorted order, because the order may affect the last bit of the result.
+    The order of `means` may affect the last bit of the result, so sort them by client.
 
     Args:
         means: The clients' class means.
@@ -244,7 +244,7 @@ class VariedTeacher(Teacher):
 
 
 def newest_rows(classes: Array, count: int) -> Array:
-    """Return the rows of the last `count` entries of each class, ascending.
+    """Return the row indices of the last `count` entries of each class, ascending.
 
     `classes` [N] contains the class of each entry, in order of arrival.
     """

@@ -139,7 +139,7 @@ def _normalized(scores: Array, probabilities: Array) -> Array:
 
 
 CELLS = 2**17
-"""Number of counts (classes x instances) in a block; such a block fits into the CPU cache."""
+"""Number of counts (classes x instances) in a block that fits into the CPU cache."""
 
 
 @dataclass(frozen=True)

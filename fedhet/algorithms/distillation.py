@@ -68,8 +68,8 @@ def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: S
 def mutual_loss(own: Tensor, peer: Tensor, labels: Tensor, weight: float) -> Tensor:
     """Return FML's loss, weight CE(own) + (1 - weight) KL(peer || own), as a scalar.
 
-    Takes the logits [N, C] of the model and of its peer, and labels [N]. No gradient flows into the
-    peer.
+    `own` and `peer` are logits [N, C], and the labels have the shape [N]. No gradient flows into
+    the peer.
     """
     supervised = F.cross_entropy(own.float(), labels)
     return weight * supervised + (1 - weight) * distillation_loss(peer, own)
@@ -85,8 +85,8 @@ class AdaptiveIntensity:
     """Options for FedKD's distillation intensity, 1 / (L^t_t + L^t_s)."""
 
     by_sample: bool = False
-    """Whether to compute the intensity for each sample. By default, it is computed from the mean
-    losses of the batch, as in the authors' code."""
+    """Whether to compute the intensity for each sample. The default is to use the mean losses of
+    the batch, as in the authors' code."""
     learned: bool = True
     """Whether gradients pass through the intensity, as in Eqs. 6 and 7 and in the authors' code."""
     hidden: float = 1.0

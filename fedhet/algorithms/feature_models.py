@@ -392,13 +392,13 @@ class Generator(nn.Module):
         self.output = nn.Linear(hidden, width)
 
     def forward(self, labels: Tensor, noise: Tensor) -> Tensor:
-        """Return features [N, D] for classes [N] and noise [N, E]."""
+        """Generate features [N, D] from classes [N] and noise [N, E]."""
         joined = torch.cat([noise, F.one_hot(labels, self.classes).to(noise.dtype)], dim=1)
         features: Tensor = self.output(self.hidden(joined))
         return features
 
     def sample(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Return features [N, D] for classes [N] and noise ~ N(0, I).
+        """Generate features [N, D] of classes [N] from noise ~ N(0, I).
 
         The authors' code samples the noise from [0, 1).
         """
@@ -410,7 +410,7 @@ class Generator(nn.Module):
 
 @dataclass(frozen=True)
 class Head:
-    """Ensemble of linear heads, stored as one averaged head for each generated class.
+    """Ensemble of linear heads, stored as one averaged head per generated class.
 
     Attributes:
         weight: Weights, of shape [C, C, D], whose first axis is the generated class.
@@ -454,8 +454,8 @@ def ensemble(weights: Array, heads: list[Array], biases: list[Array]) -> Head:
 def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
     """Return exp(-mean_ij ||e_i - e_j||^2 |z_i - z_j|), as a scalar.
 
-    The loss is small if features differ, given noise e [N, E] and features z [N, D]. As in the
-    authors' code, both distances are means over components.
+    Here, e [N, E] is the noise and z [N, D] are the features. The loss is small if different noise
+    produces different features. As in the authors' code, both distances are means over components.
     """
     noise_distance = torch.cdist(noise, noise).square() / noise.shape[1]
     feature_distance = torch.cdist(features, features, p=1) / features.shape[1]

@@ -238,7 +238,7 @@ def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
 
 
 def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
-    """Convert unconstrained values to standard deviations, in the format of `joined`."""
+    """Convert unconstrained values, grouped as by `joined`, to standard deviations."""
     return [F.softplus(values).clamp_min(MIN_SCALE) for values in joined(raw)]
 
 

@@ -148,7 +148,7 @@ def staleness_weight(age: int) -> float:
 
 
 def fedbuff_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float) -> float:
-    """Return the factor for updates that turns a weighted average into FedBuff's step.
+    """Return the factor by which updates are multiplied so that their average is FedBuff's step.
 
     An average with weights n_k s(tau_k) divides by the sum of the weights. FedBuff divides by the
     size of the buffer (Algorithm 1, lines 8 to 12: w <- w + eta / K sum_k s(tau_k) Delta_k; unlike

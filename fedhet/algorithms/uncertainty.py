@@ -244,12 +244,12 @@ class Plan:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the client has nothing to do in the round, so it is not called."""
+        """Whether the client has nothing to do in the round, and is thus not called."""
         return not (self.train or self.warm_up or self.models)
 
 
 def ranked(helpers: Iterable[Helper]) -> list[Helper]:
-    """Sort helpers by rank, with the lowest relation first."""
+    """Sort helpers by their relation, with the lowest relation first."""
     return sorted(helpers, key=lambda helper: (helper.relation, helper.number))
 
 

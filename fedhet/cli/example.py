@@ -79,7 +79,7 @@ def write_example(kind: str, directory: Path) -> None:
 
 
 def _text(rng: np.random.Generator) -> tuple[str, str, str]:
-    """Return a text of 6 to 20 words, its topic and its site; a quarter of the words match it."""
+    """Return a text of 6 to 20 words, a quarter of which match its topic; its topic; its site."""
     topics, label = list(TOPICS), int(rng.integers(len(TOPICS)))
     words = []
     for _ in range(int(rng.integers(6, 21))):

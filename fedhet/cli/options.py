@@ -35,7 +35,7 @@ from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 
 PIPED_WIDTH = 140
-"""Width of the output if it is not a terminal and COLUMNS is not set."""
+"""Width of the output, in columns, if it is not a terminal and COLUMNS is not set."""
 
 for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
     # Ignore invalid sizes: Rich accepts 0 and fails on non-ASCII digits, and Typer fails on text.
@@ -49,7 +49,7 @@ errors = Console(stderr=True)
 NONE = "none"
 """Default value that the help shows for options without a default."""
 GAP = 2
-"""Width of the gap between two table columns."""
+"""Number of spaces between two table columns."""
 MAX_HEADER = 20
 """Maximum width of a header in `listings`; longer headers are wrapped."""
 
@@ -168,7 +168,7 @@ FLAGS = {
 
 
 def _flag(name: str, metavar: str | None = None) -> Any:
-    """Declare an option in `FLAGS`, with its setting's description, default and choices."""
+    """Declare an option in `FLAGS`, with the description, default and choices of its setting."""
     info = RunSettings.fields()[FLAGS[name]]
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     description = info.description or ""

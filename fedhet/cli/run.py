@@ -123,7 +123,7 @@ def run_command(
 
 
 def _announce(given: GivenSettings, suffix: str) -> None:
-    """Print a summary of the run, because the following imports take seconds."""
+    """Print a summary of the run before the imports, which take seconds."""
     run = given.run
     clients = f"{run.clients} client{'s' * (run.clients != 1)}"
     rounds = f"{run.rounds} round{'s' * (run.rounds != 1)}"
@@ -208,7 +208,7 @@ PER_RUN_SETTINGS = {
     "out": "use --out",
     "resume": "interrupted runs always resume",
 }
-"""Settings that a command with several runs sets for each run, with a hint for the user."""
+"""Settings that a command sets for each of its runs, with a hint for the user."""
 
 
 def check_sweepable(names: Iterable[str]) -> None:

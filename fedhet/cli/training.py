@@ -64,7 +64,7 @@ class PlannedRun:
 
 
 def train_one(given: GivenSettings, against: str | None = None) -> None:
-    """Train one run and, if given, a baseline with the method `against`; show the results."""
+    """Train one run and, if `against` is given, a baseline with this method. Show the results."""
     config = complete(given)
     directory = run_directory(config)
     baselines = _baselines(config, directory, against)
@@ -77,7 +77,7 @@ def train_one(given: GivenSettings, against: str | None = None) -> None:
 
 
 def train_seeds(by_seed: Sequence[GivenSettings], against: str | None = None) -> None:
-    """Train a run per seed, each with a baseline if `against` is given, and compare them."""
+    """Train a run per seed, each with a baseline if `against` is given, and compare the runs."""
     parent = run_directory(complete(by_seed[0]))
     if (parent / "config.toml").exists():
         raise StateError(f"{parent} already contains a run. Use another directory with --out.")
@@ -169,7 +169,7 @@ def _baselines(config: Config, directory: Path, against: str | None) -> list[Pla
 
 
 def _planned(label: str, directory: Path, given: GivenSettings) -> PlannedRun:
-    """Plan a run that resumes from the contents of its directory.
+    """Plan a run, which resumes if its directory contains an incomplete run.
 
     Raises SettingsError if a setting is invalid.
     """
@@ -219,7 +219,7 @@ def _resume_hint(directory: Path) -> str:
 def run_parallel(
     todo: Sequence[T], jobs: int, function: Callable[[T], str]
 ) -> Iterator[tuple[T, str]]:
-    """Call `function` for each item in worker processes; yields each (item, result) when done.
+    """Call `function` for each item in worker processes. Yields each item with its result.
 
     The processes are spawned, because PyTorch's threads do not survive a fork. If a process is
     killed, the result of all unfinished items is an error message.

@@ -307,7 +307,7 @@ def straggles(run: RunSettings, client: str, round: int) -> bool:
 def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]:
     """Inject the faults `pace.drop-outs` and `pace.stragglers` into the block.
 
-    On a straggler, the block takes `pace.slowdown` times as long. If the clock is simulated
+    For a straggler, the block takes `pace.slowdown` times as long. If the clock is simulated
     (`fedhet.server.pace`), the clock adds this time instead. Raises DropOutError before the block
     if the client drops out of the round.
     """

@@ -233,7 +233,7 @@ def _state_dir(setting: str) -> Path:
 
 
 class CachedClient(Protocol):
-    """Client of a method, as used by its worker process."""
+    """Interface of the clients that `ClientCache` holds."""
 
     def held_bytes(self) -> int:
         """Return the size in bytes of the tensors that the client holds in memory."""

@@ -133,7 +133,7 @@ class NoPrivacy:
         return evaluate(instruction)
 
     def handle_overlap(self, error: DataError) -> None:
-        """Handle the error that the public set contains some of the client's samples."""
+        """Raise the error that the public set contains some of the client's samples."""
         raise error
 
     @contextlib.contextmanager

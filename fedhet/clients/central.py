@@ -20,7 +20,7 @@ from fedhet.wire.knowledge import Knowledge
 class CentralClient(LocalClient):
     """Client that trains like a `local` client, but on the samples of all clients.
 
-    Only one client, the trainer, does this. The remaining clients only evaluate.
+    Only one client, the trainer, trains; the remaining clients only evaluate.
     """
 
     settings: CentralSettings

@@ -67,7 +67,7 @@ class CofedClient(HetClient):
         return self._predictions() if knowledge.scalars["predict"] else Knowledge()
 
     def training_set(self) -> tuple[Tensor, Tensor]:
-        """Return the client's data and, if it has been received, the pseudolabeled set R_i."""
+        """Return the client's data and the pseudolabeled set R_i, if it has been received."""
         if not self._has_pseudolabels:
             return self.x, self.y
         labels = self.state.tensors["labels"].to(self.compute.device)

@@ -73,7 +73,7 @@ class FedMdClient(HetClient):
         return Knowledge({exchanged: scores.cpu().numpy()})
 
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
-        """Train on the consensus, if there is one ("Digest"), and on the client's data."""
+        """Train on the consensus ("Digest"), if it exists, and on the client's data."""
         if consensus is not None:
             self.train_epochs(
                 consensus.x,

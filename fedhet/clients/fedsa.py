@@ -1,4 +1,4 @@
-"""FedSA-LoRA client: FedAvg without the factors B and the head, which are never sent."""
+"""FedSA-LoRA client: FedAvg of the factors A; the factors B and the head are never sent."""
 
 from fedhet.clients.fedavg import FedAvgClient
 

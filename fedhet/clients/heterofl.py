@@ -29,7 +29,7 @@ class HeteroFlClient(FedAvgClient):
     settings: HeteroFlSettings
 
     def prepare(self) -> None:
-        """Select the submodel of the client's level; a site may also configure a narrow model."""
+        """Select the submodel of the client's level, unless the site has configured a submodel."""
         narrow = narrow_name(self.info.model, self.settings.width_of(self.node.partition))
         if is_registered(narrow):  # Otherwise, the server rejects the model.
             self.info = replace(self.info, model=narrow)

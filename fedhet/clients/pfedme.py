@@ -9,7 +9,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class PFedMeClient(FedAvgClient):
-    """Client that trains a personal model near its copy of the server's model and sends the copy.
+    """Client that trains a personal model close to a copy of the server's model and sends the copy.
 
     For each batch, it takes K steps on the personal model (Eq. 7) and one step on the copy (Eq. 8).
     """

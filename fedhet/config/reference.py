@@ -89,7 +89,7 @@ def reference(root: Path) -> dict[Path, str]:
 
 
 def with_part(path: Path, part: str, paper: str = "") -> str:
-    """Return a page's text with a new generated part; a new method's page cites `paper`."""
+    """Return a page's text with a new generated part. A page that does not exist cites `paper`."""
     page = f"# {path.stem}\n\n{BEGIN}{END}\n"
     if path.exists():
         page = path.read_text(encoding="utf-8")
@@ -157,7 +157,7 @@ def _method(method: Method) -> str:
 
 
 def _messages(spec: MethodSpec) -> str:
-    """Return the names of the fields that the server and the clients send, as a sentence."""
+    """Return a sentence with the names of the fields that the server and the clients send."""
     sent = []
     for sender, contract in (
         ("The server sends", spec.instructions),
@@ -265,7 +265,7 @@ def summation(method: Method) -> str:
 
 
 def _summed(method: Method) -> str:
-    """Return a method's cell in the table about secure aggregation."""
+    """Return the text for a method in the table about secure aggregation."""
     rule = method.spec.sums
     if rule.unsupported:
         return f"unsupported: {rule.unsupported}"

@@ -74,7 +74,7 @@ clients do not send.
 
 @dataclass(frozen=True)
 class Config:
-    """Complete settings of one run: the shared tables and its method's table."""
+    """Complete settings of one run: the shared tables, and the table of its method."""
 
     run: RunSettings
     method: Method
@@ -253,7 +253,7 @@ def _check_against_malice(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    """Reject settings that differential privacy does not support; errors name supported values."""
+    """Reject settings that differential privacy does not support. Errors name supported values."""
     run, method = config.run, config.method
     if not run.privacy.is_on:
         return
@@ -360,7 +360,7 @@ def _check_method_model(config: Config, name: str, check: Callable[[Any], object
 
 
 def _models_of_clients(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (setting, model) for each model that clients train."""
+    """Yield each model that clients train, with the setting that names it."""
     for model in dict.fromkeys(config.run.models.pool):
         yield "models.pool", model
     for name in config.method.spec.privacy.models:
@@ -421,7 +421,7 @@ def check_deployable(config: Config) -> None:
 
 
 def absolute(config: Config) -> Config:
-    """Make the data paths absolute, for workers with a different working directory."""
+    """Make the data paths absolute, because workers have a different working directory."""
     table = config.run.data
     changes = {
         "data_dir": str(expanded(table.data_dir).resolve()),

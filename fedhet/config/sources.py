@@ -48,7 +48,7 @@ from fedhet.settings.text import as_text, is_collection, read_text
 
 PRESETS = resources.files("fedhet") / "presets"
 CLIENTS, FOLLOW = "clients", 0
-"""Setting and value in Flower's run config that stand for the number of simulated nodes."""
+"""Setting in Flower's run config, and the value that stands for the number of simulated nodes."""
 PUBLIC_SOURCES = (
     ("data.public-dataset", "data.public-fraction"),
     ("data.public-fraction", "data.public-dataset"),
@@ -237,7 +237,7 @@ def read_layers(
 def override(
     values: Mapping[str, object], changes: Mapping[str, object], resume: Path | None
 ) -> dict[str, object]:
-    """Return the settings `values` from `read_layers`, overridden by `changes`."""
+    """Return the settings `values`, as returned by `read_layers`, overridden by `changes`."""
     if resume is not None and "out" in changes:
         raise SettingsError(RESUME_CONFLICT)
     # The two sources of public data are mutually exclusive, so setting one unsets the other.

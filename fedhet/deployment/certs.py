@@ -124,7 +124,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def expiry(path: Path) -> str:
-    """Return a sentence on a certificate's expiry date. Raises FedhetError if it is unreadable."""
+    """Return a sentence about a certificate's expiry. Raises FedhetError if it is unreadable."""
     end = read_certificate(path).not_valid_after_utc
     days = (end - datetime.datetime.now(datetime.UTC)).days
     when = f"in {plural(days, 'day')}" if days >= 0 else f"{plural(-days, 'day')} ago"

@@ -48,9 +48,9 @@ _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _FRAME = re.compile("[─│╭╮╰╯]+")
 _UNREACHABLE = "Connection to the SuperLink is unavailable"
 POLL_SECONDS = 5.0
-"""Seconds between two checks of whether a run's server still replies."""
+"""Seconds between two checks that the server of a run still replies."""
 START_SECONDS = 15.0
-"""Seconds for which a server that has just started may be unreachable."""
+"""Seconds for which a server may be unreachable after its start."""
 NUM_LOG_LINES = 8
 """Number of lines to show from the end of a run's log."""
 _FEDHET_ERROR = re.compile(r"fedhet\.base\.errors\.\w+: ")
@@ -58,7 +58,7 @@ _FEDHET_ERROR = re.compile(r"fedhet\.base\.errors\.\w+: ")
 
 @dataclass(frozen=True)
 class Connection:
-    """Connection to one server through Flower's command line."""
+    """Connection to a server, which uses Flower's command line."""
 
     home: Path
     """Directory of the configuration."""

@@ -36,7 +36,7 @@ from fedhet.wire.identity import client_name
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 32_768)
-"""Candidates for free ports, which are below the ephemeral ports of Linux and macOS."""
+"""Candidate ports, which are below the ephemeral ports of Linux and macOS."""
 START_SECONDS = 120.0
 """Time limit for the start of the server, in seconds."""
 STOP_SECONDS = 10.0
@@ -157,7 +157,7 @@ class LocalDeployment:
         return (self.root / "log" / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
     def stop(self, *names: str) -> None:
-        """Stop the given processes, by default all, and their descendants."""
+        """Stop the given processes (by default, all processes) and their descendants."""
         end_trees([self.processes.pop(name) for name in names or list(self.processes)])
 
     def _start(

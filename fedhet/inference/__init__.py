@@ -1,1 +1,1 @@
-"""Python API, and use of trained models for predictions and export."""
+"""Python API, predictions with trained models, and export of trained models."""

@@ -1,4 +1,4 @@
-"""Python API: `fedhet.run`, `fedhet.load`, `fedhet.compare`, and their results."""
+"""Python API: `fedhet.run`, `fedhet.load`, `fedhet.compare`, and the objects that they return."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def _as_name(setting: str, value: Any, inline: bool) -> Any:
 
 
 class _Frame(pd.DataFrame):  # type: ignore[misc]
-    """Data frame that is printed with all of its columns; operations return plain data frames."""
+    """Data frame whose text contains all columns; its operations return plain data frames."""
 
     def __repr__(self) -> str:
         with pd.option_context("display.max_columns", None):
@@ -291,7 +291,7 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy of the private models in the last evaluation, or NaN without evaluation.
+        """Mean accuracy of the private models in the last evaluation, or NaN before it.
 
         The method determines the test set (`headline`). The accuracy is NaN if the task is not
         classification.
@@ -306,7 +306,7 @@ class Result:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """Data frame with one row per round: the clients' mean scores and loss, bytes, seconds."""
+        """Data frame with one row per round: mean scores, mean loss, bytes, and seconds."""
         columns = {
             ".".join((metric, *column)): view.curve(*column)["mean"]
             for metric, view in self._views()
@@ -485,7 +485,7 @@ class Result:
 
 
 class ComparedRuns:
-    """Comparison of runs, grouped over seeds, which `fedhet.compare` returns."""
+    """Comparison of runs, grouped over seeds, as returned by `fedhet.compare`."""
 
     def __init__(self, comparison: report.Comparison) -> None:
         self.comparison = comparison

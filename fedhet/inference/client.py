@@ -1,4 +1,4 @@
-"""Trained clients of a run, whose models are loaded from disk to predict samples."""
+"""Trained clients of a run: loading of their models from disk, and predictions."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TrainedClient:
     participations: int
     """Number of rounds in which the client trained."""
     _client: Any
-    """The method's client, an instance of HetClient."""
+    """Client object of the method."""
     _trust: str = ""
     """Comma-separated modules that the settings may import."""
 
@@ -144,13 +144,13 @@ class TrainedClient:
         return model.eval()
 
     def network(self, kind: str = "private") -> nn.Module:
-        """Return the trained network, without masking of classes outside the label space."""
+        """Return the trained network, which does not mask classes outside the label space."""
         self.model(kind)
         network: nn.Module = self._client.models[kind]
         return network
 
     def predict(self, x: Tensor, kind: str = "private") -> Predictions | PredictedNumbers:
-        """Predict the classes or targets of samples [N, *shape], scaled by `samples_for`.
+        """Predict the classes or targets of samples [N, *shape] that `samples_for` has scaled.
 
         Returns numbers if the task is not classification.
         """
@@ -277,10 +277,10 @@ def _rebuild_record(directory: Path, store: ClientStore, trust: str) -> ClientRe
 
 
 def find_store(directory: Path, client: str) -> ClientStore:
-    """Find the saved states of a client.
+    """Find the saved states of a client below `directory`.
 
-    `directory` is a run directory, or the state directory of a site, of one run, or of one client.
-    Raises StateError if the states are not found or ambiguous.
+    `directory` is a run directory, or the state directory of a site, a run, or a client. Raises
+    StateError if the states are not found or ambiguous.
     """
     stores = list(_stores(directory))
     matches = [store for store in stores if store.client == client]
@@ -463,6 +463,6 @@ def _files_in(paths: Sequence[Path], files: Files) -> list[str]:
 
 
 def _check_regular(path: Path) -> None:
-    """Check a path. Raises DataError if it is a pipe or a device, which may never end."""
+    """Raise DataError if a path is a pipe or a device, because reading it may never end."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: expected a regular file")

@@ -37,7 +37,7 @@ adapters for the library peft or the base model with merged adapters."""
 DIRECTORIES = ("peft", "merged")
 """Export formats that consist of several files in a directory."""
 HEAD = "head.safetensors"
-"""File with the layers after the base model in an exported directory."""
+"""File in an exported directory with the layers after the base model."""
 NEEDED = ("onnx", "onnxscript")
 """Packages that PyTorch requires to write ONNX."""
 _NUMBER, _CODE, _MISSING = range(3)
@@ -73,9 +73,9 @@ class Encoder(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encode x [N, columns] in float64 as features [N, F] in float32.
+        """Encode rows x [N, columns], float64, as features [N, F], float32.
 
-        A category is given by its index in the schema, and a missing value by NaN.
+        In `x`, a category is its index in the schema, and a missing value is NaN.
         """
         x = x[:, self.column]
         missing = x.isnan()
@@ -256,7 +256,7 @@ HASHED = (
     "BLAKE2b hash of its UTF-8 form as a big-endian number; an empty text consists of the word ''; "
     "longer texts are truncated, shorter texts are padded at the end"
 )
-"""Description of the tokenization with `data.tokenizer` = words."""
+"""Description of the tokenization if `data.tokenizer` is words."""
 ENCODED = (
     "tokens of the encoder's tokenizer.json without padding, with the ids 0 and pad_token_id (of "
     "config.json) swapped; longer texts are truncated, shorter texts are padded at the end"

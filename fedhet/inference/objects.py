@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
 
 def check_registered(settings: Mapping[str, object]) -> None:
-    """Check settings. Raises SettingsError if an object that they name is not registered."""
+    """Raise SettingsError if an object that the settings name is not registered."""
     names = re.findall(rf"{re.escape(HERE)}[:.](\w+)", " ".join(map(str, settings.values())))
     if missing := [name for name in dict.fromkeys(names) if name not in _registry]:
         raise _missing(missing)
@@ -46,7 +46,7 @@ def _missing(names: Sequence[str]) -> SettingsError:
 
 
 def model_name(model: object, *, inline: bool) -> str:
-    """Return the name of a model that is passed by name or as a function.
+    """Return the name of a model, which is given as a name or a function.
 
     Raises SettingsError if `model` is another object, or if it is a function that workers cannot
     import and the run is not `inline`.
@@ -62,7 +62,7 @@ def model_name(model: object, *, inline: bool) -> str:
 
 
 def dataset_name(data: object, *, inline: bool) -> str:
-    """Return the name of a dataset that is passed by name, as data, or as a function.
+    """Return the name of a dataset, which is given as a name, data, or a function.
 
     Unless the run is `inline`, raises SettingsError for data, and for functions that workers cannot
     import.
@@ -74,7 +74,7 @@ def dataset_name(data: object, *, inline: bool) -> str:
 
 
 def method_name(method: object, *, inline: bool) -> str:
-    """Return the name of a method that is passed by name, as a module, or as a pair of classes.
+    """Return the name of a method, which is given as a name, a module, or a pair of classes.
 
     The pair consists of subclasses of HetStrategy and HetClient. Raises SettingsError if the method
     is another object, or if workers cannot import it and the run is not `inline`.

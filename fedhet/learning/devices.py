@@ -270,7 +270,7 @@ def find_device(name: str) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Return a description of why PyTorch finds no GPU on this machine."""
+    """Return the reason why PyTorch finds no GPU on this machine."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     try:

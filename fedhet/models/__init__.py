@@ -1,4 +1,4 @@
-"""Registry of models by name, each for any input shape and number of classes it supports."""
+"""Registry of models, which builds a model from its name, input shape, and number of classes."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 )
 WITHOUT_GRADIENTS = MappingProxyType({info.name: info for info in CLASSICAL})
 DRAWN = MappingProxyType({info.name: info for info in vision.DRAWN})
-"""Pool names that stand for several models, of which each client draws one."""
+"""Pool names that stand for several models; each client draws one of the models."""
 EXTERNAL = (
     (is_user_model, import_user_model, assemble_user_model),
     (is_adapted, check_adapted, assemble_adapted),
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
-"""Functions for each family of custom or library models, which match a name, check it, and build
-the model."""
+"""For each family of custom or library models, functions that match a name, check it, and build the
+model."""
 NO_SAMPLE_GRADIENTS = frozenset(
     {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
 )
@@ -254,7 +254,7 @@ def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) 
 def build_any(
     name: str, shape: Shape, classes: int, *, seed: int, kind: str = ""
 ) -> HetModel | Refitted:
-    """Build a model with or without gradients, whose weights depend only on seed and name."""
+    """Build a model with or without gradients. Its weights depend only on the seed and the name."""
     shape, model_seed = tuple(shape), derive(seed, "model", name)
     if not _is_classical(name, shape, classes):
         return build(name, shape, classes, seed=seed, kind=kind)
@@ -283,14 +283,14 @@ def build(
     feature_dim: int | None = None,
     kind: str = "",
 ) -> HetModel:
-    """Build a model, whose weights depend only on the seed and the name.
+    """Build a model with initial weights that depend only on the seed and the name.
 
     Args:
         name: Model name.
         shape: Shape of a sample.
         classes: Number of classes.
         seed: Seed for the initial weights.
-        feature_dim: Feature width D between extractor and classifier, or None for the native width.
+        feature_dim: Feature width D between extractor and classifier; None = the native width.
         kind: Sample kind, or "" for the kind that the model supports (numbers if it supports
             several).
 

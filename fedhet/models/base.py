@@ -1,4 +1,4 @@
-"""Common parts of all models: registry entries, the model interface, and evaluation.
+"""Code that all models share: registry entries, the model interface, and evaluation.
 
 A torch model consists of an extractor and a classifier (head). Methods that exchange features
 (Felo, Velo) use the two parts separately. They require the same feature width on all clients, which
@@ -82,7 +82,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class DrawnInfo:
-    """Registry entry for a pool name that stands for several models; each client draws one."""
+    """Registry entry for a pool name from whose models each client draws one."""
 
     name: str
     family: str

@@ -84,7 +84,7 @@ class _Preprocessed(nn.Module):
 
 
 class _FrozenNetwork(nn.Module):
-    """Network like `_Preprocessed`, but in evaluation mode and without parameters."""
+    """Variant of `_Preprocessed` in evaluation mode, without parameters."""
 
     def __init__(self, base: str) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class TextEncoder(nn.Module):
 
 
 def config_size(config: dict[str, Any], name: str, *keys: str) -> int:
-    """Return the first integer that exists under `keys`. Raises ModelError if none exists."""
+    """Return the first integer among `keys` of a configuration. Raises ModelError if absent."""
     for key in keys:
         if isinstance(config.get(key), int):
             return int(config[key])

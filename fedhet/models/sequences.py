@@ -21,7 +21,7 @@ from fedhet.models.base import Dropout, ModelInfo, scale_channels
 
 SIGNAL_DROPOUT = 0.25
 PIECES = 4
-"""Number of time intervals over which the CNNs average their last layer."""
+"""Number of time intervals for which the CNNs average their last layer."""
 HIDDEN = 64
 
 

@@ -1,4 +1,4 @@
-"""Custom models, which are named by an import path "package.module:function".
+"""Custom models, named by an import path "package.module:function".
 
 The function is called with (shape, classes). It returns a HetModel, or two modules: an extractor
 [N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]. For methods that support any model, it may
@@ -134,7 +134,7 @@ def no_gradients(name: str) -> str:
 def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:
     """Check that a model's state can be sent and saved. Raises ModelError if it cannot.
 
-    Before its first forward pass (`is_built` is false), a model may have lazy parameters.
+    A model may have lazy parameters before its first forward pass (`is_built` is false).
     """
     state = model.state_dict()
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -146,7 +146,7 @@ def he_init(module: nn.Module) -> None:
 def first_conv(conv: nn.Conv2d, shape: Shape, *, small_stem: bool = True) -> nn.Conv2d:
     """Adapt a first convolution to images of `shape`, and return it or a new convolution.
 
-    With `small_stem`, small images get a 3x3 kernel and stride 1.
+    With `small_stem`, the layer for small images has a 3x3 kernel and stride 1.
     """
     small = small_stem and is_small(shape)
     if not small and conv.in_channels == shape[0]:
@@ -364,7 +364,7 @@ GENERATED_COFED = MappingProxyType(
         for name in [f"cofed-{'-'.join(map(str, widths))}"]
     }
 )
-"""All architectures that `random_cofed` can draw, by name, such as cofed-24-40."""
+"""All architectures that `random_cofed` can draw, by names such as cofed-24-40."""
 DRAWN = (
     DrawnInfo(
         "cofed-random",

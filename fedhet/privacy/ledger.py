@@ -1,4 +1,4 @@
-"""Privacy ledger of a client, which records the privacy budget consumed by each run.
+"""Ledger of a client, which records the privacy budget that each run has consumed.
 
 The ledger is a file with one JSON object per line, in the client's private state and outside the
 directories of runs. A line is written and synced to disk before the corresponding step begins. The
@@ -53,7 +53,7 @@ class Entry(BaseModel):
 
     @property
     def release(self) -> Release:
-        """The release to account for, with zero noise if an attacker can remove its noise.
+        """The release that the entry records, with zero noise if an attacker can remove its noise.
 
         Invalid values such as NaN are kept, because `epsilon_of` returns infinity for them.
         """
@@ -70,7 +70,7 @@ class Ledger:
     """Privacy ledger of one client."""
 
     def __init__(self, root: Path, client: str) -> None:
-        """Set the path of the ledger, below the private state's directory `root`."""
+        """Locate the ledger of a client in the directory `root` of private states."""
         self._folder = Folder(root / FOLDER, root, private=True)
         self._name = f"{client}.jsonl"
         self.path = root / FOLDER / self._name
@@ -78,7 +78,7 @@ class Ledger:
     def charge(
         self, releases: Sequence[Release], check: Callable[[list[Entry]], None], **fields: str | int
     ) -> None:
-        """Append entries for `releases`, and return when they are synced to disk.
+        """Append entries for `releases`, and sync them to disk.
 
         `check` is called with all earlier entries, and raises an error to reject the releases.
         `fields` contains the remaining fields of `Entry`. Raises StateError if the file cannot be
@@ -109,7 +109,7 @@ class Ledger:
             self.charge([Release(0.0)], lambda past: None, **fields)
 
     def merge(self, others: Sequence[Entry]) -> int:
-        """Append entries from another copy of this ledger that are missing in this copy.
+        """Append the entries of another copy of this ledger that this copy lacks.
 
         Entries may have been added to either copy. An entry that occurs several times in one copy
         occurs at least as often in the result. Returns the number of added entries. Raises

@@ -36,7 +36,8 @@ CIPHER = "AES-256-CTR"
 GRID = 1024
 """Reciprocal of the maximum relative increase in noise that compensates for rounding."""
 HOST_PART, DEVICE_PART = 2**14, 2**22
-"""Number of values processed at a time, on the host (to fit into the CPU cache) and on a device."""
+"""Number of values to process at a time: on the host, where they fit into the CPU cache, and on a
+device."""
 DEVIATIONS = 3.0
 """Minimum noised count of a class that is sent, in standard deviations of the noise."""
 

@@ -2,8 +2,7 @@
 
 Martin Abadi et al., Deep Learning with Differential Privacy, CCS 2016, Algorithm 1. Noise and
 samples are drawn from `SecretNoise`, because the server knows the run's seed and PyTorch's
-generators are not cryptographic. From Opacus, only the per-sample gradients are used, not the
-optimizer.
+generators are not cryptographic. Only the per-sample gradients come from Opacus, not the optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class PrivateOptimization(Optimization):
     compiles = False  # torch.compile would skip Opacus' hooks.
 
     def __init__(self, plain: Optimization, noise: float, norm: float, batch_size: int) -> None:
-        """Wrap `plain`; `noise` is relative to `norm`, the maximum norm of a sample's gradient."""
+        """Wrap the optimizer `plain`; `noise` is relative to the gradient norm limit `norm`."""
         super().__init__(plain.optimizer, plain.scaler)
         self._secret = SecretNoise()
         self._noise, self._norm, self._batch_size = noise, norm, batch_size
@@ -99,7 +98,7 @@ def dp_sgd(
     kind: str = "",
     shape: Shape | None = None,
 ) -> Iterator[PrivateOptimization]:
-    """Convert an optimizer to DP-SGD, with per-sample gradients of `models` in the block.
+    """Convert an optimizer to DP-SGD within the block, with per-sample gradients of `models`.
 
     Each trained parameter must belong to one of the models. `noise` is relative to `norm`, the
     maximum L2 norm of a sample's gradient. Raises ModelError if a sample's gradient depends on

@@ -1,4 +1,4 @@
-"""Reports on runs, comparisons and sweeps: tables, figures and HTML."""
+"""Reports on runs, comparisons and sweeps, with tables and figures."""
 
 from pathlib import Path
 

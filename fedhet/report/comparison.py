@@ -1,4 +1,4 @@
-"""Comparison of runs, by groups that differ only in their seeds, with paired differences.
+"""Comparison of groups of runs that differ only in their seeds, with paired differences.
 
 Runs with the same seed share data, splits and initial weights, as far as their settings allow.
 Therefore, the difference between two methods varies less over seeds than their accuracies. Tests of
@@ -83,15 +83,15 @@ class Group:
         return tuple(run.seed for run in self.runs)
 
     def score(self, column: Column) -> Spread:
-        """Return the mean score in the last round, with its spread over runs."""
+        """Return the mean and spread over runs of the mean score in the last round."""
         return Spread.of(run.last(*column).mean for run in self.runs)
 
     def tail(self, column: Column) -> Spread:
-        """Return the mean score in the last fifth of the rounds, with its spread over runs."""
+        """Return the mean and spread over runs of the mean score in the last fifth of rounds."""
         return Spread.of(run.tail(*column).mean for run in self.runs)
 
     def worst(self, column: Column) -> Spread:
-        """Return the worst client's score in the last round, with its spread over runs."""
+        """Return the mean and spread over runs of the worst client's score in the last round."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
@@ -100,7 +100,7 @@ class Group:
         return pd.Series(means, dtype=float)
 
     def total(self, cost: str) -> Spread:
-        """Return an entry of `Run.totals`, such as `bytes_up`, with its spread over runs."""
+        """Return the mean and spread over runs of an entry of `Run.totals`, such as `bytes_up`."""
         return Spread.of(float(run.totals[cost]) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
@@ -132,7 +132,7 @@ def over_seeds(curves: Sequence[pd.Series]) -> pd.DataFrame:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Return the run directories among `directory` and its subdirectories, two levels deep."""
+    """Return the run directories among `directory` and two levels of its subdirectories."""
     if (directory / "config.toml").is_file():
         return [directory]
     near = {path.parent for path in directory.glob("*/config.toml")}
@@ -267,7 +267,7 @@ class Pair:
     baseline: Group
     column: Column
     baseline_column: Column
-    """Column of the baseline, with the same protocol as `column`, but possibly another kind of
+    """Column of the baseline. It has the same protocol as `column`, but possibly another kind of
     model."""
     last: Difference
     """Differences in the last round."""
@@ -297,7 +297,7 @@ class Comparison:
     columns: tuple[Column, ...]
     target: float
     target_label: str
-    """Target as text, which is a percentage if the metric is a fraction."""
+    """Target as text, in percent if the metric is a fraction."""
     notes: tuple[str, ...]
     method_metrics: tuple[str, ...]
     """Method metrics to plot over rounds."""
@@ -471,7 +471,7 @@ def _check(name: str, value: str | None, available: set[str], where: str = "") -
 
 
 def choose_metrics(names: str, available: Sequence[str]) -> tuple[str, ...]:
-    """Split a comma-separated list of metric names. Raises SettingsError if one is unknown."""
+    """Split a comma-separated list of metric names. Raises SettingsError if a name is unknown."""
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
     for name in chosen:
         if name not in available:
@@ -560,7 +560,7 @@ def pair_groups(
 def _baselines(
     groups: Sequence[Group], column: Column, against: str | None
 ) -> tuple[list[Group], Column]:
-    """Return the baseline groups, and the protocol and kind of their scores."""
+    """Return the baseline groups, and the protocol and kind of the scores to compare."""
 
     def with_name(name: str) -> list[Group]:  # Labels take precedence over methods.
         labeled = [group for group in groups if group.label == name]

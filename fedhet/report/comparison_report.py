@@ -51,8 +51,8 @@ COST_AXES = {
     ),
     "clock": ("clock", "simulated time", "by simulated time", "simulated hours", "seconds"),
 }  # fmt: skip
-"""Cumulative costs against which the accuracy is plotted, each with the figure's name, the name in
-the alternative text, the end of the title, the axis label, and the unit."""
+"""Cumulative costs to plot the accuracy against: name of the figure, name in the alternative text,
+end of the title, axis label, and unit."""
 COSTS = ("bytes_up", "bytes_down", "seconds", "start")
 TAIL_OF = "tail: mean over the last fifth of the rounds, for"
 PAIRED = (
@@ -67,7 +67,7 @@ MAX_COLUMNS = 6
 
 
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
-    """Write compare.png, .html, .md, .json, and a figure for each requested method metric.
+    """Write compare.png, .html, .md and .json, and a figure for each requested method metric.
 
     Each figure is also written as SVG. Returns the paths of all other files.
     """
@@ -275,7 +275,7 @@ def comparison_cells(comparison: Comparison) -> Cells:
 
 
 def paired_cells(comparison: Comparison) -> Cells | None:
-    """Build the table of paired differences, or return None if no pair has two shared seeds."""
+    """Build the table of paired differences; return None if no pair has two shared seeds."""
     pairs = comparison.pairs
     if all(pair.fault for pair in pairs):
         return None
@@ -324,14 +324,14 @@ def comparison_table(comparison: Comparison) -> Blocks:
 
 
 def paired_table(comparison: Comparison) -> Blocks | None:
-    """Build the terminal table of paired differences, or return None if there are none."""
+    """Build the terminal table of paired differences; return None if there are no differences."""
     cells = paired_cells(comparison)
     title = f"paired differences: {' '.join(comparison.headline)}"
     return None if cells is None else Blocks(cells, title, paired_legend(comparison))
 
 
 def comparison_latex(comparison: Comparison) -> str:
-    """Return the table of a comparison and, if there are any, the paired differences as LaTeX.
+    """Return the table of a comparison and the table of paired differences, if any, as LaTeX.
 
     The table has at most `MAX_COLUMNS` columns: label, dataset if there are several, headline
     score, epsilon, worst client, bytes, and further scores if they fit. A comment lists the omitted
@@ -391,7 +391,7 @@ def drawings(comparison: Comparison) -> list[Drawing]:
 
 
 def overview(comparison: Comparison) -> Drawing:
-    """Draw the score over rounds, next to the scores in the last round."""
+    """Draw two panels: the score over rounds, and the scores in the last round."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""Figures of a run, over rounds and by client."""
+"""Figures of a run: curves over rounds, and values of each client."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def _loss(run: Run) -> Drawing | None:
 
 
 def _by_cost(run: Run, cost: str) -> Drawing | None:
-    """Draw the headline accuracy by epsilon or simulated time (`clock`), if available."""
+    """Draw the headline accuracy over epsilon or simulated time (`clock`), if available."""
     total = float(run.totals[cost])
     if math.isnan(total) or not run.columns:
         return None
@@ -279,7 +279,7 @@ def _method(run: Run) -> Drawing | None:
 def _grid(
     name: str, panels: Sequence[str], draw: Callable[[Axes, str], None], alt: str
 ) -> Drawing | None:
-    """Return a figure with small panels, each filled by `draw`, or None without panels."""
+    """Return a figure with small panels, each filled by `draw`, or None if `panels` is empty."""
     columns = min(len(panels), PANELS_PER_ROW)
     if not columns:
         return None
@@ -399,7 +399,7 @@ def _client_curves(run: Run) -> Drawing | None:
 
 
 def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
-    """Return the `model` and `value` of each client that has a value, in ascending order."""
+    """Return the model and the value of each client that has a value, in ascending order."""
     frame = pd.DataFrame({"value": pd.Series(values, dtype=float).dropna()})
     models = [run.models.get(name, "model unknown") for name in frame.index]
     return frame.assign(model=models).sort_values("value", kind="stable")

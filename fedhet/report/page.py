@@ -1,4 +1,4 @@
-"""HTML reports; each is a self-contained file that is also readable on paper and on a phone."""
+"""HTML reports: self-contained files that are also readable on paper and on a phone."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def render(template: str, package: str = "fedhet.report", **content: object) -> 
 
 
 def render_run(run: Run, live: Live | None = None) -> str:
-    """Return the HTML report of a run; `live` is set if the report is served."""
+    """Return the HTML report of a run, with the additional content `live` if it is served."""
     metrics = run.method_metrics
     over_rounds = [name for name in metrics if metrics[name].nunique() > 1]
     once = {name: metrics[name].dropna() for name in metrics if name not in over_rounds}

@@ -57,7 +57,7 @@ STAGES = ("train", "evaluate", "server", "overhead")
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a run; all scores are for one metric, by default the headline metric."""
+    """Results of a run, with scores for one metric, which is the headline metric by default."""
 
     path: Path
     settings: Mapping[str, object]
@@ -69,7 +69,7 @@ class Run:
     origin: Origin
     notes: tuple[str, ...]
     baseline: Run | None
-    """Run of another method that was trained with this run for comparison."""
+    """Baseline: run of another method that was trained together with this run."""
     method: str
     dataset: str
     seed: int | None
@@ -97,7 +97,7 @@ class Run:
 
     @cached_property
     def clients(self) -> tuple[str, ...]:
-        """All clients in the run's files, in natural order."""
+        """Names of all clients in the run's files, in natural order."""
         names = {*self.models, *self.samples}
         for record in self.records:
             names.update(record.asked, record.answered, record.failed)
@@ -136,12 +136,12 @@ class Run:
         return metric_of(self.metric).title
 
     def with_metric(self, metric: str) -> Run:
-        """Return the run with scores for another metric."""
+        """Return a copy of the run with scores for another metric."""
         return self if metric == self.metric else replace(self, metric=metric)
 
     @cached_property
     def extra_metrics(self) -> tuple[tuple[str, Run], ...]:
-        """Displayed metrics other than the headline metric: title, and run with its scores."""
+        """Titles of the other metrics to display, each with a copy of the run for the metric."""
         shown = filter(is_shown, self.metrics)
         return tuple((metric_of(name).title, self.with_metric(name)) for name in shown)
 
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
-        """Protocol (preferably the headline protocol), and last ratios to local accuracy."""
+        """Protocol (preferably the headline protocol) and its last ratios to the local accuracy."""
         ratios = self.last_evaluated.relative if self.last_evaluated else {}
         return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
@@ -187,7 +187,7 @@ class Run:
         return self.scores.get(protocol, {}).get(kind, Score())
 
     def tail(self, protocol: str, kind: str) -> Tail:
-        """Return the mean over the last fifth of the recorded rounds.
+        """Return the mean scores over the last fifth of the recorded rounds.
 
         This is computed from the records, because summaries from older versions lack it.
         """
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def baseline_column(self) -> tuple[str, str] | None:
-        """Protocol and kind of the baseline's models to compare with the headline score."""
+        """Protocol and kind of the baseline's score to compare with the headline score."""
         if self.baseline is None or not self.columns:
             return None
         (protocol, kind), available = self.columns[0], self.baseline.columns
@@ -292,7 +292,7 @@ class Run:
 
     @cached_property
     def failures(self) -> pd.DataFrame:
-        """Rounds with failures, by client and reason, including missing replies."""
+        """Rounds in which a client failed or did not reply, by client and reason."""
         rows = []
         for record in self.records:  # A late reply is not a failure.
             replied = {*record.answered, *record.failed, *record.late}
@@ -352,13 +352,13 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
 
 
 def lowest(values: Mapping[str, float]) -> str:
-    """Return the client with the lowest value, or "". Ties are broken by natural order."""
+    """Return the client with the lowest value (the first in natural order), or "" if none."""
     valid = pd.Series(values, index=sorted(values, key=natural), dtype=float).dropna()
     return str(valid.idxmin()) if len(valid) else ""
 
 
 def highest(values: Mapping[str, float]) -> str:
-    """Return the client with the highest value, or "". Ties are broken by natural order."""
+    """Return the client with the highest value (the first in natural order), or "" if none."""
     return lowest({name: -value for name, value in values.items()})
 
 

@@ -64,7 +64,7 @@ RC: Any = {
 }  # fmt: skip
 """Style of all figures. In reports, CSS variables replace these colors (see `VARIABLES`)."""
 COLUMN_WIDTH, TEXT_WIDTH = 3.25, 6.75
-"""Widths of figures in a paper, in inches, with a single Axes object and with several."""
+"""Widths of figures in a paper, in inches: with one Axes object, and with several."""
 PAPER_RC: Any = {
     "font.family": "serif",
     # Both fonts resemble Times, and matplotlib includes them.
@@ -149,7 +149,7 @@ class Canvas(Figure):
 
 
 def panel(ax: Axes, **options: Any) -> None:
-    """Change the tooltip options of an Axes object; see PANEL."""
+    """Override some of the default tooltip options (`PANEL`) of an Axes object."""
     if isinstance(ax.figure, Canvas):
         ax.figure.panels[ax].update(options)
 
@@ -294,7 +294,7 @@ def _styled(drawing: Drawing, scale: float = 1.0, overrides: Any = None) -> Iter
 
 
 def _inline(svg: str, alt: str, description: str) -> Markup:
-    """Convert an SVG file to inline SVG for a report.
+    """Convert the content of an SVG file to inline SVG for a report.
 
     Removes attributes that only a file needs, replaces colors with CSS variables, and adds the
     description of series and values. Matplotlib escapes the text in the SVG; attributes are escaped
@@ -370,7 +370,7 @@ def over_rounds(
 
 
 def ticks(ax: Axes, text: Callable[[float], str] = "{:.4g}".format, axis: str = "y") -> None:
-    """Set a few round ticks on an axis, formatted by `text`."""
+    """Set a few ticks at round values on an axis, with labels from `text`."""
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     chosen.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     chosen.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
@@ -442,7 +442,7 @@ def shade(
 
 
 def short(name: str, width: int = 16) -> str:
-    """Shorten a name in the middle to at most `width` characters; names often differ at the end."""
+    """Shorten a name to at most `width` characters by omitting its middle."""
     name = printable(name)
     tail = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[-tail:]}"
@@ -451,7 +451,7 @@ def short(name: str, width: int = 16) -> str:
 def disambiguate(names: Sequence[str], width: int) -> list[str]:
     """Shorten names to at most `width` characters, and try to keep them distinct.
 
-    If names would become equal, each of them starts at the first word that differs.
+    Names that would become equal start with "…" and the first word in which they differ.
     """
     shortened = [short(name, width) for name in names]
     labels = shortened[:]

@@ -28,10 +28,10 @@ from fedhet.settings.text import as_text
 TAIL = ", tail"
 """Suffix of quantities that are means over the last fifth of the rounds."""
 MAX_CURVES = 12
-"""Maximum number of curves in a panel, with one curve per combination of all settings but the
-first."""
+"""Maximum number of curves in a panel. Each combination of the settings except the first has a
+curve."""
 Point = tuple[object, ...]
-"""Point in a sweep, i.e. a value for each swept setting."""
+"""Point of a sweep: a value for each swept setting."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def sweep(names: Sequence[str], runs: Mapping[Point, Sequence[Path]]) -> Sweep:
 
 
 def _label(names: Sequence[str], point: Point) -> str:
-    """Describe a point, e.g. "lr=0.1, alpha=0.5"."""
+    """Format a point as text, e.g. "lr=0.1, alpha=0.5"."""
     pairs = zip(names, point, strict=True)
     return ", ".join(f"{name.rpartition('.')[2]}={as_text(value)}" for name, value in pairs)
 

@@ -54,7 +54,7 @@ class Cell:
 
     text: str
     value: float | None = None
-    """Number to sort by, or None to sort by the text."""
+    """Number by which to sort, or None to sort by the text."""
 
     @property
     def key(self) -> float | str:
@@ -137,7 +137,7 @@ def _number(value: float) -> Cell:
 
 
 def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> Cell:
-    """Format a mean; if it includes fewer than `runs` runs, also state their number."""
+    """Format a mean, with the number of runs if the mean includes fewer than `runs` runs."""
     count = f" ({spread.n} of {runs})" if 0 < spread.n < runs else ""
     return Cell(shown(spread.mean) + count, spread.mean)
 
@@ -218,7 +218,7 @@ def remarks(run: Run) -> list[str]:
 
 
 def baseline_line(run: Run) -> str:
-    """Return a line that compares a run with its baseline, or "" without a baseline."""
+    """Return a line that compares a run with its baseline, or "" if it has no baseline."""
     if run.baseline is None or run.baseline_column is None:
         return ""
     ours, baseline = run.last(*run.columns[0]), run.baseline.last(*run.baseline_column)
@@ -231,7 +231,7 @@ def baseline_line(run: Run) -> str:
 
 
 def relative_line(run: Run) -> str:
-    """Return a line on the clients' gains over local training, or "" if not measured."""
+    """Return a line about the clients' gains over local training, or "" if they are unknown."""
     if run.relative is None:
         return ""
     protocol, ratio = run.relative
@@ -402,7 +402,7 @@ def final_table(run: Run) -> Blocks:
 
 
 def metric_table(run: Run) -> Blocks | None:
-    """Build the terminal table of metrics other than the headline, or return None without any."""
+    """Build the terminal table of metrics other than the headline metric, or return None."""
     rows = [
         (title, column, view.last(*column), view.tail(*column).mean)
         for title, view in run.extra_metrics

@@ -62,7 +62,7 @@ def serve(folder: Path, port: int = 0) -> Iterator[str]:
 
 
 class Pages:
-    """Content of the served pages.
+    """Content of the pages that the server offers.
 
     The pages are the list of runs (/), a run's report (/run/NAME) and status (/status/NAME), and a
     comparison of runs (/compare?run=NAME).
@@ -117,7 +117,7 @@ class Pages:
 
 
 def _row(name: str, path: Path) -> dict[str, Any]:
-    """Return a run's row in the list of runs; `fault` is set if the run cannot be read."""
+    """Return a run's row in the list of runs, with an error in `fault` if it is unreadable."""
     row: dict[str, Any] = {
         "name": name, "link": f"/run/{quote(name)}", "method": "", "dataset": "", "stage": "",
         "done": 0, "planned": 0, "clients": 0, "metric": "", "mean": NAN, "worst": NAN,

@@ -41,13 +41,11 @@ T = TypeVar("T")
 BASELINE = "baseline"
 """Subdirectory for a run's baseline run."""
 MAX_ADDED_PARTS = 20
-"""Maximum number of JSON values that a parsed record has in addition to its line, due to
-defaults."""
+"""Maximum number of JSON values that defaults add to a parsed record."""
 LOCK = "run.lock"
 """Name of the file that a run's process locks."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
-"""Seconds to wait after each failed attempt to lock the file, because a status query locks it
-briefly."""
+"""Seconds to wait after each failed attempt to lock the file; a status query locks it briefly."""
 MODEL_DIRECTORIES = ("state", "checkpoints", "inbox", "late", "pool")
 """Subdirectories with models or replies, which use most of a run's disk space."""
 
@@ -101,10 +99,10 @@ def append(path: Path, line: str) -> None:
 
 
 def read_records(path: Path) -> tuple[list[RoundRecord], list[str]]:
-    """Read metrics.jsonl, and return its records in the order of rounds, and notes for the user.
+    """Read metrics.jsonl; return its records in the order of rounds, and notes for the user.
 
     A truncated last line is skipped with a note. If a round was repeated after a resume, the later
-    record is used. Raises StateError, with the line number, if any other line is invalid.
+    record is used. Raises StateError with the line number if any other line is invalid.
     """
     with reading(path):
         text = read_file(path)
@@ -150,7 +148,7 @@ def reading(path: Path) -> Iterator[None]:
 def read_validated(path: Path, schema: type[T]) -> T:
     """Read and validate a JSON file.
 
-    Raises StateError, with the file and the field, if it is invalid.
+    Raises StateError, which names the file and the field, if it is invalid.
     """
     with reading(path):
         content = read_json(path)

@@ -102,7 +102,7 @@ class Watcher:
         """Called when a round has been aggregated and evaluated."""
 
     def notice(self, text: str) -> None:
-        """Called with a message for the user."""
+        """Called when there is a message for the user."""
 
     def rounds_restored(self, records: Sequence[RoundRecord]) -> None:
         """Called when a run resumes, with the records of its earlier rounds."""
@@ -214,7 +214,7 @@ class RunLog:
 
     @property
     def best_round_config(self) -> dict[str, Scalar]:
-        """Config entry that tells clients to keep their models from the best round.
+        """Config entry that requests clients to keep their models from the best round.
 
         The best round has the best headline score so far; it is 0 if no round was evaluated.
         Without `keep-best`, the result is empty.
@@ -240,7 +240,7 @@ class RunLog:
         return last_round(self._history, self.config)
 
     def begin(self, clients: Iterable[ClientInfo], classes: Sequence[str] = ()) -> None:
-        """Record the initial clients of the run, and the class names if known."""
+        """Record the clients with which the run starts, and the class names if known."""
         initial = list(clients)
         self.clients_joined(initial)
         self._origin.own_data = any(client.own_data for client in initial)
@@ -414,7 +414,7 @@ class RunLog:
 # --- trackers
 
 Opened = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
-"""Function that sends a round's metrics, and function that closes the run."""
+"""Two functions: the first sends a round's metrics, and the second closes the run."""
 
 
 def wandb(library: Any, config: Config, directory: Path) -> Opened:
@@ -430,7 +430,7 @@ def wandb(library: Any, config: Config, directory: Path) -> Opened:
 
 
 def mlflow(library: Any, config: Config, directory: Path) -> Opened:
-    """Open a new run at `MLFLOW_TRACKING_URI`, even if fedhet's run is resumed."""
+    """Open a new MLflow run at `MLFLOW_TRACKING_URI`, even if fedhet's run is resumed."""
     library.set_experiment(PROJECT)
     library.start_run(run_name=directory.name, tags={"fedhet.run": read_run_name(directory)})
     library.log_params({name: str(value)[:500] for name, value in config.flat().items()})
@@ -466,7 +466,7 @@ TRACKERS: Mapping[str, tuple[Callable[[Any, Config, Path], Opened], str]] = {
     "mlflow": (mlflow, "mlflow"),
     "prometheus": (prometheus, "prometheus_client"),
 }
-"""Function that opens a run, and the package that it requires, by value of `engine.track`."""
+"""Function that opens a run and its required package, by value of `engine.track`."""
 
 
 class Tracker(Watcher):

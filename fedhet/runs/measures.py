@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Result = TypeVar("Result")
 MAX_REPORTED = 1e15
-"""Maximum loss, time or size that a client may report, so that sums and squares are finite."""
+"""Maximum loss, time or size that a client may report. With this limit, sums and squares are
+finite."""
 ScoreKey = tuple[str, str, str]
 """Metric, protocol of the test split, and kind of model."""
 BUDGET_EXHAUSTED = "spent"
-"""Metric reported with an error if the client's privacy budget is exhausted."""
+"""Metric that accompanies an error if the client's privacy budget is exhausted."""
 MISSING_BASE = "lacks"
-"""Metric reported with an error if the client lacks the base weights of its instruction."""
+"""Metric that accompanies an error if the client lacks the base weights of its instruction."""
 SEMI_METRICS = ("pseudo_labels", "pseudo_error")
 """Metrics for `training.semi`: the fraction of predictions that became pseudo-labels, and the error
 rate of pseudo-labels whose true label is known."""
@@ -101,7 +102,7 @@ class Measured:
     """A client's measurements in one message."""
 
     scores: dict[ScoreKey, float]
-    """Scores of the models; each model with scores has a value of the headline metric."""
+    """Scores of the models; each evaluated model has a value of the headline metric."""
     loss: float | None = None
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0

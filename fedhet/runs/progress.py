@@ -32,8 +32,8 @@ from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecor
 from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
 
 SLOW_CALL, MAX_LOAD = 0.05, 0.02
-"""Minimum duration of a slow call in seconds (reached with thousands of clients), and maximum
-fraction of the time spent in slow calls."""
+"""Duration in seconds above which a call is slow (with thousands of clients), and maximum fraction
+of time for slow calls."""
 RECENT = 5
 """Number of recent rounds from which the remaining time is estimated."""
 MAX_NOTICES = 6
@@ -324,12 +324,12 @@ class Progress(Watcher):
 
     @property
     def seconds_per_round(self) -> float:
-        """Mean duration of the recent rounds, or NaN if no round has finished."""
+        """Mean duration of the recent rounds in seconds, or NaN if no round has finished."""
         return fmean(self._durations[-RECENT:]) if self._durations else NAN
 
     @property
     def seconds_left(self) -> float:
-        """Estimated remaining time of the run, or NaN if no round has finished."""
+        """Estimated remaining time of the run in seconds, or NaN if no round has finished."""
         if not self.is_in_round:
             return (self.status.rounds - self.status.round) * self.seconds_per_round
         elapsed = min(self._clock() - self._began, self.seconds_per_round)
@@ -419,7 +419,7 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
 class Throttled:
     """Wrapper that calls a function after changes, at most once per interval, in its own thread.
 
-    A slow call is followed by a longer pause, in proportion to its duration.
+    The pause after a slow call is proportional to the duration of the call.
     """
 
     def __init__(self, function: Callable[[], None], seconds: float) -> None:

@@ -56,7 +56,7 @@ def _bounded(value: float) -> float:
 
 
 def _numbers(values: object) -> object:
-    """Drop strings and tables, which other versions may have recorded."""
+    """Drop strings and tables from metrics; other versions may have recorded them."""
     if not isinstance(values, Mapping):
         return values
     return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
@@ -110,7 +110,7 @@ Loss = Annotated[
 
 
 class Seconds(BaseModel):
-    """Seconds by stage: sums over clients for `train` and `evaluate`, and wall time otherwise."""
+    """Seconds by stage: for `train` and `evaluate`, sums over clients; otherwise, wall time."""
 
     model_config = READING
 
@@ -162,8 +162,8 @@ class RoundRecord:
     relative: dict[Text, Ratio] = field(default_factory=dict)
     """Ratios of private to local accuracy, by protocol."""
     majority: dict[Text, dict[Text, Number]] = field(default_factory=dict)
-    """Headline score from always predicting a constant, the most frequent class or the mean target,
-    by protocol and client."""
+    """Headline score from always predicting the most frequent class or the mean target, by protocol
+    and client."""
     metrics: dict[Text, Scores] = field(default_factory=dict)
     """Scores other than accuracy, by metric."""
     loss: Loss = None
@@ -323,7 +323,7 @@ class Origin(BaseModel):
 
 
 class Partition(BaseModel):
-    """Number of samples of each class on each client, and the clients' owners (partition.json)."""
+    """Number of samples per class and client, and the clients' owners (partition.json)."""
 
     model_config = READING
 

@@ -104,7 +104,7 @@ class Checkpoints:
     """Server checkpoints of a run."""
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
-        """Set the directory; `identity` is saved in and checked for each checkpoint."""
+        """Set the directory, and the `identity` that every checkpoint must contain."""
         self._run, self._folder = directory, directory / "checkpoints"
         self._identity, self._writable = identity, Folder(self._folder, self._run)
 
@@ -236,7 +236,7 @@ def path_in(directory: Path, round: int) -> Path:
 
 
 def rounds_in(directory: Path) -> list[int]:
-    """Return the rounds with a state in a directory, in ascending order; ignores other files."""
+    """Return the rounds with a state in a directory, in ascending order. Ignores other files."""
     names = {path.name for path in directory.glob("round-*.safetensors")}
     numbers = [int(match[1]) for name in names if (match := _ROUND.fullmatch(name))]
     return sorted(number for number in numbers if path_in(directory, number).name in names)
@@ -256,7 +256,7 @@ def save(
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors that share no memory; copies tensors if necessary."""
+    """Return contiguous CPU tensors that share no memory, as copies where necessary."""
     result: dict[str, Tensor] = {}
     pointers: set[int] = set()
     for name, tensor in all_to_device(tensors, HOST).items():

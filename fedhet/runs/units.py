@@ -79,7 +79,7 @@ def human_number(value: float) -> str:
 
 
 def score(value: float) -> str:
-    """Format an accuracy with four digits, e.g. "0.7312"."""
+    """Format an accuracy with four decimals, e.g. "0.7312"."""
     return f"{value:.4f}" if math.isfinite(value) else ABSENT
 
 
@@ -102,7 +102,7 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def position(name: str, order: Sequence[object]) -> tuple[int, str]:
-    """Return a sort key that puts names in `order` first, and sorts other names alphabetically."""
+    """Return a sort key that puts the names in `order` first, and other names alphabetically."""
     return (order.index(name) if name in order else len(order)), name
 
 
@@ -213,7 +213,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _JsonLines(io.TextIOBase):
-    """Stream that writes each line as a line of JSON."""
+    """Stream that converts each line to a line of JSON."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._begun = out, ""

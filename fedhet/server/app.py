@@ -39,8 +39,8 @@ EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailure
 
 
 START_SECONDS, SETTLED_SECONDS = 60.0, 0.5
-"""Maximum time to wait for a simulation's nodes, and time without a new node after which the wait
-ends, both in seconds."""
+"""Maximum time to wait for the nodes of a simulation, and maximum time to wait for the next node,
+both in seconds."""
 CALLS_PER_WORKER = 2
 """Concurrent calls per worker: while one client trains, the next client waits for the worker."""
 
@@ -112,7 +112,7 @@ class FederationServer(Server):
         return reported
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
-        """Run the training of a round; `server_round` counts the remaining rounds."""
+        """Run the training of a round; Flower counts `server_round` from the last resume."""
         number, method = self._log.done + server_round, self._method
         if number > self._log.last_round:
             raise _StoppedEarly
@@ -125,7 +125,7 @@ class FederationServer(Server):
         return parameters, metrics, (replies.results, replies.failures)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
-        """Run the evaluation of a round; `server_round` counts the remaining rounds."""
+        """Run the evaluation of a round; Flower counts `server_round` from the last resume."""
         number, method = self._log.done + server_round, self._method
         instructions = method.configure_evaluate(number, self.parameters, self.client_manager())
         if not instructions:
@@ -154,8 +154,9 @@ def components(
         workers: Number of clients that train at the same time.
         watchers: Observers of the run, in addition to trackers and the status file.
         begun: Start time of the run, as for `RunLog`.
-        manager: Registry of connected clients; by default, a new one that clients join later.
-        data: Store of the run's data in this process; by default, a new one.
+        manager: Registry of connected clients; by default, a new registry, which clients join
+            later.
+        data: Store of the run's data in this process; by default, a new store.
         deployed: Whether the clients are sites of a deployment.
     """
     watchers = [*watchers, *trackers_of(config), status_file(directory)]

@@ -252,8 +252,8 @@ class CallPool:
         self._num_threads = 0
         self._lock = threading.Lock()
         self._is_late: dict[Call, bool] = {}
-        """Whether the round closed before the reply arrived, for each call whose round has closed
-        or whose reply has arrived."""
+        """Whether the reply is late, for each call whose round has closed or whose reply has
+        arrived."""
 
     def submit(self, calls: Sequence[Call]) -> None:
         """Queue calls in order, and start as many threads as needed and allowed."""
@@ -334,7 +334,7 @@ def name_of(proxy: ClientProxy) -> str:
 
 
 def reasons(failures: Failures) -> dict[str, str]:
-    """Return the reason for each failure, by client, if the client is known."""
+    """Return the reason for each failure of a known client, by client name."""
     by_client: dict[str, str] = {}
     for failure in failures:
         if isinstance(failure, ClientFailureError):

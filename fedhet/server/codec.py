@@ -1,7 +1,6 @@
 """The server's codec, which encodes instructions to clients and decodes their replies.
 
-`Codec` also counts the bytes of all messages, and remembers the instructions on which replies
-build.
+`Codec` also counts the bytes of all messages, and stores the instructions that replies refer to.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Codec:
             state: State of the current round, which counts the bytes sent and received.
             metrics: Names of the metrics that clients measure.
             remember: Whether to remember every training instruction until `forget`. Otherwise, only
-                instructions of the current round on which a reply can build are remembered.
+                instructions of the current round whose weights a reply can refer to are remembered.
             max_age: Maximum age of a late reply, in rounds ('pace.max-age').
             encoder: Encoder of the instructions; None sends them unchanged.
         """
@@ -69,15 +68,15 @@ class Codec:
         self._last_occasion = (0, True)
         """The round of the messages in `_last`, and whether they are training instructions."""
         self._sizes: dict[tuple[str, bool], tuple[int, int]] = {}
-        """Round and size of each client's last message, by client and by whether the message is a
-        training instruction."""
+        """Round and size of each client's last message, by client name and message type (True for
+        training)."""
 
     # Methods for instructions, which convert Knowledge to Flower's Parameters.
 
     def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
         """Encode one client's training instruction, and count its bytes.
 
-        The weights are not sent as differences, which would depend on the other clients.
+        The weights are not sent as differences, because these would depend on the other clients.
         """
         return self.encode_all(round, {client: knowledge}, differences=False)[client]
 
@@ -95,8 +94,9 @@ class Codec:
             round: The current round.
             instructions: Content of each client's instruction. An object that several clients
                 share is encoded once.
-            training: Whether the instructions are to train; otherwise they are to evaluate.
-            differences: Whether weights may be sent as differences to weights that clients have.
+            training: Whether these are training instructions; otherwise, they are evaluation
+                instructions.
+            differences: Whether weights may be sent as differences from weights that clients have.
 
         Returns:
             The payload for each client.
@@ -157,8 +157,8 @@ class Codec:
     def remembered(self, client: str, round: int) -> tuple[Knowledge | None, int]:
         """Return a client's training instruction for a round, and the digest of its weights.
 
-        Returns (None, 0) if the instruction is not remembered. The digest is 0 if no reply can
-        build on the instruction.
+        Returns (None, 0) if the instruction is not remembered. The digest is 0 if the instruction
+        has no weights that a reply can refer to.
         """
         with self._lock:
             return self._remembered.get(client, {}).get(round, (None, 0))
@@ -167,7 +167,7 @@ class Codec:
         """Remember a client's training instruction for a round.
 
         An instruction in a new round replaces the instructions from earlier rounds, unless all are
-        remembered. The instruction for a late reply, which is read from disk, replaces no
+        remembered. The instruction for a late reply is read from disk, and replaces no other
         instruction.
         """
         with self._lock:
@@ -185,7 +185,7 @@ class Codec:
                 self._remembered.pop(client, None)
 
     def bases_of(self, client: str) -> Bases:
-        """Return a function that finds the weights on which a client's reply builds."""
+        """Return a function that finds the base weights of a client's reply."""
 
         def find_weights(envelope: Envelope, digest: int) -> Arrays | None:
             sent, sent_digest = self.remembered(client, envelope.round)

@@ -29,7 +29,7 @@ MAX_VERSIONS = 8
 
 @dataclass(frozen=True)
 class Version:
-    """Weights as clients decode them."""
+    """A version of the weights, as decoded by the clients."""
 
     digest: int
     source: int
@@ -51,7 +51,7 @@ class Instruction:
 
     envelope: Envelope
     knowledge: Knowledge
-    """Content, as clients decode it."""
+    """Content of the message, as decoded by the clients."""
     version: Version = NO_VERSION
     values: Mapping[str, Encoded] = field(default_factory=dict)
     """Encoded tensors other than weights."""
@@ -95,8 +95,7 @@ class InstructionEncoder:
 
         Args:
             envelope: Sender, run, method and round of the message.
-            use: "train" or "evaluate"; the random draws for messages in a round differ between
-                uses.
+            use: Purpose of the message, "train" or "evaluate", which seeds its stochastic rounding.
             knowledge: Content of the message.
             clients: Names of the recipients. Differences are computed from the newest version
                 that a recipient has. Without recipients, the message has no differences.

@@ -178,7 +178,7 @@ class Members:
         self._refused: set[str] = set()
         """Connected nodes that are excluded from the run."""
         self._silent: dict[str, tuple[int, int]] = {}
-        """Number of requests that each node did not answer, and the number of the last such
+        """Number of requests without a reply from each node, and the number of the last such
         request."""
         self._any_timeout = False
         """Whether any node exceeded the time limit in the last request."""

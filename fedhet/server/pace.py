@@ -159,7 +159,7 @@ Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
 
 @dataclass(frozen=True)
 class _AtWork:
-    """Client that is training, or whose reply has not been used in any round."""
+    """Client that is still training, or whose reply has not been used yet."""
 
     call: Call
     outcome: CallOutcome | None = None
@@ -320,7 +320,7 @@ class Collector:
         return time.monotonic() if self._clock is None else self._simulated
 
     def _wait(self, calls: Sequence[Call], awaited: set[str], rule: Closing) -> set[str]:
-        """Make the calls, wait until the rule closes the round, and return canceled clients.
+        """Make calls until `rule` closes the round, and return the clients that were not called.
 
         If only one call can be made at a time, the server always waits for the call in progress,
         because it has nothing else to do.

@@ -55,7 +55,7 @@ from fedhet.wire.knowledge import (
 )
 
 Magnitudes = Mapping[str, float]
-"""Root mean square of each part (`part_of`) of a reply that contains floating-point numbers."""
+"""Root mean square of each floating-point part (`part_of`) of a reply."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def part_of(tensor: str) -> str:
 
 
 def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
-    """Return the root mean square of each part of a reply that contains floating-point numbers.
+    """Return the root mean square of each floating-point part of a reply.
 
     The result is infinity if the squares of a part overflow.
     """
@@ -172,7 +172,7 @@ def open_payload(
     Args:
         payload: Flower's parameters, or a payload that was written to the spool.
         sender: Name of the client, for errors.
-        bases: Function that finds the weights on which the reply builds.
+        bases: Function that finds the base weights of the reply.
         max_bytes: Maximum size of a payload in memory.
 
     Returns:

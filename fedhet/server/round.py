@@ -151,7 +151,7 @@ class RoundState:
         self.record.late, self.record.absent = sorted(at_work), sorted(absent)
 
     def record_results(self, results: RoundResults, *, quiet: bool) -> None:
-        """Record the clients that have replied, are late, or were not called after all.
+        """Record the clients that have replied, are late, or were not called in time.
 
         Unless `quiet` is set, notices name the clients that have become late and the late replies.
         """
@@ -184,7 +184,7 @@ class RoundState:
         return self.record.round - self.reply_rounds.get(name, self.record.round)
 
     def count_sent(self, size: int, *, training: bool = True) -> None:
-        """Count the bytes of a message to a client, to train or to evaluate."""
+        """Count the bytes of a training or evaluation message to a client."""
         with self._lock:
             self.record.bytes_down += size if training else 0
             self.record.bytes_evaluation += 0 if training else size
@@ -253,7 +253,7 @@ class RoundState:
         self.record.method |= {k: value for k, value in values.items() if math.isfinite(value)}
 
     def drop_client(self, name: str, reason: str, outcome: Outcome | None) -> None:
-        """Drop a client from the round; if `outcome` is None, the client is not at fault."""
+        """Drop a client from the round. `outcome` is None if the client is not at fault."""
         reason = one_line(reason)
         if outcome is not None:
             self._outcomes[name] = outcome

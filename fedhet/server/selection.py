@@ -205,8 +205,8 @@ class ClientSampler:
     def choose(self, round: int, members: Sequence[ClientInfo]) -> list[str]:
         """Select idle clients to train in a round, sorted by name.
 
-        A round needs the setting 'fraction' of all clients, including clients at work. In
-        asynchronous mode, this number of clients is at work at any time.
+        A round needs the fraction of all clients that the setting 'fraction' specifies, including
+        clients at work. In asynchronous mode, this number of clients is at work at any time.
         """
         self._wanted = clients_per_round(len(members) + self._num_at_work, self._run.fraction)
         count = clients_to_sample(self._wanted, self._pace.over_selection)

@@ -28,7 +28,7 @@ class DsFlStrategy(FedMdStrategy):
     settings: DsFlSettings
 
     def init(self) -> None:
-        """Initialize an empty consensus, and build the server model."""
+        """Start with an empty consensus, and build the server model."""
         super().init()
         self.learner = Learner(self.build_model(self.settings.server_model), self.run)
 

@@ -63,7 +63,7 @@ class FedKdStrategy(FedAvgStrategy):
         return metrics | {"sent_down": counts[0] / counts[1]}
 
     def forget(self, client: str) -> None:
-        """Forget that the client has the base, so that its next message has the full mentee."""
+        """Record that the client lost the base, so that its next message has the full mentee."""
         self.holders.discard(client)
 
     def state_dict(self) -> dict[str, Array]:

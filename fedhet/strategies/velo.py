@@ -127,7 +127,7 @@ class VeloStrategy(FeloStrategy):
         return {"cvae_loss": loss}
 
     def _measure_separation(self, round: int) -> dict[str, float]:
-        """Measure the separation of the CVAE's classes; return {} without class means."""
+        """Measure the separation of the CVAE's classes; return {} if there are no class means."""
         means = self.average()
         classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
         if not len(classes):  # All clients with these classes have left.

@@ -1,4 +1,4 @@
-"""Contracts, which declare the fields of a method's messages, and their validation.
+"""Contracts: declarations of the fields in a method's messages, and their validation.
 
 The server side and the client side of a method each declare the fields that they send. Every
 message is validated against this declaration. `fedhet methods NAME` and the reference documentation
@@ -32,7 +32,7 @@ SUM_TOLERANCE = 1e-3
 def require(owner: object, **expected: type | tuple[type, ...]) -> None:
     """Check the types of a declaration's attributes. Raises TypeError if a type is wrong.
 
-    The error is thus raised when the method's module is imported, rather than in a later round.
+    The error thus occurs when the method's module is imported, rather than in a later round.
     """
     for name, types in expected.items():
         value = getattr(owner, name)
@@ -77,9 +77,9 @@ class TensorField:
     required: bool = True
     """Whether the message must contain the tensor."""
     ids: str = ""
-    """Letter of a size that bounds the values, which must be unique integers in [0, size)."""
+    """Letter of a size; the values must be unique integers in [0, size)."""
     numbers: str = ""
-    """Letter of a size that bounds the values, which must be integers in [0, size)."""
+    """Letter of a size; the values must be integers in [0, size)."""
     low: float | None = None
     """Minimum value, or None for -MAX_MAGNITUDE."""
     distribution: bool = False
@@ -123,7 +123,7 @@ class WeightsField:
     required: bool = True
     """Whether the message must contain the weights."""
     low: float | None = None
-    """Minimum value, or None for -MAX_MAGNITUDE. Variances must always be at least 0."""
+    """Minimum value; None = -MAX_MAGNITUDE. Variances must always be at least 0."""
     stacked: str = ""
     """Letter of an additional leading axis that stacks the weights of several models."""
     nested: bool = False
@@ -170,7 +170,7 @@ class ScalarField:
     low: float | None = None
     """Minimum value, or None for -MAX_MAGNITUDE."""
     high: float | None = None
-    """Maximum value, or None for MAX_MAGNITUDE."""
+    """Maximum value; None = MAX_MAGNITUDE."""
 
     def __post_init__(self) -> None:
         """Check the declaration. Raises TypeError if it is invalid."""
@@ -191,7 +191,7 @@ class Sizes:
     """Sizes against which the fields in a message are validated."""
 
     axes: Mapping[str, int]
-    """Sizes in the run by letter, e.g. {"C": 10, "D": 64}."""
+    """Sizes of the run, by letter, e.g. {"C": 10, "D": 64}."""
     models: Mapping[str, Shapes] = dataclass_field(default_factory=dict)
     """Shapes and dtypes of the model's tensors, by WeightsField."""
     rows: Mapping[str, Array] = dataclass_field(default_factory=dict)
@@ -245,7 +245,7 @@ class Contract:
             sender: Name of the sender in error messages.
             tensors: Tensors in the message, by name.
             scalars: Scalars in the message, by name.
-            sizes: Sizes in the run, of its models, and of its public samples.
+            sizes: Sizes of the run, of its models, and of its public samples.
 
         Raises:
             KnowledgeError: If the message violates the contract. The error describes the first
@@ -291,7 +291,7 @@ class Sum:
     within: Literal["all", "architecture"] = "all"
     """Clients whose fields are summed: all clients, or the clients with the same architecture."""
     only_if: tuple[str, object] | None = None
-    """Setting of the method, and the value for which the fields are sent; None = always sent."""
+    """Setting of the method and its value with which the fields are sent; None = always sent."""
 
     def __post_init__(self) -> None:
         """Raise TypeError if the declaration is invalid."""

@@ -222,7 +222,7 @@ def _check_finite(values: Array) -> Array:
 
 
 RngKey = tuple[str | int, ...]
-"""Sender, round and purpose of a message, from which its random generators are derived."""
+"""Key of a message's random generators: sender, round and purpose."""
 STATISTICS = ("running_mean", VARIANCES)
 """Suffixes of the names of batch-norm statistics, which are averages instead of weights."""
 MIN_BYTES = 512

@@ -141,7 +141,7 @@ def _shape(sender: str, kind: Kind, text: object) -> tuple[int, ...]:
 
 
 def capped(infos: Iterable[ClientInfo], max_ratio: float) -> dict[str, int]:
-    """Return each client's number of samples for weighting, by client name.
+    """Return the number of samples with which each client is weighted, by client name.
 
     A server cannot verify the reported numbers. They are therefore limited to `max_ratio` times the
     lower median of all clients; 0 = no limit.

@@ -34,11 +34,11 @@ DTYPES = frozenset(
 )
 MAX_RANK = 8
 DIGEST_BITS = 59
-"""Number of bits in a digest of weights, which has at most 18 decimal digits in a file name."""
+"""Number of bits in a digest of weights, so that it has at most 18 decimal digits."""
 SCHEMA_VERSION = 2
 """Schema version of messages with encoded tensors."""
 PLAIN_VERSION = 1
-"""Schema version of messages without encoded tensors, which older peers can also read."""
+"""Schema version of messages without encoded tensors; older versions can also read them."""
 MAX_MANIFEST_BYTES = 2**16
 """Maximum size of a manifest without tensors, because parsed fields need many times their size."""
 MAX_SPEC_BYTES = 1024
@@ -139,11 +139,11 @@ class MissingBaseError(KnowledgeError):
 
 
 def no_bases(envelope: Envelope, digest: int) -> None:
-    """Return None, as the default if no base weights are available."""
+    """Return None; the default if no base weights are available."""
 
 
 def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -> list[Array]:
-    """Serialize a message to arrays: the manifest as uint8 [bytes], and then each tensor.
+    """Serialize a message to arrays: the manifest as uint8 [bytes], followed by the tensors.
 
     Raises KnowledgeError if a tensor or a scalar has an unsupported type.
     """
@@ -179,7 +179,7 @@ def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -
 def decode(
     arrays: Sequence[Array], sender: str, bases: Bases = no_bases, max_bytes: int | None = None
 ) -> tuple[Envelope, Knowledge]:
-    """Deserialize a message from its arrays; its Contract checks the method's fields.
+    """Deserialize a message from its arrays, without checking it against a contract.
 
     `bases` returns base weights by their digest. `max_bytes` limits the total size of the decoded
     tensors, and is checked before decoding. Raises KnowledgeError if the manifest is invalid or
