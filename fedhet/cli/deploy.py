@@ -468,7 +468,7 @@ def doctor_command(
         typer.Option(
             metavar="HOST:PORT",
             show_default=NONE,
-            help="Address of a server's control API, to also check this server.",
+            help="Address of the control API of a server to check.",
         ),
     ] = None,
     ca: AuthorityOfServer = None,

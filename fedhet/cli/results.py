@@ -50,7 +50,7 @@ def compare_command(
         typer.Option(
             metavar="|".join(KINDS),
             show_default="private if available",
-            help="Kind of model by which runs are ordered; methods may define more kinds.",
+            help="Kind of model whose score orders the runs; methods may define additional kinds.",
         ),
     ] = None,
     protocol: Annotated[
@@ -58,7 +58,8 @@ def compare_command(
         typer.Option(
             metavar="|".join(PROTOCOLS),
             show_default="the method's headline",
-            help="Test set by which runs are ordered: a common one, or each client's local one.",
+            help="Test set whose score orders the runs: the common test set, or the clients' own "
+            "test splits.",
         ),
     ] = None,
     against: Annotated[
@@ -198,7 +199,8 @@ def predict_command(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="Images or texts, directories of them, a table, or an .npz file with an array x."
+            help="Image or text files, directories with such files, a table, or an .npz file "
+            "with an array x."
         ),
     ],
     kind: Kind = "private",

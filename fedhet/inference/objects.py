@@ -40,8 +40,8 @@ def _missing(names: Sequence[str]) -> SettingsError:
     objects = "object" if len(names) == 1 else "objects"
     items = ", ".join(f"'{name}': ..." for name in names)
     return SettingsError(
-        f"Python {objects} passed to the run not found in this process. Pass the {objects} again "
-        f"with fedhet.load(DIR, objects={{{items}}})."
+        f"Python {objects} of the run: not found in this process. Pass the {objects} again with "
+        f"fedhet.load(DIR, objects={{{items}}})."
     )
 
 

@@ -61,7 +61,7 @@ class FedTypeSettings(MethodSettings):
     )
     infinite: Literal["skip", "imitate"] = Field(
         "skip",
-        description="if tau is infinite because there are too few samples: skip imitation, or "
+        description="behavior if tau is infinite because of too few samples: skip imitation, or "
         "imitate all labels",
     )
     eta: Literal["consensus", "one"] = Field("consensus", description="weight eta: Eq. 8, or 1")
