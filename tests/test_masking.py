@@ -27,13 +27,14 @@ from fedhet.client_runtime.masking import Ledger, Masking
 from fedhet.config.secure import MAX_PEERS, simulated_peers
 from fedhet.runs.measures import Measured
 from fedhet.server.members import Member
+from fedhet.server.nodes import RetryingGrid
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.server.unmasking import ALL, Unmasking
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge
-from fedhet.wire.masking import HEADER, MASKED, REQUEST, REVEAL, SHARES
+from fedhet.wire.masking import BOX_BYTES, HEADER, MASKED, REQUEST, REVEAL, SHARES
 
 CLASSES, WIDTH = 4, 3
 WEIGHTS = {
@@ -58,6 +59,7 @@ class Kit:
         cap: int = 100,
         colluding: int = 1,
         is_site: bool = False,
+        deployed: bool = False,
         **changes: object,
     ) -> None:
         self.is_site = is_site
@@ -81,8 +83,9 @@ class Kit:
         self.notices: list[str] = []
         self.state = RoundState(1, self.notices.append)
         self.state.start(1)
+        grid = RetryingGrid(None, None) if deployed else None  # type: ignore[arg-type]
         self.members = {
-            name: Member(info, SimpleNamespace(get_properties=self.answering(name)))
+            name: Member(info, SimpleNamespace(get_properties=self.answering(name), grid=grid))
             for name, info in self.infos.items()
         }
         self.silent: set[str] = set()
@@ -175,11 +178,30 @@ def test_any_threshold_of_shares_gives_the_secret_and_fewer_give_none(needed, co
     secret = bytes(range(32))
     shares = dict(enumerate(shamir.split(secret, needed, count), 1))
     for chosen in itertools.combinations(shares, needed):
-        assert shamir.join({number: shares[number] for number in chosen}) == secret
-    assert shamir.join(shares) == secret, "more shares give the same"
+        assert shamir.join({number: shares[number] for number in chosen}) == (secret, ())
+    assert shamir.join(shares) == (secret, ()), "more shares give the same"
     if needed > 1:
         with pytest.raises(ValueError, match="do not determine"):
             shamir.join({number: shares[number] for number in list(shares)[: needed - 1]})
+
+
+@pytest.mark.parametrize("sites", [5, 10, 50])
+@pytest.mark.parametrize("count", [1, 2])
+def test_wrong_shares_are_found_if_enough_right_shares_remain(sites, count):
+    needed, rng = threshold(sites, 1), np.random.default_rng(sites)
+    secret = rng.bytes(32)
+    shares = dict(enumerate(shamir.split(secret, needed, sites), 1))
+    wrong = sorted(int(k) for k in rng.choice(sites, count, replace=False) + 1)
+    shares |= {number: rng.bytes(65).rjust(66, b"\0") for number in wrong}
+    if sites - count < needed:
+        with pytest.raises(ValueError, match="do not determine"):
+            shamir.join(shares)
+        return
+    assert shamir.join(shares) == (secret, tuple(wrong))
+    # Of exactly as many shares as needed, none may be wrong.
+    few = {k: shares[k] for k in sorted(shares, key=lambda k: k not in wrong)[:needed]}
+    with pytest.raises(ValueError, match="do not determine"):
+        shamir.join(few)
 
 
 def test_shares_lie_on_a_polynomial_of_the_right_degree():
@@ -407,6 +429,51 @@ def test_a_list_of_survivors_is_kept_if_the_ledger_loses_its_last_line(tmp_path)
         kit.site("site-00").revealed({REVEAL: json.dumps(request), f"{SHARES}/0": bytes(4 * size)})
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_ledger_from_a_backup_never_leads_to_a_second_answer(tmp_path, kept):
+    """The ledger is older than the stored replies, of which only the last are kept."""
+    kit = Kit(tmp_path, 5)
+    rng = np.random.default_rng(0)
+    requests = {}
+    for number in range(1, 6):
+        kit.state.start(number)
+        assert kit.sums(of_all(rng, kit.names), number)
+        requests[number] = kit.server.config("site-00")
+    ledger = ledger_of(kit, "site-00")
+    lines = ledger.read_text().splitlines(keepends=True)
+    assert len(lines) == 10
+    ledger.write_text("".join(lines[:kept]))
+    kit.sites["site-00"] = kit.site("site-00")
+    for number in range(1, 6):
+        request = json.loads(requests[number][REQUEST]) | {"nonce": "11" * 16}
+        for changed in (requests[number], {REQUEST: json.dumps(request)}):
+            if number > 2 and changed is requests[number]:
+                kit.masked_with("site-00", changed, weights_of(rng), number)  # the stored reply
+                continue
+            with pytest.raises(MaskingError, match=f"round {number} of run run: expected"):
+                kit.masked_with("site-00", changed, weights_of(rng), number)
+        told = {"run": "run", "round": number, "survivors": {"0": kit.names[:4]}}
+        boxes = {f"{SHARES}/0": bytes(4 * BOX_BYTES)}
+        with pytest.raises(MaskingError, match=r"already answered|no masked reply"):
+            kit.sites["site-00"].revealed({REVEAL: json.dumps(told), **boxes})
+    kit.state.start(6)
+    assert kit.sums(of_all(rng, kit.names), 6), "the site takes part in later rounds"
+
+
+def test_shares_of_an_earlier_round_are_not_revealed_after_those_of_a_later_round(tmp_path):
+    """Otherwise, the stored answer of the later round would be deleted."""
+    kit = Kit(tmp_path, 5)
+    rng = np.random.default_rng(0)
+    kit.server.start(1, kit.members, kit.names)
+    kit.masked("site-00", weights_of(rng))
+    kit.state.start(2)
+    kit.sums(of_all(rng, kit.names), 2)
+    told = {"run": "run", "round": 1, "survivors": {"0": kit.names}}
+    boxes = {f"{SHARES}/0": bytes(5 * BOX_BYTES)}
+    with pytest.raises(MaskingError, match="expected round 2 or later"):
+        kit.sites["site-00"].revealed({REVEAL: json.dumps(told), **boxes})
+
+
 def test_weights_of_an_architecture_with_too_few_clients_are_not_sent(tmp_path):
     kit = Kit(tmp_path, 5, "felo", models=("cnn2", "cnn2", "mlp", "cnn2", "mlp"))
     rng = np.random.default_rng(3)
@@ -443,7 +510,7 @@ def test_a_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_pa
 
 
 def test_a_site_that_restarts_is_called_again_for_its_shares(tmp_path):
-    kit = Kit(tmp_path, 3)  # the shares of all three are needed
+    kit = Kit(tmp_path, 3, deployed=True)  # the shares of all three are needed
     threading.Timer(0.3, kit.silent.clear).start()
     kit.silent.add("site-01")
     sent = of_all(np.random.default_rng(4), kit.names)
@@ -457,14 +524,26 @@ def test_a_site_that_restarts_is_called_again_for_its_shares(tmp_path):
 
 
 def test_a_sum_does_not_wait_for_a_site_whose_shares_are_not_needed(tmp_path):
-    kit = Kit(tmp_path, 5)
-    begun = time.monotonic()
-    assert kit.sums(of_all(np.random.default_rng(4), kit.names), silent=["site-04"])
-    assert time.monotonic() - begun < 0.9  # the time limit is a second
-    begun = time.monotonic()
+    kit = Kit(tmp_path, 5, deployed=True)
     sent = of_all(np.random.default_rng(4), kit.names)
-    assert not kit.sums(sent, 2, lost=["site-00"], silent=["site-04"])
+    begun, hanging = time.monotonic(), threading.Event()
+    answer = kit.members["site-03"].proxy.get_properties
+    kit.members["site-03"].proxy.get_properties = lambda *args: hanging.wait(20) and answer(*args)
+    assert kit.sums(sent)
+    assert time.monotonic() - begun < 0.9, "the time limit is a second"
+    hanging.set()
+    assert kit.sums(sent, 2, silent=["site-04"])
+    assert time.monotonic() - begun < 1.8
+    begun = time.monotonic()
+    assert not kit.sums(sent, 3, lost=["site-00"], silent=["site-04"])
     assert time.monotonic() - begun > 0.9
+
+
+def test_a_client_in_this_process_is_called_once(tmp_path):
+    kit, begun = Kit(tmp_path, 3), time.monotonic()
+    assert not kit.sums(of_all(np.random.default_rng(4), kit.names), silent=["site-01"])
+    assert time.monotonic() - begun < 0.9, "the time limit is a second"
+    assert "shares not revealed by site-01: no reply" in kit.notices[0]
 
 
 def test_no_reply_gives_no_sum(tmp_path):
@@ -472,9 +551,7 @@ def test_no_reply_gives_no_sum(tmp_path):
     assert kit.sums({}, lost=kit.names) == []
 
 
-def test_a_site_that_reveals_nonsense_loses_its_shares_or_the_round_but_never_gives_a_wrong_sum(
-    tmp_path,
-):
+def test_a_site_that_reveals_nonsense_loses_its_shares_but_not_the_round(tmp_path):
     key = f"{SHARES}/0"
     rng = np.random.default_rng(4)
     for number, change in enumerate(
@@ -498,14 +575,42 @@ def test_a_site_that_reveals_nonsense_loses_its_shares_or_the_round_but_never_gi
         kit.sites["site-01"] = Bad()
         sent = of_all(rng, kit.names)
         sums = kit.sums(sent)
-        if number == 4:
-            assert not sums
-            assert "is unknown" in kit.notices[-1]
-            continue
+        expected = (
+            *["shares not revealed by site-01: shares/0: expected 330 and 0 bytes"] * 2,
+            None,
+            *[f"round 1: site-01 revealed wrong shares of the masks of {', '.join(kit.names)}"] * 2,
+        )
+        assert (expected[number] or "") in "".join(kit.notices)
+        assert len(kit.notices) == (expected[number] is not None)
         weights = [min(info.samples, 100) for info in kit.infos.values()]
         field = "weights/layer.weight"
         exact = np.average([sent[n].tensors[field] for n in kit.names], axis=0, weights=weights)
         np.testing.assert_allclose(sums[0].knowledge.tensors[field], exact, atol=1e-6)
+
+
+def test_wrong_shares_of_one_sum_do_not_cost_the_other_sums(tmp_path):
+    # All 3 shares of a model are needed, but only 5 of 6 shares of the sum over all clients.
+    for number, kinds in enumerate(((0,), (0, 1))):
+        (directory := tmp_path / f"{number}").mkdir()
+        kit, rng = Kit(directory, 6, "felo", models=("cnn2", "mlp")), np.random.default_rng(3)
+        honest = kit.sites["site-01"]
+
+        class Bad:
+            begin, masked, store = honest.begin, honest.masked, honest.store
+
+            def revealed(self, config, kinds=kinds, honest=honest):
+                answer = honest.revealed(config)
+                for kind in kinds:
+                    key = f"{SHARES}/{kind}"
+                    answer |= {key: b"\1" * (len(answer[key]) - kind)}
+                return answer
+
+        kit.sites["site-01"] = Bad()
+        sums = kit.sums({name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names})
+        found = sorted(reply.client.name for reply in sums)
+        assert found == (["+all", "+cnn2"] if 1 in kinds else ["+all", "+cnn2", "+mlp"])
+        assert any("site-01 revealed wrong shares of the masks" in line for line in kit.notices)
+        assert any("sum of weights of mlp is lost" in line for line in kit.notices) == (1 in kinds)
 
 
 def test_a_share_that_cannot_be_decrypted_is_not_needed(tmp_path):
@@ -519,6 +624,10 @@ def test_a_share_that_cannot_be_decrypted_is_not_needed(tmp_path):
             knowledge.tensors[f"{SHARES}/0"][3, 20] ^= 1
         replies.append(Reply(kit.infos[name], knowledge, Measured({})))
     assert len(kit.total(replies)) == 1
+    assert kit.notices == [
+        "round 1: site-03 revealed wrong shares of the masks of site-00, or these clients sent "
+        "wrong shares to site-03"
+    ]
 
 
 def test_an_impossible_sum_is_refused(tmp_path):

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from functools import lru_cache
+from itertools import combinations
 
 PRIME = 2**521 - 1
 SECRET_BYTES, SHARE_BYTES = 32, 66
+MAX_WRONG = 2
+"""Maximum number of wrong shares that are detected, if enough right shares remain."""
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
@@ -36,22 +40,51 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
     return shares
 
 
-def join(shares: Mapping[int, bytes]) -> bytes:
-    """Reconstruct the secret from at least `threshold` shares, keyed by their numbers from 1.
+def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
+    """Reconstruct the secret from shares, keyed by their numbers from 1; two of them may be wrong.
+
+    A value computed from too few shares or from wrong shares exceeds 32 bytes, except with
+    probability 2^-265. If the value of all shares does, shares are left out, until the other shares
+    determine a secret.
+
+    Returns:
+        The secret, and the numbers of wrong shares.
 
     Raises:
-        ValueError: If the shares do not determine a secret of 32 bytes. Too few shares or wrong
-            shares raise this error, except with probability 2^-265.
+        ValueError: If the shares do not determine a secret.
     """
-    secret = 0
-    for number, share in shares.items():
+    numbers = tuple(shares)
+    weighted = [
+        weight * int.from_bytes(share, "big") % PRIME
+        for weight, share in zip(_weights(numbers), shares.values(), strict=True)
+    ]
+    # Without share a, the weight of share j is multiplied by 1 - j / a.
+    moments = [
+        sum(term * number**power for term, number in zip(weighted, numbers, strict=True)) % PRIME
+        for power in range(MAX_WRONG + 1)
+    ]
+    inverses = {number: pow(number, -1, PRIME) for number in numbers}
+    for count in range(min(MAX_WRONG + 1, len(numbers))):
+        for wrong in combinations(numbers, count):
+            product = [1]  # Coefficients of the product of 1 - x / a.
+            for number in wrong:
+                shifted = [0, *(-inverses[number] * each for each in product)]
+                product = [a + b for a, b in zip([*product, 0], shifted, strict=True)]
+            secret = sum(a * b for a, b in zip(product, moments, strict=False)) % PRIME
+            if secret < 1 << (8 * SECRET_BYTES):
+                return secret.to_bytes(SECRET_BYTES, "big"), wrong
+    raise ValueError(f"{len(shares)} shares do not determine the secret")
+
+
+@lru_cache(maxsize=8)
+def _weights(numbers: tuple[int, ...]) -> list[int]:
+    """Return the weights of shares in the value at 0 of the polynomial through them (Lagrange)."""
+    weights = []
+    for number in numbers:
         numerator = denominator = 1
-        for other in shares:
+        for other in numbers:
             if other != number:
                 numerator = numerator * other % PRIME
                 denominator = denominator * (other - number) % PRIME
-        weight = numerator * pow(denominator, -1, PRIME)
-        secret = (secret + int.from_bytes(share, "big") * weight) % PRIME
-    if not shares or secret >= 1 << (8 * SECRET_BYTES):
-        raise ValueError(f"{len(shares)} shares do not determine the secret")
-    return secret.to_bytes(SECRET_BYTES, "big")
+        weights.append(numerator * pow(denominator, -1, PRIME) % PRIME)
+    return weights

@@ -122,15 +122,16 @@ class Masking:
         self._request = context(
             *(envelope.run, envelope.round, self._nonce, digest, self._peers.digest, lanes)
         ).hex()
-        recorded = self._ledger.recorded(envelope.run, envelope.round, REPLY)
-        stored = self._replies(envelope.run).get(envelope.round)
-        if recorded is None and stored is None:
+        run, round = envelope.run, envelope.round
+        stored = self._replies(run).get(round)
+        if stored is None:
+            self._check_new(run, round, REPLY)
             return None
-        if stored is None or json.loads(stored[0].tobytes())[0] != self._request:
-            raise _repeated(envelope.run, envelope.round, REPLY)
+        if json.loads(stored[0].tobytes())[0] != self._request:
+            raise _repeated(run, round, REPLY)
         # If there is no record, the process was killed before it wrote one, or the ledger was
         # truncated.
-        self._ledger.commit(envelope.run, envelope.round, REPLY, self._request, lambda: None)
+        self._ledger.commit(run, round, REPLY, self._request, lambda: None)
         return stored[1:]
 
     def masked(self, envelope: Envelope, sent: Knowledge) -> Knowledge:
@@ -213,7 +214,7 @@ class Masking:
         if not valid or type(round) is not int:
             raise MaskingError(f"{REVEAL}: expected a run, a round and survivors")
         stored = self._replies(run).get(round)
-        if stored is None or self._ledger.recorded(run, round, REPLY) is None:
+        if stored is None or round not in self._ledger.rounds(run, REPLY):
             raise MaskingError(f"{REVEAL}: this site sent no masked reply in round {round}")
         lanes: dict[str, Lane] = {}
         for number, cohort, rows, key_context in json.loads(stored[0].tobytes())[1]:
@@ -231,9 +232,10 @@ class Masking:
                 raise MaskingError(f"{SHARES}/{number}: expected one share from each survivor")
             boxes[number] = box
         digest = context(run, round, json.dumps(survivors), *boxes.values()).hex()
-        # Also store the digest outside the ledger, in case the ledger's last lines are lost.
-        known, told = ReplyStore(self._root, run, self._name, REVEALED), digest.encode()
-        if (before := known.get(round)) is not None and before[0].tobytes() != told:
+        known, told = self._replies(run, REVEALED), digest.encode()
+        if (before := known.get(round)) is None:
+            self._check_new(run, round, REVEALED)
+        elif before[0].tobytes() != told:
             raise _repeated(run, round, REVEALED)
         self._ledger.commit(
             *(run, round, REVEALED, digest),
@@ -325,8 +327,27 @@ class Masking:
         shared = self._key.exchange(public)
         return HKDF(SHA256(), 32, bound, f"fedhet {use}".encode()).derive(shared)
 
-    def _replies(self, run: str) -> ReplyStore:
-        return ReplyStore(self._root, run, self._name, "masked")
+    def _replies(self, run: str, kind: str = REPLY) -> ReplyStore:
+        return ReplyStore(self._root, run, self._name, kind.partition(" ")[0])
+
+    def _check_new(self, run: str, round: int, kind: str) -> None:
+        """Raise MaskingError unless this site has answered no such request of this round or later.
+
+        Rounds are answered in ascending order. Hence, the stored replies of the last rounds are
+        sufficient to refuse a second request, even if the ledger has lost lines, or was restored
+        from a backup.
+        """
+        newest = 0
+        for each in (REPLY, REVEALED) if kind == REPLY else (REVEALED,):
+            answered = self._ledger.rounds(run, each)
+            newest = max(newest, self._replies(run, each).newest(), *answered)
+        if newest == round and kind == REPLY:
+            raise _repeated(run, round, kind)
+        if newest > round:
+            raise MaskingError(
+                f"round {round} of run {run}: expected round {newest} or later, because this site "
+                "answers rounds in ascending order"
+            )
 
 
 class Ledger:
@@ -340,12 +361,13 @@ class Ledger:
         self._folder = Folder(root / FOLDER, root, private=True)
         self._name, self.path = f"{client}.jsonl", root / FOLDER / f"{client}.jsonl"
 
-    def recorded(self, run: str, round: int, kind: str) -> str | None:
-        """Return the digest of a round's answered request of the given kind, or None."""
+    def rounds(self, run: str, kind: str) -> set[int]:
+        """Return the rounds of a run with an answered request of the given kind."""
         if not self.path.exists():
-            return None
+            return set()
         with self.path.open("rb") as file:
-            return self._parsed(file.read(MAX_LEDGER_BYTES + 1))[0].get((run, round, kind))
+            requests, _ = self._parsed(file.read(MAX_LEDGER_BYTES + 1))
+        return {each[1] for each in requests if (each[0], each[2]) == (run, kind)}
 
     def commit(
         self, run: str, round: int, kind: str, digest: str, write: Callable[[], None]

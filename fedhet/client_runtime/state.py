@@ -235,6 +235,11 @@ class ReplyStore:
         kept = [each for each in stored if each <= name][-KEPT_STATES:]
         self._folder.remove([each for each in stored if each not in kept])
 
+    def newest(self) -> int:
+        """Return the last round with a stored reply, or 0 if there is none."""
+        stored = self._folder.path.glob(f"{self._kind}-*.npz")
+        return max((int(path.stem.rpartition("-")[2]) for path in stored), default=0)
+
     def _name(self, round: int) -> str:
         return f"{self._kind}-{round:06d}.npz"
 

@@ -233,6 +233,11 @@ def retrying(proxy: ClientProxy) -> ClientProxy:
     return GridClientProxy(proxy.node_id, retrying_grid, proxy.run_id)
 
 
+def may_restart(proxy: ClientProxy) -> bool:
+    """Return whether a proxy calls a node that may restart, as returned by `retrying`."""
+    return isinstance(getattr(proxy, "grid", None), RetryingGrid)
+
+
 @lru_cache(maxsize=1)
 def _shared_by(grid: Any) -> tuple[Nodes, TransferLimiter]:
     """Return the objects that all proxies of a grid share."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from flwr.common import Code, GetPropertiesIns, Scalar
 from fedhet.algorithms.shamir import SECRET_BYTES, SHARE_BYTES, join
 from fedhet.base.arrays import Array
 from fedhet.base.disk import read_json, write_text
-from fedhet.base.errors import KnowledgeError, StateError, error_text, one_line
+from fedhet.base.errors import StateError, error_text, one_line
 from fedhet.config.resolve import MIN_SUMMED, Config
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import KEPT_STATES
 from fedhet.server.members import Member
+from fedhet.server.nodes import may_restart
 from fedhet.server.reply import Reply
 from fedhet.server.round import RoundState
 from fedhet.settings.schema import invalid_setting
@@ -53,6 +55,8 @@ ALL = "+all"
 """Name of the sum over all clients, and prefix of the names of other sums; no client has such a
 name."""
 SizesOf = Callable[[ClientInfo], Sizes]
+Answer = tuple[dict[int, tuple[bytes, bytes]], str]
+"""Shares and secrets that a client reveals for each lane, and its error message or ""."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +207,10 @@ class Unmasking:
             changed.get((g.number, g.architecture), g) for g in self._request.groups
         ]
         self._write()
-        answers = self._ask(groups, by_name)
         sums: dict[str, Reply] = {}
-        for group in groups:
+        for group, seeds in self._ask(groups, by_name).items():
             try:
-                info, knowledge = self._sum(group, by_name, answers, sizes)
+                info, knowledge = self._sum(group, by_name, seeds, sizes)
             except ValueError as error:
                 self._lost(group, str(error))
                 continue
@@ -226,16 +229,15 @@ class Unmasking:
 
     def _ask(
         self, groups: Sequence[Group], replies: Mapping[str, Reply]
-    ) -> dict[str, Mapping[str, Scalar]]:
-        """Request the shares of all survivors, and return the answers that reveal shares.
+    ) -> dict[Group, list[tuple[bytes, int]]]:
+        """Request the shares of all survivors, and return the seeds of the masks in each sum.
 
-        An answer has shares and secrets of the right sizes, or none, for each group of the client.
-        A client that cannot be reached, e.g. because it restarts, is called again until the time
-        limit, unless the sums can be unmasked without it.
+        A node that cannot be reached, e.g. because it restarts, is called again until the time
+        limit. The round continues when all sums can be unmasked, without waiting for other nodes.
         """
-        end, unreachable = time.monotonic() + self._timeout, set[str]()
+        end, is_over = time.monotonic() + self._timeout, threading.Event()
 
-        def ask(name: str) -> Mapping[str, Scalar]:
+        def ask(name: str) -> Answer:
             mine = [group for group in groups if name in group.survivors]
             request: dict[str, Any] = {"run": self._run, "round": self._round}
             request["survivors"] = {str(group.number): group.survivors for group in mine}
@@ -245,94 +247,132 @@ class Unmasking:
                 boxes = (replies[peer].knowledge.tensors[field] for peer in group.survivors)
                 config[field] = b"".join(each[position].tobytes() for each in boxes)
             self._state.count_sent(sum(map(len, config.values())))  # type: ignore[arg-type]
-            proxy = self._members[name].proxy
             seconds = max(end - time.monotonic(), 1.0)
-            result = proxy.get_properties(GetPropertiesIns(config), seconds, self._round)
+            result = self._members[name].proxy.get_properties(
+                GetPropertiesIns(config), seconds, self._round
+            )
             answer = result.properties
             if result.status.code is not Code.OK or "error" in answer:
-                raise KnowledgeError(name, SHARES, str(answer.get("error", result.status.message)))
+                return {}, str(answer.get("error", result.status.message))
+            revealed, fault = {}, str(answer.get(FAULT, ""))
             for group in mine:
                 lost = len(group.cohort) - len(group.survivors)
                 sizes = SHARE_BYTES * len(group.survivors), SECRET_BYTES * lost
-                for kind, size in zip((SHARES, SEEDS), sizes, strict=True):
-                    if (value := answer.get(f"{kind}/{group.number}")) is None:
-                        continue
-                    if not isinstance(value, bytes) or len(value) != size:
-                        raise KnowledgeError(name, kind, f"expected {size} bytes")
-                    self._state.count_received(size)
-            return answer
+                values = [answer.get(f"{kind}/{group.number}") for kind in (SHARES, SEEDS)]
+                shares, seeds = (v if isinstance(v, bytes) else b"" for v in values)
+                if (len(shares), len(seeds)) == sizes:
+                    revealed[group.number] = shares, seeds
+                    self._state.count_received(sum(sizes))
+                elif values != [None, None]:
+                    fault = f"{SHARES}/{group.number}: expected {sizes[0]} and {sizes[1]} bytes"
+            return revealed, fault
 
-        def attempt(name: str) -> Mapping[str, Scalar] | str:
-            unreachable.discard(name)
-            try:
-                return ask(name)
-            except Exception as error:  # Catch any error of the transport or of the client.
-                if not isinstance(error, KnowledgeError):
-                    unreachable.add(name)
-                return one_line(error_text(error))[:300]
+        def attempt(name: str) -> Answer:
+            while True:
+                try:
+                    return ask(name)
+                except Exception as error:  # Catch any error of the transport or of the client.
+                    can_repeat = may_restart(self._members[name].proxy)
+                    if not can_repeat or time.monotonic() >= end:
+                        return {}, error_text(error)
+                    if is_over.wait(min(3.0, self._timeout / 10)):
+                        return {}, error_text(error)
 
-        called = sorted({name for group in groups for name in group.survivors})
-        answers: dict[str, Mapping[str, Scalar] | str] = {}
-        with ThreadPoolExecutor(max(len(called), 1)) as pool:
-            while called:
-                answers |= dict(zip(called, pool.map(attempt, called), strict=True))
-                called = sorted(unreachable)
-                if time.monotonic() >= end or _is_enough(groups, answers):
-                    break
-                time.sleep(min(3.0, self._timeout / 10))
+        names = sorted({name for group in groups for name in group.survivors})
+        answers: dict[str, Answer] = {}
+        seeds: dict[Group, list[tuple[bytes, int]]] = {}
+        wrong: dict[str, set[str]] = {}
+        reasons: dict[Group, str] = {}
+        pool = ThreadPoolExecutor(max(len(names), 1))
+        futures = {pool.submit(attempt, name): name for name in names}
+        for future in as_completed(futures):
+            answers[futures[future]] = future.result()
+            # Wait for clients that are not nodes, so that a simulation always counts all messages.
+            if not all(may_restart(self._members[n].proxy) for n in names if n not in answers):
+                continue
+            for group in groups:
+                try:
+                    seeds[group] = self._seeds(group, answers, wrong)
+                except ValueError as error:
+                    reasons[group] = str(error)
+            if len(seeds) == len(groups):
+                break
+        is_over.set()
+        pool.shutdown(wait=False)
         faults: dict[str, list[str]] = {}
-        for name, answer in answers.items():
-            if fault := answer if isinstance(answer, str) else str(answer.get(FAULT, ""))[:300]:
-                faults.setdefault(one_line(fault), []).append(name)
+        for name, (_, fault) in sorted(answers.items()):
+            if fault:
+                faults.setdefault(one_line(fault)[:300], []).append(name)
         for fault, clients in faults.items():
             self._state.notice(f"shares not revealed by {', '.join(clients)}: {fault}")
-        return {n: answer for n, answer in answers.items() if not isinstance(answer, str)}
+        for name, makers in sorted(wrong.items()):
+            self._state.notice(
+                f"round {self._round}: {name} revealed wrong shares of the masks of "
+                f"{', '.join(sorted(makers))}, or these clients sent wrong shares to {name}"
+            )
+        for group in groups:
+            if group not in seeds:
+                self._lost(group, reasons[group])
+        return seeds
 
-    def _sum(
-        self,
-        group: Group,
-        replies: Mapping[str, Reply],
-        answers: Mapping[str, Mapping[str, Scalar]],
-        sizes: SizesOf,
-    ) -> tuple[ClientInfo, Knowledge]:
-        """Return the unmasked sum of a group. Raises ValueError if it cannot be unmasked."""
+    def _seeds(
+        self, group: Group, answers: Mapping[str, Answer], wrong: dict[str, set[str]]
+    ) -> list[tuple[bytes, int]]:
+        """Return the seeds of the masks in a sum, with the signs that remove the masks.
+
+        For each client that revealed wrong shares, adds the clients with these masks to `wrong`.
+        Raises ValueError if a seed is unknown.
+        """
         survivors, number = group.survivors, group.number
         lost = [name for name in group.cohort if name not in survivors]
-        answers = {
-            n: a
-            for n, a in answers.items()
-            if a.keys() >= {f"{SHARES}/{number}", f"{SEEDS}/{number}"}
+        revealed = {
+            name: lanes[number]
+            for name, (lanes, _) in answers.items()
+            if name in survivors and number in lanes
         }
-        missing = [name for name in survivors if name not in answers]
+        missing = [name for name in survivors if name not in revealed]
         if lost and missing:
             raise ValueError(
                 f"{', '.join(lost)} did not reply, and {', '.join(missing)} did not reveal its "
                 "secrets shared with them"
             )
+        seeds: list[tuple[bytes, int]] = []
+        for position, name in enumerate(survivors):
+            start = position * SHARE_BYTES
+            shares = {
+                group.cohort.index(other) + 1: value[start : start + SHARE_BYTES]
+                for other, (value, _) in sorted(revealed.items())
+            }
+            undecrypted = {point for point, share in shares.items() if not any(share)}
+            try:
+                secret, bad = join({p: s for p, s in shares.items() if p not in undecrypted})
+            except ValueError as error:
+                raise ValueError(f"the mask of {name} is unknown: {error}") from None
+            for point in (*bad, *undecrypted):
+                wrong.setdefault(group.cohort[point - 1], set()).add(name)
+            seeds.append((secret, -1))
+            for position_lost, other in enumerate(lost):
+                start = position_lost * SECRET_BYTES
+                seed = revealed[name][1][start : start + SECRET_BYTES]
+                seeds.append((seed, -1 if name < other else 1))
+        return seeds
 
-        def revealed(name: str, kind: str, position: int, size: int) -> bytes:
-            value = answers[name][f"{kind}/{number}"]
-            assert isinstance(value, bytes)
-            return value[position * size : (position + 1) * size]
-
+    def _sum(
+        self,
+        group: Group,
+        replies: Mapping[str, Reply],
+        seeds: Sequence[tuple[bytes, int]],
+        sizes: SizesOf,
+    ) -> tuple[ClientInfo, Knowledge]:
+        """Return the unmasked sum of a group. Raises ValueError if the sum is impossible."""
+        survivors = group.survivors
         info = replies[survivors[0]].client
         layout = self._layout(group, info, sizes)
         total = np.zeros(layout.size, np.uint32)
-        for position, name in enumerate(survivors):
-            layout.add(total, replies[name].knowledge.tensors[f"{MASKED}/{number}"])
-            shares = {
-                group.cohort.index(other) + 1: revealed(other, SHARES, position, SHARE_BYTES)
-                for other in survivors
-                if other in answers
-            }
-            try:  # A client that cannot decrypt a share reveals zeros.
-                secret = join({point: share for point, share in shares.items() if any(share)})
-            except ValueError as error:
-                raise ValueError(f"the mask of {name} is unknown: {error}") from None
-            layout.add_mask(total, secret, -1)
-            for position_lost, other in enumerate(lost):
-                seed = revealed(name, SEEDS, position_lost, SECRET_BYTES)
-                layout.add_mask(total, seed, -1 if name < other else 1)
+        for name in survivors:
+            layout.add(total, replies[name].knowledge.tensors[f"{MASKED}/{group.number}"])
+        for seed, sign in seeds:
+            layout.add_mask(total, seed, sign)
         tensors, weight, clipped = layout.decode(total, len(survivors))
         if clipped:
             self._state.notice(
@@ -366,25 +406,3 @@ class Unmasking:
         }
         path = self._directory / STATE
         write_text(path, json.dumps(saved), within=self._directory, private=True)
-
-
-def _is_enough(groups: Sequence[Group], answers: Mapping[str, Mapping[str, Scalar] | str]) -> bool:
-    """Return whether all sums can be unmasked, judging by the first mask of each sum."""
-    for group in groups:
-        revealed = {
-            name: answer[f"{SHARES}/{group.number}"]
-            for name in group.survivors
-            if not isinstance(answer := answers[name], str) and f"{SHARES}/{group.number}" in answer
-        }
-        if len(revealed) < len(group.survivors) < len(group.cohort):
-            return False  # each survivor knows other secrets shared with the lost clients
-        shares = {
-            group.cohort.index(name) + 1: value[:SHARE_BYTES]
-            for name, value in revealed.items()
-            if isinstance(value, bytes) and any(value[:SHARE_BYTES])
-        }
-        try:
-            join(shares)
-        except ValueError:
-            return False
-    return True
