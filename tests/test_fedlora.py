@@ -316,6 +316,23 @@ def test_fedsa_shares_a_alone(tmp_path):
     assert before == {} or before
 
 
+def test_fedsa_gives_the_same_instructions_with_secure_aggregation(tmp_path):
+    told = []
+    for secure in (False, True):
+        (directory := tmp_path / f"{secure}").mkdir()
+        changes = {"models": POOL[1], "privacy.secure-aggregation": secure}
+        server = Server(federation("fedsa", **changes), directory)
+        _, results = server.play(1)
+        sent = {name for _, result in results for name in reply_of(result).tensors}
+        assert (sent == {"masked/0", "shares/0"}) is secure
+        told.append([instruction_of(each).tensors for each in server.ask(2)])
+    for one, other in zip(*told, strict=True):
+        assert one.keys() == other.keys()
+        assert len(one) == 4
+        for name, value in one.items():
+            np.testing.assert_allclose(other[name], value, rtol=2e-6, atol=4e-6)
+
+
 # Every method on adapted models
 
 REFUSED = {"heterofl": "several widths", "um-pfssl": "dropout"}

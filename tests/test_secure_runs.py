@@ -55,7 +55,7 @@ def test_the_methods_of_the_design_can_be_summed():
     [
         pytest.param(name, marks=[] if name in ("fedavg", "felo", "ds-fl") else [pytest.mark.slow])
         for name in SUMMED
-        if name != "fedsa"  # needs a downloaded encoder
+        if name != "fedsa"  # needs a pretrained encoder, see tests/test_fedlora.py
     ],
 )
 def test_a_round_gives_the_same_instructions_as_in_plain_text(tmp_path, method):

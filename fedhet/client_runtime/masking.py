@@ -124,10 +124,10 @@ class Masking:
         ).hex()
         run, round = envelope.run, envelope.round
         stored = self._replies(run).get(round)
-        if stored is None:
-            self._check_new(run, round, REPLY)
+        if stored is None and round not in self._ledger.rounds(run, REPLY):
+            self._check_new(run, round, REPLY, REVEALED)
             return None
-        if json.loads(stored[0].tobytes())[0] != self._request:
+        if stored is None or json.loads(stored[0].tobytes())[0] != self._request:
             raise _repeated(run, round, REPLY)
         # If there is no record, the process was killed before it wrote one, or the ledger was
         # truncated.
@@ -330,22 +330,15 @@ class Masking:
     def _replies(self, run: str, kind: str = REPLY) -> ReplyStore:
         return ReplyStore(self._root, run, self._name, kind.partition(" ")[0])
 
-    def _check_new(self, run: str, round: int, kind: str) -> None:
-        """Raise MaskingError unless this site has answered no such request of this round or later.
+    def _check_new(self, run: str, round: int, *kinds: str) -> None:
+        """Raise MaskingError if this site has stored an answer to this round or a later round.
 
-        Rounds are answered in ascending order. Hence, the stored replies of the last rounds are
-        sufficient to refuse a second request, even if the ledger has lost lines, or was restored
-        from a backup.
+        Rounds are answered in ascending order. Hence, the stored answers of the last rounds suffice
+        to refuse a second request, even if the ledger has lost lines or comes from a backup.
         """
-        newest = 0
-        for each in (REPLY, REVEALED) if kind == REPLY else (REVEALED,):
-            answered = self._ledger.rounds(run, each)
-            newest = max(newest, self._replies(run, each).newest(), *answered)
-        if newest == round and kind == REPLY:
-            raise _repeated(run, round, kind)
-        if newest > round:
+        if (newest := max(self._replies(run, kind).newest() for kind in kinds)) >= round:
             raise MaskingError(
-                f"round {round} of run {run}: expected round {newest} or later, because this site "
+                f"round {round} of run {run}: expected a round after {newest}, because this site "
                 "answers rounds in ascending order"
             )
 
