@@ -138,7 +138,7 @@ def top_energy(factors: Sequence[Factors], rank: int) -> float:
 
 
 def padded(value: Array, shape: tuple[int, ...]) -> Array:
-    """Pad a factor with zeros to `shape`; a factor of this shape is returned unchanged."""
+    """Pad a factor with zeros to `shape`, or return it unchanged if it has this shape."""
     if value.shape == shape:
         return value
     whole = np.zeros(shape, value.dtype)

@@ -223,14 +223,14 @@ class Teacher(nn.Module):
 
 
 class VariedTeacher(Teacher):
-    """Velo's teacher, with S features per class, of shape [C, S, D].
+    """Teacher for Velo, with S features per class: `features` has the shape [C, S, D].
 
     In Section 3.1.3, each sample is paired with the features of its class. Unlike in the paper,
     each sample in a batch is paired with one of the S features, drawn uniformly at random.
     """
 
     def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
-        """Wrap a teacher with features [C, S, D]; `generator` draws the features."""
+        """Wrap a teacher with features [C, S, D], from which `generator` draws."""
         super().__init__(teacher.features, teacher.log_probabilities, teacher.known, teacher.scale)
         choices = teacher.features.shape[1]
         self._picks = Numbers(

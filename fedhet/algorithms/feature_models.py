@@ -188,7 +188,7 @@ def train_prototypes(
 
 
 class Projector(nn.Linear):
-    """FedMRL's projector P, which fuses features from the shared and the local model."""
+    """FedMRL's projector P: fuses features from the shared and the local model."""
 
     def __init__(self, shared_dim: int, local_dim: int) -> None:
         """Create P for features of width d1 = `shared_dim` and d2 = `local_dim`, where d2 >= d1."""
@@ -257,7 +257,7 @@ class Cvae(nn.Module):
         self.register_buffer("spread", torch.ones(()))
 
     def fit_scaling(self, features: Tensor) -> None:
-        """Set the center and the spread to medians over features [N, D], which tolerate outliers.
+        """Set the center and the spread to medians over features [N, D], to tolerate outliers.
 
         All components share one spread, because a spread per component would clip components that
         are mostly 0.
@@ -377,7 +377,7 @@ def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generat
 
 
 class Generator(nn.Module):
-    """FedGen's generator G(y, epsilon), which maps a class and noise to features.
+    """FedGen's generator G(y, epsilon): maps a class and noise to features.
 
     As in the authors' code, the generator has one hidden layer with batch norm.
     """

@@ -111,7 +111,7 @@ class MoreauModel(LocalModel):
 
 
 class VariationalModel(LocalModel):
-    """Variational proxy for FedType: a Gaussian q over the weights, which the server averages.
+    """Variational proxy for FedType: the server averages a Gaussian distribution q of the weights.
 
     Unlike in pFedBayes, there is no separate localized distribution. The parameters of the model
     are the means of q. The loss of a batch uses one sample of the weights, plus zeta KL(q || q_g)

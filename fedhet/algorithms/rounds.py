@@ -160,7 +160,7 @@ def fedbuff_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float
 
 
 def rebase(current: Array, trained: Array, start: Array, rate: float, low: float | None) -> Array:
-    """Apply a client's update, which is based on an older tensor, to the current tensor.
+    """Apply a client's update to the current tensor, although it was computed from an older tensor.
 
     Args:
         current: The server's current tensor.

@@ -73,7 +73,7 @@ def _elements(value: Array, part: slice) -> Array:
 
 
 def as_type(mean: Array, dtype: np.dtype[Any]) -> Array:
-    """Convert an average to `dtype`; integers are rounded."""
+    """Convert an average to `dtype`, rounding if it is an integer type."""
     return np.asarray(np.rint(mean) if np.issubdtype(dtype, np.integer) else mean, dtype=dtype)
 
 
@@ -92,7 +92,7 @@ def add_update(weights: Arrays, update: Arrays) -> dict[str, Array]:
 
 
 class RunningAverage:
-    """Weighted average of models with the same architecture, which are added one at a time.
+    """Weighted average to which models of the same architecture are added one at a time.
 
     Only the sums are stored, in float64, so that the memory does not grow with the number of
     models.

@@ -1,4 +1,4 @@
-"""Mappings of named NumPy arrays, which represent models and messages outside of PyTorch.
+"""Mappings of named NumPy arrays: the format of models and messages outside of PyTorch.
 
 In a mapping with several groups, such as models, keys have the form `<group>/<key>`.
 """
@@ -31,7 +31,7 @@ def group(values: Mapping[str, T], name: str) -> dict[str, T]:
 
 
 def groups(values: Mapping[str, T], name: str) -> dict[str, dict[str, T]]:
-    """Return the values `name/<group>/<key>` as nested mappings; group names contain no slash."""
+    """Return the values `name/<group>/<key>` as nested mappings. Group names contain no slash."""
     inner = group(values, name)
     return {first: group(inner, first) for first in sorted({key.split("/")[0] for key in inner})}
 

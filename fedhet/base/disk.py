@@ -77,7 +77,7 @@ def check_mappable(path: Path) -> None:
 
 
 def check_json_size(path: Path, content: bytes, extra: int = 0) -> None:
-    """Raise StateError if JSON text has too many values; `extra` is added to the count."""
+    """Raise StateError if JSON text has too many values, counting `extra` additional values."""
     if sum(map(content.count, (b",", b"[", b"{"))) + extra > MAX_PARTS:
         raise StateError(f"{path}: expected at most {MAX_PARTS:,} values")
 
@@ -139,7 +139,7 @@ def expanded(path: str | Path, remedy: str = "use an absolute path") -> Path:
 
 
 class Folder:
-    """Directory for writing without following symlinks; it is created on first use."""
+    """Directory for writing without following symlinks. The directory is created on first use."""
 
     def __init__(self, path: Path, within: Path | None = None, *, private: bool = False) -> None:
         """Describe a directory without creating it.
@@ -161,7 +161,7 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """Yield a descriptor of the directory, which is created with its parents if missing.
+        """Yield a descriptor of the directory, after creating it and its parents if necessary.
 
         Raises OSError if it cannot be opened, and StateError if a component is a symlink.
         """
@@ -250,7 +250,7 @@ class Folder:
             self.remove(sorted(path.name for path in self.path.iterdir()))
 
     def remove_stale_temporaries(self, suffix: str) -> None:
-        """Remove old temporary files with this suffix, which killed processes have left behind.
+        """Remove old temporary files with this suffix that killed processes have left behind.
 
         Raises OSError or StateError if that fails.
         """

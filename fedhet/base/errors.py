@@ -25,7 +25,7 @@ REPLY = "reply"
 
 
 class FedhetError(Exception):
-    """Base class for errors caused by invalid input, whose message the command line prints."""
+    """Base class for errors caused by invalid input. The command line prints the message."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -44,7 +44,7 @@ class ModelError(FedhetError):
 
 
 class UserModelError(ModelError):
-    """Raised if a user's model fails in training or prediction; chained to the original error."""
+    """Raised from the original error if a user's model fails in training or prediction."""
 
 
 class PrivacyError(FedhetError):
@@ -52,7 +52,7 @@ class PrivacyError(FedhetError):
 
 
 class MaskingError(FedhetError):
-    """Raised if a request violates the rules of secure aggregation; names no private data."""
+    """Raised if a request violates the rules of secure aggregation. Names no private data."""
 
 
 class StateError(FedhetError):
@@ -68,7 +68,7 @@ class DivergedError(FedhetError):
 
 
 class KnowledgeError(FedhetError):
-    """Raised if a message violates the contract; names the sender and the field."""
+    """Raised if a message violates the contract. The error names the sender and the field."""
 
     def __init__(self, sender: str, field: str, fault: str) -> None:
         super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")

@@ -31,7 +31,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows] on the device of `x` [N, ...]; `rows` may be on another device."""
+    """Return x[rows] on the device of `x` [N, ...]. The indices may be on another device."""
     return x[to_device(rows, x.device)]
 
 
@@ -85,7 +85,7 @@ class Numbers:
         self._buffer: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
-        """Return the next `count` numbers, of shape [count], which are equal on every device."""
+        """Return the next `count` numbers, of shape [count]. They are equal on every device."""
         if self._device.type == "cpu":
             return self._draw(count)
         buffer = self._buffer

@@ -54,7 +54,7 @@ class Command(TyperCommand):
                 parameter.help = next(texts, None)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments; for an option that is a setting, the error explains `--set`."""
+        """Parse arguments. If an unknown option is a setting, the error explains `--set`."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -137,7 +137,7 @@ def command() -> NoReturn:
 
 
 def main() -> None:
-    """Run the command line; on a user error, exit with a one-line message and status 2."""
+    """Run the command line. On a user error, exit with a one-line message and status 2."""
     make_output_lenient()
     try:
         try:
@@ -164,6 +164,6 @@ def main() -> None:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """Exit the process without waiting for Ray, which is still starting."""
+    """Exit the process without waiting for Ray to start."""
     abandon()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Command `example-data`, which writes synthetic texts, signals or tables for first trials.
+"""Command `example-data`: writes synthetic texts, signals or tables for first trials.
 
 Texts consist of random words, some of which are typical of a topic. Signals are noisy waves with
 four shapes. The data is not suitable as a benchmark.
@@ -79,7 +79,7 @@ def write_example(kind: str, directory: Path) -> None:
 
 
 def _text(rng: np.random.Generator) -> tuple[str, str, str]:
-    """Return a text of 6 to 20 words, a quarter of which match its topic; its topic; its site."""
+    """Return a text of 6 to 20 words, its topic, and its site. A quarter of the words match it."""
     topics, label = list(TOPICS), int(rng.integers(len(TOPICS)))
     words = []
     for _ in range(int(rng.integers(6, 21))):
@@ -90,7 +90,7 @@ def _text(rng: np.random.Generator) -> tuple[str, str, str]:
 
 
 def _patient(rng: np.random.Generator) -> tuple[str, ...]:
-    """Return a patient's row; age, blood pressure and an emergency raise the readmission risk."""
+    """Return a patient's row. Age, blood pressure and emergencies raise the readmission risk."""
     site, age = int(rng.integers(OWNERS)), int(rng.integers(20, 90))
     ward = str(rng.choice(["cardiology", "surgery", "emergency"]))
     pressure = rng.normal(110 + age / 3 + site, 10)
@@ -104,7 +104,7 @@ def _patient(rng: np.random.Generator) -> tuple[str, ...]:
 
 
 def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.float64]:
-    """Return a noisy wave [3, 96] with one shape, whose frequency depends on the owner."""
+    """Return a noisy wave [3, 96] with one shape and a frequency that depends on the owner."""
     wave = list(FORMS.values())[form]
     time = np.linspace(0, 2 * np.pi * (2 + 0.3 * owner), STEPS)
     starts = rng.uniform(0, 2 * np.pi, (CHANNELS, 1))

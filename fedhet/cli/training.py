@@ -157,7 +157,7 @@ def _train(run: PlannedRun) -> str:
 
 
 def _baselines(config: Config, directory: Path, against: str | None) -> list[PlannedRun]:
-    """Plan the same experiments with the method `against`; return an empty list if it is None.
+    """Plan the same experiments with the method `against`, or none if it is None.
 
     Raises SettingsError if the method does not support the experiment.
     """
@@ -169,7 +169,7 @@ def _baselines(config: Config, directory: Path, against: str | None) -> list[Pla
 
 
 def _planned(label: str, directory: Path, given: GivenSettings) -> PlannedRun:
-    """Plan a run, which resumes if its directory contains an incomplete run.
+    """Plan a run that resumes an incomplete run in its directory, if there is one.
 
     Raises SettingsError if a setting is invalid.
     """
@@ -252,7 +252,7 @@ def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
 def error_of(
     config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
 ) -> str:
-    """Train a run, and write its report if `report` is set; return the error message, or "".
+    """Train a run, and return the error message or "". `report` states whether to write a report.
 
     The traceback of an unexpected error is printed, and later runs still execute.
     """

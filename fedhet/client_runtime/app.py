@@ -72,7 +72,7 @@ def client_fn(context: Context) -> Client:
 
 @lru_cache(maxsize=1)
 def data_of(spec: DataSpec) -> RunData:
-    """Return a run's data, which is shared by all clients that Flower calls in this process."""
+    """Return a run's data, shared by all clients that Flower calls in this process."""
     return RunData(spec)
 
 
@@ -82,7 +82,7 @@ app = ClientApp(client_fn=client_fn)
 def permitted(
     node_config: Mapping[str, object], run_config: Mapping[str, schema.Scalar]
 ) -> dict[str, schema.Scalar]:
-    """Return the run's settings for this site, which include the site's model if it has one.
+    """Return the run's settings for this site, including the site's model if it has one.
 
     If the site does not permit the settings, raises SettingsError before anything is imported or
     read. The settings of a private run must not name the site's own data, because the run would use

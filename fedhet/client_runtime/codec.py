@@ -1,4 +1,4 @@
-"""The client's codec, which decodes instructions and encodes replies.
+"""The client's codec: decodes instructions and encodes replies.
 
 Received weights are stored on disk by their digest, next to the client's states, because in a
 deployment each message is handled by a new process. If a client no longer has the weights, it

@@ -226,7 +226,7 @@ class FixMatch:
         of wrong pseudo-labels."""
 
     def augment(self, x: Tensor) -> Tensor:
-        """Apply the weak augmentation, which is also used for labeled samples, to x [N, ...]."""
+        """Apply the weak augmentation to x [N, ...]. Labeled samples get the same augmentation."""
         return self._compute.to_inputs(self._weak(x, self._draws))
 
     def combined_loss(
@@ -269,7 +269,7 @@ class FixMatch:
 
 
 class EpochMeans:
-    """Running means over the batches in an epoch, which stay on the device until they are read."""
+    """Running means over the batches in an epoch. They stay on the device until they are read."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self._names, self._count = names, 0

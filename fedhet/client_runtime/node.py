@@ -261,7 +261,7 @@ class ClientCache:
         self._total = 0
 
     def open(self, run: Hashable, name: Hashable, new: Callable[[], CachedClient]) -> CachedClient:
-        """Return a client from the cache, or create it; evicts other clients if needed."""
+        """Return a client from the cache, or create it and evict other clients if necessary."""
         if self._runs:  # Update the size of the client that was in use.
             last_run, clients = next(reversed(self._runs.items()))
             last_name, last_client = next(reversed(clients.items()))
@@ -298,7 +298,7 @@ _cache = ClientCache(MAX_BYTES)
 
 
 def close_clients() -> None:
-    """Evict all clients in this process; they can be restored from their states on disk."""
+    """Evict all clients in this process. They can be restored from their states on disk."""
     _cache.clear()
 
 

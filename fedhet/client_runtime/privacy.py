@@ -61,7 +61,7 @@ Evaluate = Callable[[Knowledge], Evaluations]
 
 
 class NoPrivacy:
-    """Mechanism without protection, which uses samples and results unchanged."""
+    """Mechanism without protection: samples and results are used unchanged."""
 
     is_on = False
     """Whether training is private."""
@@ -118,7 +118,7 @@ class NoPrivacy:
         return measured
 
     def stored_reply(self) -> NDArrays | None:
-        """Return this round's reply if it must be sent again, or None."""
+        """Return this round's reply if it must be sent again, otherwise None."""
         return None
 
     def store_reply(self, arrays: NDArrays) -> None:
@@ -344,7 +344,7 @@ class DifferentialPrivacy(Withholding):
         return epsilon_of(consumed, self._settings.delta)
 
     def stored_reply(self) -> NDArrays | None:
-        """Return the reply of this round if it exists; a new reply would consume more budget."""
+        """Return the reply of this round, if any. A new reply would consume more budget."""
         return self._replies.get(self._round)
 
     def store_reply(self, arrays: NDArrays) -> None:

@@ -264,7 +264,7 @@ class ClientRecord(BaseModel):
         )
 
     def without_data(self, config: Config) -> ClientSamples:
-        """Return samples with empty splits, which suffice to build the client's networks."""
+        """Return samples with empty splits; they suffice to build the client's networks."""
         empty = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
         info = ClientInfo(
             self.client,

@@ -444,7 +444,7 @@ class HetClient(NumPyClient):
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[float, int, dict[str, Scalar]]:
-        """Evaluate the current models; the instruction may be empty.
+        """Evaluate the current models. The instruction may be empty.
 
         If the method sets `learns_last`, a client that has taken part in training first trains on
         this instruction. A held-out client evaluates the model that the method offers to it, except
@@ -525,7 +525,7 @@ def _measured(
     loss: float | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> Measured:
-    """Collect a client's measurements; `loss` is the training loss."""
+    """Collect a client's measurements, including its training loss."""
     return Measured(
         by_score_key(scores),
         loss,

@@ -26,7 +26,7 @@ class FdObjective(FedHeObjective):
     settings: FdSettings  # type: ignore[assignment]
 
     def averaged_output(self, logits: Tensor) -> Tensor:
-        """Return the probabilities F(w, b) [N, C], which are 0 outside the label space."""
+        """Return the probabilities F(w, b) [N, C], with 0 for classes outside the label space."""
         restricted = self.own_classes.columns(logits.detach().float()).softmax(1)
         if restricted.shape == logits.shape:
             return restricted
@@ -53,6 +53,6 @@ class FdClient(FedHeClient):
         return Knowledge({"classes": means.classes, "probabilities": probabilities})
 
     def entries(self, knowledge: Knowledge) -> Array:
-        """Return the other clients' log probabilities, which serve as logits."""
+        """Return the other clients' log probabilities as logits."""
         logs: Array = np.log(np.maximum(knowledge.tensors["probabilities"], MIN_PROBABILITY))
         return logs

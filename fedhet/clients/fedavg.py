@@ -39,7 +39,7 @@ class FedAvgClient(HetClient):
         return self._joined(self.network, weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the model and loss for local training; the default is FedAvg's."""
+        """Return the model and the loss for local training, by default as in FedAvg."""
         return LocalModel(self.network, self.anchor())
 
     def anchor(self) -> dict[str, Tensor]:

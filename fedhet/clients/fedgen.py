@@ -36,7 +36,7 @@ class Teacher:
 
 
 class FedGenClient(FedAvgClient):
-    """Client that trains on its own data and on generated features, which replace others' data."""
+    """Client that trains on its own data and on generated features."""
 
     settings: FedGenSettings
 

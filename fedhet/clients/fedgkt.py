@@ -43,7 +43,7 @@ class FedGktClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs; return features, logits and labels of the training samples.
+        """Train for the local epochs, and return features, logits and labels of all samples.
 
         In its first round, a client has no logits from the server, so it trains on labels alone.
         Images are not augmented, because the logits belong to the unchanged images.

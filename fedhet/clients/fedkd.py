@@ -34,7 +34,7 @@ class Mentor(HetModel):
         self.bridge = nn.Linear(mentee_dim, model.feature_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits [N, C] of samples x [N, ...]; they do not depend on W^h."""
+        """Return the logits [N, C] of samples x [N, ...]. They do not depend on W^h."""
         logits: Tensor = self.classifier(self.extractor(x))
         return logits
 

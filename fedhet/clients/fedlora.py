@@ -1,4 +1,4 @@
-"""FedLoRA client: local training of adapters, whose ranks may be pruned (HetLoRA)."""
+"""FedLoRA client: local training of adapters, with optional pruning of ranks (HetLoRA)."""
 
 from __future__ import annotations
 

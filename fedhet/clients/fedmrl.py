@@ -1,4 +1,4 @@
-"""FedMRL client: a shared and a local network, whose features are fused by a projector."""
+"""FedMRL client: a shared and a local network, and a projector that fuses their features."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FedMrlClient(HetClient):
     settings: FedMrlSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model; F has its default feature width, but at least d1."""
+        """Build the private model. F has its default feature width, but at least d1."""
         local, shared_dim = self.build_model(), self.settings.shared_dim
         if local.feature_dim < shared_dim:
             local = self.build_model(shared_dim)

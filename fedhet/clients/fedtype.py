@@ -174,7 +174,7 @@ class Reciprocity:
         self.imitation.calibrate(teacher, private, targets)
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return the `views` of a part of D'; a small part is extended with training samples."""
+        """Return the `views` of a part of D'. A small part is extended with training samples."""
         missing = max(min(self.client.training.batch_size, MIN_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing]
         with self.client.compute.autocast():
@@ -240,7 +240,7 @@ class Reciprocity:
         return F.cross_entropy(logits.float(), torch.searchsorted(self.client.space, y))
 
     def step_proxy_before(self, private: Tensor, x: Tensor, y: Tensor) -> None:
-        """Take the first K - 1 of pFedMe's K steps on the proxy; the joint step is the last."""
+        """Take the first K - 1 of pFedMe's K steps on the proxy, before the joint step."""
         count = self.settings.moreau_steps - 1 if isinstance(self.proxy, MoreauModel) else 0
         for _ in range(count):
             self.optimizing.step(self.forward_loss(private, self.within(self.proxy.logits(x)), y))

@@ -18,7 +18,7 @@ class FmlClient(HetClient):
     settings: FmlSettings
 
     def setup(self) -> dict[str, nn.Module]:
-        """Build the private model and the meme, which has the kind "proxy"."""
+        """Build the private model, and the meme as the kind "proxy"."""
         return {"private": self.build_model(), "proxy": self._new_meme()}
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
@@ -43,7 +43,7 @@ class FmlClient(HetClient):
 
 
 class MutualObjective(nn.Module):
-    """Module that computes the sum of both models' losses; each model is the other's teacher."""
+    """Module that computes the sum of both models' losses. Each model is the other's teacher."""
 
     def __init__(
         self, private: nn.Module, meme: nn.Module, own_classes: nn.Module, settings: FmlSettings

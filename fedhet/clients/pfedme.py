@@ -17,7 +17,7 @@ class PFedMeClient(FedAvgClient):
     settings: PFedMeSettings
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the personal model, whose optimizer steps also update the local copy."""
+        """Return the personal model. Steps on this model also update the local copy."""
         return MoreauModel(self.network, self.anchor(), self.settings.strength, self.settings.rate)
 
     def steps(self) -> int:

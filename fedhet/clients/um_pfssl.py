@@ -157,7 +157,7 @@ class UmPfsslClient(HetClient):
         self.state.metadata |= {"helpers": json.dumps(rows), "recent": json.dumps(recent)}
 
     def _receive(self, knowledge: Knowledge) -> dict[int, list[Helper]]:
-        """Store the received models on disk; return them by role, with their relations."""
+        """Store the received models on disk, and return them by role, with their relations."""
         received: dict[int, list[Helper]] = {CANDIDATE: [], FILL: [], REFRESH: []}
         if "numbers" not in knowledge.tensors:
             return received

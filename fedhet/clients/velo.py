@@ -1,4 +1,4 @@
-"""Velo client: Algorithm 2, "Client processes", which are the same as in Felo."""
+"""Velo client: Algorithm 2, "Client processes", as in Felo."""
 
 from __future__ import annotations
 

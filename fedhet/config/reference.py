@@ -89,7 +89,7 @@ def reference(root: Path) -> dict[Path, str]:
 
 
 def with_part(path: Path, part: str, paper: str = "") -> str:
-    """Return a page's text with a new generated part. A page that does not exist cites `paper`."""
+    """Return a page's text with a new generated part. If the page is new, it cites `paper`."""
     page = f"# {path.stem}\n\n{BEGIN}{END}\n"
     if path.exists():
         page = path.read_text(encoding="utf-8")
@@ -294,7 +294,7 @@ def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
 def in_markdown(
     head: tuple[str, ...], rows: Iterable[tuple[str, ...]], words: int | None = None
 ) -> str:
-    """Format a Markdown table; columns after the first `words` columns are right-aligned."""
+    """Format a Markdown table. Columns after the first `words` columns are right-aligned."""
     rule = ("---" if words is None or place < words else "---:" for place in range(len(head)))
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, tuple(rule), *rows))
 

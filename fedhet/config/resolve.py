@@ -110,7 +110,7 @@ def resolve(values: Mapping[str, object]) -> Config:
 
 
 def resolve_flower(values: Mapping[str, object]) -> Config:
-    """Resolve Flower's run config, which contains every setting; default values count as unset."""
+    """Resolve Flower's run config. It contains every setting, so default values count as unset."""
     return complete(replace(validate(from_flower(values)), explicit=frozenset()))
 
 

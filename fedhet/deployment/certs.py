@@ -221,7 +221,7 @@ def _certificate(
 
 
 def _host(host: str) -> x509.GeneralName:
-    """Convert a host, which may start with `*.`, to a name for a certificate.
+    """Convert a host to a name for a certificate. The host may start with `*.`.
 
     Raises FedhetError if the host is invalid.
     """

@@ -58,7 +58,7 @@ _FEDHET_ERROR = re.compile(r"fedhet\.base\.errors\.\w+: ")
 
 @dataclass(frozen=True)
 class Connection:
-    """Connection to a server, which uses Flower's command line."""
+    """Connection to a server through Flower's command line."""
 
     home: Path
     """Directory of the configuration."""
@@ -193,7 +193,7 @@ class Connection:
 
     @property
     def _empty_directory(self) -> Path:
-        """Empty working directory for Flower's command line, which would modify a project there."""
+        """Empty working directory, because Flower's command line would modify a project there."""
         return self.home / "nowhere"
 
     def _options(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ PORTS = {8000: "the server's control API", 9092: "the server's port for sites", 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check, which is shown as one line."""
+    """Result of a check, shown as one line."""
 
     level: Level
     subject: str

@@ -1,1 +1,1 @@
-"""Execution backends, which train clients in this process or on Ray workers."""
+"""Execution backends: training of clients in this process or on Ray workers."""

@@ -108,7 +108,7 @@ def fit(parts: ServerAppComponents) -> None:
 
 
 class LocalCluster:
-    """Ray cluster on this machine, which starts in a background thread."""
+    """Ray cluster that a background thread starts on this machine."""
 
     def __init__(
         self, config: Config, data: RunData, directory: Path, notice: Callable[[str], None]
@@ -324,7 +324,7 @@ def modules_of(config: Config) -> list[str]:
 
 
 def needs_of(config: Config, directory: Path) -> Needs:
-    """Return a run's requirements for each machine; `config` must have absolute paths."""
+    """Return a run's requirements for each machine. The paths in `config` must be absolute."""
     run, names = config.run, config.run.models.pool
     encoders = [encoder_directory(encoder_parts(name)[2]) for name in names if is_encoder(name)]
     modules = dict.fromkeys([*REQUIRED, *modules_of(config)])

@@ -1,4 +1,4 @@
-"""Simulation of a federation, whose clients train in this process or on Ray workers.
+"""Simulation of a federation, with clients in this process or on Ray workers.
 
 `simulate` executes a run and writes its report; `train` writes no report. `with_backend` chooses
 the execution backend, and `engine_of` starts it. The module `cluster` implements Ray workers on

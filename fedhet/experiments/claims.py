@@ -75,7 +75,7 @@ class TestedClaim:
 
     @property
     def paper(self) -> str:
-        """The paper's short name, which `fedhet table` accepts for all tables of the paper."""
+        """Short name of the paper, as accepted by `fedhet table` for all tables of the paper."""
         return paper_of(self.result.table)
 
     @cached_property
@@ -85,7 +85,7 @@ class TestedClaim:
 
     @property
     def verdict(self) -> str:
-        """Verdict on the claim, which is one of `VERDICTS`; see `verdict_of`."""
+        """Verdict on the claim, one of `VERDICTS` (see `verdict_of`)."""
         return verdict_of(self.counts)
 
     @property

@@ -1,4 +1,4 @@
-"""Command `fedhet table`, which is available if this package is installed."""
+"""Command `fedhet table`, available if this package is installed."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def _accuracies(run: Run) -> dict[str, Value]:
 
 
 def write_field(results: FieldResults, out: Path) -> Path:
-    """Write field-SIZE.md, .html, and .csv to a directory; return the HTML file's path."""
+    """Write field-SIZE.md, .html, and .csv to a directory. Return the path of the HTML file."""
     plan = results.plan
     stem = f"{FIELD}-{plan.size}"
     write_text(out / f"{stem}.md", as_markdown(results))

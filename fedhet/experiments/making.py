@@ -271,7 +271,7 @@ def make_runs(label: str, runs: Sequence[PlannedRun], wanted: Wanted) -> dict[st
 
 
 def _made(run: PlannedRun, *, keep_models: bool, watchers: Sequence[Watcher] = ()) -> str:
-    """Train or resume a run; return an error message, or "" if it succeeded."""
+    """Train or resume a run. Return an error message, or "" if it succeeded."""
     if run.finished:  # Another process may have trained the same run.
         return ""
     fault = error_of(run.config, run.directory.resolve(), watchers, report=False)

@@ -352,10 +352,10 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
 
 
 def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: bool = False) -> Cells:
-    """Return the measured and printed numbers, and the agreement with the paper in the last row.
+    """Return the measured and printed numbers, with Kendall's tau in the last row.
 
-    `brief` omits the last row, rows without measurements, and the standard deviations of the size
-    `tiny`.
+    With `brief`, the table has no Kendall's tau, no rows without measurements, and, for the size
+    `tiny`, no standard deviations.
     """
     rows = table.rows_in(result.size)
     if brief:

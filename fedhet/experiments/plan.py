@@ -129,7 +129,7 @@ class Row(Line):
 
 
 class PlaceSettings(Line):
-    """Settings for the row `name`, which apply only in the given columns."""
+    """Settings for the row `name` that apply only in the given columns."""
 
     columns: list[str] = Field(min_length=1)
 
@@ -205,7 +205,7 @@ class PaperTable(_Part):
 
 
 class Architectures(Line):
-    """Model pool, which is one set of architectures in the table of all methods."""
+    """Model pool: one set of architectures in the table of all methods."""
 
     instead: list[Line] = Field(default_factory=list)
     """Pools for methods that cannot train this pool; `name` is the method."""
@@ -258,7 +258,7 @@ def tables_of(word: str) -> list[str]:
 
 
 def paper_of(name: str) -> str:
-    """Return the short name of a table's paper, which is the name of the paper's method."""
+    """Return the short name of a table's paper, i.e. the name of the paper's method."""
     return next(method for method in shipped_names() if name.startswith(f"{method}-"))
 
 
@@ -500,7 +500,7 @@ def plan_field(
 
 
 def _fitted(values: Values) -> tuple[Values, str]:
-    """Return the settings, adapted to the method, and an error message or "".
+    """Return the settings, adapted to the method, and an error message ("" if none).
 
     If the method fixes the number of rounds, the total number of local epochs is kept.
     """

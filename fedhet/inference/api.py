@@ -139,7 +139,7 @@ def _display(progress: bool, label: str = "") -> contextlib.AbstractContextManag
 def load(
     directory: str | Path, *, objects: Mapping[str, Any] | None = None, trust: str = ""
 ) -> Result:
-    """Load the result of a run, which may be unfinished, from its directory.
+    """Load the result of a finished or unfinished run from its directory.
 
     Args:
         directory: Run directory.
@@ -238,7 +238,7 @@ def _resolve(
 
 
 def _as_name(setting: str, value: Any, inline: bool) -> Any:
-    """Replace objects in a setting's value with names, which TOML can store."""
+    """Replace objects in a setting's value with names, because TOML can store only names."""
     if setting == "data.dataset":
         return dataset_name(value, inline=inline)
     if setting == "models.pool" and not isinstance(value, str):

@@ -144,7 +144,7 @@ class TrainedClient:
         return model.eval()
 
     def network(self, kind: str = "private") -> nn.Module:
-        """Return the trained network, which does not mask classes outside the label space."""
+        """Return the trained network, without the mask for classes outside the label space."""
         self.model(kind)
         network: nn.Module = self._client.models[kind]
         return network

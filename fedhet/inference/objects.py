@@ -46,7 +46,7 @@ def _missing(names: Sequence[str]) -> SettingsError:
 
 
 def model_name(model: object, *, inline: bool) -> str:
-    """Return the name of a model, which is given as a name or a function.
+    """Return the name of a model. The argument is a name or a function.
 
     Raises SettingsError if `model` is another object, or if it is a function that workers cannot
     import and the run is not `inline`.
@@ -62,7 +62,7 @@ def model_name(model: object, *, inline: bool) -> str:
 
 
 def dataset_name(data: object, *, inline: bool) -> str:
-    """Return the name of a dataset, which is given as a name, data, or a function.
+    """Return the name of a dataset. The argument is a name, data, or a function.
 
     Unless the run is `inline`, raises SettingsError for data, and for functions that workers cannot
     import.
@@ -74,7 +74,7 @@ def dataset_name(data: object, *, inline: bool) -> str:
 
 
 def method_name(method: object, *, inline: bool) -> str:
-    """Return the name of a method, which is given as a name, a module, or a pair of classes.
+    """Return the name of a method. The argument is a name, a module, or a pair of classes.
 
     The pair consists of subclasses of HetStrategy and HetClient. Raises SettingsError if the method
     is another object, or if workers cannot import it and the run is not `inline`.
@@ -144,7 +144,7 @@ def _module_with(classes: list[type]) -> ModuleType:
 
 
 def _import_path(target: Any) -> str:
-    """Return the path "module:function" from which an object can be imported, or ""."""
+    """Return the path "module:function" of an importable object, or "" for other objects."""
     module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     if not module or module == "__main__" or not name.isidentifier():
         return ""

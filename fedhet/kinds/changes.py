@@ -90,7 +90,7 @@ def _between(place: Tensor, length: Tensor, side: int) -> Tensor:
 
 
 def compose(*changes: Change) -> Change:
-    """Compose augmentations, which are applied in the given order."""
+    """Compose augmentations, to be applied in the given order."""
 
     def change(x: Tensor, generator: Generator) -> Tensor:
         for one in changes:

@@ -126,7 +126,7 @@ class Compute:
         return cast(Loss, torch.compile(loss_of, mode=mode))
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Copy `x` [N, ...] to the device without conversion; on a CPU, no copy is made."""
+        """Copy `x` [N, ...] to the device without conversion. On a CPU, no copy is made."""
         return to_device(x, self.device)
 
     def fit_on_device(self, *parts: Tensor) -> list[Tensor]:
@@ -165,7 +165,7 @@ def move(module: nn.Module, device: torch.device) -> None:
 
 
 def scaled(x: Tensor) -> Tensor:
-    """Scale uint8 images to x/127.5 - 1 in float32; other tensors are returned unchanged."""
+    """Scale uint8 images to x/127.5 - 1 in float32, or return other tensors unchanged."""
     return x.to(torch.float32).div_(127.5).sub_(1.0) if x.dtype == torch.uint8 else x
 
 
@@ -253,7 +253,7 @@ def resolve_precision(settings: EngineSettings) -> EngineSettings:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device `name`; "auto" is the first GPU, or the CPU if there is none.
+    """Return the device `name`. The value "auto" selects the first GPU, or else the CPU.
 
     Raises SettingsError if the device does not exist.
     """

@@ -27,7 +27,7 @@ class CentralSettings(MethodSettings):
 
 
 def model_in(run: RunSettings, settings: CentralSettings) -> str:
-    """Return the name of the model to train; by default, the first client's model."""
+    """Return the name of the model to train, by default the first client's model."""
     if settings.model:
         return settings.model
     from fedhet.models import assign  # Import lazily, because it imports PyTorch.

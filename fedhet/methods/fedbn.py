@@ -9,7 +9,7 @@ from fedhet.methods.spec import Protection
 
 
 class FedBnSettings(fedavg.FedAvgSettings):
-    """Settings of FedBN, which are the same as FedAvg's."""
+    """Settings of FedBN, the same as for FedAvg."""
 
     part: ClassVar[Part] = "all-but-norms"
 

@@ -10,7 +10,7 @@ from fedhet.wire.contract import Contract, WeightsField
 
 
 class FedDfSettings(FedAvgSettings):
-    """Settings of FedDF, which averages full models."""
+    """Settings of FedDF."""
 
     epochs: CountOrNone = Field(
         5,

@@ -11,7 +11,7 @@ from fedhet.wire.contract import Contract, TensorField, WeightsField
 
 
 class FedGhSettings(lg_fedavg.LgFedAvgSettings):
-    """Settings of FedGH, in which the server trains the head and sends it to clients."""
+    """Settings of FedGH."""
 
     server_epochs: Count = Field(
         10, description="server training epochs on the clients' class means, per round"

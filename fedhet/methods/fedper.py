@@ -8,7 +8,7 @@ from fedhet.methods import fedavg
 
 
 class FedPerSettings(fedavg.FedAvgSettings):
-    """Settings of FedPer, which are the same as FedAvg's."""
+    """Settings of FedPer, the same as for FedAvg."""
 
     part: ClassVar[Part] = "extractor"
 

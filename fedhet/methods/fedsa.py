@@ -8,7 +8,7 @@ from fedhet.methods import fedavg
 
 
 class FedSaSettings(fedavg.FedAvgSettings):
-    """Settings of FedSA-LoRA, which are the same as FedAvg's."""
+    """Settings of FedSA-LoRA, the same as for FedAvg."""
 
     part: ClassVar[Part] = "lora-a"
 

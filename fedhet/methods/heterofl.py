@@ -47,7 +47,7 @@ class HeteroFlSettings(FedAvgSettings):
         return [WIDTHS[level] for level in self.levels]
 
     def width_of(self, client: int) -> float:
-        """Return the width for a client's number; sites without a number have the first width."""
+        """Return the width for a client's number. Sites without a number have the first width."""
         return self.widths[max(client, 0) % len(self.widths)]
 
 

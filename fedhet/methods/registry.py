@@ -76,7 +76,7 @@ def method_names() -> tuple[str, ...]:
 
 @cache
 def shipped_names() -> frozenset[str]:
-    """Return the names of the built-in methods, which have a module in each of PACKAGES."""
+    """Return the names of the built-in methods, i.e. modules that exist in all PACKAGES."""
     modules = [
         {module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)}
         for package in PACKAGES

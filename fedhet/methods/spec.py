@@ -113,7 +113,7 @@ PUBLIC_PREDICTIONS = Protection("DP-SGD; predictions on public data are post-pro
 
 @dataclass(frozen=True)
 class Sums:
-    """A method's support for secure aggregation, which reveals only sums to the server."""
+    """Support of a method for secure aggregation, in which the server receives only sums."""
 
     lanes: tuple[Sum, ...] = ()
     """Sums of the fields of the replies, without scalars. Fields in no sum are not sent."""
@@ -123,7 +123,7 @@ class Sums:
     """Values required with secure aggregation, by field of the method's settings."""
 
     def of(self, settings: Any) -> tuple[Sum, ...]:
-        """Return the sums of a run with the given settings of the method."""
+        """Return the sums that a run needs, given the settings of the method."""
         return tuple(
             lane
             for lane in self.lanes

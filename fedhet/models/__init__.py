@@ -1,4 +1,4 @@
-"""Registry of models, which builds a model from its name, input shape, and number of classes."""
+"""Registry of models: builds a model from its name, an input shape, and a number of classes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def is_registered(name: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _lookup(name: str) -> ModelInfo | None:
-    """Return the entry of a registered network or of one of its variants, or None.
+    """Return the entry of a registered network or one of its variants, or None if unknown.
 
     Variants have a fraction of the channels (cnn2-x0.5), group norms instead of batch norms
     (cnn2-gn), both (cnn2-gn-x0.5), or pretrained weights.

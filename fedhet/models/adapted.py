@@ -88,7 +88,7 @@ def base_of(name: str) -> str:
 
 
 def without_rank(name: str) -> str:
-    """Return a model's name without the rank; models that differ only in rank share it."""
+    """Return a model's name without the rank. Models that differ only in rank share this name."""
     found = AdapterName.of(name)
     return f"encoder-{found.layers}-lora-scale{found.scale:g}:{found.base}" if found else name
 
@@ -182,7 +182,7 @@ class LoraLinear(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Trained adapters and their frozen base model, which is not registered as a submodule.
+    """Trained adapters, and their frozen base model, which is not a registered submodule.
 
     Example:
         The adapter of the layer `encoder.layer.0.attention.self.query` has the state-dict names

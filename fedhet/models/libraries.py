@@ -105,7 +105,7 @@ def _cached_network(base: str, device: torch.device) -> nn.Module:
 
 
 def _network(base: str) -> nn.Module:
-    """Build a network without its last linear layer; no weights are loaded on the meta device."""
+    """Build a network without its last linear layer. On the meta device, no weights are loaded."""
     from torchvision.models import get_model
 
     net: Any = get_model(TORCHVISION[base], weights=None)
@@ -229,7 +229,7 @@ def assemble_encoder(
 def with_layers(
     encoder: nn.Module, width: int, layers: int, classes: int, feature_dim: int | None
 ) -> HetModel:
-    """Append linear layers to an encoder with features [N, `width`]; the last is the classifier."""
+    """Append linear layers, the last of which is the classifier, to an encoder."""
     widths = [width] + [HIDDEN_WIDTH] * (layers - 1)
     hidden: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):

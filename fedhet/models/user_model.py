@@ -154,7 +154,7 @@ def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None
 
 
 def _fault_of(value: object, trained_types: Sequence[str], *, is_built: bool) -> str:
-    """Return the reason why an entry in a state dict cannot be sent or saved, or "".
+    """Return the reason why a state-dict entry cannot be sent or saved, or "" if it can.
 
     `trained_types` contains the supported types of a trained parameter; it is () for a buffer.
     """

@@ -1,4 +1,4 @@
-"""Ledger of a client, which records the privacy budget that each run has consumed.
+"""Ledger of a client: a record of the privacy budget that each run has consumed.
 
 The ledger is a file with one JSON object per line, in the client's private state and outside the
 directories of runs. A line is written and synced to disk before the corresponding step begins. The

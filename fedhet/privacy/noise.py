@@ -50,7 +50,7 @@ class SecretNoise:
     """
 
     def __init__(self, key: bytes | None = None) -> None:
-        """Start a stream with `key` (32 bytes); the default key is random and never stored."""
+        """Start a stream with `key` (32 bytes). The default key is random and never stored."""
         cipher = Cipher(algorithms.AES256(key or secrets.token_bytes(32)), modes.CTR(bytes(16)))
         self._stream = cipher.encryptor()
 

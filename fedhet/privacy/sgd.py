@@ -39,7 +39,7 @@ class PrivateOptimization(Optimization):
     def batches(
         self, samples: int, batch_size: int, generator: torch.Generator, device: torch.device
     ) -> Iterator[Tensor]:
-        """Yield the row indices of each Poisson sample in an epoch; a sample may be empty."""
+        """Yield the row indices of each Poisson sample in an epoch. A sample may be empty."""
         rate = min(1.0, batch_size / samples)
         for _ in range(-(-samples // batch_size)):
             yield self._secret.sample(samples, rate).to(device)

@@ -165,7 +165,7 @@ def load_runs(directories: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Group runs that differ only in their seeds; return the groups and notes on skipped runs.
+    """Group runs that differ only in their seeds. Return the groups, and notes on skipped runs.
 
     Unfinished runs are skipped if their group has finished runs. If several runs have the same
     seed, they are one sample, so only the longest and then the latest run is kept.
@@ -609,7 +609,7 @@ def p_value(differences: Sequence[float], test: str) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Apply Holm's correction to p-values, which bounds the family-wise error rate.
+    """Apply Holm's correction to p-values, to bound the family-wise error rate.
 
     Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979. The i-th smallest of m
     p-values is multiplied by m - i + 1, and is at least the previous corrected value. NaN is

@@ -57,7 +57,7 @@ STAGES = ("train", "evaluate", "server", "overhead")
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a run, with scores for one metric, which is the headline metric by default."""
+    """Results of a run, with scores for one metric, by default the headline metric."""
 
     path: Path
     settings: Mapping[str, object]

@@ -358,7 +358,7 @@ def over_rounds(
     text: Callable[[float], str] = "{:.4g}".format,
     margin: float = 0.0,
 ) -> None:
-    """Configure the axes of a plot over rounds; `note` is added to the label of the x-axis."""
+    """Configure the axes of a plot over rounds, and add `note` to the label of the x-axis."""
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     ax.set_xlabel(f"round  ({note})" if note else "round")
     low, high = min(rounds), max(rounds)
@@ -401,7 +401,7 @@ def in_hours(seconds: float) -> str:
 
 
 def mark(number: int) -> tuple[str, str]:
-    """Return the color and marker of a series; pairs repeat only after many series."""
+    """Return the color and marker of a series. Pairs repeat only after many series."""
     cycle, index = divmod(number, len(SERIES))
     return SERIES[index], MARKERS[(index + cycle) % len(MARKERS)]
 

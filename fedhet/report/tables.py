@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def key(self) -> float | str:
-        """Sort key, which is the number or the text."""
+        """Sort key: the number, or else the text."""
         if self.value is None:
             return self.text
         return self.value if math.isfinite(self.value) else ""
@@ -328,7 +328,7 @@ class Blocks:
             yield Text(self.caption, style="table.caption")
 
     def _table(self, columns: Sequence[int], width: int) -> Table:
-        """Build a table of the given columns; text columns may wrap, and numbers are right-aligned.
+        """Build a table of the given columns. Text columns may wrap, and numbers are right-aligned.
 
         The width of text columns is fixed, because Rich might otherwise shrink them to nothing.
         Together, they use at most half of `width`.
@@ -402,7 +402,7 @@ def final_table(run: Run) -> Blocks:
 
 
 def metric_table(run: Run) -> Blocks | None:
-    """Build the terminal table of metrics other than the headline metric, or return None."""
+    """Build the terminal table of the other metrics, or return None if there are none."""
     rows = [
         (title, column, view.last(*column), view.tail(*column).mean)
         for title, view in run.extra_metrics

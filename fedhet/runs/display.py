@@ -225,7 +225,7 @@ def round_lines(console: Console, seconds: float = 10.0) -> Progress:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook, which can display HTML."""
+    """Return whether this process is the kernel of a notebook and can thus display HTML."""
     shell = sys.modules.get("IPython")
     return shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None
 

@@ -1,4 +1,4 @@
-"""Log of a run, which writes the run's files and notifies watchers, such as displays and trackers.
+"""Log of a run: writes the run's files and notifies watchers, such as displays and trackers.
 
 config.toml  run.json  partition.json  metrics.jsonl (one record per round)  summary.json
 tensorboard/  checkpoints/ (server states of the last rounds, from which a run can be resumed)
@@ -73,7 +73,7 @@ PROJECT = "fedhet"
 
 
 class Watcher:
-    """Base class for observers of a run's events; methods must return quickly and not raise.
+    """Base class for observers of a run. Methods must return quickly and must not raise.
 
     Each method does nothing by default.
     """
@@ -115,7 +115,7 @@ class Watcher:
 
 
 class RunLog:
-    """Log of one run, which writes the run's files and passes its events to watchers."""
+    """Log of one run: writes the run's files and passes events to watchers."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class RunLog:
         return {"best": best} if self.config.run.keep_best else {}
 
     def with_last_round(self, run: RunSettings) -> RunSettings:
-        """Return the settings; if the run stopped early, reduce `rounds` and show a notice."""
+        """Return the settings. If the run stopped early, reduce `rounds` and show a notice."""
         if (last := self.last_round) >= run.rounds:
             return run
         metric = metric_of(run.metrics[0])
@@ -418,7 +418,7 @@ Opened = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
 
 
 def wandb(library: Any, config: Config, directory: Path) -> Opened:
-    """Open a run in Weights & Biases; a resumed run continues its earlier run there.
+    """Open a run in Weights & Biases. A resumed run continues its earlier W&B run.
 
     With `WANDB_MODE=offline`, the metrics are stored in the run's directory.
     """

@@ -1,4 +1,4 @@
-"""Progress of a run, which is tracked for displays and for status.json.
+"""Progress of a run, as tracked for displays and for status.json.
 
 Displays on the terminal, in log lines and in notebooks show `Progress` (`fedhet.runs.display`).
 `status_file` writes it to status.json for `fedhet status` and `fedhet watch`. The run's lock shows

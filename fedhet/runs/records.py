@@ -56,7 +56,7 @@ def _bounded(value: float) -> float:
 
 
 def _numbers(values: object) -> object:
-    """Drop strings and tables from metrics; other versions may have recorded them."""
+    """Drop strings and tables from metrics, because other versions may have recorded them."""
     if not isinstance(values, Mapping):
         return values
     return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
@@ -139,7 +139,7 @@ class RunSeconds(Seconds):
 
 @pydantic.dataclasses.dataclass(config=READING)
 class RoundRecord:
-    """Record of a round, which is one line in metrics.jsonl and is filled in during the round."""
+    """Record of a round, filled in during the round and stored as one line in metrics.jsonl."""
 
     round: Round
     asked: list[Text] = field(default_factory=list)
@@ -201,7 +201,7 @@ class RoundRecord:
         return self.scores.get(metric, {}).get(protocol, {}).get(kind)
 
     def set_scores(self, metric: str, scores: Scores) -> None:
-        """Set the scores for a metric; empty scores are set only for the accuracy."""
+        """Set the scores for a metric. Empty scores are set only for the accuracy."""
         if metric == ACCURACY:
             self.accuracy = scores
         elif scores:

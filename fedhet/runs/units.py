@@ -96,13 +96,13 @@ def plus_minus(mean: float, std: float, digits: int = 4) -> str:
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a natural sort key, which puts client-2 before client-10."""
+    """Return a natural sort key, which sorts client-2 before client-10."""
     parts = re.split(r"(\d+)", name)
     return tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
 
 
 def position(name: str, order: Sequence[object]) -> tuple[int, str]:
-    """Return a sort key that puts the names in `order` first, and other names alphabetically."""
+    """Return a sort key: names in `order` come first, followed by all other names from A to Z."""
     return (order.index(name) if name in order else len(order)), name
 
 
@@ -123,7 +123,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shown_path(path: Path | None) -> str:
-    """Format a path; a path below the working directory becomes relative."""
+    """Format a path, relative to the working directory if the path is below it."""
     inside = path is not None and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd()) if path and inside else path)
 
@@ -242,7 +242,7 @@ def configure_logs() -> None:
 
 
 def console_for(stream: TextIO | None = None) -> Console:
-    """Create the console for a deployed server's progress, which is logged at the level INFO.
+    """Create the console that logs a deployed server's progress at the level INFO.
 
     Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
     """

@@ -112,7 +112,7 @@ class FederationServer(Server):
         return reported
 
     def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
-        """Run the training of a round; Flower counts `server_round` from the last resume."""
+        """Run the training of a round. Flower counts `server_round` from the last resume."""
         number, method = self._log.done + server_round, self._method
         if number > self._log.last_round:
             raise _StoppedEarly
@@ -125,7 +125,7 @@ class FederationServer(Server):
         return parameters, metrics, (replies.results, replies.failures)
 
     def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
-        """Run the evaluation of a round; Flower counts `server_round` from the last resume."""
+        """Run the evaluation of a round. Flower counts `server_round` from the last resume."""
         number, method = self._log.done + server_round, self._method
         instructions = method.configure_evaluate(number, self.parameters, self.client_manager())
         if not instructions:
@@ -169,7 +169,7 @@ def components(
 
 
 def run_directory(config: Config) -> Path:
-    """Return the directory of a run, whose name identifies the run.
+    """Return the directory of a run. The name of the directory identifies the run.
 
     Raises SettingsError if the name or the path of the directory is invalid.
     """

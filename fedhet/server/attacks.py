@@ -1,4 +1,4 @@
-"""Simulated poisoning of the clients' replies, which works for every method.
+"""Simulated poisoning of the clients' replies, for every method.
 
 PAF, LIE and OFOM are from Cheng et al., FedGEMS, Appendix A, based on Baruch et al. (LIE) and Chang
 et al. (OFOM). The paper's adversary knows the round's benign updates, and perturbs the logits or

@@ -301,7 +301,7 @@ class CallPool:
 
     def _run(self, call: Call) -> CallOutcome:
         def is_on_time() -> bool:
-            """Return whether the reply is on time; once decided, the result does not change."""
+            """Return whether the reply is on time. Once decided, the result does not change."""
             with self._lock:
                 return not self._is_late.setdefault(call, False)
 
@@ -355,7 +355,7 @@ def is_user_code_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class UserCodeFault:
-    """Description of an error in a client's code, which can be sent between processes.
+    """Picklable description of an error in a client's code.
 
     Not every exception can be pickled. A bug in a user's method or model may first appear during
     training. Its traceback is shown once, shortened to the frames in user code; flower.log holds
@@ -400,7 +400,7 @@ class UserCodeError(Exception):
 
 
 class UserCodeFaults:
-    """Reporter of errors in the clients' code, which shows each distinct error once."""
+    """Reporter that shows each distinct error in the clients' code once."""
 
     def __init__(self, notice: Callable[[str], None], *, strict: bool) -> None:
         """Create the reporter.

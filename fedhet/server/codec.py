@@ -1,4 +1,4 @@
-"""The server's codec, which encodes instructions to clients and decodes their replies.
+"""The server's codec: encodes instructions to clients and decodes their replies.
 
 `Codec` also counts the bytes of all messages, and stores the instructions that replies refer to.
 """

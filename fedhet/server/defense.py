@@ -1,4 +1,4 @@
-"""Step that applies robust aggregation rules, which limit the influence of a minority of replies.
+"""Step that applies robust aggregation rules, to limit the influence of a minority of replies.
 
 The contract of the replies determines the values to compare: weights among clients with the same
 architecture, rows of classes or public samples by their ids, and values of the clients' own samples
@@ -168,7 +168,7 @@ def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float)
 
 @dataclass(frozen=True)
 class Group:
-    """Clients with comparable values in a field, which are parts of the same larger tensors."""
+    """Clients whose values in a field are comparable: parts of the same larger tensors."""
 
     clients: tuple[int, ...]
     """Indices of the clients among the replies."""

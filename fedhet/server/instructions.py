@@ -78,7 +78,7 @@ class Instruction:
 
 
 class InstructionEncoder:
-    """Encoder of instructions, which tracks the version of the weights that each client has."""
+    """Encoder of instructions. It tracks the version of the weights that each client has."""
 
     def __init__(self, coder: Coder | None) -> None:
         """Create the encoder; without a coder, instructions are sent unchanged."""

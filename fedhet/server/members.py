@@ -59,7 +59,7 @@ class Admission:
     ties."""
 
     def fault_of(self, info: ClientInfo, pool: Collection[str] | None) -> str:
-        """Check a client's description on its own, and return an error message or "".
+        """Check a client's description, and return an error message, or "" if it is valid.
 
         Args:
             info: The client's description.
@@ -137,7 +137,7 @@ def first_of_pool(members: Iterable[Member], pool: Collection[str]) -> ClientInf
 
 
 class Members:
-    """Members of a federation, which are updated as nodes connect and disconnect."""
+    """Members of a federation, updated as nodes connect and disconnect."""
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ class Members:
             return f"{display_name(proxy)} did not register: {error_text(error)[:300]}"
 
     def _mismatch(self, info: ClientInfo) -> str:
-        """Compare a client with the run's task, and return an error message or ""."""
+        """Compare a client with the run's task. Return an error message, or "" if they match."""
         if task_of(info) != self._task:
             classes, kind, shape = self._task or (0, "", ())
             kinds = (f"{info.kind} ", f"{kind} ") if kind != info.kind else ("", "")
@@ -448,7 +448,7 @@ class HeldOutClients:
 
 
 def backoff_rounds(failures: int) -> int:
-    """Return the number of rounds before the next call, which doubles with each failure."""
+    """Return the number of rounds before the next call. The number doubles with each failure."""
     return min(1 << failures, MAX_BACKOFF)
 
 

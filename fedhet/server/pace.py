@@ -67,7 +67,7 @@ class Device:
 
 
 class SimulatedClock:
-    """Simulated clock, which determines the time that clients take for a round."""
+    """Simulated clock that determines the time that clients take for a round."""
 
     def __init__(self, pace: PaceSettings, seed: int) -> None:
         """Read the file with measured devices, if one is set.
@@ -208,7 +208,7 @@ class Collector:
         """Simulated seconds since the start of the run."""
 
     def open(self, max_concurrent: int) -> None:
-        """Create the pool, which calls at most `max_concurrent` clients at the same time."""
+        """Create a pool that calls at most `max_concurrent` clients at the same time."""
         self._pool = CallPool(max_concurrent, self._store_late)
 
     def close(self) -> None:
@@ -349,7 +349,7 @@ class Collector:
         return canceled
 
     def _receive(self, outcome: CallOutcome) -> str:
-        """Record the outcome of a call, and return the client's name; ignore a late evaluation."""
+        """Record a call's outcome, except a late evaluation, and return the client's name."""
         call = outcome.call
         if isinstance(call.message, EvaluateIns):
             self._evaluating.remove(call.name)

@@ -88,7 +88,7 @@ class Reply:
 
     @property
     def weight(self) -> float:
-        """Weight of the reply in a sample-weighted average, which is lower if the reply is late."""
+        """Weight of the reply in a sample-weighted average, reduced if the reply is late."""
         return self.samples * self.freshness
 
     def magnitudes(self) -> Magnitudes:

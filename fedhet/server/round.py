@@ -491,7 +491,7 @@ class Scoreboard:
             self._outdated.discard(name)
 
     def write(self, record: RoundRecord) -> None:
-        """Write the scores for all metrics to a record; statistics exclude outdated scores."""
+        """Write the scores for all metrics to a record. Statistics exclude outdated scores."""
         record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
         # Other tasks report their headline metric first.

@@ -161,7 +161,7 @@ class StaleUpdateRebase:
         self._fields = [f for f in contract.fields if type(f) is WeightsField and not f.stacked]
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the rebased replies; in asynchronous rounds, the rate depends on all replies."""
+        """Yield the rebased replies. In asynchronous rounds, the rate depends on all replies."""
         if not self._pace.is_asynchronous:
             yield from (self._rebase(reply, 1.0) if reply.age else reply for reply in replies)
             return

@@ -86,7 +86,7 @@ MIN_CLASS_NOISE = 1.0
 
 
 class PrivacySettings(Schema):
-    """Differential privacy of each client's samples; disabled by default."""
+    """Differential privacy of each client's samples, disabled by default."""
 
     epsilon: NonNegative = Field(
         0.0,

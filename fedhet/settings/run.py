@@ -245,7 +245,7 @@ class ModelSettings(Schema):
 
 
 class TrainingSettings(Schema):
-    """Settings for local training, which the server also uses if it trains a model.
+    """Settings for local training. A server that trains a model uses them as well.
 
     The first four settings accept a list of values. Each client uses the values that `training_of`
     assigns to it, and the server uses the first value in each list.
@@ -321,7 +321,7 @@ class TrainingSettings(Schema):
 
     @property
     def follows_rounds(self) -> str:
-        """Name of the schedule if it depends on the total number of rounds, or ""."""
+        """Name of the schedule if it depends on the total number of rounds, otherwise ""."""
         follows = self.schedule == "cosine" or (self.schedule == "step" and not self.milestones)
         return self.schedule if follows else ""
 
@@ -424,7 +424,7 @@ def training_of(run: RunSettings, client: int) -> TrainingSettings:
 
 
 def held_out_clients(run: RunSettings) -> frozenset[int]:
-    """Return the numbers of the held-out clients, whose fraction is 'data.held-out-clients'.
+    """Return the numbers of the held-out clients, given the setting 'data.held-out-clients'.
 
     If the fraction is positive, at least one client is held out, but never all of them.
 
@@ -435,7 +435,7 @@ def held_out_clients(run: RunSettings) -> frozenset[int]:
 
 
 def draw_held_out(fraction: float, clients: int, seed: int) -> frozenset[int]:
-    """Draw the numbers of the held-out clients, which are a fraction of `clients`."""
+    """Draw the numbers of the held-out clients, a fraction of `clients`."""
     if not fraction:
         return frozenset()
     count = min(clients - 1, max(1, round(fraction * clients)))

@@ -47,7 +47,7 @@ def kebab(name: str) -> str:
 
 
 class Schema(BaseModel):
-    """Frozen table of settings with kebab-case names, which rejects unknown names and wrong types.
+    """Frozen table of settings with kebab-case names. Rejects unknown names and wrong types.
 
     If a field is itself a schema, its settings have dotted names.
     """
@@ -86,7 +86,7 @@ def _fields(schema: type[Schema]) -> dict[str, FieldInfo]:
 
 
 class MethodSettings(Schema):
-    """Base class for a method's settings, which both its strategy and its client read."""
+    """Base class for the settings of a method, as read by its strategy and its client."""
 
     model_config = ConfigDict(validate_default=True)  # Custom methods may have invalid defaults.
 
@@ -100,7 +100,7 @@ class MethodSettings(Schema):
 
 
 class Frozen(dict[str, Any]):
-    """Hashable dictionary, which must not be changed."""
+    """Dictionary that is hashable and must not be modified."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         """Return a hash of the items that does not depend on their order."""
@@ -319,7 +319,7 @@ def unknown(name: str, names: Iterable[str]) -> SettingsError:
 
 
 def synonym_of(name: str, known: Collection[str]) -> str:
-    """Return the setting in `known` that other libraries call `name`, or ""."""
+    """Return the setting in `known` that other libraries call `name`, or "" if none."""
     target = SYNONYMS.get(_last_part(name), "")
     return target if target in known else ""
 

@@ -232,7 +232,7 @@ class HetStrategy(Strategy):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Restore the state returned by `state_dict`; `init` has already been called."""
+        """Restore the state returned by `state_dict`, after `init` has been called."""
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the axis sizes and weight shapes against which a client's replies are checked.

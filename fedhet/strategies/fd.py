@@ -52,7 +52,7 @@ class FdStrategy(FedHeStrategy):
     def merge(
         self, before: Mapping[str, Array] | None, reply: dict[str, Array]
     ) -> dict[str, Array]:
-        """Return the latest reply, which replaces the client's earlier replies."""
+        """Return the latest reply, to replace the client's earlier replies."""
         return reply
 
     def _build_instruction(self) -> None:

@@ -47,7 +47,7 @@ class FedDfStrategy(HetStrategy):
     settings: FedDfSettings
 
     def init(self) -> None:
-        """Initialize without models; in the first round, clients build their own models."""
+        """Start without models, so that clients build their own models in the first round."""
         self.compute = compute_for(self.run.engine)
         public = self.public_set(labeled=False)
         if self.run.data.public_dataset and (common := self.common_test()):

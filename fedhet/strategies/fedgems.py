@@ -151,7 +151,7 @@ class FedGemsStrategy(HetStrategy):
         )
 
     def _train(self, round: int, fused: Targets) -> tuple[list[float], Array]:
-        """Train the server model; return the last sizes of S1, S2 and S3, and the new L_s.
+        """Train the server model, and return the last sizes of S1, S2 and S3, and the new L_s.
 
         Raises DivergedError if training diverged; model, pool and optimizer are then unchanged.
         """

@@ -38,7 +38,7 @@ class FedGenStrategy(FedAvgStrategy):
     settings: FedGenSettings
 
     def init(self) -> None:
-        """Build a new head and an untrained generator, which is not sent."""
+        """Build a new head, and an untrained generator that is not sent."""
         settings, classes = self.settings, self.task.classes
         with seeded(self.run.seed, SERVER, "generator"):
             self.generator = Generator(

@@ -31,7 +31,7 @@ class FedHeStrategy(HetStrategy):
     """Name of the reply's field to average."""
 
     def init(self) -> None:
-        """Initialize without averages, so clients first train on their own data alone."""
+        """Start without averages, so that clients first train only on their own data."""
         self.latest: dict[str, dict[str, Array]] = {}
         """Class means of each client, as returned by `merge`."""
         self._build_instruction()
@@ -90,7 +90,7 @@ class FedHeStrategy(HetStrategy):
         return np.ones(len(tensors["classes"])) * tensors.get("weight", 1.0)
 
     def _build_instruction(self) -> None:
-        """Build the instruction for all clients, which is empty before the first reply."""
+        """Build the instruction for all clients. It is empty before the first reply."""
         latest = [self.latest[name] for name in sorted(self.latest)]
         self.instruction = Knowledge()
         if latest:

@@ -28,7 +28,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedMdStrategy(HetStrategy):
-    """Strategy that averages the clients' scores on public samples, which are drawn every round."""
+    """Strategy that averages the clients' scores on public samples, drawn in every round."""
 
     spec = SPEC
     settings: ConsensusSettings

@@ -36,7 +36,7 @@ class FedProtoStrategy(FedHeStrategy):
     def merge(
         self, before: Mapping[str, Array] | None, reply: dict[str, Array]
     ) -> dict[str, Array]:
-        """Return the latest reply, which replaces the client's earlier replies."""
+        """Return the latest reply, to replace the client's earlier replies."""
         return reply
 
     def accept(self, round: int, reply: Reply) -> Reply:

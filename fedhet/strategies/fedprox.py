@@ -1,4 +1,4 @@
-"""FedProx strategy, which is identical to the FedAvg strategy.
+"""FedProx strategy, identical to the FedAvg strategy.
 
 Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
 Federated Optimization in Heterogeneous Networks, MLSys 2020.

@@ -42,7 +42,7 @@ class FedTgpStrategy(HetStrategy):
     settings: FedTgpSettings
 
     def init(self) -> None:
-        """Initialize the prototypes, which are sent only after training."""
+        """Initialize the prototypes. They are sent only after training."""
         with seeded(self.run.seed, SERVER, "prototypes"):
             self.model = TrainablePrototypes(self.task.classes, self.settings.feature_dim)
         self._set_known(np.zeros(0, np.int64))

@@ -26,7 +26,7 @@ class FeloStrategy(HetStrategy):
     settings: FeloSettings
 
     def init(self) -> None:
-        """Initialize without averages, so clients first train on their own data alone."""
+        """Start without averages, so that clients first train only on their own data."""
         self.means: dict[str, ClassMeans] = {}
         """Server dataset: the latest class means of each client."""
         self.freshness: dict[str, float] = {}

@@ -107,7 +107,7 @@ class VeloStrategy(FeloStrategy):
         self.features, self.labels = features[rows], labels[rows]
 
     def _train(self, round: int) -> dict[str, float]:
-        """Continue to train the CVAE (line 5); return its loss, or {} if training diverged."""
+        """Continue to train the CVAE (line 5), and return its loss, or {} if training diverged."""
         before = copy.deepcopy(self.cvae)
         loss = train_cvae(
             self.cvae,
@@ -127,7 +127,7 @@ class VeloStrategy(FeloStrategy):
         return {"cvae_loss": loss}
 
     def _measure_separation(self, round: int) -> dict[str, float]:
-        """Measure the separation of the CVAE's classes; return {} if there are no class means."""
+        """Measure the separation of the CVAE's classes. Returns {} if no class has a mean."""
         means = self.average()
         classes, rows, _ = np.intersect1d(means.classes, self.learned, return_indices=True)
         if not len(classes):  # All clients with these classes have left.

@@ -331,7 +331,7 @@ def floating(contract: Contract) -> tuple[Field, ...]:
 
 
 def ids_of(contract: Contract, field: Field) -> str:
-    """Return the name of the field that contains a unique id for each row of `field`, or "".
+    """Return the name of the field with a unique id for each row of `field`, or "" if none.
 
     In Felo, for example, each row of class means has a class id.
     """
@@ -339,7 +339,7 @@ def ids_of(contract: Contract, field: Field) -> str:
 
 
 def labels_of(contract: Contract, field: Field) -> str:
-    """Return the name of the field that contains a class label for each row of `field`, or "".
+    """Return the name of the field with a class label for each row of `field`, or "" if none.
 
     In FedGKT, for example, each row of features has a class label.
     """

@@ -97,7 +97,7 @@ class Encoding(ABC):
 
 
 class Float16(Encoding):
-    """Half precision, for values up to 65504; the relative error is at most 2^-11 above 6e-5."""
+    """Half precision, for values up to 65504. The relative error is at most 2^-11 above 6e-5."""
 
     name = "float16"
 
@@ -145,7 +145,7 @@ class Int8(Encoding):
 
 @dataclass(frozen=True)
 class TopK(Encoding):
-    """Sparse encoding of the values with the largest magnitudes; all other values become zero."""
+    """Sparse encoding of the values with the largest magnitudes. All other values become zero."""
 
     name = "top-k"
     is_biased = True
@@ -192,7 +192,7 @@ ENCODINGS: Mapping[str, Encoding] = {each.name: each for each in (Float16(), Int
 
 
 def to_half(values: Array) -> Array:
-    """Convert values to half precision; values out of range become infinite."""
+    """Convert values to half precision. Values out of range become infinite."""
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(values).astype("<f2")
 

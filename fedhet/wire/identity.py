@@ -28,7 +28,7 @@ _WORDS = re.compile(r"[\w ,.+-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """A client's self-description, which contains neither samples nor label counts."""
+    """A client's description of itself, without samples or label counts."""
 
     name: str
     model: str

@@ -139,7 +139,7 @@ class MissingBaseError(KnowledgeError):
 
 
 def no_bases(envelope: Envelope, digest: int) -> None:
-    """Return None; the default if no base weights are available."""
+    """Return None, because no base weights are available (default)."""
 
 
 def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -> list[Array]:
