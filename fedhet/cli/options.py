@@ -80,8 +80,8 @@ def loading(libraries: str = "PyTorch and Flower") -> Iterator[None]:
 def listing(*headers: str, rows: Iterable[Iterable[str]] = (), words: int | None = None) -> Table:
     """Build a table without borders.
 
-    The first `words` columns are left-aligned (by default, all columns), and the others are
-    right-aligned.
+    The first `words` columns are left-aligned (by default, all columns), and the remaining columns
+    are right-aligned.
     """
     table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold")
     for place, header in enumerate(headers):

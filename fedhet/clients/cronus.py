@@ -16,7 +16,7 @@ from fedhet.methods.cronus import CronusSettings
 class CronusClient(FedMdClient):
     """Client that trains on the union of its own data and the softly labeled public data.
 
-    Until it receives the first consensus, it trains on its own data alone (the paper's
+    Until it receives the first consensus, it trains only on its own data (the paper's
     initialization phase).
     """
 

@@ -4,4 +4,4 @@ from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedBnClient(FedAvgClient):
-    """Client that trains the full model and sends all tensors except those of batch-norm layers."""
+    """Client that trains the full model and sends all tensors except batch-norm tensors."""

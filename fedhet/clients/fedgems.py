@@ -38,7 +38,7 @@ class FedGemsClient(HetClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run ClientTrain (lines 19 to 27) and ClientSelect (lines 31 to 33).
 
-        Before the server has sent logits, the client trains on its private data alone, as in the
+        Before the server has sent logits, the client trains only on its private data, as in the
         paper's first step (Section 3.2).
         """
         self._store_logits(knowledge)

@@ -45,7 +45,7 @@ class FedGktClient(HetClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs, and return features, logits and labels of all samples.
 
-        In its first round, a client has no logits from the server, so it trains on labels alone.
+        In its first round, a client has no logits from the server, so it trains only on labels.
         Images are not augmented, because the logits belong to the unchanged images.
         """
         model, settings = self.network.train(), self.settings

@@ -28,7 +28,7 @@ class FeloClient(HetClient):
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Run lines 9 to 15 of Algorithm 1.
 
-        In its first round, a client trains with cross-entropy alone (line 10). Unlike in the paper,
+        In its first round, a client trains only with cross-entropy (line 10). Unlike in the paper,
         it then starts from the averaged weights of its architecture, if they exist. Without these
         weights, a client that is sampled late would undo the progress of its architecture.
         """

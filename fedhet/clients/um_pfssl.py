@@ -83,7 +83,7 @@ class UmPfsslClient(HetClient):
         return int(self.state.metadata.get("trained", 0))
 
     def _warm_up(self, round: int) -> None:
-        """Train on labeled samples alone (line 5)."""
+        """Train only on labeled samples (line 5)."""
         self.state.metadata["trained"] = round
         if len(self.y) < MIN_BATCH:
             return
@@ -115,7 +115,7 @@ class UmPfsslClient(HetClient):
     def _train_jointly(self, round: int, pseudo: Tensor) -> None:
         """Train for the local epochs on Eq. 1, with pseudo-labels [N, C] of unlabeled samples.
 
-        Trains on labeled samples alone if there are no pseudo-labels.
+        Trains only on labeled samples if there are no pseudo-labels.
         """
         model = self.network.train()
         x = torch.cat([self.x, self.unlabeled.x[: len(pseudo)]])

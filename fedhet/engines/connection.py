@@ -240,7 +240,7 @@ def _private_directory() -> Iterator[str]:
 
 
 def _read_environment() -> None:
-    """Make Ray read the authentication token again, which it otherwise reads only once."""
+    """Make Ray read the authentication token again. Otherwise, Ray reads it only once."""
     raylet: Any = importlib.import_module("ray._raylet")
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
@@ -297,7 +297,7 @@ def _ray() -> Any:
 
 
 def leave() -> None:
-    """Leave the cluster; if this process started the cluster, stop it and remove its files."""
+    """Leave the cluster. If this process started the cluster, stop it and remove its files."""
     import ray
 
     ray.shutdown()

@@ -109,7 +109,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine in the cluster, or more precisely a Ray node."""
+    """Machine of the cluster, i.e. a Ray node."""
 
     node: str
     """Ray's node id."""
@@ -143,7 +143,7 @@ Task = Callable[[Any], Any]
 
 
 class WorkerPool:
-    """Pool of the Ray workers of a run; each worker executes one task at a time."""
+    """Pool of a run's Ray workers. Each worker executes one task at a time."""
 
     def __init__(
         self,

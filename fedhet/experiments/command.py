@@ -114,7 +114,7 @@ def table_command(
     rows: TableRows = "",
     as_json: TableJson = False,
 ) -> None:
-    """Make papers' tables next to their printed numbers, or the table of all methods.
+    """Reproduce tables of papers next to the printed numbers, or create the table of all methods.
 
     Finished runs are kept, and interrupted runs continue.
     """

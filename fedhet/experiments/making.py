@@ -72,7 +72,7 @@ class Wanted:
 
 
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
-    """Train the missing runs for the tables that `word` selects; print and write the tables.
+    """Train the missing runs for the tables that `word` selects, and print and write the tables.
 
     If `rows` is not empty, only rows whose names start with one of its words are trained.
     """
@@ -184,9 +184,9 @@ def show_tables(word: str, directory: Path | None, default: Path) -> None:
 def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
     """Count the claims of finished tables by verdict.
 
-    The tables are read from `folder`. If it is None, they are read from `usual` or, if that
-    contains no tables, from the tables included in fedhet. Raises StateError if `folder` contains
-    no table.
+    The tables are read from `folder` or, if it is None, from `usual`. If `usual` contains no
+    tables, the tables included in fedhet are counted. Raises StateError if `folder` contains no
+    table.
     """
     found, where = claims.read_finished(folder or usual), f"the tables in {folder or usual}"
     if folder and not found:

@@ -1,4 +1,4 @@
-"""Export of client models, with a model card, for use without fedhet."""
+"""Export of client models with a model card, so that they can be used without fedhet."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def _add_nested(root: nn.Module, path: str, module: nn.Module) -> None:
 def _share_frozen(
     network: nn.Module, own: Iterable[int], memo: dict[int, Any] | None = None
 ) -> nn.Module:
-    """Copy a module, but share its parameters and buffers, except those with an id in `own`."""
+    """Copy a module, but share all parameters and buffers whose ids are not in `own`."""
     memo = {} if memo is None else memo
     for each in chain(network.parameters(), network.buffers()):
         if id(each) not in own:

@@ -82,7 +82,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class DrawnInfo:
-    """Registry entry for a pool name from whose models each client draws one."""
+    """Registry entry for a pool name that stands for several models, one per client."""
 
     name: str
     family: str

@@ -208,7 +208,7 @@ class ModelStore:
         self._remove(versions[:-newest])
 
     def keep(self, keys: Collection[Key]) -> None:
-        """Delete all models except those with the given keys."""
+        """Delete all models except the models with the given keys."""
         self._remove(set(self.contents()) - set(keys))
 
     def _remove(self, keys: Collection[Key]) -> None:

@@ -68,7 +68,7 @@ def power_of_choice(
     candidates: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Draw candidates in proportion to samples, and return those with the highest losses.
+    """Draw candidates in proportion to samples, and return the highest-loss candidates.
 
     This is rpow-d (Section 4). Clients with an unknown loss come first.
 

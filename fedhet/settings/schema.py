@@ -62,7 +62,7 @@ class Schema(BaseModel):
         return dict(_fields(cls))
 
     def flat(self) -> dict[str, Any]:
-        """Return the values by public name, as types of TOML and JSON (lists instead of tuples)."""
+        """Return the values by public name, in types that TOML and JSON support (no tuples)."""
         values: dict[str, Any] = {}
         for field in type(self).model_fields:
             value, name = getattr(self, field), kebab(field)

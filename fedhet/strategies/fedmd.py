@@ -64,7 +64,7 @@ class FedMdStrategy(HetStrategy):
         return Knowledge(self._consensus_fields() | {"asked": self._numbers([])}) if last else None
 
     def evaluates_after(self, round: int) -> bool:
-        """Return whether the round is the last one."""
+        """Return whether `round` is the last round."""
         return round == self.run.rounds
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
