@@ -276,10 +276,10 @@ class Masking:
             raise MaskingError(
                 f"{REQUEST}: cohort: expected at least {least} sites, got {len(names)}"
             )
-        labels: set[int] = set()
+        rows: list[int] = []
         if any(ids_of(self._contract, f) for f in self._contract.fields if f.name in lane.fields):
-            labels = {int(label) for peer in peers.peers for label in peer.classes}
-        rows = (c for c in sorted(labels) if peers.holders(c, names) >= peers.smallest)
+            present = ((c, sites.intersection(names)) for c, sites in peers.holders.items())
+            rows = sorted(label for label, sites in present if len(sites) >= peers.smallest)
         return Lane(number, names, tuple(rows))
 
     def _survivors(self, lane: Lane | None, listed: Any) -> tuple[str, ...]:
@@ -301,8 +301,8 @@ class Masking:
         if len(names) < (threshold := self._peers.threshold(sites)):
             return f"expected at least {threshold} of {sites} sites, got {len(names)}"
         for label in lane.rows:
-            if (holders := self._peers.holders(label, names)) < smallest:
-                return f"expected at least {smallest} sites that list class {label}, got {holders}"
+            if (found := len(self._peers.holders.get(label, set()).intersection(names))) < smallest:
+                return f"expected at least {smallest} sites that list class {label}, got {found}"
         return ""
 
     def _layout(self, lane: Sum, sent: Knowledge, sites: int) -> Layout:

@@ -12,11 +12,12 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
@@ -42,18 +43,26 @@ _VERSION = 1
 _CLASS = re.compile("0|[1-9][0-9]{0,4}")
 _CLASS_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _PRIME = 2**255 - 19
-_REMEDY = "Create it with `fedhet peers`, from the sites' public files."
+_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One site of a peers file."""
+    """One site of a peers file. Raises SettingsError if the name or the key is invalid."""
 
     name: str
     key: bytes
     """X25519 public key, 32 bytes."""
     classes: tuple[str, ...] = ()
     """Numbers of the classes whose rows the site sends, as text; empty if it sends no rows."""
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name) or self.name == SERVER:
+            rule = f"letters, digits, '.', '_' and '-', and not '{SERVER}'"
+            raise SettingsError(f"name: expected {rule}, got {safe_repr(self.name)}")
+        if not _can_agree(self.key):
+            rule = "an X25519 public key of 64 hexadecimal digits"
+            raise SettingsError(f"{self.name}: key: expected {rule}")
 
 
 @dataclass(frozen=True)
@@ -73,11 +82,10 @@ class Peers:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.name)))
-        number, names = len(self.peers), [peer.name for peer in self.peers]
-        for peer in self.peers:
-            _check_public(peer)
-            if names.count(peer.name) > 1:
-                raise SettingsError(f"name: expected unique names, got '{peer.name}' twice")
+        number = len(self.peers)
+        for name, count in Counter(self.names).items():
+            if count > 1:
+                raise SettingsError(f"name: expected unique names, got '{name}' twice")
         _check("sites", number, MIN_PEERS, MAX_PEERS)
         if len({peer.key for peer in self.peers}) < number:
             raise SettingsError("key: expected a different key for each site, got one key twice")
@@ -122,15 +130,12 @@ class Peers:
         hint = nearest(name, self.names)
         raise SettingsError(f"peers: site {safe_repr(name)} not found in the peers file{hint}")
 
-    def holders(self, label: int, cohort: Collection[str]) -> int:
-        """Return the number of sites in `cohort` that list the class with this number."""
-        return len(self._holders.get(str(label), set()).intersection(cohort))
-
     @cached_property
-    def _holders(self) -> dict[str, set[str]]:
-        holders: dict[str, set[str]] = {}
+    def holders(self) -> dict[int, set[str]]:
+        """Names of the sites that list each class, by the number of the class."""
+        holders: dict[int, set[str]] = {}
         for peer in self.peers:
-            for label in peer.classes:
+            for label in map(int, peer.classes):
                 holders.setdefault(label, set()).add(peer.name)
         return holders
 
@@ -144,32 +149,26 @@ class Peers:
 
 def read_peers(path: str | Path) -> Peers:
     """Read a peers file. Raises SettingsError, naming file and entry, if it is invalid."""
-    values = _tables(Path(path), _REMEDY)
-    try:
+    rules = ("colluding", "least", "cap")
+
+    def parse(values: dict[str, Any]) -> Peers:
         sites = values.pop("site", [])
         if not isinstance(sites, list):
             raise SettingsError(f"site: expected [[site]] tables, got {safe_repr(sites)}")
-        if unknown := sorted(values.keys() - {"colluding", "least", "cap"}):
-            raise SettingsError(f"{unknown[0]}: unknown, expected colluding, least, cap, [[site]]")
-        if missing := [name for name in ("colluding", "least", "cap") if name not in values]:
-            raise SettingsError(f"{missing[0]}: not found, expected an integer")
-        for name in ("colluding", "least", "cap"):
+        if unknown := sorted(values.keys() - {*rules}):
+            raise SettingsError(f"{unknown[0]}: unknown, expected {', '.join(rules)}, [[site]]")
+        for name in rules:
+            if name not in values:
+                raise SettingsError(f"{name}: not found, expected an integer")
             _check(name, values[name], 1, MAX_SAMPLES)
         return Peers(tuple(map(_peer, sites)), **values)
-    except SettingsError as error:
-        raise SettingsError(f"{path}: {error}. {_REMEDY}") from None
+
+    return _read(path, parse, "Create it with `fedhet peers`, from the sites' public files.")
 
 
 def read_public(path: str | Path) -> Peer:
     """Read a site's public file. Raises SettingsError, naming file and entry, if it is invalid."""
-    remedy = "Create it with `fedhet certs DIR --peer NAME`, at the site."
-    values = _tables(Path(path), remedy)
-    try:
-        peer = _peer(values)
-        _check_public(peer)
-    except SettingsError as error:
-        raise SettingsError(f"{path}: {error}. {remedy}") from None
-    return peer
+    return _read(path, _peer, "Create it with `fedhet certs DIR --peer NAME`, at the site.")
 
 
 def read_key(path: str | Path) -> X25519PrivateKey:
@@ -216,7 +215,6 @@ def write_key(directory: Path, name: str, classes: Sequence[str] = ()) -> list[P
     """
     key = X25519PrivateKey.generate()
     peer = _peer({"name": name, "key": _public(key).hex(), "classes": list(classes)})
-    _check_public(peer)
     paths = [directory / f"{name}{ending}" for ending in (KEY_ENDING, PUBLIC_ENDING)]
     for path in paths:
         if os.path.lexists(path):
@@ -311,15 +309,17 @@ def readable(digest: bytes) -> str:
     return " ".join(text[start : start + 4] for start in range(0, len(text), 4))
 
 
-def _tables(path: Path, remedy: str) -> dict[str, Any]:
+def _read(path: str | Path, parse: Callable[[dict[str, Any]], _Parsed], remedy: str) -> _Parsed:
+    """Read and parse a TOML file. Raises SettingsError, naming the file, if it is invalid."""
     try:
-        return read_toml_tables(path)
+        return parse(read_toml_tables(Path(path)))
     except OSError as error:
-        raise SettingsError(
-            f"{path}: cannot read the file ({error_reason(error)}). {remedy}"
-        ) from None
+        fault = f"{path}: cannot read the file ({error_reason(error)})"
     except StateError as error:
-        raise SettingsError(f"{error}. {remedy}") from None
+        fault = str(error)
+    except SettingsError as error:
+        fault = f"{path}: {error}"
+    raise SettingsError(f"{fault}. {remedy}")
 
 
 def _peer(values: Any) -> Peer:
@@ -342,16 +342,6 @@ def _peer(values: Any) -> Peer:
             rule = f'class numbers such as "0", up to {MAX_CLASSES - 1}'
             raise SettingsError(f"{name}: classes: expected {rule}, got {safe_repr(each)}")
     return Peer(name, public, tuple(sorted(classes, key=int)))
-
-
-def _check_public(peer: Peer) -> None:
-    """Raise SettingsError unless the site has a valid name and a key for key agreement."""
-    if not is_name(peer.name) or peer.name == SERVER:
-        rule = f"letters, digits, '.', '_' and '-', and not '{SERVER}'"
-        raise SettingsError(f"name: expected {rule}, got {safe_repr(peer.name)}")
-    if not _can_agree(peer.key):
-        rule = "an X25519 public key of 64 hexadecimal digits"
-        raise SettingsError(f"{peer.name}: key: expected {rule}")
 
 
 @lru_cache(maxsize=MAX_PEERS)

@@ -195,17 +195,14 @@ class Unmasking:
         if not by_name:
             return
         groups: list[Group] = []
-        for group in self._request.groups:
+        for position, group in enumerate(self._request.groups):
             replied = tuple(name for name in group.cohort if name in by_name)
             survivors = group.survivors or replied
             if {*survivors} <= {*replied} and len(survivors) >= MIN_SUMMED:
-                groups.append(replace(group, survivors=survivors))
+                self._request.groups[position] = replace(group, survivors=survivors)
+                groups.append(self._request.groups[position])
             else:
                 self._lost(group, f"{len(replied)} of {len(group.cohort)} clients replied")
-        changed = {(g.number, g.architecture): g for g in groups}
-        self._request.groups = [
-            changed.get((g.number, g.architecture), g) for g in self._request.groups
-        ]
         self._write()
         sums: dict[str, Reply] = {}
         for group, seeds in self._ask(groups, by_name).items():
@@ -214,13 +211,13 @@ class Unmasking:
             except ValueError as error:
                 self._lost(group, str(error))
                 continue
-            before = sums.get(info.name)
-            if before is not None:
+            clients = {*group.survivors}
+            if (before := sums.get(info.name)) is not None:
                 knowledge = before.knowledge.replacing(knowledge.tensors)
-            clients = tuple(sorted({*group.survivors, *(before.clients if before else ())}))
-            sums[info.name] = Reply(info, knowledge, Measured({}), clients=clients)
-        for name in sorted(sums):
-            yield self._completed(sums[name], sizes)
+                clients |= {*before.clients}
+            sums[info.name] = Reply(info, knowledge, Measured({}), clients=tuple(sorted(clients)))
+        for _, reply in sorted(sums.items()):
+            yield self._completed(reply, sizes)
 
     def _lost(self, group: Group, reason: str) -> None:
         fields = ", ".join(self._sums[group.number].fields)
@@ -272,10 +269,8 @@ class Unmasking:
                 try:
                     return ask(name)
                 except Exception as error:  # Catch any error of the transport or of the client.
-                    can_repeat = may_restart(self._members[name].proxy)
-                    if not can_repeat or time.monotonic() >= end:
-                        return {}, error_text(error)
-                    if is_over.wait(min(3.0, self._timeout / 10)):
+                    can_repeat = may_restart(self._members[name].proxy) and time.monotonic() < end
+                    if not can_repeat or is_over.wait(min(3.0, self._timeout / 10)):
                         return {}, error_text(error)
 
         names = sorted({name for group in groups for name in group.survivors})
@@ -290,7 +285,7 @@ class Unmasking:
             # Wait for clients that are not nodes, so that a simulation always counts all messages.
             if not all(may_restart(self._members[n].proxy) for n in names if n not in answers):
                 continue
-            for group in groups:
+            for group in (each for each in groups if each not in seeds):
                 try:
                     seeds[group] = self._seeds(group, answers, wrong)
                 except ValueError as error:
@@ -310,10 +305,9 @@ class Unmasking:
                 f"round {self._round}: {name} revealed wrong shares of the masks of "
                 f"{', '.join(sorted(makers))}, or these clients sent wrong shares to {name}"
             )
-        for group in groups:
-            if group not in seeds:
-                self._lost(group, reasons[group])
-        return seeds
+        for group in (each for each in groups if each not in seeds):
+            self._lost(group, reasons[group])
+        return {group: seeds[group] for group in groups if group in seeds}
 
     def _seeds(
         self, group: Group, answers: Mapping[str, Answer], wrong: dict[str, set[str]]

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -170,44 +170,34 @@ class Layout:
         """
         vector = np.zeros(self.size, np.uint32)
         weight, cap = (samples, cap) if self.weight == "samples" else (1, 1)
-        words, narrow = self._views(vector)
-        rest = words[len(HEADER) :].view(np.int64)
-        clipped, present, class_weights = 0, np.zeros(0, np.intp), np.zeros(0, np.int64)
+        header, class_weights = self._counters(vector)
+        clipped, present, by_row = 0, np.zeros(0, np.intp), np.zeros(0, np.int64)
         kept = np.zeros(0, bool)
         if self.ids:
             kept = np.isin(sent[self.ids], list(rows))
             present = sent[self.ids][kept].astype(np.intp)
-            class_weights = np.ones(len(present), np.int64)
+            by_row = np.ones(len(present), np.int64)
             if self.weight == "classes":
                 counts = next(part.name for part in self.parts if part.kind == "totals")
-                class_weights = sent[counts][kept].astype(np.int64)
-            rest[: self.classes][present] = class_weights
-        start, start_narrow, limit = self.classes, 0, 2**62 // self.sites
-        for part in self.parts:
-            value = sent[part.name]
-            if part.kind == "narrow":
-                scale = weight / cap * 2.0**self._fraction
-                integers, outside = _integers(value, scale, 2 ** (self._fraction + NARROW_RANGE))
-                narrow[start_narrow : start_narrow + part.size] = integers.astype(np.int32).view(
-                    np.uint32
-                )
-                start_narrow += part.size
+                by_row = sent[counts][kept].astype(np.int64)
+            class_weights[present] = by_row
+        for part, section in self._sections(vector):
+            value, limit = sent[part.name], 2**62 // self.sites
+            factor = 1.0 if part.kind in ("integer", "totals") else 2.0**WIDE_BITS
+            if part.kind in ("rows", "totals"):
+                scales = (by_row if part.kind == "rows" else np.ones(len(present))) * factor
+                scales = scales.reshape(-1, *[1] * (value.ndim - 1))
+                integers, outside = _integers(value[kept], scales, limit)
+                section[present] = integers.reshape(len(present), *part.shape[1:])
             else:
-                exact = part.kind in ("integer", "totals")
-                factor = np.float64(1.0 if exact else 2.0**WIDE_BITS)
-                section = rest[start : start + part.size]
-                if part.kind in ("rows", "totals"):
-                    by_row = class_weights if part.kind == "rows" else np.ones(len(present))
-                    scales = (by_row * factor).reshape(-1, *[1] * (value.ndim - 1))
-                    integers, outside = _integers(value[kept], scales, limit)
-                    by_class = section.reshape(part.shape)
-                    by_class[present] = integers.reshape(len(present), *part.shape[1:])
-                else:
-                    integers, outside = _integers(value, weight * factor, limit)
-                    section[:] = integers
-                start += part.size
+                scale = weight * factor
+                if part.kind == "narrow":
+                    scale = weight / cap * 2.0**self._fraction
+                    limit = 2 ** (self._fraction + NARROW_RANGE)
+                integers, outside = _integers(value, scale, limit)
+                section[...] = integers.reshape(part.shape)
             clipped += outside
-        words[: len(HEADER)] = 1, cap, weight, clipped
+        header[:] = 1, cap, weight, clipped
         return vector
 
     def decode(self, total: Array, sites: int) -> tuple[dict[str, Array], int, int]:
@@ -220,47 +210,34 @@ class Layout:
         Raises:
             ValueError: If the masks did not cancel, or if the sum is impossible.
         """
-        words, narrow = self._views(np.array(total))
-        count, caps, weight, clipped = map(int, words[: len(HEADER)].view(np.int64))
+        header, class_weights = self._counters(total := np.array(total))
+        count, caps, weight, clipped = map(int, header)
         if count != sites:
             raise ValueError("the masks do not cancel")
         bounds = 0 < caps <= sites * 2**31 and caps % sites == 0 and sites <= weight <= caps
         if not bounds or clipped < 0:
             raise ValueError("a site sent impossible counters")
-        rest = words[len(HEADER) :].view(np.int64)
-        class_weights = rest[: self.classes]
         if (class_weights < 0).any():
             raise ValueError("a site sent a negative number of samples")
         present = np.flatnonzero(class_weights)
         tensors: dict[str, Array] = {self.ids: present.astype(np.int64)} if self.ids else {}
         mean: Array
-        start, start_narrow = self.classes, 0
-        for part in self.parts:
+        for part, section in self._sections(total):
             if part.kind == "narrow":
-                words = narrow[start_narrow : start_narrow + part.size]
-                mean = words.view(np.int32) * (caps / sites / (weight * 2.0**self._fraction))
-                start_narrow += part.size
+                mean = section * (caps / sites / (weight * 2.0**self._fraction))
+            elif part.kind == "rows":
+                by_row = class_weights[present].reshape(-1, *[1] * (len(part.shape) - 1))
+                mean = section[present] / (by_row * 2.0**WIDE_BITS)
+            elif part.kind == "totals":
+                mean = section[present]
+            elif part.kind == "integer":
+                mean = np.rint(section / weight)
             else:
-                integers: Array = rest[start : start + part.size].reshape(part.shape)
-                start += part.size
-                if part.kind in ("rows", "totals"):
-                    integers = integers[present]
-                if part.kind == "rows":
-                    by_row = class_weights[present].reshape(-1, *[1] * (len(part.shape) - 1))
-                    mean = integers / (by_row * 2.0**WIDE_BITS)
-                elif part.kind == "integer":
-                    mean = np.rint(integers / weight)
-                elif part.kind == "totals":
-                    mean = integers
-                else:
-                    mean = integers / (weight * 2.0**WIDE_BITS)
-            shape = (len(present), *part.shape[1:]) if self._is_of_class(part) else part.shape
-            decoded = mean.reshape(shape).astype(part.dtype)
-            tensors[part.name] = (
-                decoded
-                if part.low is None
-                else np.maximum(decoded, np.asarray(part.low, part.dtype))
-            )
+                mean = section / (weight * 2.0**WIDE_BITS)
+            decoded = np.asarray(mean, part.dtype)
+            if part.low is not None:
+                decoded = np.maximum(decoded, np.asarray(part.low, part.dtype))
+            tensors[part.name] = decoded
         return tensors, weight, clipped
 
     def empty(self) -> dict[str, Array]:
@@ -293,8 +270,20 @@ class Layout:
         """Fractional bits of 32-bit words."""
         return NARROW_BITS - math.ceil(math.log2(self.sites))
 
-    def _is_of_class(self, part: Part) -> bool:
-        return part.kind in ("rows", "totals")
+    def _counters(self, vector: Array) -> tuple[Array, Array]:
+        """Return views of a vector's header and of its weights by class, as int64."""
+        counters = self._views(vector)[0][: len(HEADER) + self.classes].view(np.int64)
+        return counters[: len(HEADER)], counters[len(HEADER) :]
+
+    def _sections(self, vector: Array) -> Iterator[tuple[Part, Array]]:
+        """Yield each tensor with a view of its integers in a vector, of the tensor's shape."""
+        words, narrow = self._views(vector)
+        wide: Array = words.view(np.int64)[len(HEADER) + self.classes :]
+        rest: dict[bool, Array] = {True: narrow.view(np.int32), False: wide}
+        for part in self.parts:
+            is_narrow = part.kind == "narrow"
+            yield part, rest[is_narrow][: part.size].reshape(part.shape)
+            rest[is_narrow] = rest[is_narrow][part.size :]
 
     def _views(self, vector: Array) -> tuple[Array, Array]:
         """Return the 64-bit words and the 32-bit words of a vector, as views of its memory."""
