@@ -7,6 +7,8 @@ from typing import Literal
 
 DigestLoss = Literal["mae", "mse", "cross-entropy"]
 """Loss between a model's predictions and a consensus; see `distillation.digest_losses`."""
+Reduction = Literal["mean", "none"]
+"""Mean loss of a batch, or the loss of each sample."""
 ScoreKind = Literal["logits", "probabilities"]
 """Kind of scores in a consensus of several models."""
 FeatureNorm = Literal["none", "rms", "unit"]

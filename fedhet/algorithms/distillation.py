@@ -11,17 +11,25 @@ The teacher is:
   Larger Server Models via Selective Knowledge Fusion, Sections 3.3 and 3.4).
 
 Shapes: N samples, C classes, K clients; logits are [N, C] or [K, N, C].
+
+Losses with arguments `loss_of` and `divergence_of` also support other tasks, whose outputs [N, C]
+take the place of the logits; see `fedhet.data.tasks.Task`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fedhet.algorithms import DigestLoss, ScoreKind
+
+PairLoss = Callable[[Tensor, Tensor], Tensor]
+"""Function of outputs [N, C] and targets [N, ...], or of a teacher's and a student's outputs."""
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
@@ -45,6 +53,21 @@ def kl_divergence(log_p: Tensor, target: Tensor) -> Tensor:
     return target.exp() * (target - log_p)
 
 
+def divergences(teacher: Tensor, student: Tensor) -> Tensor:
+    """Return KL(teacher || student) of each sample, of shape [N], for logits [N, C].
+
+    No gradient flows into the teacher.
+    """
+    target = teacher.detach().float().log_softmax(1)
+    log_p = student.float().log_softmax(1)
+    return F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)
+
+
+def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean squared error of each sample, of shape [N], for outputs [N, C]."""
+    return (outputs.float() - targets.float()).square().mean(1)
+
+
 def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: ScoreKind) -> Tensor:
     """Return each sample's loss with respect to the consensus, of shape [N].
 
@@ -65,14 +88,21 @@ def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: S
     return (gap.abs() if kind == "mae" else gap.square()).mean(1)
 
 
-def mutual_loss(own: Tensor, peer: Tensor, labels: Tensor, weight: float) -> Tensor:
+def mutual_loss(
+    own: Tensor,
+    peer: Tensor,
+    labels: Tensor,
+    weight: float,
+    loss_of: PairLoss = F.cross_entropy,
+    divergence_of: PairLoss = distillation_loss,
+) -> Tensor:
     """Return FML's loss, weight CE(own) + (1 - weight) KL(peer || own), as a scalar.
 
     `own` and `peer` are logits [N, C], and the labels have the shape [N]. No gradient flows into
-    the peer.
+    the peer. Another task has other functions than CE and KL (not in the paper).
     """
-    supervised = F.cross_entropy(own.float(), labels)
-    return weight * supervised + (1 - weight) * distillation_loss(peer, own)
+    supervised = loss_of(own.float(), labels)
+    return weight * supervised + (1 - weight) * divergence_of(peer, own)
 
 
 MIN_TASK_LOSS = 1e-3
@@ -108,16 +138,30 @@ class Outputs:
 
 
 def mutual_losses(
-    mentor: Outputs, mentee: Outputs, labels: Tensor, options: AdaptiveIntensity
+    mentor: Outputs,
+    mentee: Outputs,
+    labels: Tensor,
+    options: AdaptiveIntensity,
+    loss_of: PairLoss | None = None,
+    divergence_of: PairLoss = divergences,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return FedKD's losses L_t and L_s (Eqs. 6 and 7) and the mean intensity, as scalars.
 
     The gradient of L_t reaches only the mentor; the gradient of L_s reaches the mentee and W^h.
+
+    Args:
+        mentor: Outputs of the mentor.
+        mentee: Outputs of the mentee.
+        labels: Labels, of shape [N].
+        options: Options of the distillation intensity.
+        loss_of: Loss of another task (not in the paper), by sample [N] or as the mean of a batch,
+            according to `options`. The default is the cross-entropy.
+        divergence_of: Loss of each sample [N] from a teacher's and a student's outputs.
     """
-    reduction = "none" if options.by_sample else "mean"
+    if loss_of is None:
+        loss_of = partial(F.cross_entropy, reduction="none" if options.by_sample else "mean")
     mentor_task, mentee_task = (  # The task losses are L^t_t and L^t_s (Eqs. 1 and 2).
-        F.cross_entropy(outputs.logits.float(), labels, reduction=reduction)
-        for outputs in (mentor, mentee)
+        loss_of(outputs.logits.float(), labels) for outputs in (mentor, mentee)
     )
     losses, intensities = [], []
     pairs = (
@@ -129,9 +173,7 @@ def mutual_losses(
         intensity = intensity if options.learned else intensity.detach()
         intensities.append(intensity)
         # L^d (Eqs. 3 and 4) is the divergence from the other model's predictions.
-        target = other.logits.detach().float().log_softmax(1)
-        log_p = own.logits.float().log_softmax(1)
-        distance = F.kl_div(log_p, target, reduction="none", log_target=True).sum(1)
+        distance = divergence_of(other.logits, own.logits)
         # The hidden loss L^h (Eq. 5) compares the features.
         gap = own.features.float() - other.features.detach().float()
         distance = distance + options.hidden * gap.square().mean(1)
@@ -202,12 +244,73 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
     return alpha.masked_fill(~reliable, 0.0).to(logits.dtype)
 
 
-def fuse(logits: Tensor, labels: Tensor) -> Targets:
+class Selection:
+    """Functions with which FedGEMS selects knowledge, from predictions and labels of samples."""
+
+    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mask [N] of the samples that are predicted correctly."""
+        return logits.argmax(1) == labels
+
+    def reliability(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the weights [K, N] of the clients' logits [K, N, C]."""
+        return reliability(logits, labels)
+
+    def loss(
+        self, logits: Tensor, labels: Tensor, teacher: Tensor, known: Tensor, epsilon: float
+    ) -> Tensor:
+        """Return the mean loss of a batch; see `selective_loss`."""
+        return selective_loss(logits, labels, teacher, known, epsilon)
+
+
+@dataclass(frozen=True)
+class SelectionByError(Selection):
+    """Selection by error, for tasks without classes (not in the paper).
+
+    A prediction is correct if its loss is at most `tolerance`. Each client with a correct
+    prediction has a weight proportional to the reciprocal of its loss, because the paper's entropy
+    is defined only for probabilities.
+    """
+
+    losses: PairLoss
+    """Loss of each sample [N], given outputs [N, C] and targets [N, ...]."""
+    divergences: PairLoss
+    """Loss of each sample [N], given a teacher's and a student's outputs [N, C]."""
+    tolerance: float
+
+    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mask [N] of the samples whose loss is at most the tolerance."""
+        return self.losses(logits.float(), labels) <= self.tolerance
+
+    def reliability(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the weights [K, N] of the clients' outputs [K, N, C].
+
+        They are computed in float64, with losses of at least a thousandth of the tolerance.
+        """
+        losses = torch.stack([self.losses(own.float(), labels) for own in logits]).double()
+        precision = losses.clamp_min(self.tolerance / 1000).reciprocal()
+        precision = precision * (losses <= self.tolerance)
+        alpha = precision / precision.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+        return alpha.to(logits.dtype)
+
+    def loss(
+        self, logits: Tensor, labels: Tensor, teacher: Tensor, known: Tensor, epsilon: float
+    ) -> Tensor:
+        """Return the mean loss of a batch, with a teacher's outputs for the `known` samples."""
+        supervised = self.losses(logits.float(), labels)
+        distilled = self.divergences(teacher.detach().float(), logits.float())
+        mixed = epsilon * supervised + (1 - epsilon) * distilled
+        return torch.where(known, mixed, supervised).mean()
+
+
+BY_CLASS = Selection()
+
+
+def fuse(logits: Tensor, labels: Tensor, selection: Selection = BY_CLASS) -> Targets:
     """Fuse the clients' logits [K, N, C] into targets, sum_j alpha_j l_j (Eq. 5).
 
     Samples that no client predicts correctly have no target.
     """
-    alpha = reliability(logits, labels)
+    alpha = selection.reliability(logits, labels)
     return Targets((alpha.unsqueeze(-1) * logits).sum(0), alpha.sum(0) > 0)
 
 

@@ -205,15 +205,18 @@ class Projector(nn.Linear):
         return fused[:, : self.coarse_dim]
 
 
-def matryoshka_losses(fine: Tensor, coarse: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy losses [2] of the local and the shared head (FedMRL, Section 4.2).
+def matryoshka_losses(
+    fine: Tensor, coarse: Tensor, labels: Tensor, loss_of: BatchLoss = F.cross_entropy
+) -> Tensor:
+    """Return the losses [2] of the local and the shared head (FedMRL, Section 4.2).
 
     Args:
         fine: Logits of the local head on the fused features, of shape [N, C].
         coarse: Logits of the shared head on the coarse part, of shape [N, C].
-        labels: Labels, of shape [N].
+        labels: Labels, of shape [N], or the targets of another task.
+        loss_of: Mean loss of a batch, given outputs and targets.
     """
-    losses = [F.cross_entropy(logits.float(), labels) for logits in (fine, coarse)]
+    losses = [loss_of(logits.float(), labels) for logits in (fine, coarse)]
     return torch.stack(losses)
 
 

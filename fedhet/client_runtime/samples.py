@@ -22,7 +22,7 @@ from fedhet.client_runtime.node import Node
 from fedhet.config.resolve import Config, absolute, resolve
 from fedhet.data.partition import labeled_parts
 from fedhet.data.spec import Split, Stored
-from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap
+from fedhet.data.store import GENERATED, UNUSED, RunData, check_no_overlap, order_of
 from fedhet.data.tables import TableSchema
 from fedhet.data.tasks import CLASSIFICATION, AnyTask, Task
 from fedhet.kinds import KINDS
@@ -102,9 +102,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     """Load a node's samples. Raises DataError if they cannot be read or are too few."""
     run, data = config.run, node.load_data(config)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
-    count, order = len(labeled) + len(unlabeled), class_names_digest(data.classes)
-    if data.schema is not None:  # Clients must also agree on the features.
-        order = class_names_digest([*data.classes, data.schema.digest])
+    count, order = len(labeled) + len(unlabeled), order_of(data.classes, data.schema)
     labeled, unlabeled = _placed(compute, labeled, unlabeled)
     tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
     if (common := data.common) is not None:
@@ -148,7 +146,7 @@ def public_samples(
     """
     info, name = samples.info, config.run.data.public_dataset
     classes = info.classes if labeled else None
-    public = node.data.public_set(info.kind, info.shape, classes)
+    public = node.data.public_set(info.kind, info.shape, classes, info.order)
     # A public subset of the run's dataset never overlaps with a partition, so check it only against
     # a site's own data.
     is_part_of_dataset = name in ("", UNUSED)

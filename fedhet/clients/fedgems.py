@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedhet.algorithms.distillation import selective_loss
 from fedhet.base.arrays import Array
 from fedhet.base.errors import KnowledgeError
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split
-from fedhet.learning.training import CrossEntropy, Optimization, logits_of
-from fedhet.methods.fedgems import FedGemsSettings
+from fedhet.learning.training import Optimization, SupervisedLoss, logits_of
+from fedhet.methods.fedgems import FedGemsSettings, selection_for
 from fedhet.models import HetModel
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
@@ -47,7 +46,8 @@ class FedGemsClient(HetClient):
         if "logits" in self.state.tensors:
             self._distill(model, optimizing, round)
         generator = self.generator(round, "batches")
-        self.train_own(CrossEntropy(model), self.private, optimizing, generator)
+        loss_of = SupervisedLoss(model, self.task.loss())
+        self.train_own(loss_of, self.private, optimizing, generator)
         rows = torch.tensor(self._rows(knowledge, "wanted"), device=self.compute.device)
         if not len(rows):
             return Knowledge({"logits": np.zeros((0, self.info.classes), np.float32)})
@@ -78,9 +78,10 @@ class FedGemsClient(HetClient):
         teacher = self.state.tensors["logits"]
         numbers = torch.arange(len(public), device=self.compute.device)
         known = torch.ones_like(numbers, dtype=torch.bool)
+        selection = selection_for(self.settings, self.task)
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
-            return selective_loss(model(x), public.y[rows], teacher[rows], known[rows], epsilon)
+            return selection.loss(model(x), public.y[rows], teacher[rows], known[rows], epsilon)
 
         generator = self.generator(round, "public")
         epochs = self.settings.public_epochs

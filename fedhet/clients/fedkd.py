@@ -75,6 +75,8 @@ class FedKdClient(HetClient):
         options = AdaptiveIntensity(
             settings.intensity == "sample", settings.intensity_learned, settings.hidden_weight
         )
+        task_loss = self.task.loss("none" if options.by_sample else "mean")
+        divergence = self.task.divergence("none")
         means = EpochMeans(("intensity",), self.compute.device)
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
@@ -83,7 +85,9 @@ class FedKdClient(HetClient):
             logits, target = self.own_classes(logits, y)
             other_logits, _ = self.own_classes(other_logits, y)
             outputs = Outputs(logits, hidden), Outputs(other_logits, mentor.bridge(other_hidden))
-            mentor_loss, mentee_loss, intensity = mutual_losses(*outputs, target, options)
+            mentor_loss, mentee_loss, intensity = mutual_losses(
+                *outputs, target, options, task_loss, divergence
+            )
             means.add(intensity.unsqueeze(0), len(y))
             return mentor_loss + mentee_loss
 

@@ -15,7 +15,7 @@ from fedhet.algorithms.distillation import digest_losses
 from fedhet.client_runtime.samples import placed_public
 from fedhet.clients.base import HetClient
 from fedhet.data.spec import Split
-from fedhet.learning.training import CrossEntropy, Optimization, logits_of
+from fedhet.learning.training import Optimization, SupervisedLoss, logits_of
 from fedhet.methods.fedmd import ConsensusSettings
 from fedhet.wire.contract import Sizes
 from fedhet.wire.knowledge import Knowledge
@@ -50,7 +50,8 @@ class FedMdClient(HetClient):
 
     def sizes(self) -> Sizes:
         """Return the sizes of axes C (classes) and N (public samples)."""
-        return Sizes({"C": self.info.classes, "N": len(self.public)})
+        unused = self.settings.unused_in(self.task)
+        return Sizes({"C": self.info.classes, "N": len(self.public)}, unused=unused)
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train on the consensus and on the client's data, and return scores for public samples.
@@ -61,9 +62,10 @@ class FedMdClient(HetClient):
         optimizing = self.optimization(self.network.train().parameters())
         if self.state.participations == 0 and self.settings.public_epochs:
             x, y, epochs = self.public.x, self.public.y, self.settings.public_epochs
-            loss_of, generator = CrossEntropy(self.network), self.generator(round, "labels")
+            loss_of = SupervisedLoss(self.network, self.task.loss())
+            generator = self.generator(round, "labels")
             self.train_epochs(x, y, loss_of, optimizing, generator, epochs=epochs)
-        exchanged, consensus = self.settings.exchanged, None
+        exchanged, consensus = self.settings.exchanged_in(self.task), None
         if exchanged in knowledge.tensors:  # The fields are absent before the first replies.
             scores = torch.tensor(knowledge.tensors[exchanged], device=self.compute.device)
             consensus = Consensus(self._public_images(knowledge, "rows"), scores)
@@ -89,11 +91,13 @@ class FedMdClient(HetClient):
     def consensus_loss(self, consensus: Consensus, x: Tensor, rows: Tensor) -> Tensor:
         """Return the loss of samples x [B, ...] against rows [B] of the consensus."""
         logits, target = self.network(x), consensus.scores[rows]
-        return digest_losses(self.settings.loss, logits, target, self.settings.exchanged).mean()
+        exchanged = self.settings.exchanged_in(self.task)
+        return digest_losses(self.settings.loss, logits, target, exchanged).mean()
 
     def _revisit(self, round: int, optimizing: Optimization) -> None:
         """Train for the local epochs on the client's data, within its label space ("Revisit")."""
-        loss_of, generator = CrossEntropy(self.private), self.generator(round, "batches")
+        loss_of = SupervisedLoss(self.private, self.task.loss())
+        generator = self.generator(round, "batches")
         self.train_own(loss_of, self.private, optimizing, generator)
 
     def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:

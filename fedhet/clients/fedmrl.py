@@ -75,13 +75,13 @@ class FedMrlClient(HetClient):
         load_weights(fusion.shared, knowledge.group("weights"))
         model.train()
         weights = torch.tensor([self.settings.own_weight, self.settings.shared_weight]).to(device)
-        means = EpochMeans(("fine_loss", "coarse_loss"), device)
+        means, loss_of_task = EpochMeans(("fine_loss", "coarse_loss"), device), self.task.loss()
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             fused, logits = model.features_and_logits(x)
             fine, target = self.own_classes(logits, y)
             coarse, _ = self.own_classes(fusion.coarse_logits(fused), y)
-            losses = matryoshka_losses(fine, coarse, target)
+            losses = matryoshka_losses(fine, coarse, target, loss_of_task)
             means.add(losses, len(y))
             return weights @ losses
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from fedhet.algorithms.distillation import mutual_loss
 from fedhet.base.arrays import grouped
 from fedhet.clients.base import HetClient
+from fedhet.data.tasks import Task
 from fedhet.methods.fml import FmlSettings
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.wire.knowledge import Knowledge
@@ -33,7 +34,8 @@ class FmlClient(HetClient):
         meme = self.models["proxy"]
         load_weights(meme, knowledge.group("weights"))
         private = self.network.train()
-        objective = MutualObjective(private, meme.train(), self.own_classes, self.settings)
+        own_classes, settings = self.own_classes, self.settings
+        objective = MutualObjective(private, meme.train(), own_classes, settings, self.task)
         optimizing = self.optimization(private.parameters(), meme.parameters())
         self.train_own(objective, self.private, optimizing, self.generator(round, "batches"))
         return Knowledge(grouped("weights", to_arrays(meme)))
@@ -46,15 +48,20 @@ class MutualObjective(nn.Module):
     """Module that computes the sum of both models' losses. Each model is the other's teacher."""
 
     def __init__(
-        self, private: nn.Module, meme: nn.Module, own_classes: nn.Module, settings: FmlSettings
+        self,
+        private: nn.Module,
+        meme: nn.Module,
+        own_classes: nn.Module,
+        settings: FmlSettings,
+        task: Task,
     ) -> None:
         super().__init__()
         self.private, self.meme, self.own_classes = private, meme, own_classes
-        self.settings = settings
+        self.settings, self._losses = settings, (task.loss(), task.divergence())
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of a batch."""
         private, target = self.own_classes(self.private(x), y)
         meme, _ = self.own_classes(self.meme(x), y)
-        private_loss = mutual_loss(private, meme, target, self.settings.alpha)
-        return private_loss + mutual_loss(meme, private, target, self.settings.beta)
+        private_loss = mutual_loss(private, meme, target, self.settings.alpha, *self._losses)
+        return private_loss + mutual_loss(meme, private, target, self.settings.beta, *self._losses)

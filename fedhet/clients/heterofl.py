@@ -35,7 +35,8 @@ class HeteroFlClient(FedAvgClient):
             self.info = replace(self.info, model=narrow)
         self.absent = torch.ones(self.info.classes, dtype=torch.bool, device=self.compute.device)
         """Mask [C] of the classes without samples on the client."""
-        self.absent[self.y] = False
+        if self.settings.masked:
+            self.absent[self.y] = False
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train the submodel, and compute the statistics of its batch norms."""

@@ -130,6 +130,9 @@ def complete(given: GivenSettings) -> Config:
     run, method, settings = given.run, given.method, given.method_settings
     spec, is_private, kind = method.spec, run.privacy.is_on, sources.sample_kind(run.data)
     defaults, initial = spec.defaults(kind), type(settings)()
+    suitable = _task_settings(run, method)
+    unsuitable = {k: v for k, v in suitable.items() if getattr(initial, k) not in v}
+    defaults |= {k: v[0] for k, v in unsuitable.items()}
     defaults = {
         k: v for k, v in defaults.items() if f"{method.table}.{kebab(k)}" not in given.explicit
     }
@@ -138,6 +141,11 @@ def complete(given: GivenSettings) -> Config:
         defaults |= {k: models.group_norm_name(v) for k, v in defaults.items() if k in clients}
     unset = {k: v for k, v in defaults.items() if getattr(settings, k) == getattr(initial, k)}
     settings = settings.model_copy(update=unset)
+    for name, allowed in suitable.items():
+        if (value := getattr(settings, name)) not in allowed:
+            expected = " or ".join(str(each).lower() for each in allowed)
+            problem = f"the task is {find_task(run.data.task).name}"
+            raise invalid_setting(f"{method.table}.{kebab(name)}", value, expected, problem)
 
     changes: dict[str, Any] = {}
     fixed = settings.fixed_rounds()
@@ -194,6 +202,14 @@ def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
         expected = f"names from {', '.join(known)}"
         raise invalid_setting("metrics", odd[-1], expected, f"the task is {task.name}")
     return tuple(dict.fromkeys([task.metrics[0], *run.metrics]))
+
+
+def _task_settings(run: RunSettings, method: Method) -> dict[str, tuple[Any, ...]]:
+    """Return the values of the method's settings that suit the run's task, by field."""
+    suitable: dict[str, tuple[Any, ...]] = {}
+    for base in reversed(find_task(run.data.task).__mro__):  # also the tasks that it extends
+        suitable |= method.spec.task_settings.get(getattr(base, "name", ""), {})
+    return suitable
 
 
 def _check_models_and_data(config: Config) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -58,10 +58,10 @@ from fedhet.data.spec import (
     subset_rows,
 )
 from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import CLASSIFICATION, AnyTask, find_task
+from fedhet.data.tasks import CLASSIFICATION, AnyTask, Classification, find_task
 from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
-from fedhet.wire.identity import client_name
+from fedhet.wire.identity import class_names_digest, client_name
 
 T = TypeVar("T")
 LOG = logging.getLogger("fedhet")
@@ -188,13 +188,15 @@ class RunData:
         labeled, unlabeled = map(concatenate_splits, zip(*pairs, strict=True))
         return labeled, unlabeled
 
-    def public_set(self, kind: str, shape: Shape, classes: int | None) -> Split:
+    def public_set(self, kind: str, shape: Shape, classes: int | None, order: str = "") -> Split:
         """Return the public samples.
 
         Args:
             kind: Required sample kind.
             shape: Required sample shape.
             classes: Required number of classes; None = the labels are not used.
+            order: Required digest of the classes and the table's schema; see `order_of`. It is
+                checked if the labels are numbers, because the schema standardizes them.
 
         Raises:
             DataError: If the public set has another kind, shape, or number of classes.
@@ -212,7 +214,15 @@ class RunData:
             raise DataError(f"{where}: samples must have {rule} as in the clients' data, got {got}")
         if classes not in (None, len(public.classes)):
             got = f"got {len(public.classes)}"
-            raise DataError(f"{where}: expected {classes} classes as in the clients' data, {got}")
+            raise DataError(
+                f"{where}: expected {classes} {public.task.noun} as in the clients' data, {got}"
+            )
+        is_scaled = classes is not None and not isinstance(public.task, Classification)
+        if is_scaled and order not in ("", order_of(public.classes, public.schema)):
+            raise DataError(
+                f"{where}: targets must be standardized by the schema of the clients' data, got "
+                "another schema. Set data.public-fraction to use rows of the same table."
+            )
         return public.train
 
     def validate(self) -> None:
@@ -456,6 +466,11 @@ def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
     x = kind.generated(dataset.train.x.numpy(), dataset.columns, size, rng)
     train = Split(torch.from_numpy(x), torch.zeros(size, dtype=torch.int64))
     return replace(dataset, train=train, test=None, subclasses=None)
+
+
+def order_of(classes: Sequence[str], schema: TableSchema | None) -> str:
+    """Return the digest of the classes' order and of a table's schema, which clients agree on."""
+    return class_names_digest([*classes, schema.digest] if schema else classes)
 
 
 def public_source(spec: DataSpec) -> DataSpec | None:

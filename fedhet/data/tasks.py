@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer
 
+from fedhet.algorithms import Reduction
 from fedhet.base.arrays import Array
 from fedhet.base.errors import DataError, SettingsError, describe_error, nearest
 from fedhet.base.metrics import ACCURACY, METRICS, R2, RMSE, Predictions, measure
@@ -74,6 +75,8 @@ class Task(ABC):
     """Name and description of the constant prediction whose score is recorded as a baseline."""
     min_outputs: ClassVar[int] = 1
     """Minimum number of outputs."""
+    has_distribution: ClassVar[bool] = False
+    """Whether the softmax of a model's outputs is a distribution over classes."""
 
     # Targets of a table. `Dataset.classes` and `TableSchema.outputs` name the outputs.
 
@@ -100,8 +103,20 @@ class Task(ABC):
     # Training and evaluation.
 
     @abstractmethod
-    def loss(self) -> OutputLoss:
-        """Return the loss: (float32 outputs [N, C], targets [N, ...]) -> mean loss of a batch."""
+    def loss(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Return the loss: (float32 outputs [N, C], targets [N, ...]) -> mean loss of a batch.
+
+        With the reduction "none", the function returns the loss of each sample, of shape [N].
+        """
+
+    @abstractmethod
+    def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Return the loss of a model that learns from another model's outputs (distillation).
+
+        The function maps (outputs of the teacher [N, C], outputs of the student [N, C]) to the mean
+        of a batch or, with the reduction "none", to the loss of each sample, of shape [N]. No
+        gradient flows into the teacher.
+        """
 
     def restriction(self, space: Tensor) -> LabelSpace:
         """Return a module that restricts outputs and targets to a client's classes `space`.
@@ -149,6 +164,7 @@ class Classification(Task):
     metrics = (ACCURACY,)
     constant = ("majority", "always predicting the most frequent class of the test set")
     min_outputs = 2
+    has_distribution = True
 
     @classmethod
     def infer(
@@ -185,11 +201,17 @@ class Classification(Task):
             places[number] = place
         return torch.from_numpy(places[values.codes])
 
-    def loss(self) -> OutputLoss:
+    def loss(self, reduction: Reduction = "mean") -> OutputLoss:
         """Return the cross-entropy."""
         from torch.nn.functional import cross_entropy
 
-        return cross_entropy
+        return cross_entropy if reduction == "mean" else partial(cross_entropy, reduction=reduction)
+
+    def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Return the divergence KL(teacher || student) of the class probabilities."""
+        from fedhet.algorithms.distillation import distillation_loss, divergences
+
+        return distillation_loss if reduction == "mean" else divergences
 
     def restriction(self, space: Tensor) -> LabelSpace:
         """Restrict logits and labels to the client's label space."""
@@ -308,11 +330,25 @@ class Regression(Task):
         numbers[np.isnan(numbers)] = MAX_PREDICTION
         return numbers.clip(-MAX_PREDICTION, MAX_PREDICTION)
 
-    def loss(self) -> OutputLoss:
+    def loss(self, reduction: Reduction = "mean") -> OutputLoss:
         """Return the mean squared error of the standardized targets."""
         from torch.nn.functional import mse_loss
 
-        return mse_loss
+        from fedhet.algorithms.distillation import squared_errors
+
+        return mse_loss if reduction == "mean" else squared_errors
+
+    def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Return the mean squared error between standardized outputs.
+
+        Ba and Caruana, Do Deep Nets Really Need to be Deep?, NeurIPS 2014, Eq. 1, train a student
+        in this way. The papers of the methods define their losses only for classes.
+        """
+        from fedhet.algorithms.distillation import squared_errors
+
+        if reduction == "none":
+            return lambda teacher, student: squared_errors(student, teacher.detach())
+        return lambda teacher, student: squared_errors(student, teacher.detach()).mean()
 
     def evaluate(
         self,

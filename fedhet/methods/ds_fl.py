@@ -42,7 +42,8 @@ SPEC = replace(
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
     model_settings={"server_model": "model"},
-    instructions=fedmd.instructions("probabilities"),
-    replies=fedmd.replies("probabilities"),
+    task_settings={"regression": {"loss": ("mse", "mae"), "aggregation": ("sa",)}},
+    instructions=fedmd.instructions("probabilities", "logits"),
+    replies=fedmd.replies("probabilities", "logits"),
     sums=Sums((Sum(("probabilities",), "clients"),)),
 )

@@ -24,6 +24,7 @@ SPEC = MethodSpec(
     title="one average per architecture, distilled from the ensemble on public data",
     paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
     headline="common",
+    tasks=("classification", "regression"),
     settings=FedDfSettings,
     sizes=part_sizes,
     kinds=("private", "global"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from fedhet.data.tasks import Task
 from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
-from fedhet.settings.schema import Count, MethodSettings, ModelName, kebab
+from fedhet.settings.schema import Count, MethodSettings, ModelName, Positive, kebab
 from fedhet.wire.contract import Contract, TensorField
+
+if TYPE_CHECKING:
+    from fedhet.algorithms.distillation import Selection
 
 
 class FedGemsSettings(MethodSettings):
@@ -41,6 +45,11 @@ class FedGemsSettings(MethodSettings):
         description="combination of client logits on which the server trains: weighted (Eq. 4), "
         "mean, or none (Table 5)",
     )
+    tolerance: Positive = Field(
+        0.25,
+        description="regression: maximum loss of a prediction that counts as correct; targets are "
+        "standardized, so 0.25 is an error of half a standard deviation",
+    )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"
     )
@@ -65,10 +74,20 @@ class FedGemsSettings(MethodSettings):
         return self.ensemble if self.selective else "mean"
 
 
+def selection_for(settings: FedGemsSettings, task: Task) -> Selection:
+    """Return the functions that select knowledge: by class or, in other tasks, by error."""
+    from fedhet.algorithms.distillation import BY_CLASS, SelectionByError
+
+    if task.has_distribution:
+        return BY_CLASS
+    return SelectionByError(task.loss("none"), task.divergence("none"), settings.tolerance)
+
+
 SPEC = MethodSpec(
     title="larger server model, selective distillation on labeled public data",
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
     headline="common",
+    tasks=("classification", "regression"),
     settings=FedGemsSettings,
     needs_public=True,
     model_settings={"server_model": "large_model"},

@@ -52,7 +52,6 @@ SPEC = replace(
     title="private mentor and small shared mentee, with low-rank updates",
     paper="Wu et al., Communication-efficient federated learning via knowledge distillation",
     headline="personal",
-    tasks=("classification",),
     settings=FedKdSettings,
     sizes=mentee_sizes,
     kinds=("private", "proxy", "global"),

@@ -109,6 +109,7 @@ SPEC = MethodSpec(
     title="LoRA adapters with different ranks",
     paper="Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks",
     headline="common",
+    tasks=("classification", "regression"),
     late="kept",
     settings=FedLoraSettings,
     sizes=part_sizes,

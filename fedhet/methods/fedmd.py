@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from pydantic import Field, field_validator
 
 from fedhet.algorithms import DigestLoss, ScoreKind
+from fedhet.data.tasks import Task
 from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
@@ -20,7 +21,18 @@ class ConsensusSettings(MethodSettings):
     """Settings shared by FedMD and the methods that extend it."""
 
     exchanged: ClassVar[ScoreKind] = "logits"
-    """Kind of scores that clients and server exchange; also the name of the message field."""
+    """Kind of scores that clients and server exchange; also the name of the message field.
+
+    See `exchanged_in` for tasks without classes.
+    """
+
+    def exchanged_in(self, task: Task) -> ScoreKind:
+        """Return the kind of scores in a task; outputs without a distribution remain unchanged."""
+        return self.exchanged if task.has_distribution else "logits"
+
+    def unused_in(self, task: Task) -> tuple[str, ...]:
+        """Return the message fields of the other kind of scores."""
+        return tuple(kind for kind in get_args(ScoreKind) if kind != self.exchanged_in(task))
 
     if TYPE_CHECKING:
         public_epochs: int
@@ -74,27 +86,56 @@ class FedMdSettings(DigestSettings):
     )
 
 
-def instructions(scores: ScoreKind) -> Contract:
-    """Return the contract of instructions for a kind of scores."""
-    consensus, probabilities = "consensus from the previous round", scores == "probabilities"
-    agreed = all_or_none(
-        TensorField(scores, "float32", ("R", "C"), consensus, distribution=probabilities),
-        TensorField("rows", "uint", ("R",), "public samples of the consensus", ids="N"),
-    )
+def instructions(*kinds: ScoreKind) -> Contract:
+    """Return the contract of instructions for kinds of scores, one of which is sent in a task."""
+    agreed: list[TensorField] = []
+    for kind in kinds:
+        consensus = f"consensus from the previous round{_condition(kind, kinds)}"
+        agreed.append(
+            TensorField(
+                kind,
+                "float32",
+                ("R", "C"),
+                consensus,
+                required=False,
+                distribution=kind == "probabilities",
+                needs=("rows",),
+            )
+        )
+    rows = "public samples of the consensus"
+    agreed.append(TensorField("rows", "uint", ("R",), rows, ids="N", required=False, needs=kinds))
     asked = TensorField("asked", "uint", ("Q",), "public samples to predict", ids="N")
     return Contract((*agreed, asked))
 
 
-def replies(scores: ScoreKind) -> Contract:
-    """Return the contract of replies for a kind of scores."""
-    sent, probabilities = f"{scores} for the requested samples", scores == "probabilities"
-    return Contract((TensorField(scores, "float32", ("Q", "C"), sent, distribution=probabilities),))
+def replies(*kinds: ScoreKind) -> Contract:
+    """Return the contract of replies for kinds of scores, one of which is sent in a task."""
+    return Contract(
+        tuple(
+            TensorField(
+                kind,
+                "float32",
+                ("Q", "C"),
+                f"{kind} for the requested samples{_condition(kind, kinds)}",
+                distribution=kind == "probabilities",
+            )
+            for kind in kinds
+        )
+    )
+
+
+def _condition(kind: ScoreKind, kinds: tuple[ScoreKind, ...]) -> str:
+    if len(kinds) == 1:
+        return ""
+    return "; for classes" if kind == "probabilities" else "; outputs for other tasks"
 
 
 SPEC = MethodSpec(
     title="mean class scores on labeled public data",
     paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
     headline="common",
+    tasks=("classification", "regression"),
+    task_settings={"regression": {"loss": ("mae", "mse")}},
     settings=FedMdSettings,
     needs_public=True,
     learns_last=True,

@@ -38,7 +38,6 @@ SPEC = replace(
     title="small shared model and private model, fused by a projector",
     paper="Yi et al., Federated Model Heterogeneous Matryoshka Representation Learning",
     headline="personal",
-    tasks=("classification",),
     settings=FedMrlSettings,
     one_model=False,
     model_settings={"shared": "model"},

@@ -18,6 +18,5 @@ SPEC = replace(
     title="LoRA adapters whose factor A is shared",
     paper="Guo et al., Selective Aggregation for Low-Rank Adaptation in Federated Learning",
     headline="personal",
-    tasks=("classification",),
     settings=FedSaSettings,
 )

@@ -34,7 +34,6 @@ SPEC = replace(
     title="a private model and a small shared model, which teach each other",
     paper="Shen et al., Federated Mutual Learning",
     headline="personal",
-    tasks=("classification",),
     settings=FmlSettings,
     kinds=("private", "proxy", "global"),
     one_model=False,

@@ -175,6 +175,9 @@ class MethodSpec:
     too."""
     only_tasks: str = "its losses and messages are defined for classes"
     """Reason why the method supports no other tasks, as shown to users."""
+    task_settings: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
+    """Values of the method's settings that suit a task, by task and by field of the settings. If
+    the default does not suit the task, the first value takes its place."""
     needs_public: bool = False
     """Whether the method needs public data."""
     needs_unlabeled: bool = False
@@ -232,7 +235,7 @@ class MethodSpec:
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
         require(self, robustness=str, warning=str, privacy=Protection, sums=Sums)
-        require(self, tasks=tuple, only_tasks=str)
+        require(self, tasks=tuple, only_tasks=str, task_settings=Mapping)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"

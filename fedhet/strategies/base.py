@@ -27,6 +27,7 @@ from fedhet.base.errors import FedhetError, StateError
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.data.store import RunData
+from fedhet.data.tasks import Task, find_task
 from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build, evaluate_model
@@ -256,6 +257,11 @@ class HetStrategy(Strategy):
         """The client whose sample shape and classes define the task."""
         return first_of_pool(self.members.values(), self.run.models.pool)
 
+    @property
+    def learning_task(self) -> Task:
+        """Task of the run, without the scale of its targets: its losses and predictions."""
+        return find_task(self.run.data.task)()
+
     def build_model(self, name: str = "", feature_dim: int | None = None) -> HetModel:
         """Build a new network for the task.
 
@@ -283,8 +289,9 @@ class HetStrategy(Strategy):
             DataError: If the public set does not match the task.
             SettingsError: If `labeled` is set and the public set has no labels.
         """
-        classes = self.task.classes if labeled else None
-        return self.data.public_set(self.task.kind, self.task.shape, classes)
+        task = self.task
+        classes = task.classes if labeled else None
+        return self.data.public_set(task.kind, task.shape, classes, task.order)
 
     def common_test(self) -> Split | None:
         """Return the scaled common test set, or None if none exists for the clients' task."""

@@ -42,12 +42,13 @@ class DsFlStrategy(FedMdStrategy):
         """
         metrics = super().aggregate(round, replies)
         device, settings = self.learner.compute.device, self.settings
+        exchanged = self._exchanged
         targets = torch.tensor(self.consensus, device=device)
         x = self.learner.compute.to_device(self.public.x[self.consensus_rows.astype("int64")])
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             logits = self.learner.model(x)
-            return digest_losses(settings.loss, logits, targets[rows], settings.exchanged).mean()
+            return digest_losses(settings.loss, logits, targets[rows], exchanged).mean()
 
         numbers = torch.arange(len(targets), device=device)
         self.learner.train(round, x, numbers, loss_of, epochs=settings.server_epochs)

@@ -20,14 +20,20 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from fedhet.algorithms.distillation import distillation_loss
 from fedhet.algorithms.weights import RunningAverage
 from fedhet.base.arrays import Array, Arrays, grouped, groups
 from fedhet.base.errors import DivergedError, KnowledgeError
 from fedhet.base.seeding import seeded, torch_generator
 from fedhet.data.store import check_no_overlap
 from fedhet.learning.devices import Compute, compute_for
-from fedhet.learning.training import all_finite, batches, logits_of, optimization_for, train_epochs
+from fedhet.learning.training import (
+    BatchLoss,
+    all_finite,
+    batches,
+    logits_of,
+    optimization_for,
+    train_epochs,
+)
 from fedhet.methods.feddf import SPEC, FedDfSettings
 from fedhet.models import HetModel, load_weights, to_arrays
 from fedhet.strategies.base import HetStrategy, Reply
@@ -53,6 +59,8 @@ class FedDfStrategy(HetStrategy):
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(public, common, "the common test set")
         self.x = self.compute.to_device(public.x)
+        self.divergence = self.learning_task.divergence()
+        """Loss of a student: (teacher [N, C], student [N, C]) -> scalar."""
         self._set_models({})
         self._networks: dict[str, HetModel] = {}
         """Network of each architecture, into which the models' weights are loaded."""
@@ -146,11 +154,11 @@ class FedDfStrategy(HetStrategy):
         rows = torch.arange(len(self.x), device=self.compute.device)
         steps = settings.epochs * len(batches(len(rows), settings.batch_size, torch.Generator()))
         annealing = CosineAnnealingLR(optimizing.optimizer, steps)
-        closest = _Closest(student, self.x, teacher, self.compute)
+        closest = _Closest(student, self.x, teacher, self.compute, self.divergence)
         loss = train_epochs(
             self.x,
             rows,
-            lambda x, rows: distillation_loss(teacher[rows], student(x)),
+            lambda x, rows: self.divergence(teacher[rows], student(x)),
             optimizing,
             epochs=settings.epochs,
             batch_size=settings.batch_size,
@@ -168,11 +176,19 @@ class FedDfStrategy(HetStrategy):
 class _Closest:
     """Record of the student weights that were closest to the teacher on the public data.
 
-    The distance is KL(teacher || student), with the student in evaluation mode.
+    The distance is the loss of the distillation, with the student in evaluation mode.
     """
 
-    def __init__(self, student: HetModel, x: Tensor, teacher: Tensor, compute: Compute) -> None:
+    def __init__(
+        self,
+        student: HetModel,
+        x: Tensor,
+        teacher: Tensor,
+        compute: Compute,
+        divergence: BatchLoss,
+    ) -> None:
         """Create the record for the teacher's logits [N, C] on the public samples x [N, ...]."""
+        self._divergence = divergence
         self._student, self._x, self._teacher, self._compute = student, x, teacher, compute
         self._distance = math.inf
         self.weights: dict[str, Array] = {}
@@ -180,7 +196,7 @@ class _Closest:
     def compare(self, epochs: int) -> None:
         """Copy the student's weights if they are closer to the teacher than all earlier weights."""
         logits = logits_of(self._student, self._x, self._compute)
-        distance = distillation_loss(self._teacher, logits).item()
+        distance = self._divergence(self._teacher, logits).item()
         if distance < self._distance:
             self._distance = distance
             self.weights = {name: array.copy() for name, array in to_arrays(self._student).items()}

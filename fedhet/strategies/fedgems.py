@@ -17,13 +17,12 @@ from fedhet.algorithms.distillation import (
     fuse,
     fuse_all,
     select_targets,
-    selective_loss,
     split,
 )
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.data.store import check_no_overlap
 from fedhet.learning.training import BatchLoss
-from fedhet.methods.fedgems import SPEC, FedGemsSettings
+from fedhet.methods.fedgems import SPEC, FedGemsSettings, selection_for
 from fedhet.server.learner import Learner
 from fedhet.strategies.base import HetStrategy, Reply
 from fedhet.wire.contract import Sizes
@@ -39,6 +38,7 @@ class FedGemsStrategy(HetStrategy):
 
     def init(self) -> None:
         """Build the server model and an empty pool of global logits."""
+        self.selection = selection_for(self.settings, self.learning_task)
         public = self.public_set(labeled=True)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(public, common, "the common test set")
@@ -92,7 +92,8 @@ class FedGemsStrategy(HetStrategy):
         logits = torch.tensor(np.stack([r.knowledge.tensors["logits"] for r in replies]))
         rows = torch.tensor(self.wanted.nonzero()[0])
         weighted = self.settings.teachers == "weighted"
-        requested = fuse(logits, self.y.cpu()[rows]) if weighted else fuse_all(logits)
+        labels = self.y.cpu()[rows]
+        requested = fuse(logits, labels, self.selection) if weighted else fuse_all(logits)
         targets = Targets.none(len(self.y), self.task.classes, torch.device("cpu"))
         targets.keep(rows, requested.logits, requested.known)
         fused = Targets(targets.logits.to(self.x.device), targets.known.to(self.x.device))
@@ -131,7 +132,8 @@ class FedGemsStrategy(HetStrategy):
 
     def _prepare(self) -> None:
         """Split the samples according to the self-evaluation, and request the samples in S3."""
-        self.right = torch.tensor(self.logits, device=self.x.device).argmax(1) == self.y
+        logits = torch.tensor(self.logits, device=self.x.device)
+        self.right = self.selection.right(logits, self.y)
         """Mask [N] of the samples that the server predicts correctly."""
         self.parts = self._split(self.right, self.pool.known)
         """Masks [N] of S1, S2 and S3."""
@@ -155,7 +157,7 @@ class FedGemsStrategy(HetStrategy):
 
         Raises DivergedError if training diverged; model, pool and optimizer are then unchanged.
         """
-        pool, labels = self.pool.copy(), self.y.cpu().numpy()
+        pool, labels = self.pool.copy(), self.y.cpu()
         counts = torch.zeros(3, device=self.x.device)
         by_batch = self.settings.split == "batch"
         make_loss = self._loss_by_batch if by_batch else self._loss_by_round
@@ -166,7 +168,9 @@ class FedGemsStrategy(HetStrategy):
             make_loss(fused, pool, counts),
             epochs=self.settings.server_epochs,
             before_epoch=(lambda _: counts.zero_()) if by_batch else None,
-            error_of=lambda logits: float((logits.argmax(1) != labels).mean()),
+            error_of=lambda logits: float(
+                (~self.selection.right(torch.from_numpy(logits), labels)).double().mean()
+            ),
         )
         self.pool = pool
         return counts.tolist(), logits
@@ -184,7 +188,7 @@ class FedGemsStrategy(HetStrategy):
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             teacher, known = targets.logits[rows], targets.known[rows]
-            return selective_loss(
+            return self.selection.loss(
                 self.learner.model(x), self.y[rows], teacher, known, self.settings.epsilon
             )
 
@@ -199,14 +203,14 @@ class FedGemsStrategy(HetStrategy):
 
         def loss_of(x: Tensor, rows: Tensor) -> Tensor:
             logits, labels = self.learner.model(x).float(), self.y[rows]
-            right = logits.argmax(1) == labels
+            right = self.selection.right(logits.detach(), labels)
             recalled = Targets(pool.logits[rows], pool.known[rows])
             parts = self._split(right, recalled.known)
             counts.add_(torch.stack([part.sum() for part in parts]))
             fused_rows = Targets(fused.logits[rows], fused.known[rows])
             targets = select_targets(parts, recalled, fused_rows)
             pool.keep(rows, logits.detach(), right)
-            return selective_loss(
+            return self.selection.loss(
                 logits, labels, targets.logits, targets.known, self.settings.epsilon
             )
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fedhet.algorithms import ScoreKind
 from fedhet.algorithms.consensus import mean_scores
 from fedhet.base.arrays import Array, group, grouped
 from fedhet.base.seeding import numpy_rng
@@ -35,6 +36,9 @@ class FedMdStrategy(HetStrategy):
 
     def init(self) -> None:
         """Start with an empty consensus and no requested public samples."""
+        self._exchanged: ScoreKind = self.settings.exchanged_in(self.learning_task)
+        """Kind of scores, which is also the name of the message field."""
+        self._unused = self.settings.unused_in(self.learning_task)
         self.public = self.public_set(labeled=self.settings.public_epochs > 0)
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")
@@ -56,7 +60,8 @@ class FedMdStrategy(HetStrategy):
 
     def sizes(self, client: ClientInfo) -> Sizes:
         """Return the sizes of axes C (classes) and Q (requested public samples)."""
-        return Sizes({"C": client.classes, "Q": len(self.requested)}, rows={"Q": self.requested})
+        axes, unused = {"C": client.classes, "Q": len(self.requested)}, self._unused
+        return Sizes(axes, rows={"Q": self.requested}, unused=unused)
 
     def eval_instruction(self, round: int, client: ClientInfo) -> Knowledge | None:
         """Return the last consensus, on which clients train before they evaluate."""
@@ -69,7 +74,7 @@ class FedMdStrategy(HetStrategy):
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Compute the consensus from the replies ("Aggregate")."""
-        self.consensus_rows, field = self.requested, self.settings.exchanged
+        self.consensus_rows, field = self.requested, self._exchanged
         self.scores = {reply.client.name: reply.knowledge.tensors[field] for reply in replies}
         self._update_consensus()
         return {}
@@ -96,7 +101,7 @@ class FedMdStrategy(HetStrategy):
         """Return the consensus and its public samples, if they exist."""
         if self.consensus is None:
             return {}
-        return {self.settings.exchanged: self.consensus, "rows": self.consensus_rows}
+        return {self._exchanged: self.consensus, "rows": self.consensus_rows}
 
     def _update_consensus(self) -> None:
         scores = [self.scores[name] for name in sorted(self.scores)]

@@ -196,6 +196,8 @@ class Sizes:
     """Shapes and dtypes of the model's tensors, by WeightsField."""
     rows: Mapping[str, Array] = dataclass_field(default_factory=dict)
     """Row indices, by letter, for axes that cover a subset of the public samples."""
+    unused: tuple[str, ...] = ()
+    """Names of fields that messages of the run must not contain, because of its task."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +253,9 @@ class Contract:
             KnowledgeError: If the message violates the contract. The error describes the first
                 violation.
         """
-        scalar_names = {f.name for f in self.fields if isinstance(f, ScalarField)}
-        tensor_names = {f.name for f in self.fields if isinstance(f, TensorField)}
+        fields = [field for field in self.fields if field.name not in sizes.unused]
+        scalar_names = {f.name for f in fields if isinstance(f, ScalarField)}
+        tensor_names = {f.name for f in fields if isinstance(f, TensorField)}
         models = set(self.weights)
         for name in scalars:
             if name not in scalar_names:
@@ -262,7 +265,7 @@ class Contract:
             if name not in tensor_names and not (slash and model in models):
                 raise _undeclared(sender, name, tensor_names | models)
         axes = dict(sizes.axes)
-        for field in self.fields:
+        for field in fields:
             if isinstance(field, WeightsField):
                 _check_weights(sender, field, tensors, sizes.models.get(field.name, {}), axes)
             elif field.name not in (scalars if isinstance(field, ScalarField) else tensors):
@@ -271,7 +274,8 @@ class Contract:
             elif isinstance(field, ScalarField):
                 _check_scalar(sender, field, scalars[field.name])
             else:
-                _check_tensor(sender, field, tensors, axes)
+                needs = tuple(name for name in field.needs if name not in sizes.unused)
+                _check_tensor(sender, replace(field, needs=needs), tensors, axes)
 
 
 @dataclass(frozen=True)
