@@ -29,7 +29,7 @@ from fedhet.data.spec import (
     reading,
 )
 from fedhet.data.tables import labeled_split, read_schema
-from fedhet.data.tasks import Classification, find_task
+from fedhet.data.tasks import CLASSIFICATION, Classification, find_task
 from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
@@ -101,9 +101,10 @@ class Declaration:
         spec = DataSpec.model_construct(
             **dict(table.model_copy(update=own)), clients=1, seed=FIXED_SEED
         )
+        low = find_task(spec.task).min_outputs
         outputs = (0, len(names)) if names else ()
-        if type(number) is not int or not (2 <= number <= MAX_CLASSES or number in outputs):
-            rule = f"expected an integer from 2 to {MAX_CLASSES}"
+        if type(number) is not int or not (low <= number <= MAX_CLASSES or number in outputs):
+            rule = f"expected an integer from {low} to {MAX_CLASSES}"
             raise DataError(f"{path}: num-classes: {rule}, got {number!r}. {_DECLARE}")
         if names and number not in (0, len(names)):
             where = root / (SCHEMA if schema else CLASSES)

@@ -21,7 +21,7 @@ class FedGemsSettings(MethodSettings):
 
     server_model: ModelName = Field("gems-resnet56", description="server model")
     epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.75, description="weight of the cross-entropy in the losses (Eq. 2, 5 and 6)"
+        0.75, description="weight of the loss on the labels in the losses (Eq. 2, 5 and 6)"
     )
     selective: bool = Field(
         True,

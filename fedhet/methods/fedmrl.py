@@ -20,12 +20,8 @@ class FedMrlSettings(fedavg.FedAvgSettings):
         32,
         description="width d1 of the shared model's features",
     )
-    shared_weight: NonNegative = Field(
-        1.0, description="weight m^G of the cross-entropy of the shared head"
-    )
-    own_weight: NonNegative = Field(
-        1.0, description="weight m^F of the cross-entropy of the local head"
-    )
+    shared_weight: NonNegative = Field(1.0, description="weight m^G of the loss of the shared head")
+    own_weight: NonNegative = Field(1.0, description="weight m^F of the loss of the local head")
 
     @property
     def width(self) -> int:
@@ -47,17 +43,15 @@ SPEC = replace(
     replies=Contract(
         (
             WeightsField("weights", "shared model after training"),
+            ScalarField("fine_loss", float, "mean loss of the local head", required=False, low=0),
             ScalarField(
-                "fine_loss", float, "mean cross-entropy of the local head", required=False, low=0
-            ),
-            ScalarField(
-                "coarse_loss", float, "mean cross-entropy of the shared head", required=False, low=0
+                "coarse_loss", float, "mean loss of the shared head", required=False, low=0
             ),
         )
     ),
     metrics={
-        "fine_loss": "cross-entropy of the local head on the fused features",
-        "coarse_loss": "cross-entropy of the shared head on the coarse part of the fused features",
+        "fine_loss": "loss of the local head on the fused features",
+        "coarse_loss": "loss of the shared head on the coarse part of the fused features",
     },
     privacy=replace(BOTH_MODELS, models=("shared",)),
 )

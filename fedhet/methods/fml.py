@@ -20,12 +20,13 @@ class FmlSettings(fedavg.FedAvgSettings):
     meme: ModelName = Field("cnn2", description="meme model, the same on all clients")
     alpha: Share = Field(
         0.5,
-        description="weight alpha of the private model's cross-entropy; its divergence has weight "
-        "1 - alpha",
+        description="weight alpha of the private model's loss on the labels; its divergence has "
+        "weight 1 - alpha",
     )
     beta: Share = Field(
         0.5,
-        description="weight beta of the meme's cross-entropy; its divergence has weight 1 - beta",
+        description="weight beta of the meme's loss on the labels; its divergence has weight "
+        "1 - beta",
     )
 
 

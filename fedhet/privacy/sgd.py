@@ -230,7 +230,9 @@ def _dependence_on_random_inputs(
         try:
             logits = model(x)
             weights = torch.arange(1.0, logits.shape[1] + 1, dtype=dtype)
-            (logits.log_softmax(1) * weights).sum().backward()
+            # A single output, as in regression, has the log softmax 0, without a gradient.
+            losses = logits.log_softmax(1) if logits.shape[1] > 1 else logits.square()
+            (losses * weights).sum().backward()
             per_sample = [getattr(p, "grad_sample", None) for p in model.parameters()]
             return [each[0].clone() for each in per_sample if each is not None]
         finally:

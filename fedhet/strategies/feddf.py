@@ -7,6 +7,8 @@ in the appendix.
 As in the authors' code, each round uses a new Adam optimizer with cosine annealing over the steps
 of the round. Their code selects the student that is best on labeled validation data. Here, the
 student closest to the ensemble on the public data is selected, which requires no labels.
+
+In regression (not in the paper), students learn the ensemble's mean output with squared errors.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ and on its own data ("Revisit"), and then predicts the requested public samples 
 Round 1 is the transfer learning and the paper's first "Communicate". Round t + 1 covers the steps
 from the consensus in the paper's round t to the next scores. The last consensus is sent with the
 last evaluation, and clients train on it before they evaluate.
+
+In regression (not in the paper), the scores are outputs, i.e. standardized predictions.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Liping Yi, Han Yu, Chao Ren, Gang Wang, Xiaoguang Liu and Xiaoxiao Li, Federated Model Heterogeneous
 Matryoshka Representation Learning, NeurIPS 2024.
+
+In regression (not in the paper), both heads learn the targets with squared errors.
 """
 
 from fedhet.methods.fedmrl import SPEC
