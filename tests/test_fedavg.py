@@ -177,7 +177,7 @@ def test_a_clients_round_is_its_algorithm(tmp_path, method):
         np.testing.assert_allclose(parameter.detach(), personal[name].numpy(), rtol=1e-4, atol=1e-6)
 
 
-def slow_bayes(client, instruction, *, zeta, steps, noise, eps):
+def slow_bayes(client, instruction, *, zeta, steps, noise, eps, loss=F.cross_entropy):
     """Zhang et al., Algorithm 1, with the draws in `noise`: steps on q, then Adam on w."""
     own = {name: p.detach().double() for name, p in client.network.named_parameters()}
     kept = {k.removeprefix("scale/"): v for k, v in client.state.tensors.items()}
@@ -200,7 +200,7 @@ def slow_bayes(client, instruction, *, zeta, steps, noise, eps):
     def personal(q):
         drawn = {k: q[k, 0] + noise * torch.log1p(q[k, 1].exp()) for k in own}
         logits = torch.func.functional_call(model, drawn, (x,))
-        return F.cross_entropy(logits, y) + divergence(q, w)
+        return loss(logits, y) + divergence(q, w)
 
     for epoch in range(1, client.training.local_epochs + 1):
         for _ in range(steps):

@@ -22,9 +22,11 @@ from rounds import (
     state_of,
     step,
 )
+from test_fedavg import slow_bayes
 from test_privacy_steps import MIXES, Own
 from test_tasks import NAMES, on_table, write
 from torch import nn
+from torch.distributions import Normal
 
 from fedhet import models
 from fedhet.algorithms.distillation import (
@@ -37,6 +39,7 @@ from fedhet.algorithms.distillation import (
 )
 from fedhet.algorithms.feature_models import matryoshka_losses
 from fedhet.base.errors import DataError, KnowledgeError, ModelError, SettingsError
+from fedhet.config.reference import tasks
 from fedhet.config.resolve import resolve
 from fedhet.data.cells import read_table
 from fedhet.data.site import Declaration
@@ -67,7 +70,7 @@ def table(tmp_path_factory):
 
 def federation(method, table, tmp_path, **changes):
     """Return a server and three clients that descend on all their data."""
-    return Server(on_table(method, table, **{**fast(method), **STEPS, **changes}), tmp_path / "run")
+    return Server(on_table(method, table, **{**fast(method), **STEPS, **changes}), tmp_path)
 
 
 def squared(outputs, targets):
@@ -388,6 +391,28 @@ def test_without_adapters_methods_of_adapters_are_averages(table, tmp_path, meth
             assert tensors.keys() == pairs[1][name].keys()
             for key, value in tensors.items():
                 np.testing.assert_allclose(value, pairs[1][name][key], rtol=1e-5, atol=1e-7)
+
+
+def test_pfedbayes_descends_a_gaussian_likelihood(table, tmp_path, monkeypatch, steady_adam):
+    """The loss is -log N(y; f(x), 1/2) without its constant, i.e. the squared error."""
+
+    def likelihood(outputs, y):
+        logs = Normal(outputs, 0.5**0.5).log_prob(y.double())
+        return -(logs + 0.5 * np.log(np.pi)).mean()
+
+    monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.ones(shape))
+    bayes = {"pfedbayes.zeta": 3.0, "pfedbayes.steps": 2, "pfedbayes.noise": 0.25}
+    pool = {"models.pool": ["mlp"], "training.lr": 0.02}
+    server = federation("pfedbayes", table, tmp_path, **bayes, **pool)
+    server.play(1)
+    asked = server.ask(2)
+    client, told = client_of(asked[0][0]), instruction_of(asked[0])
+    options = {"zeta": 3.0, "steps": 2, "noise": 0.25, "eps": steady_adam, "loss": likelihood}
+    q, w = slow_bayes(client, told, **options)
+    reply, near = reply_of(server.answers(asked)[0][1]), {"rtol": 1e-3, "atol": 2e-5}
+    for name, parameter in client.network.named_parameters():
+        np.testing.assert_allclose(parameter.detach(), q[name, 0], **near)
+        np.testing.assert_allclose(reply.group("weights")[name], w[name, 0], **near)
 
 
 @pytest.mark.parametrize("method", ["fedmd", "ds-fl"])
@@ -751,6 +776,18 @@ def test_settings_for_classes_are_refused(table, setting, value, expected):
         on_table(setting.partition(".")[0], table, **{setting: value})
     text = str(error.value)
     assert f"'{setting}': the task is regression, expected {expected}, got " in text
+
+
+def test_a_method_is_shown_with_its_tasks():
+    shown = {name: tasks(find_method(name)) for name in ("fedavg", "fedkd", "cofed", "ds-fl")}
+    assert shown["fedavg"] == "Tasks (`data.task`): classification, regression."
+    assert shown["fedkd"] == shown["fedavg"]
+    assert shown["cofed"] == (
+        "Tasks (`data.task`): classification; no other task, because its clients vote on classes."
+    )
+    assert shown["ds-fl"].endswith(
+        "; regression requires ds-fl.loss=mse or mae, ds-fl.aggregation=sa."
+    )
 
 
 def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):

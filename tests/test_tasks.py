@@ -49,6 +49,7 @@ NAMES = load_diabetes().feature_names
 REGRESSION = (
     "local", "central", "fedavg", "fedprox", "fedbn", "fedper", "lg-fedavg", "pfedme", "heterofl",
     "fml", "fedkd", "fedmrl", "fedlora", "fedsa", "fedmd", "ds-fl", "feddf", "fedgems",
+    "pfedbayes",
 )  # fmt: skip
 
 

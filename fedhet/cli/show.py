@@ -54,7 +54,7 @@ def methods_command(
     method = find_method(name)
     spec = method.spec
     console.print(f"[bold]{name}[/]: {escape(spec.title)}\n{escape(spec.paper)}")
-    supported = reference.defenses, reference.privacy, reference.summation
+    supported = reference.tasks, reference.defenses, reference.privacy, reference.summation
     for describe in (reference.default_models, *supported):
         console.print(describe(method), markup=False)
     if method.settings():

@@ -275,6 +275,16 @@ def _summed(method: Method) -> str:
     return f"sums of {'; '.join(sums)}" + (f"; requires {needs}" if needs else "")
 
 
+def tasks(method: Method) -> str:
+    """Return a sentence about the tasks that a method supports, and the settings they require."""
+    parts = [", ".join(method.spec.tasks)]
+    if len(method.spec.tasks) == 1:
+        parts.append(f"no other task, because {method.spec.only_tasks}")
+    for task, needs in method.spec.task_settings.items():
+        parts.append(f"{task} requires {_requirements(method, needs)}")
+    return f"Tasks (`data.task`): {'; '.join(parts)}."
+
+
 def defenses(method: Method) -> str:
     """Return a sentence with the robust aggregation rules that a method supports."""
     rules, robustness = ", ".join(method.spec.defenses) or "none", method.spec.robustness

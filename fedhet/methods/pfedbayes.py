@@ -40,7 +40,6 @@ SPEC = replace(
     title="personal Gaussian weight distributions close to a shared distribution",
     paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
     headline="personal",
-    tasks=("classification",),
     settings=PFedBayesSettings,
     sizes=gaussian_sizes,
     instructions=Contract(

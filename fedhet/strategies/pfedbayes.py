@@ -2,6 +2,9 @@
 
 Xu Zhang, Yinchuan Li, Wenpeng Li, Kaiyang Guo and Yunfeng Shao, Personalized Federated Learning via
 Variational Bayesian Inference, ICML 2022.
+
+In regression (not in the paper's experiments), the loss is the squared error. For one target, it is
+the negative log likelihood, up to a constant, of a Gaussian with variance 1/2.
 """
 
 from __future__ import annotations
