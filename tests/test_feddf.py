@@ -12,6 +12,7 @@ from federation import Server, client_of, small
 from interruption import cut_and_resumed
 from rounds import altered, instruction_of, reply_of, same
 
+from fedhet.algorithms.distillation import distillation_loss
 from fedhet.algorithms.weights import RunningAverage
 from fedhet.base.errors import DivergedError
 from fedhet.data.store import RunData
@@ -142,7 +143,7 @@ def test_the_closest_student_is_kept_and_judged_in_evaluation_mode():
     start = copy.deepcopy(student.state_dict())
     with torch.no_grad():
         teacher = copy.deepcopy(student).eval()(x)
-    closest = feddf._Closest(student, x, teacher, CPU)
+    closest = feddf._Closest(student, x, teacher, CPU, distillation_loss)
     for epochs, noise in enumerate((3, 1, 2, 1)):
         noisy = {name: value + 0.02 * noise for name, value in start.items() if value.ndim}
         student.load_state_dict(start | noisy)
