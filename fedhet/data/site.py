@@ -29,7 +29,7 @@ from fedhet.data.spec import (
     reading,
 )
 from fedhet.data.tables import labeled_split, read_schema
-from fedhet.data.tasks import CLASSIFICATION, Classification, find_task
+from fedhet.data.tasks import Classification, find_task
 from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings

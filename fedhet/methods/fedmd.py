@@ -11,7 +11,7 @@ from fedhet.data.tasks import Task
 from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
-from fedhet.wire.contract import Contract, Sum, TensorField, all_or_none
+from fedhet.wire.contract import Contract, Sum, TensorField
 
 MIN_SAMPLE = 2
 """Minimum number of public samples on which a client can train."""
