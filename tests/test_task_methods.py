@@ -708,6 +708,39 @@ def test_a_single_output_does_not_hide_gradients_of_other_samples():
     sgd._TESTED.clear()
 
 
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [
+        ("fedavg", "weights"),
+        ("ds-fl", "logits"),
+        *(pytest.param(name, field, marks=pytest.mark.slow)
+          for name, field in (("fml", "weights"), ("fedmrl", "weights"), ("fedmd", "logits"),
+                              ("pfedbayes", "weights"), ("heterofl", "weights"))),
+    ],
+)  # fmt: skip
+def test_masked_sums_give_the_same_instructions_as_plain_replies(table, tmp_path, method, field):
+    changes = {"heterofl.levels": ["a", "b"], "heterofl.weighting": "samples"}
+    changes = {**(changes if method == "heterofl" else {}), "clients": 6, "data.partition": "iid"}
+    told = []
+    for secure in (False, True):
+        masked = {"privacy.secure-aggregation": True} if secure else {}
+        (directory := tmp_path / f"{secure}").mkdir()
+        server = federation(method, table, directory, **changes, **masked)
+        _, answers = server.play(1)
+        assert all(
+            any(name.startswith("masked/" if secure else field) for name in reply_of(sent).tensors)
+            for _, sent in answers
+        )
+        told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.ask(2)})
+    assert told[0].keys() == told[1].keys()
+    for name, plain in told[0].items():
+        summed = told[1][name].tensors
+        assert plain.tensors.keys() == summed.keys()
+        assert any(key.startswith(field) for key in summed)
+        for key, value in plain.tensors.items():
+            np.testing.assert_allclose(summed[key], value, rtol=2e-6, atol=4e-6, err_msg=key)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fml", "fedkd", "fedmd"])
 def test_a_private_run_stays_within_its_budget(table, tmp_path, method):
     chosen = {"privacy.epsilon": 8.0, "rounds": 1}

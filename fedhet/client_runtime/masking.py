@@ -86,7 +86,7 @@ class Masking:
             raise MaskingError("node-config 'peers': not set, expected a peers file")
         self._peers, self._key, self._name = node.peers, node.peers_key, node.name
         self._contract, self._settings = config.method.spec.replies, config.method_settings
-        self._sums = config.method.spec.sums.of(config.method_settings)
+        self._sums = config.method.spec.sums.of(config.method_settings, config.run.data.task)
         self._classes, cap = info.classes, node.peers.cap
         self._samples = cap if config.run.privacy.is_on else min(info.samples, cap)
         self._is_site = node.is_site and not config.run.privacy.is_on

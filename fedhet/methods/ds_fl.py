@@ -45,5 +45,10 @@ SPEC = replace(
     task_settings={"regression": {"loss": ("mse", "mae"), "aggregation": ("sa",)}},
     instructions=fedmd.instructions("probabilities", "logits"),
     replies=fedmd.replies("probabilities", "logits"),
-    sums=Sums((Sum(("probabilities",), "clients"),)),
+    sums=Sums(
+        (
+            Sum(("probabilities",), "clients", distribution=True),
+            Sum(("logits",), "clients", distribution=False),
+        )
+    ),
 )

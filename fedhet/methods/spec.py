@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import SettingsError
+from fedhet.data.tasks import AUTO, find_task
 from fedhet.kinds import Kind
 from fedhet.settings.defense import Average
 from fedhet.settings.run import TrainingSettings
@@ -122,12 +123,14 @@ class Sums:
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values required with secure aggregation, by field of the method's settings."""
 
-    def of(self, settings: Any) -> tuple[Sum, ...]:
-        """Return the sums that a run needs, given the settings of the method."""
+    def of(self, settings: Any, task: str = AUTO) -> tuple[Sum, ...]:
+        """Return the sums that a run needs, given the settings of the method and the task."""
+        known = (None, find_task(task).has_distribution)
         return tuple(
             lane
             for lane in self.lanes
-            if lane.only_if is None or getattr(settings, lane.only_if[0]) == lane.only_if[1]
+            if lane.distribution in known
+            and (lane.only_if is None or getattr(settings, lane.only_if[0]) == lane.only_if[1])
         )
 
 

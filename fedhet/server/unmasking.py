@@ -103,7 +103,8 @@ class Unmasking:
             StateError: If the file of requests is damaged.
         """
         spec = config.method.spec
-        self._sums, self._contract = spec.sums.of(config.method_settings), spec.replies
+        self._sums = spec.sums.of(config.method_settings, config.run.data.task)
+        self._contract = spec.replies
         self._settings, self._state = config.method_settings, state
         self._run, self._directory, self._timeout = run, directory, timeout
         self.min_clients = max(MIN_SUMMED, config.run.clients // 2 + 1)

@@ -296,6 +296,9 @@ class Sum:
     """Clients whose fields are summed: all clients, or the clients with the same architecture."""
     only_if: tuple[str, object] | None = None
     """Setting of the method and its value with which the fields are sent; None = always sent."""
+    distribution: bool | None = None
+    """Whether the fields are sent in tasks whose outputs are a distribution over classes (true) or
+    in other tasks (false); None = in all tasks."""
 
     def __post_init__(self) -> None:
         """Raise TypeError if the declaration is invalid."""
