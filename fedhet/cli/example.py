@@ -1,7 +1,7 @@
 """Command `example-data`: writes synthetic texts, signals or tables for first trials.
 
 Texts consist of random words, some of which are typical of a topic. Signals are noisy waves with
-four shapes. The data is not suitable as a benchmark.
+four shapes. Tables contain patients. The data is not suitable as a benchmark.
 """
 
 from __future__ import annotations
@@ -45,16 +45,24 @@ FORMS: Mapping[str, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 CHANNELS, STEPS = 3, 96
 BY = "site"
 """Column or array with the site of each sample."""
-SETTINGS = {"table": " --set target=outcome"}
-"""Additional options for a run on an example dataset."""
+HOSPITALS = {"north": (62.0, 1.0, 1.0), "east": (45.0, 2.2046, 1.0), "south": (75.0, 1.0, 88.42)}
+"""Mean age, and the scales of weight and creatinine, of the hospitals in `regression`: north uses
+kg and mg/dL, east uses pounds, and south uses µmol/L."""
+SETTINGS = {
+    "table": "felo --dataset table:{} --set target=outcome",
+    "regression": "fml --dataset table:{} --set task=regression --set target=days --set by=site "
+    "--clients 3",
+}
+"""Method and options of a run on an example dataset."""
 
 
 def write_example(kind: str, directory: Path) -> None:
     """Write training and test data of the given kind to a new directory.
 
     Texts are CSV files with the columns text, label and site. Tables are CSV files of patients,
-    with missing values and the label column outcome. Signals are .npz files with x [N, 3, 96], y
-    [N] and site [N]. Raises DataError if the directory is not empty.
+    with missing values and the label column outcome. `regression` is a table with the column days,
+    a length of stay. Signals are .npz files with x [N, 3, 96], y [N] and site [N]. Raises
+    DataError if the directory is not empty.
     """
     if directory.exists() and any(directory.iterdir()):
         raise DataError(f"{directory}: expected a new or empty directory")
@@ -72,6 +80,9 @@ def write_example(kind: str, directory: Path) -> None:
         if kind == "table":
             header = ("age", "sex", "admitted", "pressure", "ward", BY, "outcome")
             row = _patient
+        elif kind == "regression":
+            header = ("age", "weight", "creatinine", "crp", "admission", BY, "days")
+            row = _stay
         with (directory / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(header)
@@ -103,6 +114,23 @@ def _patient(rng: np.random.Generator) -> tuple[str, ...]:
     return (*values, f"site-{site}", outcome)
 
 
+def _stay(rng: np.random.Generator) -> tuple[str, ...]:
+    """Return a patient's row and length of stay, which age, creatinine, and CRP increase."""
+    site = str(rng.choice(list(HOSPITALS), p=[0.5, 0.25, 0.25]))
+    mean_age, weight_scale, creatinine_scale = HOSPITALS[site]
+    age, weight = float(np.clip(rng.normal(mean_age, 14), 18, 99)), rng.normal(75, 14)
+    creatinine, crp = rng.lognormal(0.1, 0.35), rng.lognormal(3, 0.8)
+    is_emergency = rng.random() < 0.4
+    log_days = 0.4 + age / 70 + 0.5 * creatinine + crp / 150 + 0.4 * is_emergency
+    log_days += 0.8 * ((weight - 75) / 40) ** 2
+    days = np.clip(np.exp(log_days - 0.6) * rng.lognormal(0, 0.25), 0.5, 90)
+    row = [f"{age:.0f}", f"{weight * weight_scale:.1f}", f"{creatinine * creatinine_scale:.2f}"]
+    row += [f"{crp:.0f}", "emergency" if is_emergency else "planned"]
+    is_missing = rng.random(len(row)) < 0.05
+    values = ["" if missing else value for value, missing in zip(row, is_missing, strict=True)]
+    return (*values, site, f"{days:.1f}")
+
+
 def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.float64]:
     """Return a noisy wave [3, 96] with one shape and a frequency that depends on the owner."""
     wave = list(FORMS.values())[form]
@@ -114,7 +142,8 @@ def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.f
 
 def example_command(
     kind: Annotated[
-        Literal["text", "signal", "table"], typer.Argument(help="Kind of the samples.")
+        Literal["text", "signal", "table", "regression"],
+        typer.Argument(help="Kind of the samples; regression = a table with a numeric target."),
     ],
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Output directory; must be new or empty.")
@@ -122,4 +151,5 @@ def example_command(
 ) -> None:
     """Write a small synthetic dataset of texts, signals or table rows."""
     write_example(kind, directory)
-    say(f"fedhet run felo --dataset {kind}:{directory}{SETTINGS.get(kind, '')}")
+    run = SETTINGS.get(kind, f"felo --dataset {kind}:{{}}")
+    say(f"fedhet run {run.format(directory)}")
