@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 
+import numpy as np
 import psutil
 import pytest
 from bases import make_bases
@@ -24,6 +25,7 @@ from fedhet.data.store import RunData
 from fedhet.deployment import certs, control
 from fedhet.deployment.control import submit
 from fedhet.deployment.local import LocalDeployment, free_port
+from fedhet.inference.client import open_client, read_inputs
 from fedhet.kinds import IMAGE
 from fedhet.methods.registry import find_method, method_names
 
@@ -215,6 +217,51 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
         summary, said = to_the_end(deployment, small("felo", **common, **there), tmp_path / "run")
     assert not any("left out" in line for line in said)
     assert summary["accuracy"] == run(simulated, tmp_path / "simulated")["accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sites_predict_numbers_as_in_a_simulation(tmp_path):
+    """Three hospitals with a model each learn a length of stay, standardized by the schema."""
+    write_example("regression", tmp_path / "stay")
+    everyone = tmp_path / "stay" / "train.csv"
+    table = {"dataset": f"table:{everyone}", "target": "days", "by": "site", "max_samples": 0}
+    common = {"clients": 3, "rounds": 3, "models": ["mlp", "mlp2", "mlp3"]}
+    common |= {"data.task": "regression", "early-stopping": 3, "keep-best": True}
+    simulated = small("fml", **common, **table)
+    folders = site_folders(everyone, simulated, tmp_path / "sites")
+    schema = RunData.of(simulated.run).dataset.schema.to_toml()
+    with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
+        deployment.stop("site-0", "site-1", "site-2")  # started with partitions
+        for k, folder in enumerate(folders):
+            (folder / "schema.toml").write_text(schema)
+            (folder / "classes.txt").unlink()
+            node = {"data": folder, "name": f"client-{k}", "model": common["models"][k]}
+            words = " ".join(f'{key}="{value}"' for key, value in node.items())
+            deployment.start_node(k, **{"node-config": words})
+        there = {"models.num-classes": 1, "data.sample-kind": "table", "join_timeout": 300.0}
+        summary, said = to_the_end(deployment, small("fml", **common, **there), tmp_path / "run")
+    assert not any("left out" in line for line in said)
+    alone = run(simulated, tmp_path / "simulated")
+    assert (summary["metric"], summary["accuracy"]) == ("rmse", {})
+    assert summary["metrics"] == alone["metrics"]
+    assert [each["metrics"] for each in summary["history"]] == [
+        each["metrics"] for each in alone["history"]
+    ]
+    # A site predicts days with its model, which stays at the site.
+    for k, folder in enumerate(folders):
+        state = tmp_path / "deployment" / "state" / f"site-{k}"
+        predicted = []
+        for directory in (state, tmp_path / "simulated"):
+            client = open_client(directory, f"client-{k}")
+            _, x = read_inputs([folder / "test.csv"], client.record)
+            predicted.append(client.predict(x).values)
+        np.testing.assert_array_equal(*predicted)
+        with (folder / "test.csv").open(encoding="utf-8", newline="") as file:
+            days = np.array([[float(row["days"])] for row in csv.DictReader(file)])
+        error = float(np.sqrt(((predicted[0] - days) ** 2).mean()))
+        scores = summary["metrics"]["rmse"]["personal"]["private"]["per_client"]
+        assert scores[f"client-{k}"] == pytest.approx(error, rel=1e-4)
 
 
 @pytest.mark.slow

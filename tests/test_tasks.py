@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from federation import Server, client_of, records, run, small
+from federation import Server, client_of, fast, records, run, small
 from flwr.common import Context, RecordDict, parameters_to_ndarrays
 from safetensors.numpy import load_file
 from sklearn import metrics as sk
@@ -343,6 +343,48 @@ def test_a_run_speaks_of_its_headline_metric(tmp_path):
     frame = Result(loaded).to_frame()
     assert {"rmse", "mae", "r2"} <= {*frame.columns}
     assert "accuracy" not in frame.columns
+
+
+def test_clients_with_the_highest_squared_errors_are_selected(tmp_path):
+    """Round 3 of power-of-choice, after two rounds in which every client replied once."""
+    chosen = {"clients": 6, "fraction": 0.5, "pace.select": "power-of-choice"}
+    chosen |= {"pace.candidates": 6, "training.batch-size": 500, "training.local-epochs": 1}
+    path = write(tmp_path / "a.csv")
+    server = Server(on_table("local", path, **chosen), tmp_path / "run")
+    losses, waited = {}, {}
+    for number in (1, 2):
+        asked = server.ask(number)
+        for proxy, _ in asked:
+            client = client_of(proxy)
+            client.state.restore(server.log.run_name, before=number)
+            client.network.train()  # as in the single step of the epoch
+            gap = client.network(client.x).detach().numpy() - client.y.numpy()
+            losses[client.name] = float((gap.astype(float) ** 2).mean())
+            waited[client.name] = number
+        server.strategy.aggregate_fit(number, server.answers(asked), [])
+        server.close(number)
+    assert sorted(waited.values()) == [1, 1, 1, 2, 2, 2]
+    highest = sorted(losses, key=lambda name: -losses[name])[:3]
+    selected = [client_of(proxy).name for proxy, _ in server.ask(3)]
+    assert sorted(selected) == sorted(highest)
+
+
+THREE = ("mlp", "mlp2", "mlp3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fml", "fedmd", "feddf"])
+def test_three_architectures_on_ray_give_the_numbers_of_one_process(method, tmp_path):
+    changes = {**fast(method), "models.pool": THREE}
+    for backend in ("inline", "ray"):
+        chosen = {**changes, "engine.backend": backend}
+        run(on_table(method, write(tmp_path / "a.csv"), **chosen), tmp_path / backend)
+    one, other = (records(tmp_path / name) for name in ("inline", "ray"))
+    for mine, others in zip(one, other, strict=True):
+        assert mine["metrics"] == others["metrics"]
+        assert mine["metrics"]["rmse"]["personal"]
+    models = json.loads((tmp_path / "ray" / "summary.json").read_text())["models"]
+    assert sorted(models.values()) == sorted(THREE)
 
 
 # --- after a run ----------------------------------------------------------------------------------
