@@ -137,6 +137,7 @@ def _method(method: Method) -> str:
     needed, pool = _needs(spec), spec.pool(IMAGE)
     lines = [
         f"Requires: {needed}." if needed else "",
+        tasks(method) if len(spec.tasks) > 1 else "",
         f"Headline metric: `{spec.headline}` accuracy.",
         f"Default model: `{pool[0]}` for images." if len(pool) == 1 else "",
         _messages(spec),
