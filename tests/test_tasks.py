@@ -359,14 +359,14 @@ def test_clients_with_the_highest_squared_errors_are_selected(tmp_path):
             client.state.restore(server.log.run_name, before=number)
             client.network.train()  # as in the single step of the epoch
             gap = client.network(client.x).detach().numpy() - client.y.numpy()
-            losses[client.name] = float((gap.astype(float) ** 2).mean())
-            waited[client.name] = number
+            losses[proxy.cid] = float((gap.astype(float) ** 2).mean())
+            waited[proxy.cid] = number
         server.strategy.aggregate_fit(number, server.answers(asked), [])
         server.close(number)
     assert sorted(waited.values()) == [1, 1, 1, 2, 2, 2]
     highest = sorted(losses, key=lambda name: -losses[name])[:3]
-    selected = [client_of(proxy).name for proxy, _ in server.ask(3)]
-    assert sorted(selected) == sorted(highest)
+    selected = [proxy.cid for proxy, _ in server.ask(3)]
+    assert sorted(selected) == sorted(highest), losses
 
 
 THREE = ("mlp", "mlp2", "mlp3")

@@ -202,14 +202,15 @@ def check_models_and_data(config: Config, data: RunData) -> None:
 def peers_of(data: RunData) -> tuple[Peers, dict[str, X25519PrivateKey]]:
     """Return new peers for the clients of a simulation, and their private keys by name.
 
-    Each client lists the classes of its training samples. The cap on sample weights is the size of
-    the largest client.
+    In classification, each client lists the classes of its training samples. The cap on sample
+    weights is the size of the largest client.
     """
     labels, names = data.dataset.train.y, [*data.label_counts()]
     rows = [data.split_rows(index)[0] for index in range(len(names))]
     classes = {
         name: [str(label) for label in sorted({*labels[own].tolist()})]
         for name, own in zip(names, rows, strict=True)
+        if data.dataset.task.has_distribution
     }
     return simulated_peers(names, cap=max(map(len, rows)), classes=classes)
 
