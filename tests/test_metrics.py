@@ -331,7 +331,7 @@ def test_a_runs_metrics_are_in_its_files(judged):
     page = (directory / "report.html").read_text()
     for title in ("Balanced accuracy", "Macro F1", "AUC", "Test loss", "Calibration error"):
         assert f"{title}, " in page
-    assert "Recall by class" in page
+    assert "Scores by class" in page
 
 
 def test_with_the_default_nothing_else_changes(judged, tmp_path):

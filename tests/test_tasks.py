@@ -602,7 +602,6 @@ def test_methods_declare_their_tasks():
         ({"data.task": "regressions"}, "did you mean 'regression'"),
         ({"metrics": ["rmse"]}, "setting 'metrics': the task is classification, .* got 'rmse'"),
         ({"data.task": "regression", "metrics": ["auc"]}, "names from rmse, mae, r2, got 'auc'"),
-        ({"data.task": "regression", "models.pool": ["sk-tree"]}, "expected neural networks"),
         ({"data.task": "regression", "training.semi": "fixmatch"}, "expected none"),
     ],
 )

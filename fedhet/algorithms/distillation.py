@@ -18,7 +18,7 @@ take the place of the logits; see `fedhet.data.tasks.Task`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,6 +66,16 @@ def divergences(teacher: Tensor, student: Tensor) -> Tensor:
 def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean squared error of each sample, of shape [N], for outputs [N, C]."""
     return (outputs.float() - targets.float()).square().mean(1)
+
+
+def pinball_errors(outputs: Tensor, targets: Tensor, levels: Sequence[float]) -> Tensor:
+    """Return the quantile losses, of shape [N, K, Q], for outputs [N, K * Q] and targets [N, K].
+
+    The loss of an output q at level t is t (y - q) if q <= y, and (1 - t) (q - y) otherwise.
+    """
+    errors = targets.unsqueeze(2) - outputs.reshape(*targets.shape, len(levels))
+    slopes = errors.new_tensor(levels)
+    return torch.maximum(slopes * errors, (slopes - 1) * errors)
 
 
 def digest_losses(kind: DigestLoss, logits: Tensor, consensus: Tensor, scores: ScoreKind) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 from fedhet.base.arrays import Array
 from fedhet.base.errors import closest
 
-ACCURACY, RMSE, R2 = "accuracy", "rmse", "r2"
+ACCURACY, RMSE, R2, COVERAGE = "accuracy", "rmse", "r2", "coverage"
 CLASSIFICATION, REGRESSION = "classification", "regression"
 BINS = 15
 """Number of bins for the calibration error (Guo et al., ICML 2017)."""
@@ -38,11 +38,19 @@ class Predictions:
     """Predicted class of each sample, or predicted targets, of the same shape."""
     probabilities: Array = field(default_factory=lambda: np.zeros((0, 0)))
     """Class probabilities, of shape [N, C], in float64; empty if the targets are numbers."""
+    intervals: Array | None = None
+    """Lower and upper end of the predicted intervals, of shape [N, K, 2], or None."""
 
     @property
     def present(self) -> Array:
         """Classes with test samples, in ascending order."""
         return np.unique(self.truth)
+
+    def target(self, column: int) -> Predictions:
+        """Return the predictions of a single target column."""
+        part = slice(column, column + 1)
+        intervals = None if self.intervals is None else self.intervals[:, part]
+        return Predictions(self.truth[:, part], self.predicted[:, part], intervals=intervals)
 
 
 def recalls(predictions: Predictions) -> dict[str, float]:
@@ -123,6 +131,17 @@ def r2(predictions: Predictions) -> float | None:
     return max(float((1 - (errors**2).sum(0) / total).mean()), -MAX_ERROR)
 
 
+def coverage(predictions: Predictions) -> float | None:
+    """Return the fraction of the targets inside their intervals, including the ends.
+
+    Returns None if there are no intervals.
+    """
+    if predictions.intervals is None:
+        return None
+    lower, upper = predictions.intervals[..., 0], predictions.intervals[..., 1]
+    return float(((lower <= predictions.truth) & (predictions.truth <= upper)).mean())
+
+
 @dataclass(frozen=True)
 class Metric:
     """Metric of a model on a test split."""
@@ -142,6 +161,8 @@ class Metric:
     """Name of the task whose predictions the metric scores."""
     by_class: bool = False
     """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
+    by_target: bool = False
+    """Whether the metric is also reported for each of several targets, as `rmse.0`, ..."""
 
     @property
     def is_fraction(self) -> bool:
@@ -165,9 +186,16 @@ METRICS = {
         Metric("test-loss", "test loss", test_loss, highest=37.0, lower_is_better=True),
         Metric("calibration-error", "calibration error", calibration_error, lower_is_better=True),
         Metric("recall", "recall", recalls, by_class=True),
-        Metric(RMSE, "RMSE", rmse, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION),
-        Metric("mae", "MAE", mae, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION),
-        Metric(R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION),
+        Metric(
+            RMSE, "RMSE", rmse, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION,
+            by_target=True,
+        ),
+        Metric(
+            "mae", "MAE", mae, highest=MAX_ERROR, lower_is_better=True, task=REGRESSION,
+            by_target=True,
+        ),
+        Metric(R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION, by_target=True),
+        Metric(COVERAGE, "coverage", coverage, task=REGRESSION, by_target=True),
     )
 }  # fmt: skip
 """All metrics, by their name in the setting `metrics`. A task from another package adds its own
@@ -192,23 +220,31 @@ def select_metrics(names: Iterable[str]) -> tuple[str, ...]:
 
 def measure(metrics: Sequence[str], predictions: Predictions) -> dict[str, float]:
     """Return the values of the metrics by reported name; undefined metrics are omitted."""
-    values: dict[str, float] = {}
+    values: dict[str, float | None] = {}
     for name in metrics:
-        value = METRICS[name].compute(predictions)
+        metric = METRICS[name]
+        value = metric.compute(predictions)
         if isinstance(value, Mapping):
             values |= {f"{name}.{label}": each for label, each in value.items()}
-        elif value is not None:
-            values[name] = value
-    return values
+            continue
+        values[name] = value
+        targets = predictions.truth.shape[1] if metric.by_target else 1
+        for column in range(targets if targets > 1 else 0):
+            of_target = metric.compute(predictions.target(column))
+            assert not isinstance(of_target, Mapping)
+            values[f"{name}.{column}"] = of_target
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def measured_names(metrics: Sequence[str], classes: int) -> list[str]:
-    """Return the reported names of the metrics, with one name per class for per-class metrics."""
-    return [
-        f"{name}.{label}" if METRICS[name].by_class else name
-        for name in metrics
-        for label in range(classes if METRICS[name].by_class else 1)
-    ]
+    """Return the reported names of the metrics for a number of classes or target columns."""
+    names = []
+    for name in metrics:
+        metric = METRICS[name]
+        names += [] if metric.by_class else [name]
+        if metric.by_class or (metric.by_target and classes > 1):
+            names += [f"{name}.{label}" for label in range(classes)]
+    return names
 
 
 def metric_of(name: str) -> Metric:
@@ -218,15 +254,16 @@ def metric_of(name: str) -> Metric:
     """
     kind, _, label = name.partition(".")
     metric = METRICS.get(kind) or Metric(name, name, METRICS[ACCURACY].compute)
-    return replace(metric, name=name, title=f"{metric.title} of class {label}") if label else metric
+    of = f"{metric.title} of {'target' if metric.by_target else 'class'} {label}"
+    return replace(metric, name=name, title=of) if label else metric
 
 
 def in_order(name: str) -> tuple[int, int]:
-    """Return a reported name's sort key: its position in `METRICS`, and then its class."""
+    """Return a reported name's sort key: its position in `METRICS`, and then its label."""
     kind, _, label = name.partition(".")
-    return list(METRICS).index(kind), int(label or 0)
+    return list(METRICS).index(kind), int(label or -1)
 
 
 def is_shown(name: str) -> bool:
-    """Return whether a metric has a column in the main tables; per-class metrics do not."""
+    """Return whether a metric has a column in the main tables, unlike values of one label."""
     return "." not in name

@@ -229,8 +229,9 @@ def predict_command(
         frame.rename(columns=printable).to_csv(sys.stdout, index_label="sample")
         return
     if not isinstance(predictions, Predictions):
-        headers = ["sample", *map(printable, predictions.targets)]
-        numbers = ([f"{value:.6g}" for value in row] for row in predictions.values)
+        frame = predictions.to_frame()
+        headers = ["sample", *map(printable, frame.columns)]
+        numbers = ([f"{value:.6g}" for value in row] for row in frame.to_numpy())
         rows = [[printable(name), *row] for name, row in zip(names, numbers, strict=True)]
         console.print(listing(*headers, rows=rows, words=1))
         return

@@ -54,7 +54,7 @@ class ClientSamples:
     tests: dict[str, Split]
     """Test splits by protocol, "personal" and "common"; one of them may be absent."""
     space: Tensor
-    """Label space of the client, i.e. its classes [P] in ascending order."""
+    """Label space of the client, i.e. its classes [P] in ascending order, or all outputs."""
     num_unused_unlabeled: int
     """Number of unlabeled samples that the method cannot use."""
     classes: tuple[str, ...] = ()
@@ -103,6 +103,10 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     run, data = config.run, node.load_data(config)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
     count, order = len(labeled) + len(unlabeled), order_of(data.classes, data.schema)
+    # The loss is a setting of the run, even if a private site ignores the run's data settings.
+    task = data.task.with_settings(run.data)
+    outputs, space = task.outputs(len(data.classes)), data.space
+    space = space if len(space) < len(data.classes) else tuple(range(outputs))
     labeled, unlabeled = _placed(compute, labeled, unlabeled)
     tests = {"personal": _placed(compute, data.test)[0]} if len(data.test) else {}
     if (common := data.common) is not None:
@@ -116,24 +120,24 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
             node.name,
             node.model,
             count,
-            len(data.classes),
+            outputs,
             data.kind,
             data.shape,
             order,
             node.training.describe(),
             bool(node.folder),
             base_digest(node.model),
-            data.task.name,
+            task.name,
         ),
         labeled,
         unlabeled,
         tests,
-        torch.tensor(data.space, device=compute.device),
+        torch.tensor(space, device=compute.device),
         data.num_unused_unlabeled,
         data.classes,
         data.stored,
         data.schema,
-        data.task,
+        task,
     )
 
 
@@ -204,7 +208,8 @@ class ClientRecord(BaseModel):
     def _is_consistent(self) -> ClientRecord:
         if len(self.classes) < self.task.min_outputs:
             raise ValueError(f"classes must have at least {self.task.min_outputs} names")
-        if self.space != sorted(set(self.space) & set(range(len(self.classes)))):
+        outputs = self.task.outputs(len(self.classes))
+        if self.space != sorted(set(self.space) & set(range(outputs))):
             raise ValueError("space must be class indices in ascending order")
         if (kind := KINDS.get(self.kind)) is None:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}")
@@ -268,7 +273,7 @@ class ClientRecord(BaseModel):
             self.client,
             self.model,
             self.samples,
-            len(self.classes),
+            self.task.outputs(len(self.classes)),
             self.kind,
             tuple(self.shape),
             class_names_digest(self.classes),

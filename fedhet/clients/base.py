@@ -149,7 +149,9 @@ class HetClient(NumPyClient):
         if not self.config.method.spec.any_model:
             return {"private": self.build_model(getattr(self.settings, "feature_dim", None))}
         info, seed = self.info, self.run.seed
-        model = build_any(info.model, info.shape, info.classes, kind=info.kind, seed=seed)
+        model = build_any(
+            info.model, info.shape, info.classes, kind=info.kind, seed=seed, task=self.task
+        )
         return {"private": model}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:

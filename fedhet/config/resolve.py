@@ -23,7 +23,7 @@ from fedhet.config.sources import GivenSettings, from_flower, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import DERIVED, GENERATED, RunData
-from fedhet.data.tasks import CLASSIFICATION, find_task
+from fedhet.data.tasks import CLASSIFICATION, find_task, task_for
 from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
@@ -186,21 +186,26 @@ def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
 
     Checks that the method supports the task, and that the task has the metrics.
     """
-    task = find_task(run.data.task)
+    task, spec = task_for(run.data), method.spec
     # Include the tasks that this task extends.
-    names = {getattr(base, "name", "") for base in task.__mro__}
-    if names.isdisjoint(method.spec.tasks):
+    names = {getattr(base, "name", "") for base in type(task).__mro__}
+    if names.isdisjoint(spec.tasks):
         every = all_methods()[0].items()
         able = ", ".join(name for name, each in every if names & {*each.spec.tasks})
-        problem = f"unsupported by {method.name}, because {method.spec.only_tasks}"
-        expected = f"{' or '.join(method.spec.tasks)}, or another method ({able})"
+        problem = f"unsupported by {method.name}, because {spec.only_tasks}"
+        expected = f"{' or '.join(spec.tasks)}, or another method ({able})"
         raise invalid_setting("data.task", run.data.task, expected, problem)
+    if run.data.loss not in (spec.losses or (run.data.loss,)):
+        problem = f"unsupported by {method.name}, because {spec.only_losses}"
+        raise invalid_setting("data.loss", run.data.loss, " or ".join(spec.losses), problem)
     if run.metrics == RunSettings().metrics:
-        return task.metrics
-    known = [name for name, metric in METRICS.items() if metric.task in names]
+        return tuple(filter(task.defines, task.metrics))
+    of_task = [name for name, metric in METRICS.items() if metric.task in names]
+    known = list(filter(task.defines, of_task))
     if odd := [name for name in run.metrics if name not in known]:
-        expected = f"names from {', '.join(known)}"
-        raise invalid_setting("metrics", odd[-1], expected, f"the task is {task.name}")
+        expected, problem = f"names from {', '.join(known)}", f"the task is {task.name}"
+        problem += f" with 'data.loss' = {run.data.loss!r}" if odd[-1] in of_task else ""
+        raise invalid_setting("metrics", odd[-1], expected, problem)
     return tuple(dict.fromkeys([task.metrics[0], *run.metrics]))
 
 
@@ -332,13 +337,12 @@ def _check_secure_aggregation(config: Config) -> None:
 
 def _check_training_and_pool(config: Config) -> None:
     run, name, spec = config.run, config.method.name, config.method.spec
-    semi, pool, task = run.training.semi, run.models.pool, find_task(run.data.task).name
-    if task != CLASSIFICATION.name:
-        problem = f"the task is {task}"
-        if semi != "none":
-            raise invalid_setting("training.semi", semi, "none", problem)
-        if not models.WITHOUT_GRADIENTS.keys().isdisjoint(pool):
-            raise invalid_setting("models.pool", pool, "neural networks", problem)
+    semi, pool, task = run.training.semi, run.models.pool, task_for(run.data)
+    if task.name != CLASSIFICATION.name and semi != "none":
+        raise invalid_setting("training.semi", semi, "none", f"the task is {task.name}")
+    if not task.any_model and not models.WITHOUT_GRADIENTS.keys().isdisjoint(pool):
+        problem = f"the task is {task.name} with 'data.loss' = {run.data.loss!r}"
+        raise invalid_setting("models.pool", pool, "neural networks", problem)
     if semi != "none":
         given = f"with 'training.semi' = '{semi}'"
         if not spec.semi:
@@ -392,14 +396,15 @@ def check(config: Config, store: RunData | None = None) -> None:
     compute_for(run.engine)
     store.validate()
     dataset = store.dataset
-    kind, shape, classes = dataset.kind, dataset.shape, len(dataset.classes)
-    if run.models.num_classes not in (0, classes):
-        expected = f"0 or {classes}, the number of {dataset.task.noun} of {run.data.dataset}"
+    kind, shape, classes, task = dataset.kind, dataset.shape, dataset.outputs, dataset.task
+    if run.models.num_classes not in (0, count := len(dataset.classes)):
+        expected = f"0 or {count}, the number of {task.noun} of {run.data.dataset}"
         raise invalid_setting("models.num-classes", run.models.num_classes, expected)
     augmentation(run.training.augment, KINDS[kind], shape)
+    any_model = spec.any_model and task.any_model
     for name in dict.fromkeys(run.models.pool):
-        models.check(name, kind, shape, classes, any_model=spec.any_model)
-        info = ClientInfo("", name, 0, classes, kind, shape, task=dataset.task.name)
+        models.check(name, kind, shape, classes, any_model=any_model)
+        info = ClientInfo("", name, 0, classes, kind, shape, task=task.name)
         spec.check_model(config.method_settings, info)
     for field in spec.model_settings:
         _check_method_model(
@@ -416,7 +421,7 @@ def check_trainable(config: Config, dataset: Dataset) -> None:
     for setting, model in _models_of_clients(config):
         if model not in models.DRAWN:
             try:
-                kind, shape, classes = dataset.kind, dataset.shape, len(dataset.classes)
+                kind, shape, classes = dataset.kind, dataset.shape, dataset.outputs
                 built = models.build(model, shape, classes, seed=config.run.seed, kind=kind)
                 check_supports_dp(built, kind, shape, model)
             except ModelError as error:

@@ -117,6 +117,11 @@ class Dataset:
         object.__setattr__(self, "kind", kind.name)
 
     @property
+    def outputs(self) -> int:
+        """Number of outputs of a model."""
+        return self.task.outputs(len(self.classes))
+
+    @property
     def stored(self) -> Stored:
         """Storage format, which determines how new samples are scaled."""
         import torch

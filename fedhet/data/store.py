@@ -194,7 +194,7 @@ class RunData:
         Args:
             kind: Required sample kind.
             shape: Required sample shape.
-            classes: Required number of classes; None = the labels are not used.
+            classes: Required number of classes or outputs; None = the labels are not used.
             order: Required digest of the classes and the table's schema; see `order_of`. It is
                 checked if the labels are numbers, because the schema standardizes them.
 
@@ -212,8 +212,8 @@ class RunData:
         if (public.kind, public.shape) != (kind, shape):
             got, rule = KINDS[public.kind].describe(public.shape), KINDS[kind].describe(shape)
             raise DataError(f"{where}: samples must have {rule} as in the clients' data, got {got}")
-        if classes not in (None, len(public.classes)):
-            got = f"got {len(public.classes)}"
+        if classes not in (None, public.outputs):
+            got = f"got {public.outputs}"
             raise DataError(
                 f"{where}: expected {classes} {public.task.noun} as in the clients' data, {got}"
             )
@@ -386,6 +386,7 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
             f"{dataset.task.name!r}, got {spec.task!r}. Set data.task to {dataset.task.name}"
             + (", or use a table (table:PATH)." if task is not type(CLASSIFICATION) else ".")
         )
+    dataset = replace(dataset, task=dataset.task.with_settings(spec))
     if spec.by and dataset.groups is None:
         supported = ", ".join(each.owners for each in SOURCES.values() if each.owners)
         raise SettingsError(

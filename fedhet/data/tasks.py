@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, InstanceOf, PlainSerializer
 from fedhet.algorithms import Reduction
 from fedhet.base.arrays import Array
 from fedhet.base.errors import DataError, SettingsError, describe_error, nearest
-from fedhet.base.metrics import ACCURACY, METRICS, R2, RMSE, Predictions, measure
+from fedhet.base.metrics import ACCURACY, COVERAGE, METRICS, R2, RMSE, Predictions, measure
 from fedhet.data.values import (
     Distinct,
     Words,
@@ -33,6 +33,7 @@ from fedhet.data.values import (
     is_missing_number,
     parse_numbers,
 )
+from fedhet.settings.schema import invalid_setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from fedhet.data.tables import TableSchema
     from fedhet.learning.devices import Compute
     from fedhet.learning.training import Evaluation, LabelSpace
+    from fedhet.settings.run import DataSettings
 
     OutputLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -55,6 +57,9 @@ MAX_PREDICTION = 1e15
 """Maximum magnitude of a prediction in a score, which replaces larger or undefined predictions."""
 NUM_STRATA = 10
 """Number of equally sized groups of samples that replace the classes if targets are numbers."""
+QUANTILE = "quantile"
+LOSSES = ("squared", "huber", "absolute", QUANTILE)
+"""Losses of regression, as in `data.loss`."""
 Index = npt.NDArray[np.int64]
 
 
@@ -77,6 +82,27 @@ class Task(ABC):
     """Minimum number of outputs."""
     has_distribution: ClassVar[bool] = False
     """Whether the softmax of a model's outputs is a distribution over classes."""
+
+    # Settings of a run.
+
+    def with_settings(self, settings: DataSettings) -> Task:
+        """Return the task with the loss of a run. Raises SettingsError if it is unsupported."""
+        if settings.loss != AUTO:
+            raise invalid_setting("data.loss", settings.loss, AUTO, f"the task is {self.name}")
+        return self
+
+    def outputs(self, targets: int) -> int:
+        """Return the number C of a model's outputs for a number of classes or target columns."""
+        return targets
+
+    def defines(self, metric: str) -> bool:
+        """Return whether a metric of the task is defined for the task's loss."""
+        return True
+
+    @property
+    def any_model(self) -> bool:
+        """Whether models without gradients can learn the targets."""
+        return False
 
     # Targets of a table. `Dataset.classes` and `TableSchema.outputs` name the outputs.
 
@@ -143,7 +169,7 @@ class Task(ABC):
 
     @abstractmethod
     def decode(self, outputs: Tensor) -> Tensor:
-        """Convert outputs [N, C] to predictions [N, C]: probabilities, or numbers in their unit."""
+        """Convert outputs [N, C] to predictions [N, ...], such as class probabilities [N, C]."""
 
     # Draws of samples.
 
@@ -165,6 +191,11 @@ class Classification(Task):
     constant = ("majority", "always predicting the most frequent class of the test set")
     min_outputs = 2
     has_distribution = True
+
+    @property
+    def any_model(self) -> bool:
+        """True, because classifiers without gradients exist."""
+        return True
 
     @classmethod
     def infer(
@@ -263,15 +294,24 @@ class Regression(Task):
     """Prediction of one or several numbers for each sample.
 
     Targets [N, K] float32 are standardized: (number - mean) / deviation, with the mean and the
-    deviation of their column in the schema. Scores are in the target's unit.
+    deviation of their column in the schema. Scores are in the target's unit. With the quantile
+    loss, a model has an output for each of the Q quantiles of each target, in the order [K, Q].
+
+    Raises ValueError if a field is invalid.
     """
 
     means: tuple[float, ...] = ()
     """Mean of each of the K columns; () = the targets are not standardized."""
     deviations: tuple[float, ...] = ()
+    loss_name: str = "squared"
+    """Name of the loss, as in `data.loss`."""
+    delta: float = 1.0
+    """Error above which the Huber loss is linear, in standard deviations of the target."""
+    quantiles: tuple[float, ...] = ()
+    """Levels of the Q quantiles, ascending; () for all losses other than the quantile loss."""
 
     name = "regression"
-    metrics = (RMSE, "mae", R2)
+    metrics = (RMSE, "mae", R2, COVERAGE)
     noun = "target columns"
     constant = ("constant", "always predicting the mean target of the test set")
 
@@ -316,33 +356,91 @@ class Regression(Task):
             encoded[:, place] = ((numbers - column.mean) / column.deviation)[values.codes]
         return torch.from_numpy(encoded)
 
+    def __post_init__(self) -> None:
+        if self.loss_name not in LOSSES or (self.loss_name == QUANTILE) != bool(self.quantiles):
+            raise ValueError(
+                f"loss_name: expected one of {', '.join(LOSSES)}, with quantiles for {QUANTILE} "
+                f"only, got {self.loss_name!r} and {self.quantiles}"
+            )
+
+    @property
+    def any_model(self) -> bool:
+        """Whether the loss is squared; models without gradients support no other loss."""
+        return self.loss_name == "squared"
+
+    def with_settings(self, settings: DataSettings) -> Regression:
+        """Return the task with the loss and the quantiles of a run."""
+        name = "squared" if settings.loss == AUTO else settings.loss
+        quantiles = settings.quantiles if name == QUANTILE else ()
+        return replace(self, loss_name=name, delta=settings.huber_delta, quantiles=quantiles)
+
+    def outputs(self, targets: int) -> int:
+        """Return the number K of targets or, with the quantile loss, K * Q."""
+        return targets * max(1, len(self.quantiles))
+
+    def defines(self, metric: str) -> bool:
+        """Return whether a metric is defined; the coverage requires at least two quantiles."""
+        return metric != COVERAGE or len(self.quantiles) > 1
+
+    @property
+    def middle(self) -> int:
+        """Index of the quantile that is the prediction, i.e. of the level closest to 0.5."""
+        return min(range(len(self.quantiles)), key=lambda q: abs(self.quantiles[q] - 0.5))
+
     def decode(self, outputs: Tensor) -> Tensor:
-        """Convert standardized values [N, K] to the target's unit, in float64."""
-        numbers = outputs.double()
+        """Convert standardized outputs to the targets' units, in float64.
+
+        The result has the shape [N, K] or, with the quantile loss, [N, K, Q]. The quantiles of a
+        target are sorted, because the outputs of a model can cross.
+        """
+        if not self.quantiles:
+            return self._in_unit(outputs)
+        by_target = outputs.reshape(outputs.shape[0], -1, len(self.quantiles)).sort(2).values
+        return self._in_unit(by_target.transpose(1, 2)).transpose(1, 2)
+
+    def _in_unit(self, values: Tensor) -> Tensor:
+        """Convert standardized values [..., K] to the targets' units, in float64."""
+        numbers = values.double()
         if self.means:
             numbers = numbers * numbers.new_tensor(self.deviations)
             numbers = numbers + numbers.new_tensor(self.means)
         return numbers
 
-    def in_units(self, values: Tensor) -> Array:
-        """Return `decode(values)`, with undefined and huge numbers replaced by `MAX_PREDICTION`."""
-        numbers: Array = self.decode(values.detach()).cpu().numpy().copy()
-        numbers[np.isnan(numbers)] = MAX_PREDICTION
-        return numbers.clip(-MAX_PREDICTION, MAX_PREDICTION)
+    def in_units(self, targets: Tensor) -> Array:
+        """Convert standardized targets [N, K] to bounded numbers in their units."""
+        return _bounded(self._in_unit(targets))
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the mean squared error of the standardized targets."""
-        from torch.nn.functional import mse_loss
+        """Return the loss of the standardized targets, averaged over the targets and quantiles.
 
-        from fedhet.algorithms.distillation import squared_errors
+        The quantile loss (pinball loss) is from Koenker and Bassett, Regression Quantiles,
+        Econometrica 1978.
+        """
+        from torch.nn import functional
 
-        return mse_loss if reduction == "mean" else squared_errors
+        from fedhet.algorithms.distillation import pinball_errors, squared_errors
+
+        if self.loss_name == "squared":
+            return functional.mse_loss if reduction == "mean" else squared_errors
+        errors: OutputLoss = partial(functional.l1_loss, reduction="none")
+        if self.loss_name == "huber":
+            errors = partial(functional.huber_loss, delta=self.delta, reduction="none")
+        elif self.loss_name == QUANTILE:
+            errors = partial(pinball_errors, levels=self.quantiles)
+
+        def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+            by_output = errors(outputs, targets).flatten(1)
+            return by_output.mean() if reduction == "mean" else by_output.mean(1)
+
+        return loss_of
 
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the mean squared error between standardized outputs.
+        """Return the mean squared error between standardized outputs, for all losses.
 
         Ba and Caruana, Do Deep Nets Really Need to be Deep?, NeurIPS 2014, Eq. 1, train a student
-        in this way. The papers of the methods define their losses only for classes.
+        in this way. The papers of the methods define their losses only for classes. For quantiles,
+        the error approximates the squared 2-Wasserstein distance between the predicted
+        distributions, which is the mean squared difference of their quantiles.
         """
         from fedhet.algorithms.distillation import squared_errors
 
@@ -363,7 +461,11 @@ class Regression(Task):
 
         outputs, truth = logits_of(model, split.x, compute), self.in_units(split.y)
         loss = float(self.loss()(outputs, split.y.to(outputs.device)))
-        scores = measure(metrics, Predictions(truth, self.in_units(outputs)))
+        predicted, intervals = _bounded(self.decode(outputs)), None
+        if self.quantiles:
+            intervals = predicted[..., [0, -1]] if len(self.quantiles) > 1 else None
+            predicted = predicted[..., self.middle]
+        scores = measure(metrics, Predictions(truth, predicted, intervals=intervals))
         constant = np.broadcast_to(truth.mean(0), truth.shape)
         baseline = measure([RMSE], Predictions(truth, constant))[RMSE]
         return Evaluation(math.nan, loss, scores, baseline)
@@ -377,6 +479,13 @@ class Regression(Task):
             groups[rows] = number
             tenths.append(f"{names[0]} {values[rows[0]]:.4g} to {values[rows[-1]]:.4g}")
         return tuple(tenths), groups
+
+
+def _bounded(numbers: Tensor) -> Array:
+    """Return numbers with undefined and huge numbers replaced by `MAX_PREDICTION`."""
+    bounded: Array = numbers.detach().cpu().numpy().copy()
+    bounded[np.isnan(bounded)] = MAX_PREDICTION
+    return bounded.clip(-MAX_PREDICTION, MAX_PREDICTION)
 
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Regression)}
@@ -422,6 +531,14 @@ def find_task(name: str) -> type[Task]:
             f"metrics, got {task!r}"
         )
     return task
+
+
+def task_for(settings: DataSettings) -> Task:
+    """Return the task of a run's settings, without the scale of its targets.
+
+    Raises SettingsError if the task is unknown or does not support the loss.
+    """
+    return find_task(settings.task)().with_settings(settings)
 
 
 def task_of(stored: Task | Mapping[str, Any]) -> Task:

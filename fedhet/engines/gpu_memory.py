@@ -44,7 +44,7 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
     batch_sizes = run.training.pools().get("batch_size", (run.training.batch_size,))
     sizes = {
         name: training_bytes(
-            build_any(name, shape, len(dataset.classes), seed=run.seed, kind=kind),
+            build_any(name, shape, dataset.outputs, seed=run.seed, kind=kind, task=dataset.task),
             KINDS[kind],
             shape,
             max(2, *map(int, batch_sizes)),

@@ -187,7 +187,7 @@ def check_models_and_data(config: Config, data: RunData) -> None:
         try:
             options = {"partition-id": 0, "num-partitions": config.run.clients, "device": "cpu"}
             node = read_node({**options, "model": name}, config.run, data=data)
-            shape, classes = tuple(data.dataset.shape), len(data.dataset.classes)
+            shape, classes = tuple(data.dataset.shape), data.dataset.outputs
             empty = Split(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64))
             task = data.dataset.task
             info = ClientInfo(node.name, name, 0, classes, data.dataset.kind, shape, task=task.name)
@@ -359,8 +359,9 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_any(
-                name, dataset.shape, len(dataset.classes), seed=run.seed, kind=dataset.kind
-            )
+                name, dataset.shape, dataset.outputs, seed=run.seed, kind=dataset.kind,
+                task=dataset.task,
+            )  # fmt: skip
             if isinstance(model, Refitted):
                 return 0.0
             compute.place(model).train()

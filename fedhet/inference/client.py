@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.sources.files import read_arrays
 from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.tables import encode
-from fedhet.data.tasks import CLASSIFICATION
+from fedhet.data.tasks import CLASSIFICATION, Regression
 from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
@@ -92,14 +92,26 @@ class PredictedNumbers:
     """Predicted targets in their units, of shape [N, K]."""
     targets: tuple[str, ...]
     """Names of the targets."""
+    quantiles: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    """Predicted quantiles in the targets' units, of shape [N, K, Q]; empty for other losses."""
+    levels: tuple[float, ...] = ()
+    """Levels of the Q quantiles, ascending."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.values)
 
     def to_frame(self, index: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return a data frame with one row per sample and one column per target."""
-        return pd.DataFrame(self.values, columns=list(self.targets), index=index)
+        """Return a data frame with one row per sample.
+
+        The columns are the targets, each followed by its quantiles, such as `stay (0.1)`.
+        """
+        columns = {}
+        for place, name in enumerate(self.targets):
+            columns[name] = self.values[:, place]
+            for number, level in enumerate(self.levels):
+                columns[f"{name} ({level:g})"] = self.quantiles[:, place, number]
+        return pd.DataFrame(columns, index=index)
 
     def _repr_html_(self) -> str:
         return str(self.to_frame().to_html(max_rows=20))
@@ -158,8 +170,10 @@ class TrainedClient:
         names, task = tuple(self.record.classes), self.record.task
         with torch.no_grad():
             if task.name != CLASSIFICATION.name:
-                values = task.decode(logits_of(model, x, compute)).double()
-                return PredictedNumbers(values.cpu().numpy(), names)
+                values = task.decode(logits_of(model, x, compute)).double().cpu().numpy()
+                if not (isinstance(task, Regression) and task.quantiles):
+                    return PredictedNumbers(values, names)
+                return PredictedNumbers(values[..., task.middle], names, values, task.quantiles)
             if isinstance(model, Refitted):
                 probabilities = model.probabilities(x)
                 labels = model.predict(x)

@@ -21,7 +21,7 @@ from fedhet.base.disk import Folder, write_text
 from fedhet.base.errors import DataError, FedhetError, ModelError, SettingsError, one_line
 from fedhet.data.spec import Stored
 from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import CLASSIFICATION, Task, stored_task
+from fedhet.data.tasks import CLASSIFICATION, Regression, Task, stored_task
 from fedhet.data.texts import WORDS, configuration
 from fedhet.data.values import MISSING, MISSING_NUMBER
 from fedhet.inference.client import TrainedClient
@@ -95,7 +95,7 @@ class ExportedModel(nn.Module):
         self.model, self.preprocess, self._decode = model, preprocess, task.decode
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class probabilities [N, C], or the predictions of another task [N, K]."""
+        """Return the class probabilities [N, C], or the predictions of another task [N, ...]."""
         return self._decode(self.model(self.preprocess(x)))
 
 
@@ -257,6 +257,11 @@ HASHED = (
     "longer texts are truncated, shorter texts are padded at the end"
 )
 """Description of the tokenization if `data.tokenizer` is words."""
+ORDER = (
+    "the quantiles of the first target, then of the second target, and so on; sort the quantiles "
+    "of each target"
+)
+"""Description of the outputs of a network with the quantile loss."""
 ENCODED = (
     "tokens of the encoder's tokenizer.json without padding, with the ids 0 and pad_token_id (of "
     "config.json) swapped; longer texts are truncated, shorter texts are padded at the end"
@@ -312,14 +317,20 @@ def card(trained: TrainedClient, kind: str, form: str, is_scaling: bool) -> str:
 
 def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
     """Describe the model outputs."""
-    if trained.record.task.name == CLASSIFICATION.name:
+    task = trained.record.task
+    if task.name == CLASSIFICATION.name:
         return {
             "name": "probabilities" if is_scaling else "logits",
             "of": "classes",
             "outside_label_space": 0 if is_scaling else "to be excluded",
         }
     scaling = "in the file" if is_scaling else "prediction = output * deviations + means, of task"
-    return {"name": "predictions", "of": "targets", "scaling": scaling}
+    output: dict[str, Any] = {"name": "predictions", "of": "targets", "scaling": scaling}
+    if isinstance(task, Regression) and task.quantiles:
+        output["of"] = "quantiles of the targets"
+        shape = ["N", len(trained.record.classes), len(task.quantiles)]
+        output |= {"shape": shape} if is_scaling else {"order": ORDER}
+    return output
 
 
 def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:

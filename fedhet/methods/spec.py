@@ -178,6 +178,10 @@ class MethodSpec:
     too."""
     only_tasks: str = "its losses and messages are defined for classes"
     """Reason why the method supports no other tasks, as shown to users."""
+    losses: tuple[str, ...] = ()
+    """Supported values of `data.loss`; () = all losses of the tasks."""
+    only_losses: str = ""
+    """Reason why the method supports no other losses, as shown to users."""
     task_settings: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     """Values of the method's settings that suit a task, by task and by field of the settings. If
     the default does not suit the task, the first value takes its place."""
@@ -238,7 +242,7 @@ class MethodSpec:
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
         require(self, robustness=str, warning=str, privacy=Protection, sums=Sums)
-        require(self, tasks=tuple, only_tasks=str, task_settings=Mapping)
+        require(self, tasks=tuple, only_tasks=str, task_settings=Mapping, losses=tuple)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"

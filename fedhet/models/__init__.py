@@ -20,6 +20,7 @@ from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import ModelError, SettingsError, UserModelError, nearest
 from fedhet.base.seeding import derive, numpy_rng, seeded
+from fedhet.data.tasks import CLASSIFICATION, Task
 from fedhet.data.texts import is_encoder
 from fedhet.kinds import IMAGE, KINDS, Shape
 from fedhet.models import sequences, vision
@@ -48,7 +49,7 @@ from fedhet.models.base import (
     to_arrays,
     to_host_arrays,
 )
-from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted
+from fedhet.models.classical import CLASSICAL, ClassicalInfo, Refitted, RefittedRegressor
 from fedhet.models.libraries import (
     assemble_encoder,
     assemble_timm,
@@ -252,18 +253,31 @@ def check(name: str, kind: str, shape: Shape, classes: int, *, any_model: bool) 
 
 
 def build_any(
-    name: str, shape: Shape, classes: int, *, seed: int, kind: str = ""
+    name: str,
+    shape: Shape,
+    classes: int,
+    *,
+    seed: int,
+    kind: str = "",
+    task: Task = CLASSIFICATION,
 ) -> HetModel | Refitted:
-    """Build a model with or without gradients. Its weights depend only on the seed and the name."""
+    """Build a model with or without gradients. Its weights depend only on the seed and the name.
+
+    Raises ModelError if the model has no gradients, but the task requires them.
+    """
     shape, model_seed = tuple(shape), derive(seed, "model", name)
     if not _is_classical(name, shape, classes):
         return build(name, shape, classes, seed=seed, kind=kind)
+    if not task.any_model:
+        raise ModelError(no_gradients(name))
+    numbers = not task.has_distribution
+    refitted = RefittedRegressor if numbers else Refitted
     if is_user_model(name):
-        return Refitted(
+        return refitted(
             name, lambda: call_user_model(name, shape, classes), classes, model_seed, UserModelError
         )
     info = WITHOUT_GRADIENTS[name]
-    return Refitted(name, lambda: info.make(model_seed % 2**32), classes, model_seed)
+    return refitted(name, lambda: info.make(model_seed % 2**32, numbers), classes, model_seed)
 
 
 @lru_cache(maxsize=1024)

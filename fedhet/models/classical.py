@@ -1,8 +1,8 @@
-"""Classifiers without gradients: scikit-learn models by name, or custom classifiers.
+"""Estimators without gradients: scikit-learn models by name, or custom estimators.
 
-A custom classifier is any object with `fit` and `predict`, returned by a user's function.
-Classifiers are never pickled, but refitted when they are restored. If a classifier has
-`predict_proba`, its probabilities are used.
+A custom estimator is any object with `fit` and `predict`, returned by a user's function. Estimators
+are never pickled, but refitted when they are restored. If a classifier has `predict_proba`, its
+probabilities are used. In regression, each target has its own regressor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -29,13 +29,16 @@ from fedhet.learning.devices import scaled
 
 @runtime_checkable
 class Classifier(Protocol):
-    """Interface of a model without gradients, which scikit-learn's classifiers implement."""
+    """Interface of a model without gradients, which scikit-learn's estimators implement."""
 
     def fit(self, x: Array, y: Array) -> object:
-        """Fit the model to flattened samples x [N, F] float32 and labels y [N] int64."""
+        """Fit the model to flattened samples x [N, F] float32 and labels y [N] int64.
+
+        In regression, y [N] float64 contains the standardized values of a single target.
+        """
 
     def predict(self, x: Array) -> Array:
-        """Return the predicted labels [N] for x [N, F]."""
+        """Return the predicted labels or values [N] for x [N, F]."""
 
 
 @runtime_checkable
@@ -51,13 +54,16 @@ class Probabilistic(Protocol):
 
 @dataclass(frozen=True)
 class ClassicalInfo:
-    """Registry entry of a classifier; `make(seed)` returns a new, unfitted instance."""
+    """Registry entry of a classifier and a regressor.
+
+    `make(seed, numbers)` returns a new, unfitted instance; `numbers` selects the regressor.
+    """
 
     name: str
     family: str
     line: str
     source: str
-    make: Callable[[int], Classifier] = field(repr=False, compare=False)
+    make: Callable[[int, bool], Classifier] = field(repr=False, compare=False)
 
 
 class Refitted(nn.Module):
@@ -180,6 +186,41 @@ class Refitted(nn.Module):
         return predicted.astype(np.int64)
 
 
+class RefittedRegressor(Refitted):
+    """Variant of `Refitted` for numbers, with a regressor for each target.
+
+    The forward pass returns standardized predictions [N, K]. Before the model is fitted, they are
+    0, i.e. the mean of the target.
+    """
+
+    _regressors: Sequence[Classifier] = ()
+
+    def fit(self, x: Tensor, y: Tensor) -> None:
+        """Fit new regressors to x [N, ...] and y [N, K]. Raises ModelError if one fails."""
+        self._pending = None
+        with _reproducible(self._seed):
+            try:
+                regressors = [self._make() for _ in range(self.classes)]
+                for regressor, target in zip(regressors, y.double().cpu().numpy().T, strict=True):
+                    regressor.fit(_flat(x), target)
+            except Exception as error:
+                raise self._failed("cannot be fitted", error) from error
+        self._regressors = regressors
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return predictions [N, K]. Raises ModelError if a prediction is not a number."""
+        if self._pending is not None:
+            self.fit(*self._pending)
+        values = np.zeros((len(x), self.classes), np.float32)
+        for target, regressor in enumerate(self._regressors):
+            with _reproducible(self._seed):
+                try:
+                    values[:, target] = np.asarray(regressor.predict(_flat(x))).reshape(len(x))
+                except Exception as error:
+                    raise self._failed("cannot predict", error) from error
+        return torch.from_numpy(values).to(x.device)
+
+
 def _flat(x: Tensor) -> npt.NDArray[np.float32]:
     flat: npt.NDArray[np.float32] = scaled(x.detach().cpu()).float().flatten(1).numpy()
     return flat
@@ -212,37 +253,37 @@ def numeric_columns(x: Array) -> Array:
     return np.flatnonzero(((x != 0) & (x != 1)).any(0))
 
 
-def _scikit_learn(name: str, seed: int) -> Any:
-    """Return a new classifier, whose pipeline leaves one-hot columns unchanged."""
+def _scikit_learn(name: str, seed: int, numbers: bool) -> Any:
+    """Return a new classifier or regressor, whose pipeline leaves one-hot columns unchanged."""
     if name == "sk-tree":
-        from sklearn.tree import DecisionTreeClassifier
+        from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
-        return DecisionTreeClassifier(random_state=seed)
+        return (DecisionTreeRegressor if numbers else DecisionTreeClassifier)(random_state=seed)
     # The model is additive, because each tree splits on a single feature.
     if name == "sk-boosted-gam":
-        from sklearn.ensemble import HistGradientBoostingClassifier
+        from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
-        return HistGradientBoostingClassifier(
-            interaction_cst="no_interactions", early_stopping=False, random_state=seed
-        )
+        boosted = HistGradientBoostingRegressor if numbers else HistGradientBoostingClassifier
+        return boosted(interaction_cst="no_interactions", early_stopping=False, random_state=seed)
     from sklearn.compose import make_column_transformer
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import SplineTransformer, StandardScaler
 
     steps = [StandardScaler()]
     if name == "sk-svm":
-        from sklearn.svm import SVC
+        from sklearn.svm import SVC, SVR
 
-        last = SVC(random_state=seed)
+        last = SVR() if numbers else SVC(random_state=seed)
     elif name == "sk-gam":
-        from sklearn.linear_model import LogisticRegression
+        from sklearn.linear_model import LogisticRegression, Ridge
 
         steps += [SplineTransformer(n_knots=4, degree=3, include_bias=False)]
-        last = LogisticRegression(max_iter=300, random_state=seed)
+        last = Ridge() if numbers else LogisticRegression(max_iter=300, random_state=seed)
     else:
-        from sklearn.neural_network import MLPClassifier
+        from sklearn.neural_network import MLPClassifier, MLPRegressor
 
-        last = MLPClassifier((10,), solver="lbfgs", max_iter=300, random_state=seed)
+        network = MLPRegressor if numbers else MLPClassifier
+        last = network((10,), solver="lbfgs", max_iter=300, random_state=seed)
     by_column = make_column_transformer(
         (make_pipeline(*steps), numeric_columns), remainder="passthrough", sparse_threshold=0
     )
@@ -256,7 +297,7 @@ CLASSICAL = tuple(
     for name, line in (
         ("sk-tree", "decision tree"),
         ("sk-svm", "support vector machine, RBF kernel"),
-        ("sk-gam", "additive model: cubic splines and logistic regression"),
+        ("sk-gam", "additive model: cubic splines and logistic or ridge regression"),
         ("sk-boosted-gam", "additive model: boosted trees with a single feature each"),
         ("sk-mlp", "1 hidden layer: 10"),
     )

@@ -17,7 +17,7 @@ from fedhet.base.metrics import metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import figures, style
 from fedhet.report.run import TEST_SETS, Run, lowest
-from fedhet.report.tables import baseline_line, client_cells, legend, recall_cells, remarks
+from fedhet.report.tables import baseline_line, client_cells, label_cells, legend, remarks
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -140,7 +140,7 @@ def render_run(run: Run, live: Live | None = None) -> str:
             for name, values in once.items()
         ],
         clients=client_cells(run),
-        recalls=recall_cells(run),
+        by_label=label_cells(run),
         remarks=remarks(run),
         command=shlex.join(command),
         live=live,

@@ -142,20 +142,26 @@ def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> C
     return Cell(shown(spread.mean) + count, spread.mean)
 
 
-def recall_cells(run: Run) -> Cells | None:
-    """Build a table of the recall of each class, or return None if recall was not measured.
+def label_cells(run: Run) -> Cells | None:
+    """Build a table of the metrics of each class or target, or return None without such metrics.
 
-    The recall of a class is averaged over the clients whose test data contain the class.
+    The score of a class is averaged over the clients whose test data contain the class.
     """
     names = [name for name in run.metrics if not is_shown(name)]
     if not names:
         return None
+    metrics = [metric_of(name.partition(".")[0]) for name in names]
     labels = [int(name.rpartition(".")[2]) for name in names]
-    classes = run.partition.classes if run.partition else run.origin.classes
+    # The groups of a partition are the classes, unless the targets are numbers.
+    noun, classes = "target" if metrics[0].by_target else "class", run.origin.classes
+    if run.partition and not metrics[0].by_target:
+        classes = run.partition.classes
     views = [run.with_metric(name) for name in names]
     columns: dict[str, list[Cell]] = {
-        "class": [Cell(printable(classes[n]) if n < len(classes) else str(n)) for n in labels]
+        noun: [Cell(printable(classes[n]) if n < len(classes) else str(n)) for n in labels]
     }
+    if len({metric.name for metric in metrics}) > 1:
+        columns["metric"] = [Cell(metric.title) for metric in metrics]
     for column in run.columns:
         last = [view.last(*column) for view in views]
         title = " ".join(column)
@@ -164,7 +170,7 @@ def recall_cells(run: Run) -> Cells | None:
             columns[f"{title}, worst client"] = [_number(each.worst) for each in last]
             counts = [len(each.per_client) for each in last]
             columns[f"{title}, clients"] = [Cell(str(count), count) for count in counts]
-    return Cells(columns)
+    return Cells(columns, words=2 if "metric" in columns else 1)
 
 
 def legend(run: Run) -> str:

@@ -40,6 +40,7 @@ class Codec:
         remember: bool = False,
         max_age: int = 0,
         encoder: InstructionEncoder | None = None,
+        per_target: int = 1,
     ) -> None:
         """Create the codec of a run.
 
@@ -53,7 +54,9 @@ class Codec:
                 instructions of the current round whose weights a reply can refer to are remembered.
             max_age: Maximum age of a late reply, in rounds ('pace.max-age').
             encoder: Encoder of the instructions; None sends them unchanged.
+            per_target: Number of a model's outputs for each class or target column.
         """
+        self._per_target = per_target
         self._run, self._method, self._state = run, method, state
         self._max_bytes, self._metrics, self._max_age = max_bytes, metrics, max_age
         self._remember_all, self.encoder = remember, encoder or InstructionEncoder(None)
@@ -244,7 +247,7 @@ class Codec:
                 payload, name, self.bases_of(name), self._max_bytes
             )
             expect(envelope, run=self._run, method=self._method.name, round=round, sender=name)
-            metric_names = measured_names(self._metrics, client.classes)
+            metric_names = measured_names(self._metrics, client.classes // self._per_target)
             measured = read_measures(name, result.metrics, self._method.spec.kinds, metric_names)
         sent, _ = self.remembered(name, round)
         return Reply(client, knowledge, measured, magnitudes, age, sent)
@@ -259,7 +262,7 @@ class Codec:
         with from_outside(client.name):
             if "error" in result.metrics:
                 raise _reported_error(client.name, result.metrics)
-            metric_names = measured_names(self._metrics, client.classes)
+            metric_names = measured_names(self._metrics, client.classes // self._per_target)
             return read_measures(client.name, result.metrics, kinds, metric_names)
 
 

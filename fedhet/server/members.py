@@ -23,7 +23,7 @@ from flwr.server.client_proxy import ClientProxy
 from fedhet.base.errors import FedhetError, KnowledgeError, ModelError, error_text, one_line
 from fedhet.config.resolve import Config
 from fedhet.data.store import RunData
-from fedhet.data.tasks import CLASSIFICATION, find_task
+from fedhet.data.tasks import CLASSIFICATION, task_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import base_of, is_registered, shapes
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
@@ -205,15 +205,16 @@ class Members:
                 dataset = data.dataset
             except FedhetError:  # The server cannot read the sites' data.
                 return None
-            return len(dataset.classes), dataset.kind, dataset.shape
+            return dataset.outputs, dataset.kind, dataset.shape
 
         engine, spec, models = config.run.engine, config.method.spec, config.run.models
         pool = models.pool if spec.instructions.weights or spec.replies.weights else None
         max_bytes = engine.max_payload_mb * 1e6
-        rules = Admission(models.num_classes, spec.one_model, max_bytes, server_task)
-        task = find_task(config.run.data.task).name
+        task = task_for(config.run.data)
+        outputs = task.outputs(models.num_classes)
+        rules = Admission(outputs, spec.one_model, max_bytes, server_task)
         cap, report = engine.samples_cap, faults.report
-        return cls(engine.join_timeout, pool, notice, rules, cap, report, task)
+        return cls(engine.join_timeout, pool, notice, rules, cap, report, task.name)
 
     def wait_for_first(
         self, manager: ClientManager, wanted: int, engine: EngineSettings

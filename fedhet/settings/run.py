@@ -34,6 +34,7 @@ from fedhet.settings.schema import (
     Names,
     NonNegative,
     Positive,
+    Quantiles,
     Range,
     Scalar,
     Schema,
@@ -43,7 +44,9 @@ from fedhet.settings.schema import (
     invalid_setting,
     is_assigned,
     is_machine,
+    kebab,
     machine_field,
+    plain,
 )
 
 Optimizer = Literal["adam", "adamw", "sgd"]
@@ -140,6 +143,21 @@ class DataSettings(Schema):
         "",
         description="table:PATH: label column, or comma-separated target columns",
     )
+    loss: Literal["auto", "squared", "huber", "absolute", "quantile"] = Field(
+        "auto",
+        description="regression: loss of the standardized targets; auto = squared. quantile: "
+        "predict the quantiles in 'quantiles'",
+    )
+    huber_delta: Positive = Field(
+        1.0,
+        description="loss = huber: error, in standard deviations of the target, above which the "
+        "loss is linear",
+    )
+    quantiles: Quantiles = Field(
+        (0.1, 0.5, 0.9),
+        description="loss = quantile: levels of the predicted quantiles, ascending. The level "
+        "closest to 0.5 is the prediction, and the first and last are the ends of an interval",
+    )
     columns: Names = Field(
         (),
         description="table:PATH: feature columns; empty = all except 'target' and 'by'",
@@ -217,10 +235,15 @@ class DataSettings(Schema):
     )
 
     @model_validator(mode="after")
-    def _check_public_data(self) -> DataSettings:
+    def _check_together(self) -> DataSettings:
         if self.public_dataset and self.public_fraction:
             expected = f"0 with 'data.public-dataset' = {self.public_dataset!r}"
             raise invalid_setting("data.public-fraction", self.public_fraction, expected)
+        for loss, name in (("huber", "huber_delta"), ("quantile", "quantiles")):
+            value = getattr(self, name)
+            if self.loss != loss and value != type(self).model_fields[name].default:
+                given = f"with 'data.{kebab(name)}' = {plain(value)}"
+                raise invalid_setting("data.loss", self.loss, f"{loss!r} {given}")
         return self
 
 

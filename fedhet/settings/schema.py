@@ -195,6 +195,14 @@ def _check_ascending(values: tuple[int, ...]) -> tuple[int, ...]:
     return values
 
 
+def _check_quantiles(levels: tuple[float, ...]) -> tuple[float, ...]:
+    if not 1 <= len(levels) <= MAX_QUANTILES or list(levels) != sorted(set(levels)):
+        raise ValueError(
+            f"expected a list of 1 to {MAX_QUANTILES} levels between 0 and 1 in ascending order"
+        )
+    return levels
+
+
 def _check_distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if not values or len(set(values)) < len(values):
         raise ValueError("expected a list of at least one value, without duplicates")
@@ -220,6 +228,11 @@ Names = Annotated[tuple[str, ...], Listed]
 Metrics = Annotated[tuple[str, ...], Listed, AfterValidator(select_metrics)]
 """Names of metrics, always including accuracy."""
 Ascending = Annotated[tuple[Count, ...], Listed, AfterValidator(_check_ascending)]
+MAX_QUANTILES = 99
+Quantiles = Annotated[
+    tuple[Annotated[float, Field(gt=0, lt=1)], ...], Listed, AfterValidator(_check_quantiles)
+]
+"""Levels of quantiles, ascending."""
 Range = Annotated[tuple[Count, Count], BeforeValidator(_as_range), AfterValidator(_check_range)]
 """Lower and upper end of a range, both inclusive."""
 Bytes = Annotated[int, Field(ge=1, le=2**60)]

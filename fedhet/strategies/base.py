@@ -24,10 +24,11 @@ from torch import nn
 
 from fedhet.base.arrays import Array, check_dtypes
 from fedhet.base.errors import FedhetError, StateError
+from fedhet.base.metrics import is_shown, measured_names
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.data.store import RunData
-from fedhet.data.tasks import Task, find_task
+from fedhet.data.tasks import Task, task_for
 from fedhet.learning.devices import compute_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import HetModel, build, evaluate_model
@@ -110,6 +111,7 @@ class HetStrategy(Strategy):
             remember=pace.may_be_late and spec.late != "refused",
             max_age=pace.max_age,
             encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
+            per_target=self.learning_task.outputs(1),
         )
         replies, self._unmasking = spec.replies, None
         if self.run.privacy.secure_aggregation:
@@ -260,7 +262,7 @@ class HetStrategy(Strategy):
     @property
     def learning_task(self) -> Task:
         """Task of the run, without the scale of its targets: its losses and predictions."""
-        return find_task(self.run.data.task)()
+        return task_for(self.run.data)
 
     def build_model(self, name: str = "", feature_dim: int | None = None) -> HetModel:
         """Build a new network for the task.
@@ -310,9 +312,11 @@ class HetStrategy(Strategy):
         )
         self.members = self._held_out.split_off(all_members)
         infos = [member.info for member in all_members.values()]
-        # If the server can read the class names, they label the per-class metrics.
+        # If the server can read the names of classes or targets, they label the metrics of each.
         class_names: Sequence[str] = ()
-        if "recall" in self.run.metrics and not any(info.own_data for info in infos):
+        num_labels = infos[0].classes // self.learning_task.outputs(1)
+        has_labels = not all(map(is_shown, measured_names(self.run.metrics, num_labels)))
+        if has_labels and not any(info.own_data for info in infos):
             with contextlib.suppress(FedhetError):
                 class_names = self.data.dataset.classes
         self.log.begin(infos, class_names)
