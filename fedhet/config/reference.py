@@ -283,6 +283,8 @@ def tasks(method: Method) -> str:
         parts.append(f"no other task, because {method.spec.only_tasks}")
     for task, needs in method.spec.task_settings.items():
         parts.append(f"{task} requires {_requirements(method, needs)}")
+    if losses := method.spec.losses:
+        parts.append(f"data.loss must be {' or '.join(losses)}, because {method.spec.only_losses}")
     return f"Tasks (`data.task`): {'; '.join(parts)}."
 
 

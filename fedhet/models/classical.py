@@ -283,7 +283,7 @@ def _scikit_learn(name: str, seed: int, numbers: bool) -> Any:
         from sklearn.neural_network import MLPClassifier, MLPRegressor
 
         network = MLPRegressor if numbers else MLPClassifier
-        last = network((10,), solver="lbfgs", max_iter=300, random_state=seed)
+        last = network(hidden_layer_sizes=(10,), solver="lbfgs", max_iter=300, random_state=seed)
     by_column = make_column_transformer(
         (make_pipeline(*steps), numeric_columns), remainder="passthrough", sparse_threshold=0
     )
