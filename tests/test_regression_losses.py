@@ -240,7 +240,7 @@ def test_the_scores_of_each_target_are_those_of_scikit_learn():
 
 
 def test_names_of_targets_follow_their_metric():
-    names = ["mae.1", "r2", "mae", "recall.10", "mae.0", "recall.2", "rmse"]
+    names = ["mae.1", "r2", "mae.0", "recall.10", "mae", "recall.2", "rmse"]
     assert sorted(names, key=in_order) == [
         "recall.2", "recall.10", "rmse", "mae", "mae.0", "mae.1", "r2",
     ]  # fmt: skip
