@@ -397,6 +397,7 @@ def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
 )
 def test_methods_learn_quantiles(method, tmp_path):
     changes = {**SETTINGS["quantile"], "data.target": f"stay,{NAMES[2]}", "rounds": 2}
+    changes["models.num-classes"] = 2
     config = on_table(method, write(tmp_path / "a.csv"), **{**fast(method), **changes})
     metrics = run(config, tmp_path / "run")["metrics"]
     kinds = {kind for protocol in metrics["coverage"].values() for kind in protocol}
