@@ -13,11 +13,13 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from federation import small
 
 from fedhet.base.errors import SettingsError
 from fedhet.config.resolve import resolve
 from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, to_flower
 from fedhet.methods.registry import find_method, method_names
+from fedhet.runs.log import RunLog
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, flatten
 from fedhet.wire.contract import ScalarField, TensorField, WeightsField
@@ -32,10 +34,14 @@ MODULES_OF = {name: name.replace("-", "_") for name in method_names()}
 def test_a_method_is_whole(name):
     method = find_method(name)
     module = MODULES_OF[name]
-    assert importlib.import_module(DECLARATION + module).SPEC is method.spec
-    assert method.strategy.spec is method.spec
-    assert method.strategy.__module__ == f"fedhet.strategies.{module}"
-    assert method.client.__module__ == f"fedhet.clients.{module}"
+    declaration = importlib.import_module(DECLARATION + module)
+    assert declaration.SPEC is method.spec
+    assert (method.strategy.__module__, method.client.__module__) == method.modules
+    for half, found in zip(HALVES, method.modules, strict=True):
+        own = (ROOT / half.replace(".", "/") / f"{module}.py").exists()
+        assert found == f"{half}.{module if own else declaration.EXTENDS}"
+    if method.modules[0].endswith(module):
+        assert method.strategy.spec is method.spec
     assert method.spec.headline in {"personal", "common"}
     assert method.spec.title
     assert method.spec.paper
@@ -54,6 +60,21 @@ def test_what_a_method_sends_is_described(name):
     assert all(info.description for info in method.settings().values())
 
 
+def used_modules() -> set[str]:
+    """Return the modules of the strategies and of the clients."""
+    return {module for name in method_names() for module in find_method(name).modules}
+
+
+def test_a_method_uses_the_halves_of_the_method_that_it_extends(tmp_path):
+    """The declaration is the method's own, so its messages are, too."""
+    config = small("fedbn", models=["resnet10"])
+    assert config.method.modules == ("fedhet.strategies.fedavg", "fedhet.clients.fedavg")
+    server = config.method.strategy(config, RunLog(config, tmp_path, workers=1))
+    assert server.spec is config.method.spec
+    assert server.spec is not find_method("fedavg").spec
+    assert server.settings.part == "all-but-norms"
+
+
 @pytest.mark.parametrize(
     ("room", "others"),
     [
@@ -67,7 +88,10 @@ def test_the_rooms_of_the_methods_hold_nothing_but_methods(room, others):
         for path in (ROOT / room.replace(".", "/")).iterdir()
         if path.name != "__pycache__"
     }
-    assert inside == {"__init__.py", *others, *(f"{m}.py" for m in MODULES_OF.values())}
+    methods = {f"{m}.py" for m in MODULES_OF.values()}
+    if room in HALVES:  # Some methods use the strategy or the client of another method.
+        methods &= {f"{m.rpartition('.')[2]}.py" for m in used_modules() if m.startswith(room)}
+    assert inside == {"__init__.py", *others, *methods}
 
 
 def test_an_unknown_method_names_the_nearest():
@@ -222,7 +246,7 @@ def test_fedhet_knows_no_method_but_by_name():
 
 def test_methods_do_not_import_each_other_but_to_extend():
     for room in ("fedhet.methods", *HALVES):
-        methods = {f"{room}.{module}" for module in MODULES_OF.values()}
+        methods = {f"{room}.{module}" for module in MODULES_OF.values()} & {*TREES}
         for module in methods:
             bases = {
                 ast.unparse(base).partition(".")[0]
@@ -237,13 +261,11 @@ def test_methods_do_not_import_each_other_but_to_extend():
 
 
 def test_a_half_reads_the_declaration_of_its_own_method_alone():
-    for half in HALVES:
-        for module in MODULES_OF.values():
-            imported = (targets(node) for node in on_import(TREES[f"{half}.{module}"].body))
-            declared = {
-                name for names in imported for name in names if name.startswith(DECLARATION)
-            }
-            assert declared <= {DECLARATION + module}, f"{half}.{module} imports {declared}"
+    for path in used_modules():
+        imported = (targets(node) for node in on_import(TREES[path].body))
+        declared = {name for names in imported for name in names if name.startswith(DECLARATION)}
+        own = DECLARATION + path.rpartition(".")[2]
+        assert declared <= {own}, f"{path} imports {declared}"
 
 
 def test_the_mathematics_imports_neither_flower_nor_the_wire_nor_the_disk():

@@ -1,1 +1,1 @@
-"""Client-side classes, one file per method."""
+"""Client-side classes, one file per method that does not use another method's client."""

@@ -1,8 +1,8 @@
 """Base class for clients: a Flower NumPyClient that calls the hooks of a method.
 
 A call to `fit` reads and checks the instruction, restores the client's state, calls `train`,
-encodes the reply, saves the state, and evaluates. The docstring of each strategy cites the method's
-paper.
+encodes the reply, saves the state, and evaluates. The docstring of each strategy, or of the
+declaration of a method without its own strategy, cites the method's paper.
 """
 
 from __future__ import annotations

@@ -131,9 +131,10 @@ def _needs(spec: MethodSpec) -> str:
 
 def _method(method: Method) -> str:
     """Build the generated part of a method's page."""
-    spec, file = method.spec, f"{method.name.replace('-', '_')}.py"
-    places = {"declaration": "methods", "server": "strategies", "client": "clients"}
-    code = [f"[{side}](../../fedhet/{place}/{file})" for side, place in places.items()]
+    spec = method.spec
+    declaration = f"fedhet.methods.{method.name.replace('-', '_')}"
+    modules = zip(("declaration", "server", "client"), (declaration, *method.modules), strict=True)
+    code = [f"[{side}](../../{module.replace('.', '/')}.py)" for side, module in modules]
     needed, pool = _needs(spec), spec.pool(IMAGE)
     lines = [
         f"Requires: {needed}." if needed else "",

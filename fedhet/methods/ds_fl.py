@@ -11,6 +11,9 @@ from fedhet.methods.spec import Sums
 from fedhet.settings.schema import Count, ModelName, Positive
 from fedhet.wire.contract import Sum
 
+EXTENDS = "fedmd"
+"""Method whose client DS-FL uses."""
+
 
 class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
     """Settings of DS-FL."""

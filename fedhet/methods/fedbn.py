@@ -1,4 +1,8 @@
-"""Declaration of FedBN: settings and messages."""
+"""Declaration of FedBN: FedAvg without the batch-norm tensors, which stay on the clients.
+
+Xiaoxiao Li, Meirui Jiang, Xiaofei Zhang, Michael Kamp and Qi Dou, FedBN: Federated Learning on
+Non-IID Features via Local Batch Normalization, ICLR 2021.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -6,6 +10,9 @@ from typing import ClassVar
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
 from fedhet.methods.spec import Protection
+
+EXTENDS = "fedavg"
+"""Method whose strategy and client FedBN uses."""
 
 
 class FedBnSettings(fedavg.FedAvgSettings):

@@ -8,6 +8,9 @@ from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, Positive
 from fedhet.wire.contract import Contract, WeightsField
 
+EXTENDS = "fedavg"
+"""Method whose client FedDF uses."""
+
 
 class FedDfSettings(FedAvgSettings):
     """Settings of FedDF."""

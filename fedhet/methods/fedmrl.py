@@ -1,4 +1,10 @@
-"""Declaration of FedMRL: settings and messages."""
+"""Declaration of FedMRL, whose server averages the shared models as in FedAvg.
+
+Liping Yi, Han Yu, Chao Ren, Gang Wang, Xiaoguang Liu and Xiaoxiao Li, Federated Model Heterogeneous
+Matryoshka Representation Learning, NeurIPS 2024.
+
+In regression (not in the paper), both heads learn the targets with squared errors.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -9,6 +15,9 @@ from fedhet.methods import fedavg
 from fedhet.methods.spec import BOTH_MODELS
 from fedhet.settings.schema import Count, ModelName, NonNegative
 from fedhet.wire.contract import Contract, ScalarField, WeightsField
+
+EXTENDS = "fedavg"
+"""Method whose strategy FedMRL uses."""
 
 
 class FedMrlSettings(fedavg.FedAvgSettings):

@@ -1,10 +1,17 @@
-"""Declaration of FedPer: settings and messages."""
+"""Declaration of FedPer: FedAvg of the base layers; the heads stay on the clients.
+
+Manoj Ghuhan Arivazhagan, Vinay Aggarwal, Aaditya Kumar Singh and Sunav Choudhary, Federated
+Learning with Personalization Layers, arXiv:1912.00818.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
+
+EXTENDS = "fedavg"
+"""Method whose strategy and client FedPer uses."""
 
 
 class FedPerSettings(fedavg.FedAvgSettings):

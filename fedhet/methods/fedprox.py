@@ -1,4 +1,8 @@
-"""Declaration of FedProx: settings and messages."""
+"""Declaration of FedProx: FedAvg with a proximal term in the clients' loss.
+
+Tian Li, Anit Kumar Sahu, Manzil Zaheer, Maziar Sanjabi, Ameet Talwalkar and Virginia Smith,
+Federated Optimization in Heterogeneous Networks, MLSys 2020.
+"""
 
 from dataclasses import replace
 
@@ -6,6 +10,9 @@ from pydantic import Field
 
 from fedhet.methods import fedavg
 from fedhet.settings.schema import NonNegative
+
+EXTENDS = "fedavg"
+"""Method whose strategy FedProx uses."""
 
 
 class FedProxSettings(fedavg.FedAvgSettings):

@@ -1,4 +1,11 @@
-"""Declaration of FML: settings and messages."""
+"""Declaration of FML, whose server averages the memes as in FedAvg.
+
+Tao Shen, Jie Zhang, Xinkang Jia, Fengda Zhang, Gang Huang, Pan Zhou, Kun Kuang, Fei Wu and Chao Wu,
+Federated Mutual Learning, arXiv:2006.16765.
+
+In regression (not in the paper), both models learn the targets and each other's outputs with
+squared errors of standardized values, as in `Regression.divergence`.
+"""
 
 from dataclasses import replace
 from typing import Annotated, ClassVar
@@ -9,6 +16,9 @@ from fedhet.methods import fedavg
 from fedhet.methods.spec import BOTH_MODELS
 from fedhet.settings.schema import ModelName
 from fedhet.wire.contract import Contract, WeightsField
+
+EXTENDS = "fedavg"
+"""Method whose strategy FML uses."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -1,4 +1,9 @@
-"""Declaration of LG-FedAvg: settings and messages."""
+"""Declaration of LG-FedAvg: FedAvg of the heads; the extractors stay on the clients.
+
+Paul Pu Liang, Terrance Liu, Liu Ziyin, Nicholas B. Allen, Randy P. Auerbach, David Brent, Ruslan
+Salakhutdinov and Louis-Philippe Morency, Think Locally, Act Globally: Federated Learning with Local
+and Global Representations, arXiv:2001.01523.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -8,6 +13,9 @@ from pydantic import Field
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
 from fedhet.settings.schema import Count
+
+EXTENDS = "fedavg"
+"""Method whose strategy and client LG-FedAvg uses."""
 
 
 class LgFedAvgSettings(fedavg.FedAvgSettings):

@@ -2,7 +2,8 @@
 
 A built-in method consists of three modules: its declaration in `fedhet/methods`, its strategy in
 `fedhet/strategies` and its client in `fedhet/clients`. The strategy and the client are imported on
-first use.
+first use. A method that extends another method names it as `EXTENDS` next to its `SPEC`. It may
+then omit its strategy or its client, and uses the one of the other method.
 
 An external method is one module that contains a strategy and a client; the strategy's `spec` is
 the declaration. It is selected by its import path, `package.module`, or by the name of an entry
@@ -17,6 +18,7 @@ import pkgutil
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -33,8 +35,10 @@ from fedhet.settings.run import RunSettings
 
 GROUP = "fedhet.methods"
 """Entry-point group in which packages register methods, as name = "package.module"."""
-PACKAGES = ("fedhet.methods", "fedhet.strategies", "fedhet.clients")
-"""Packages that contain the built-in declarations, strategies and clients."""
+PACKAGE = "fedhet.methods"
+"""Package that contains the built-in declarations, this module, and `spec`."""
+SIDES = ("fedhet.strategies", "fedhet.clients")
+"""Packages that contain the built-in strategies and clients."""
 BASES = {"HetStrategy": "fedhet.strategies.base", "HetClient": "fedhet.clients.base"}
 """Modules that define the base classes of strategies and clients."""
 
@@ -76,12 +80,10 @@ def method_names() -> tuple[str, ...]:
 
 @cache
 def shipped_names() -> frozenset[str]:
-    """Return the names of the built-in methods, i.e. modules that exist in all PACKAGES."""
-    modules = [
-        {module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)}
-        for package in PACKAGES
-    ]
-    return frozenset(name.replace("_", "-") for name in set.intersection(*modules))
+    """Return the names of the built-in methods, each of which has a module in `fedhet/methods`."""
+    package = importlib.import_module(PACKAGE)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    return frozenset(name.replace("_", "-") for name in modules - {"registry", "spec"})
 
 
 def _installed() -> dict[str, str]:
@@ -120,8 +122,13 @@ def find_method(name: str) -> Method:
         rule = f"must not be named like the setting or settings table '{table}' of every run"
         raise SettingsError(f"setting 'method': {rule}, got '{name}'")
     if name in shipped_names():
-        spec, strategy, client = (f"{package}.{name.replace('-', '_')}" for package in PACKAGES)
-        return Method(name, importlib.import_module(spec).SPEC, (strategy, client))
+        module = name.replace("-", "_")
+        declaration = importlib.import_module(f"{PACKAGE}.{module}")
+        strategy, client = (
+            f"{side}.{module if find_spec(f'{side}.{module}') else declaration.EXTENDS}"
+            for side in SIDES
+        )
+        return Method(name, declaration.SPEC, (strategy, client))
     if name in _installed() or "." in name:
         return _load_external(name, _installed().get(name, name))
     hint = "`fedhet methods` lists all methods; a custom method is given as package.module"

@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
@@ -87,7 +87,7 @@ class HetStrategy(Strategy):
                     return {"mean": float(np.mean(vectors))}
     """
 
-    spec: ClassVar[MethodSpec]
+    spec: MethodSpec
     """Declaration of the method, set by the subclass."""
     instruction = Knowledge()
     """Instruction for all clients, if the method sends the same instruction to each of them."""
@@ -96,6 +96,7 @@ class HetStrategy(Strategy):
         # If the clients use several training settings, the server uses the first of them.
         config = config.replacing(training=config.run.training.first())
         self.run, self.settings, self.log = config.run, config.method_settings, log
+        self.spec = config.method.spec  # This may be a method that extends the subclass's method.
         self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
         self._held_out = HeldOutClients(self.run, self.spec)
