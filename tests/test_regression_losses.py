@@ -389,7 +389,9 @@ def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        name if name in ("fedkd", "fedmd", "feddf", "fedgems") else pytest.param(name, marks=[slow])
+        name
+        if name in ("central", "fedkd", "fedmd", "feddf", "fedgems")
+        else pytest.param(name, marks=[slow])
         for name in REGRESSION
         if name != "pfedbayes"
         for slow in [pytest.mark.slow]

@@ -122,10 +122,10 @@ class RunData:
         return dataset.test if (dataset.kind, dataset.shape) == (kind, shape) else None
 
     def label_space(self, index: int) -> tuple[int, ...]:
-        """Return the label space of client `index`, ascending."""
+        """Return the label space of client `index`, ascending, or the numbers of all outputs."""
         if self._has_label_spaces:
             return self._assignment.spaces[index]
-        return tuple(range(len(self.dataset.classes)))
+        return tuple(range(self.dataset.outputs))
 
     def label_counts(self) -> dict[str, list[int]]:
         """Return the number of rows per class, or per group of targets, by client name."""
