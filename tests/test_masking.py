@@ -34,7 +34,7 @@ from fedhet.server.unmasking import ALL, Unmasking
 from fedhet.wire.contract import Sizes
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Envelope, Knowledge
-from fedhet.wire.masking import BOX_BYTES, HEADER, MASKED, REQUEST, REVEAL, SHARES
+from fedhet.wire.masking import BOX_BYTES, HEADER, MASKED, MASKED_CONTRACT, REQUEST, REVEAL, SHARES
 
 CLASSES, WIDTH = 4, 3
 WEIGHTS = {
@@ -133,7 +133,7 @@ class Kit:
         reply = site.masked(envelope, sent)
         self.tensor_names = list(reply.tensors)
         arrays = site.store(envelope, list(reply.tensors.values()))
-        return Knowledge(dict(zip(self.tensor_names, arrays, strict=True)))
+        return Knowledge(dict(zip(self.tensor_names, arrays, strict=True)), reply.scalars)
 
     def total(self, replies: list[Reply]) -> list[Reply]:
         return list(self.server(replies, lambda client: SIZES))
@@ -482,6 +482,46 @@ def test_weights_of_an_architecture_with_too_few_clients_are_not_sent(tmp_path):
     assert "weights of site-02, site-04 are not summed" in kit.notices[0]
     request = json.loads(kit.server.config("site-02")[REQUEST])
     assert list(request["cohorts"]) == ["0"]
+
+
+def test_a_site_refuses_single_sums(tmp_path):
+    """With two colluding sites, a sum needs four sites, but the server does not know this."""
+    kit = Kit(tmp_path, 7, "felo", models=("cnn2", "mlp"), colluding=2)
+    rng = np.random.default_rng(3)
+    sums = kit.sums({name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names})
+    assert sorted(reply.client.name for reply in sums) == ["+all", "+cnn2"]
+    assert kit.notices[0] == (
+        "client site-01 refuses a sum: masking: cohort: expected at least 4 sites, got 3"
+    )
+    assert "the sum of weights of mlp is lost: 0 of 3 clients replied" in kit.notices[3]
+
+
+def test_a_site_without_samples_of_a_listed_class_refuses_only_class_means(tmp_path):
+    kit, rng = Kit(tmp_path, 5, "felo", is_site=True), np.random.default_rng(3)
+    sent = {name: felo_reply(rng, [0, 1, 2, 3]) for name in kit.names}
+    sent["site-01"] = felo_reply(rng, [0, 1, 2])
+    sums = {reply.client.name: reply for reply in kit.sums(sent)}
+    assert sorted(sums) == [ALL, "+cnn2"]
+    assert sums[ALL].clients == (*kit.names[:1], *kit.names[2:])
+    features = [np.float64(sent[name].tensors["features"]) for name in sums[ALL].clients]
+    found = sums[ALL].knowledge.tensors["features"]
+    np.testing.assert_allclose(found, np.mean(features, axis=0), rtol=1e-6, atol=1e-5)
+    assert sums["+cnn2"].clients == tuple(kit.names)
+    (notice,) = kit.notices
+    assert "client site-01 refuses a sum: class 3: listed for this site" in notice
+
+
+@pytest.mark.parametrize("field", [MASKED, SHARES])
+def test_a_reply_without_a_vector_or_without_shares_is_not_summed(tmp_path, field):
+    kit = Kit(tmp_path, 5)
+    kit.server.start(1, kit.members, kit.names)
+    sent = of_all(np.random.default_rng(3), kit.names)
+    replies = [Reply(kit.infos[n], kit.masked(n, sent[n]), Measured({})) for n in kit.names]
+    del replies[2].knowledge.tensors[f"{field}/0"]
+    sizes = kit.server.masked_sizes(kit.infos["site-02"], lambda client: SIZES)
+    MASKED_CONTRACT.check("site-02", replies[2].knowledge.tensors, {}, sizes)
+    (total,) = kit.total(replies)
+    assert total.clients == ("site-00", "site-01", "site-03", "site-04")
 
 
 # Lost sites

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from federation import Server, fast, records, run, small
-from interruption import CutError, resumed, same_but_for_the_name
+from interruption import CutError, Notices, resumed, same_but_for_the_name
 from rounds import instruction_of, reply_of
 
-from fedhet.base.errors import SettingsError
+from fedhet.base.errors import MaskingError, SettingsError
+from fedhet.client_runtime.masking import Masking
 from fedhet.config.resolve import resolve
 from fedhet.methods.registry import all_methods, find_method
 from fedhet.server.unmasking import Unmasking
@@ -129,6 +130,23 @@ def test_a_reply_is_stored_before_it_is_sent_and_not_computed_again(tmp_path):
     first, second = server.answers(asked), server.answers(asked)
     for (_, one), (_, other) in zip(first, second, strict=True):
         assert one.parameters.tensors == other.parameters.tensors
+
+
+def test_a_run_continues_without_a_sum_that_clients_refuse(tmp_path, monkeypatch):
+    lane_of = Masking._lane
+
+    def refusing(self, number, cohort):
+        if number == 1:
+            raise MaskingError("masking: cohort: too small")
+        return lane_of(self, number, cohort)
+
+    monkeypatch.setattr(Masking, "_lane", refusing)
+    said = Notices()
+    summary = run(config_of("felo", models=["cnn2"], **SECURE), tmp_path, [said])
+    assert len(records(tmp_path)[0]["answered"]) == 6
+    assert summary["history"][-1]["accuracy"]["common"]
+    assert "client client-0 refuses a sum: masking: cohort: too small" in said.texts
+    assert any("sum of weights of cnn2 is lost: 0 of 6" in text for text in said.texts)
 
 
 def test_a_run_continues_without_the_clients_that_are_lost(tmp_path):

@@ -92,6 +92,8 @@ class Masking:
         self._is_site = node.is_site and not config.run.privacy.is_on
         self._root, self._ledger = node.state_dir, Ledger(node.state_dir, node.name)
         self._lanes: list[Lane] = []
+        self._faults: list[str] = []
+        """Reasons why this site refuses lanes of the request."""
         self._nonce, self._request = b"", ""
 
     # Masked replies.
@@ -101,8 +103,8 @@ class Masking:
     ) -> NDArrays | None:
         """Check a request for a masked reply; return the stored reply if the request is repeated.
 
-        Raises MaskingError if a cohort violates the rules of the peers file, or if this site has
-        replied to another request of the round.
+        A lane whose cohort violates the rules of the peers file is refused. Raises MaskingError if
+        all lanes are refused, or if this site has replied to another request of the round.
         """
         request = _parsed(config.get(REQUEST), {"nonce", "cohorts"})
         nonce, cohorts = request["nonce"], request["cohorts"]
@@ -116,7 +118,14 @@ class Masking:
         valid = len(self._nonce) == 16 and numbers and numbers[0] >= 0
         if not valid or numbers[-1] >= len(self._sums):
             raise MaskingError(f"{REQUEST}: expected a nonce of 16 bytes, and cohorts of this run")
-        self._lanes = [self._lane(number, cohorts.get(str(number))) for number in numbers]
+        self._lanes, self._faults = [], []
+        for number in numbers:
+            try:
+                self._lanes.append(self._lane(number, cohorts.get(str(number))))
+            except MaskingError as error:
+                self._faults.append(str(error))
+        if not self._lanes:
+            raise MaskingError("; ".join(self._faults))
         digest = content_digest(instruction.tensors, instruction.scalars)
         lanes = json.dumps([[lane.number, lane.cohort] for lane in self._lanes])
         self._request = context(
@@ -135,7 +144,10 @@ class Masking:
         return stored[1:]
 
     def masked(self, envelope: Envelope, sent: Knowledge) -> Knowledge:
-        """Return a reply with one masked vector for each lane of the request."""
+        """Return a reply with one masked vector for each lane that this site does not refuse.
+
+        Raises MaskingError if this site refuses all lanes.
+        """
         tensors: dict[str, Array] = {}
         lanes, own = [], {int(label) for label in self._peers.peer(self._name).classes}
         for lane in self._lanes:
@@ -152,10 +164,11 @@ class Masking:
             # reveal the row of the third site. Rows with noise need not be hidden in a sum.
             absent = rows - {*sent.tensors[layout.ids].tolist()} if layout.ids else ()
             if self._is_site and absent:
-                raise MaskingError(
+                self._faults.append(
                     f"class {min(absent)}: listed for this site in the peers file, but the site "
                     "has too few samples of it. List only classes with enough samples."
                 )
+                continue
             vector = layout.encode(sent.tensors, self._samples, self._peers.cap, rows)
             secret = secrets.token_bytes(shamir.SECRET_BYTES)
             layout.add_mask(vector, secret, 1)
@@ -171,8 +184,10 @@ class Masking:
             tensors[f"{MASKED}/{lane.number}"] = vector
             tensors[f"{SHARES}/{lane.number}"] = np.stack(boxes)
             lanes.append(replace(lane, context=bound.hex()))
+        if not lanes:
+            raise MaskingError("; ".join(self._faults))
         self._lanes = lanes
-        return Knowledge(tensors)
+        return Knowledge(tensors, {FAULT: "; ".join(self._faults)} if self._faults else {})
 
     def store(self, envelope: Envelope, arrays: NDArrays) -> NDArrays:
         """Store a masked reply before it is sent, and return the reply to send.

@@ -192,12 +192,20 @@ class Unmasking:
                 )
             else:
                 by_name[reply.client.name] = reply
+                if fault := reply.knowledge.scalars.get(FAULT):
+                    fault = one_line(str(fault))[:300]
+                    self._state.notice(f"client {reply.client.name} refuses a sum: {fault}")
                 self._state.record_measured(reply.client.name, reply.measured)
         if not by_name:
             return
         groups: list[Group] = []
         for position, group in enumerate(self._request.groups):
-            replied = tuple(name for name in group.cohort if name in by_name)
+            fields = {f"{field}/{group.number}" for field in (MASKED, SHARES)}
+            replied = tuple(
+                name
+                for name in group.cohort
+                if name in by_name and fields <= {*by_name[name].knowledge.tensors}
+            )
             survivors = group.survivors or replied
             if {*survivors} <= {*replied} and len(survivors) >= MIN_SUMMED:
                 self._request.groups[position] = replace(group, survivors=survivors)

@@ -38,8 +38,16 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from fedhet.algorithms.shamir import SHARE_BYTES
-from fedhet.base.arrays import Array, Arrays
-from fedhet.wire.contract import Contract, Sizes, Sum, TensorField, WeightsField, ids_of
+from fedhet.base.arrays import Array, Arrays, Shapes
+from fedhet.wire.contract import (
+    Contract,
+    ScalarField,
+    Sizes,
+    Sum,
+    TensorField,
+    WeightsField,
+    ids_of,
+)
 from fedhet.wire.encodings import STATISTICS
 
 MASKED, SHARES = "masked", "shares"
@@ -47,13 +55,24 @@ MASKED, SHARES = "masked", "shares"
 [sites, bytes]."""
 REQUEST, REVEAL, SEEDS, FAULT = "masking", "unmasking", "seeds", "fault"
 """Entries of messages: a request for a masked reply and a request for shares, in JSON; the secrets
-shared with lost sites; and the reason why a site reveals nothing for some sums, or ""."""
+shared with lost sites; and the reason why a site refuses or reveals nothing for some lanes."""
 NONCE_BYTES, BOX_BYTES = 12, 12 + SHARE_BYTES + 16
 """Size of the nonce of an encrypted share, and of nonce, ciphertext and tag together, in bytes."""
+
+
+class LanesField(WeightsField):
+    """Declaration of one tensor per lane, except for lanes that the site refuses."""
+
+    def expected(self, sender: str, received: Arrays, shapes: Shapes) -> Shapes:
+        """Return the shapes and dtypes of the received lanes."""
+        return {lane: shapes[lane] for lane in received if lane in shapes}
+
+
 MASKED_CONTRACT = Contract(
     (
-        WeightsField(MASKED, "vectors of secure aggregation, with masks"),
-        WeightsField(SHARES, "encrypted shares of the masks"),
+        LanesField(MASKED, "vectors of secure aggregation, with masks"),
+        LanesField(SHARES, "encrypted shares of the masks"),
+        ScalarField(FAULT, str, "reason why the site refuses lanes", required=False),
     )
 )
 HEADER = ("sites", "cap", "weight", "clipped")
