@@ -83,15 +83,15 @@ class Group:
         return tuple(run.seed for run in self.runs)
 
     def score(self, column: Column) -> Spread:
-        """Return the mean and spread over runs of the mean score in the last round."""
+        """Return the mean score in the last round, as mean and standard deviation over runs."""
         return Spread.of(run.last(*column).mean for run in self.runs)
 
     def tail(self, column: Column) -> Spread:
-        """Return the mean and spread over runs of the mean score in the last fifth of rounds."""
+        """Return the mean score in the last fifth of the rounds, as mean and std over runs."""
         return Spread.of(run.tail(*column).mean for run in self.runs)
 
     def worst(self, column: Column) -> Spread:
-        """Return the mean and spread over runs of the worst client's score in the last round."""
+        """Return the worst client's score in the last round, as mean and std over runs."""
         return Spread.of(run.last(*column).worst for run in self.runs)
 
     def by_seed(self, column: Column, of: Callable[[Run, str, str], Score | Tail]) -> pd.Series:
@@ -100,7 +100,7 @@ class Group:
         return pd.Series(means, dtype=float)
 
     def total(self, cost: str) -> Spread:
-        """Return the mean and spread over runs of an entry of `Run.totals`, such as `bytes_up`."""
+        """Return an entry of `Run.totals`, such as `bytes_up`, as mean and std over runs."""
         return Spread.of(float(run.totals[cost]) for run in self.runs)
 
     def curve(self, column: Column) -> pd.DataFrame:
