@@ -96,7 +96,7 @@ def most_common_task(
     """Return the most common task among several clients.
 
     If several tasks are equally common, the result is the server's task if it is among them, or
-    else the task with the smallest samples. A single client can thus not increase the server's
+    else the task with the smallest samples. Thus, a single client cannot increase the server's
     memory use by reporting a false shape.
     """
     counts = Counter(map(task_of, infos))
