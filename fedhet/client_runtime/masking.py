@@ -218,10 +218,8 @@ class Masking:
         all lanes have too few survivors, if a list of survivors violates the rules, or if this site
         has revealed shares for another request of the round.
 
-        Args:
-            config: Request with the run, the round, and the survivors of each lane in JSON. For
-                each lane, it also contains the encrypted shares for this site, in the order of the
-                survivors.
+        `config` contains the run, the round, and the survivors of each lane in JSON, and for each
+        lane the encrypted shares for this site, in the order of the survivors.
         """
         request = _parsed(config.get(REVEAL), {"run", "round", "survivors"})
         run, round, listed = request["run"], request["round"], request["survivors"]

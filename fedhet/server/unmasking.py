@@ -90,17 +90,9 @@ class Unmasking:
     def __init__(
         self, config: Config, run: str, state: RoundState, directory: Path, timeout: float
     ) -> None:
-        """Create the step, and read the requests of an earlier process.
+        """Create the step for the run named `run`; requests for shares take at most `timeout` s.
 
-        Args:
-            config: Configuration of the run.
-            run: Name of the run, which is part of each message.
-            state: State of the round.
-            directory: Directory of the run.
-            timeout: Time limit of a request for shares, in seconds.
-
-        Raises:
-            StateError: If the file of requests is damaged.
+        Reads the requests of an earlier process. Raises StateError if their file is damaged.
         """
         spec = config.method.spec
         self._sums = spec.sums.of(config.method_settings, config.run.data.task)
@@ -135,11 +127,7 @@ class Unmasking:
                 )
 
     def start(self, round: int, members: Mapping[str, Member], selected: Sequence[str]) -> set[str]:
-        """Form the cohorts of a round, or repeat the cohorts of an earlier process.
-
-        Returns:
-            The selected clients that belong to a cohort.
-        """
+        """Form the cohorts of a round, or repeat earlier ones, and return their clients."""
         self._members, self._round = members, round
         if round not in self._requests:
             groups: list[Group] = []

@@ -126,15 +126,7 @@ class Layout:
     def of(
         cls, lane: Sum, contract: Contract, sizes: Sizes, sites: int, settings: object
     ) -> Layout:
-        """Return the layout of a lane.
-
-        Args:
-            lane: Declaration of the lane.
-            contract: Contract of the method's replies.
-            sizes: Axis sizes and weight shapes of the reply.
-            sites: Number of sites in the cohort.
-            settings: Settings of the method.
-        """
+        """Return the layout of a lane for replies with the given contract and sizes."""
         parts: list[Part] = []
         ids, weight = "", lane.weight
         if weight == "classes" and getattr(settings, "weighting", weight) == "clients":
@@ -179,13 +171,9 @@ class Layout:
         return json.dumps([self.weight, self.sites, self.classes, self.ids, parts, bits])
 
     def encode(self, sent: Arrays, samples: int, cap: int, rows: Collection[int] = ()) -> Array:
-        """Encode a site's tensors as a vector, uint32 [size].
+        """Encode a site's tensors, which are finite, as a vector, uint32 [size].
 
-        Args:
-            sent: Tensors of the reply, which are finite.
-            samples: The site's number of samples, at most `cap`.
-            cap: Maximum number of samples that can count toward a site's weight.
-            rows: Classes whose rows may be sent; the rows of other classes are zero.
+        `samples` is at most `cap`. Only rows of the classes in `rows` are sent.
         """
         vector = np.zeros(self.size, np.uint32)
         weight, cap = (samples, cap) if self.weight == "samples" else (1, 1)
@@ -220,14 +208,10 @@ class Layout:
         return vector
 
     def decode(self, total: Array, sites: int) -> tuple[dict[str, Array], int, int]:
-        """Decode the sum of the vectors of `sites` sites.
+        """Decode a sum of `sites` vectors: the tensors, the total weight, and the clipped values.
 
-        Returns:
-            The averaged tensors (summed, for numbers of samples per class); the sum of the weights;
-            and the number of clipped values.
-
-        Raises:
-            ValueError: If the masks did not cancel, or if the sum is impossible.
+        Tensors are averaged, except for the numbers of samples per class, which are summed. Raises
+        ValueError if the masks did not cancel, or if the sum is impossible.
         """
         header, class_weights = self._counters(total := np.array(total))
         count, caps, weight, clipped = map(int, header)
