@@ -395,7 +395,7 @@ def sites_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the registered sites of a server and whether they are online."""
+    """List the registered sites of a server, with the state of each site."""
     from fedhet.deployment import control
 
     with connected(server, ca) as connection:

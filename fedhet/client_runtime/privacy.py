@@ -344,7 +344,7 @@ class DifferentialPrivacy(Withholding):
         return epsilon_of(consumed, self._settings.delta)
 
     def stored_reply(self) -> NDArrays | None:
-        """Return the reply of this round, if any. A new reply would consume more budget."""
+        """Return the stored reply of this round, or None. A new reply would consume more budget."""
         return self._replies.get(self._round)
 
     def store_reply(self, arrays: NDArrays) -> None:

@@ -189,7 +189,7 @@ class _Closest:
         compute: Compute,
         divergence: BatchLoss,
     ) -> None:
-        """Create the record for the teacher's logits [N, C] on the public samples x [N, ...]."""
+        """Start a record, given the teacher's logits [N, C] on the public samples x [N, ...]."""
         self._divergence = divergence
         self._student, self._x, self._teacher, self._compute = student, x, teacher, compute
         self._distance = math.inf
