@@ -376,6 +376,7 @@ THREE = ("mlp", "mlp2", "mlp3")
 @pytest.mark.parametrize("method", ["fml", "fedmd", "feddf"])
 def test_three_architectures_on_ray_give_the_numbers_of_one_process(method, tmp_path):
     changes = {**fast(method), "models.pool": THREE}
+    changes["data.loss"] = "quantile" if method == "fedmd" else "auto"
     for backend in ("inline", "ray"):
         chosen = {**changes, "engine.backend": backend}
         run(on_table(method, write(tmp_path / "a.csv"), **chosen), tmp_path / backend)

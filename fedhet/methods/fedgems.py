@@ -47,8 +47,8 @@ class FedGemsSettings(MethodSettings):
     )
     tolerance: Positive = Field(
         0.25,
-        description="regression: maximum loss of a prediction that counts as correct; targets are "
-        "standardized, so 0.25 is an error of half a standard deviation",
+        description="regression: maximum loss of a prediction that counts as correct; with the "
+        "squared loss, 0.25 is an error of half a standard deviation",
     )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"

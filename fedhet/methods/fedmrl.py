@@ -3,7 +3,7 @@
 Liping Yi, Han Yu, Chao Ren, Gang Wang, Xiaoguang Liu and Xiaoxiao Li, Federated Model Heterogeneous
 Matryoshka Representation Learning, NeurIPS 2024.
 
-In regression (not in the paper), both heads learn the targets with squared errors.
+In regression (not in the paper), both heads learn the targets with `data.loss`.
 """
 
 from dataclasses import replace

@@ -3,8 +3,8 @@
 Tao Shen, Jie Zhang, Xinkang Jia, Fengda Zhang, Gang Huang, Pan Zhou, Kun Kuang, Fei Wu and Chao Wu,
 Federated Mutual Learning, arXiv:2006.16765.
 
-In regression (not in the paper), both models learn the targets and each other's outputs with
-squared errors of standardized values, as in `Regression.divergence`.
+In regression (not in the paper), both models learn the targets with `data.loss`, and each other's
+outputs with squared errors, as in `Regression.divergence`.
 """
 
 from dataclasses import replace

@@ -4,8 +4,8 @@ Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated
 Server Models via Selective Knowledge Fusion.
 
 In regression (not in the paper), knowledge is selected by error: a prediction is correct if its
-squared error is at most the setting `tolerance`, and clients are weighted by its reciprocal instead
-of by entropy. Squared errors take the place of the cross-entropy and the divergence.
+loss (`data.loss`) is at most the setting `tolerance`, and clients are weighted by its reciprocal
+instead of by entropy. Squared errors take the place of the divergence.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie, Communication-efficient federated
 learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1.
 
-In regression (not in the paper), the task losses and the distillation losses are squared errors of
-standardized values, as in `Regression.divergence`. The hidden loss is unchanged.
+In regression (not in the paper), the task losses are those of `data.loss`, and the distillation
+losses are squared errors, as in `Regression.divergence`. The hidden loss is unchanged.
 """
 
 from __future__ import annotations
