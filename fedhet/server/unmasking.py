@@ -10,12 +10,12 @@ request.
 from __future__ import annotations
 
 import json
+import queue
 import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,7 @@ class Unmasking:
         limit. The round continues when all sums can be unmasked, without waiting for other nodes.
         """
         end, is_over = time.monotonic() + self._timeout, threading.Event()
+        arrived: queue.SimpleQueue[tuple[str, Answer]] = queue.SimpleQueue()
 
         def ask(name: str) -> Answer:
             mine = [group for group in groups if name in group.survivors]
@@ -261,24 +262,28 @@ class Unmasking:
                     fault = f"{SHARES}/{group.number}: expected {sizes[0]} and {sizes[1]} bytes"
             return revealed, fault
 
-        def attempt(name: str) -> Answer:
+        def attempt(name: str) -> None:
             while True:
                 try:
-                    return ask(name)
+                    answer = ask(name)
+                    break
                 except Exception as error:  # Catch any error of the transport or of the client.
+                    answer = {}, error_text(error)
                     can_repeat = may_restart(self._members[name].proxy) and time.monotonic() < end
                     if not can_repeat or is_over.wait(min(3.0, self._timeout / 10)):
-                        return {}, error_text(error)
+                        break
+            arrived.put((name, answer))
 
         names = sorted({name for group in groups for name in group.survivors})
         answers: dict[str, Answer] = {}
         seeds: dict[Group, list[tuple[bytes, int]]] = {}
         wrong: dict[str, set[str]] = {}
         reasons: dict[Group, str] = {}
-        pool = ThreadPoolExecutor(max(len(names), 1))
-        futures = {pool.submit(attempt, name): name for name in names}
-        for future in as_completed(futures):
-            answers[futures[future]] = future.result()
+        for name in names:  # Daemon threads, so that a node that hangs does not keep the run alive.
+            threading.Thread(target=attempt, args=(name,), daemon=True).start()
+        while len(answers) < len(names):
+            sender, answer = arrived.get()
+            answers[sender] = answer
             # Wait for clients that are not nodes, so that a simulation always counts all messages.
             if not all(may_restart(self._members[n].proxy) for n in names if n not in answers):
                 continue
@@ -290,7 +295,6 @@ class Unmasking:
             if len(seeds) == len(groups):
                 break
         is_over.set()
-        pool.shutdown(wait=False)
         faults: dict[str, list[str]] = {}
         for name, (_, fault) in sorted(answers.items()):
             if fault:
