@@ -19,6 +19,7 @@ from sklearn.datasets import load_diabetes
 from fedhet import report
 from fedhet.base.errors import DataError, KnowledgeError, SettingsError
 from fedhet.base.metrics import METRICS, Metric, Predictions, measure
+from fedhet.cli.example import write_example
 from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.node import close_clients, read_node
 from fedhet.config.resolve import resolve
@@ -229,6 +230,22 @@ def test_the_data_must_have_the_targets_of_the_task(tmp_path):
         _ = RunData(DataSpec(task="regression")).dataset
 
 
+def test_the_hospitals_of_the_example_have_different_scales(tmp_path):
+    for name in "ab":
+        write_example("regression", tmp_path / name)
+    for part, count in (("train", 1200), ("test", 300)):
+        rows = pd.read_csv(tmp_path / "a" / f"{part}.csv")
+        assert len(rows) == count
+        assert rows.equals(pd.read_csv(tmp_path / "b" / f"{part}.csv"))
+        means = rows.groupby("site")[["weight", "creatinine", "days"]].mean()
+        assert means.loc["east", "weight"] == pytest.approx(2.2046 * 75, rel=0.05)
+        assert means.loc["north", "weight"] == pytest.approx(75, rel=0.05)
+        ratio = means.loc["south", "creatinine"] / means.loc["north", "creatinine"]
+        assert ratio == pytest.approx(88.42, rel=0.1)
+        assert rows["days"].between(0.5, 90).all()
+        assert rows["admission"].isna().any()
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -322,6 +339,17 @@ def test_records_hold_scores_in_the_unit_of_the_target(method, tmp_path):
     worst = last["metrics"]["rmse"]["common"][kind]
     assert worst["worst"] == max(worst["per_client"].values())
     assert summary["history"][-1]["metrics"]["rmse"]["common"][kind] == worst["mean"]
+
+
+def test_a_partition_shows_tenths_of_the_target(tmp_path, call):
+    table = ("--dataset", f"table:{write(tmp_path / 'a.csv')}", "--clients", "3")
+    code, shown, _ = call("partition", *table, "--set", "target=stay", "--set", "task=regression")
+    assert code == 0
+    counts = [int(word) for line in shown.splitlines() if line.startswith("client-")
+              for word in line.replace("·", "0").split()[1:2]]  # fmt: skip
+    assert sum(counts) == len(LENGTH)
+    assert f"stay {min(LENGTH):.4g} to " in shown
+    assert f" to {max(LENGTH):.4g}" in shown
 
 
 def test_a_run_speaks_of_its_headline_metric(tmp_path):

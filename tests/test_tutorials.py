@@ -1,4 +1,4 @@
-"""The commands of the tutorials "Compare methods" and "Train on your data", with fewer rounds."""
+"""The commands of the tutorials for simulations, with fewer rounds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ INSTALLATION = re.compile(r"^(make|source|python3 -m venv|pip) ")
 SMALL = {
     "start.md": "--rounds 1 --backend inline --set max-samples=200 --models cnn2,mlp",
     "own-data.md": "--rounds 1 --backend inline",
+    "regression.md": "--rounds 1 --backend inline",
 }
 """Options that are added to every run of a page."""
 LEFT_BEHIND = {
     "start.md": ["runs/felo/seed-2/summary.json", "runs/compare/compare.html"],
     "own-data.md": ["runs/patients/report.html", "runs/seeds/seed-2/summary.json", "schema.toml"],
+    "regression.md": ["runs/stay/report.html", "runs/seeds/seed-2/summary.json", "schema.toml"],
 }
 
 

@@ -148,8 +148,10 @@ def partition_command(
     clients: Clients = None,
     set_: Pairs = None,
 ) -> None:
-    """Show the partition as the number of samples per client and class."""
-    given = validate(gather(None, preset, config, set_, dataset=dataset, clients=clients))
+    """Show the partition as the number of samples per client and class, or group of targets."""
+    values = gather(None, preset, config, set_, dataset=dataset, clients=clients)
+    # The default method supports fewer tasks than `local`, which partitions data in the same way.
+    given = validate({"method": "local"} | values)
     with loading("PyTorch"):
         from fedhet.config.resolve import complete
         from fedhet.data.store import RunData
@@ -164,7 +166,7 @@ def partition_command(
         for client, row in data.label_counts().items()
     ]
     words = ("client", *(["owner"] if owners else []), "samples")
-    for table in listings((*words, *data.dataset.classes), rows, len(words), console.width):
+    for table in listings((*words, *data.strata()[0]), rows, len(words), console.width):
         console.print(table)
 
 
