@@ -38,6 +38,7 @@ from fedhet.learning.training import SupervisedLoss, optimization_for
 from fedhet.methods.registry import all_methods
 from fedhet.models import evaluate_model
 from fedhet.privacy import sgd
+from fedhet.report.tables import baseline_line
 from fedhet.runs.directory import last_round
 from fedhet.runs.measures import best_round, read_measures
 from fedhet.runs.progress import Progress
@@ -417,6 +418,20 @@ def test_three_architectures_on_ray_give_the_numbers_of_one_process(method, tmp_
 
 
 # --- after a run ----------------------------------------------------------------------------------
+
+
+def test_in_regression_a_client_with_a_lower_error_than_alone_is_better(tmp_path):
+    path, paths = write(tmp_path / "a.csv"), (tmp_path / "run", tmp_path / "run" / "baseline")
+    for place, method, seed in zip(paths, ("fml", "local"), (1, 2), strict=True):
+        run(on_table(method, path, **{**fast(method), "seed": seed}), place)
+    loaded = report.load_run(paths[0])
+    ours, alone = (
+        records(place)[-1]["metrics"]["rmse"]["personal"]["private"]["per_client"]
+        for place in paths
+    )
+    better = sum(ours[name] < alone[name] for name in ours)
+    assert f", {better} of 3 clients better" in baseline_line(loaded)
+    assert better != sum(ours[name] > alone[name] for name in ours), "three is odd"
 
 
 @pytest.fixture(scope="module")

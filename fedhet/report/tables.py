@@ -229,7 +229,9 @@ def baseline_line(run: Run) -> str:
         return ""
     ours, baseline = run.last(*run.columns[0]), run.baseline.last(*run.baseline_column)
     both = ours.per_client.keys() & baseline.per_client.keys()
-    better = sum(ours.per_client[name] > baseline.per_client[name] for name in both)
+    sign = -1 if metric_of(run.metric).lower_is_better else 1
+    gains = [sign * (ours.per_client[name] - baseline.per_client[name]) for name in both]
+    better = sum(gain > 0 for gain in gains)
     return (
         f"against {run.baseline.method}: {ours.mean - baseline.mean:+.4f} ({score(ours.mean)}, "
         f"{score(baseline.mean)}), {better} of {plural(len(both), 'client')} better"
