@@ -386,8 +386,19 @@ def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
     assert task_of(json.loads(json.dumps(stored_task(expected)))) == expected
     old = {"name": "regression", "means": [1.0], "deviations": [2.0]}  # without a loss
     assert task_of(old) == Regression((1.0,), (2.0,))
-    for wrong in ({"loss_name": "cubic"}, {"loss_name": "quantile"}, {"quantiles": [0.5]}):
+    named = {"loss_name": "quantile"}
+    for wrong in (
+        {"loss_name": "cubic"},
+        named,
+        {"quantiles": [0.5]},
+        {**named, "quantiles": [0.9, 0.1]},
+        {**named, "quantiles": [0.5, 1.0]},
+        {**named, "quantiles": [0.5, float("nan")]},
+    ):
         with pytest.raises(ValueError, match="loss_name: expected one of squared, huber"):
+            task_of({**old, **wrong})
+    for wrong in ({**named, "quantiles": ["0.5"]}, {"lost_name": "huber"}):
+        with pytest.raises(ValueError, match=r"not supported between|unexpected keyword"):
             task_of({**old, **wrong})
 
 

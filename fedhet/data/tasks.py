@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib.metadata import entry_points
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
@@ -357,10 +358,12 @@ class Regression(Task):
         return torch.from_numpy(encoded)
 
     def __post_init__(self) -> None:
-        if self.loss_name not in LOSSES or (self.loss_name == QUANTILE) != bool(self.quantiles):
+        levels, needed = self.quantiles, self.loss_name == QUANTILE
+        is_ascending = all(low < high for low, high in pairwise((0, *levels, 1)))
+        if self.loss_name not in LOSSES or bool(levels) != needed or not is_ascending:
             raise ValueError(
-                f"loss_name: expected one of {', '.join(LOSSES)}, with quantiles for {QUANTILE} "
-                f"only, got {self.loss_name!r} and {self.quantiles}"
+                f"loss_name: expected one of {', '.join(LOSSES)}, with ascending quantiles for "
+                f"{QUANTILE} only, got {self.loss_name!r} and {levels}"
             )
 
     @property
@@ -542,11 +545,14 @@ def task_for(settings: DataSettings) -> Task:
 
 
 def task_of(stored: Task | Mapping[str, Any]) -> Task:
-    """Restore a task from the result of `stored_task`. Raises SettingsError or TypeError."""
+    """Restore a task from the result of `stored_task`. Raises SettingsError or ValueError."""
     if isinstance(stored, Task):
         return stored
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-    return find_task(str(fields.pop("name", Classification.name)))(**fields)
+    try:
+        return find_task(str(fields.pop("name", Classification.name)))(**fields)
+    except TypeError as error:  # An unknown field, or a value of another type.
+        raise ValueError(str(error)) from None
 
 
 def stored_task(task: Task) -> dict[str, Any]:
