@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -16,13 +17,16 @@ from fedhet.base.arrays import Array
 from fedhet.base.errors import closest
 
 ACCURACY, RMSE, R2, COVERAGE = "accuracy", "rmse", "r2", "coverage"
-CLASSIFICATION, REGRESSION = "classification", "regression"
+MACRO_AUC = "macro-auc"
+CLASSIFICATION, REGRESSION, MULTI_LABEL = "classification", "regression", "multi-label"
 BINS = 15
 """Number of bins for the calibration error (Guo et al., ICML 2017)."""
 MIN_LIKELIHOOD = 2.0**-52
 """Lower bound for the likelihood of the true class in the test loss."""
 MAX_ERROR = 1e16
 """Maximum error of a prediction, in the target's unit."""
+MAX_LABELS = 1000
+"""Maximum number of labels of a sample."""
 MIN_ACCURACY = 1e-12
 """Smallest valid accuracy above 0, far below one correct prediction in a billion samples. It keeps
 ratios finite."""
@@ -30,14 +34,18 @@ ratios finite."""
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of a model on a test split of N samples and C classes or K target columns."""
+    """Predictions of a model on a test split of N samples and C classes or K target columns.
+
+    With several labels, the K columns of the truth are 1, 0, or NaN if the label is missing.
+    """
 
     truth: Array
     """True class of each sample, of shape [N], or true targets, of shape [N, K]."""
     predicted: Array
     """Predicted class of each sample, or predicted targets, of the same shape."""
     probabilities: Array = field(default_factory=lambda: np.zeros((0, 0)))
-    """Class probabilities, of shape [N, C], in float64; empty if the targets are numbers."""
+    """Probabilities of the classes or labels, of shape [N, C], in float64; empty if the targets are
+    numbers."""
     intervals: Array | None = None
     """Lower and upper end of the predicted intervals, of shape [N, K, 2], or None."""
 
@@ -142,6 +150,67 @@ def coverage(predictions: Predictions) -> float | None:
     return float(((lower <= predictions.truth) & (predictions.truth <= upper)).mean())
 
 
+LabelScore = Callable[[Array, Array, Array], float]
+"""Function of the truth [N], the predicted labels [N], and their probabilities [N]."""
+
+
+def label_scores(predictions: Predictions, score: LabelScore) -> dict[str, float]:
+    """Return a score of each label with at least one positive and one negative test sample.
+
+    A score includes only the samples whose label is not missing.
+    """
+    scores = {}
+    for label, truth in enumerate(predictions.truth.T):
+        rows = ~np.isnan(truth)
+        if len(np.unique(truth[rows])) == 2:
+            parts = (predictions.predicted[rows, label], predictions.probabilities[rows, label])
+            scores[str(label)] = float(score(truth[rows], *parts))
+    return scores
+
+
+def label_auc(truth: Array, predicted: Array, probabilities: Array) -> float:
+    """Return the AUC of one label."""
+    from sklearn.metrics import roc_auc_score
+
+    return float(roc_auc_score(truth, probabilities))
+
+
+def label_f1(truth: Array, predicted: Array, probabilities: Array) -> float:
+    """Return the F1 score of one label."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(truth, predicted, zero_division=0))
+
+
+def label_precision(truth: Array, predicted: Array, probabilities: Array) -> float:
+    """Return the average precision of one label."""
+    from sklearn.metrics import average_precision_score
+
+    return float(average_precision_score(truth, probabilities))
+
+
+def mean_over_labels(predictions: Predictions, score: LabelScore) -> float | None:
+    """Return the mean of `label_scores`, or None if no label has a score."""
+    scores = label_scores(predictions, score)
+    return float(np.mean(list(scores.values()))) if scores else None
+
+
+def macro_auc(predictions: Predictions) -> float:
+    """Return the mean AUC of the labels, or 0.5, the AUC of a random order, if none is defined.
+
+    As the headline metric of its task, it must always have a value.
+    """
+    mean = mean_over_labels(predictions, label_auc)
+    return 0.5 if mean is None else mean
+
+
+def micro_auc(predictions: Predictions) -> float | None:
+    """Return the AUC of all pairs of a sample and a label together; missing labels are excluded."""
+    present = ~np.isnan(predictions.truth)
+    truth, likely = predictions.truth[present], predictions.probabilities[present]
+    return label_auc(truth, truth, likely) if len(np.unique(truth)) == 2 else None
+
+
 @dataclass(frozen=True)
 class Metric:
     """Metric of a model on a test split."""
@@ -163,6 +232,11 @@ class Metric:
     """Whether the metric has a value per class, reported as `recall.0`, `recall.1`, ..."""
     by_target: bool = False
     """Whether the metric is also reported for each of several targets, as `rmse.0`, ..."""
+
+    @property
+    def noun(self) -> str:
+        """Noun for the outputs that have a value each: "class", "label", or "target"."""
+        return {MULTI_LABEL: "label", REGRESSION: "target"}.get(self.task, "class")
 
     @property
     def is_fraction(self) -> bool:
@@ -196,6 +270,29 @@ METRICS = {
         ),
         Metric(R2, "R²", r2, lowest=-MAX_ERROR, task=REGRESSION, by_target=True),
         Metric(COVERAGE, "coverage", coverage, task=REGRESSION, by_target=True),
+        Metric(MACRO_AUC, "macro AUC", macro_auc, task=MULTI_LABEL),
+        Metric("micro-auc", "micro AUC", micro_auc, task=MULTI_LABEL),
+        Metric("f1", "F1", partial(mean_over_labels, score=label_f1), task=MULTI_LABEL),
+        Metric(
+            "average-precision", "average precision",
+            partial(mean_over_labels, score=label_precision), task=MULTI_LABEL,
+        ),
+        Metric(
+            "scored-labels", "scored labels", lambda p: float(len(label_scores(p, label_f1))),
+            highest=MAX_LABELS, task=MULTI_LABEL,
+        ),
+        Metric(
+            "label-auc", "AUC", partial(label_scores, score=label_auc), task=MULTI_LABEL,
+            by_class=True,
+        ),
+        Metric(
+            "label-f1", "F1", partial(label_scores, score=label_f1), task=MULTI_LABEL,
+            by_class=True,
+        ),
+        Metric(
+            "label-precision", "average precision", partial(label_scores, score=label_precision),
+            task=MULTI_LABEL, by_class=True,
+        ),
     )
 }  # fmt: skip
 """All metrics, by their name in the setting `metrics`. A task from another package adds its own
@@ -254,7 +351,7 @@ def metric_of(name: str) -> Metric:
     """
     kind, _, label = name.partition(".")
     metric = METRICS.get(kind) or Metric(name, name, METRICS[ACCURACY].compute)
-    of = f"{metric.title} of {'target' if metric.by_target else 'class'} {label}"
+    of = f"{metric.title} of {metric.noun} {label}"
     return replace(metric, name=name, title=of) if label else metric
 
 

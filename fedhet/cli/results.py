@@ -216,7 +216,12 @@ def predict_command(
 ) -> None:
     """Predict classes of samples, with probabilities, or numbers, using a client's model."""
     with loading("PyTorch"):
-        from fedhet.inference.client import Predictions, open_client, read_inputs
+        from fedhet.inference.client import (
+            PredictedLabels,
+            Predictions,
+            open_client,
+            read_inputs,
+        )
 
     trained = open_client(directory, client, best=best, trust=trust)
     names, x = read_inputs(inputs, trained.record, resize=resize, max_bytes=max_bytes)
@@ -231,9 +236,13 @@ def predict_command(
     if not isinstance(predictions, Predictions):
         frame = predictions.to_frame()
         headers = ["sample", *map(printable, frame.columns)]
-        numbers = ([f"{value:.6g}" for value in row] for row in frame.to_numpy())
-        rows = [[printable(name), *row] for name, row in zip(names, numbers, strict=True)]
-        console.print(listing(*headers, rows=rows, words=1))
+        texts = (
+            [printable(value) if isinstance(value, str) else f"{value:.6g}" for value in row]
+            for row in frame.to_numpy()
+        )
+        rows = [[printable(name), *row] for name, row in zip(names, texts, strict=True)]
+        words = 2 if isinstance(predictions, PredictedLabels) else 1
+        console.print(listing(*headers, rows=rows, words=words))
         return
     classes = list(map(printable, predictions.classes))
     only_top = len(classes) > MAX_COLUMNS

@@ -208,7 +208,11 @@ def schema_command(
         ),
     ] = "",
     task: Annotated[
-        str, typer.Option(help="Task: auto, classification, or regression (predicts numbers).")
+        str,
+        typer.Option(
+            help="Task: auto, classification, regression (predicts numbers), or multi-label "
+            "(predicts several labels)."
+        ),
     ] = "auto",
     decimal: Annotated[str, typer.Option(help="Decimal separator: auto, point or comma.")] = "auto",
     date_order: Annotated[

@@ -13,6 +13,7 @@ import contextlib
 import csv
 import gzip
 import io
+import json
 import logging
 import math
 import re
@@ -30,6 +31,7 @@ from typing import IO, Any
 from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, nearest, one_line
 from fedhet.data.spec import DataSpec, check_max_bytes, reading
+from fedhet.data.tasks import find_task
 from fedhet.data.values import date_order, decimal_sign, label_text
 
 LOG = logging.getLogger("fedhet")
@@ -317,9 +319,12 @@ class Cells:
     def column(self, name: str) -> list[str]:
         """Return the values of a column. Raises DataError if the column is missing or unusable."""
         if name in self.unusable:
+            fix = "Exclude it with data.exclude."
+            if name == self.spec.target:
+                fix = "Set data.task to multi-label if it lists the labels of each row."
             raise DataError(
                 f"{self.path}: column {one_line(name)!r}: expected numbers, dates, or words, got "
-                f"{self.unusable[name]}. Exclude it with data.exclude."
+                f"{self.unusable[name]}. {fix}"
             )
         if name not in self.columns:
             raise missing_column_error(self.path, name, self.columns)
@@ -458,10 +463,14 @@ def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
     lines: list[int] = []
     unusable: dict[str, str] = {}
     words: set[str] = set()
+    has_lists = find_task(spec.task).has_lists
     for line, row in read_objects(path, spec):
         size += _REFERENCE * (len(columns) + 1)
         for name, value in row.items():
             name = name.strip()
+            if has_lists and name == spec.target and isinstance(value, list):
+                words.add(name)
+                value = json.dumps(value)
             if isinstance(value, list | dict):
                 unusable[name] = "lists" if isinstance(value, list) else "objects"
                 value = None
@@ -528,6 +537,16 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
                 value_type = value_type.value_type
             if isinstance(value_type, pa.BaseExtensionType):
                 value_type = value_type.storage_type
+            is_list = pa.types.is_list(value_type) or pa.types.is_large_list(value_type)
+            if is_list and key == spec.target.strip() and find_task(spec.task).has_lists:
+                columns[key] = []
+                for batch in file.iter_batches(batch_size=2**10, columns=[name]):
+                    lists = batch.column(0).to_pylist()
+                    read = ["" if each is None else json.dumps(each, default=str) for each in lists]
+                    columns[key].extend(read)
+                    size += bytes_of(read)
+                    check_max_bytes(size, spec, path)
+                continue
             if pa.types.is_nested(value_type) or pa.types.is_interval(value_type):
                 unusable[key] = f"values of type {value_type}"
                 continue

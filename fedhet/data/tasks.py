@@ -24,14 +24,27 @@ from pydantic import BeforeValidator, InstanceOf, PlainSerializer
 
 from fedhet.algorithms import Reduction
 from fedhet.base.arrays import Array
+from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, SettingsError, describe_error, nearest
-from fedhet.base.metrics import ACCURACY, COVERAGE, METRICS, R2, RMSE, Predictions, measure
+from fedhet.base.metrics import (
+    ACCURACY,
+    COVERAGE,
+    MACRO_AUC,
+    MAX_LABELS,
+    METRICS,
+    MULTI_LABEL,
+    R2,
+    RMSE,
+    Predictions,
+    measure,
+)
 from fedhet.data.values import (
     Distinct,
     Words,
     class_words,
     is_missing,
     is_missing_number,
+    label_text,
     parse_numbers,
 )
 from fedhet.settings.schema import invalid_setting
@@ -83,6 +96,10 @@ class Task(ABC):
     """Minimum number of outputs."""
     has_distribution: ClassVar[bool] = False
     """Whether the softmax of a model's outputs is a distribution over classes."""
+    has_lists: ClassVar[bool] = False
+    """Whether a value of the target column may be a list."""
+    rule: ClassVar[str] = "prediction = output"
+    """Conversion of a model's outputs to predictions, as stated in model cards."""
 
     # Settings of a run.
 
@@ -204,7 +221,15 @@ class Classification(Task):
     ) -> Mapping[str, Any]:
         """Return the classes, the sorted distinct values of the target column."""
         labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
-        exact = spec.target in spec.categories
+        exact, distinct = spec.target in spec.categories, {*labels}
+        lists = [label for label in distinct if ";" in label] if spec.task == AUTO else []
+        # Lists consist of fewer different labels than there are different lists.
+        if lists and len({e.strip() for v in distinct for e in v.split(";")}) < len(distinct):
+            raise DataError(
+                f"{cells.path}: target column {spec.target!r}: expected one class in each row, got "
+                f"{min(lists)!r}. Set data.task to multi-label if the values are lists of labels, "
+                "or to classification if each value is a class."
+            )
         # If the task is set explicitly, numbers are treated as classes.
         many = {} if spec.task == AUTO else {"max_numbers": MAX_CLASSES}
         classes, spelled = class_words(labels, cells.path, spec.target, exact=exact, **many)
@@ -315,6 +340,7 @@ class Regression(Task):
     metrics = (RMSE, "mae", R2, COVERAGE)
     noun = "target columns"
     constant = ("constant", "always predicting the mean target of the test set")
+    rule = "prediction = output * deviations + means, of task"
 
     @classmethod
     def infer(
@@ -484,6 +510,210 @@ class Regression(Task):
         return tuple(tenths), groups
 
 
+@dataclass(frozen=True)
+class MultiLabel(Task):
+    """Prediction of several labels, any number of which may apply to a sample.
+
+    Targets [N, L] float32 are 1, 0, or NaN if the label is missing. A model's outputs [N, L] are
+    the logits of the labels. In a table, each label has a column of 0 and 1, or one column lists
+    the labels of each row.
+    """
+
+    name = MULTI_LABEL
+    # The AUC is the headline metric because it depends neither on a threshold nor on calibration,
+    # and because its value for constant predictions does not depend on how rare a label is.
+    metrics = (MACRO_AUC, "micro-auc", "f1", "average-precision", "scored-labels")
+    noun = "labels"
+    constant = ("constant", "always predicting each label's fraction of the test set")
+    has_lists = True
+    rule = "probability of each label = sigmoid(output)"
+
+    @classmethod
+    def infer(
+        cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
+    ) -> Mapping[str, Any]:
+        """Return the labels: the names of the columns, or the sorted labels in the list column."""
+        names = target_names(cells, spec)
+        if len(names) == 1:
+            values = Distinct.of(cells.column(spec.target))
+            lists = _read_lists(cells, spec.target, values, spec.missing)
+            words = [word for row in lists if row is not None for word in row]
+            exact = spec.target in spec.categories
+            names, _ = class_words(
+                words, cells.path, spec.target, exact=exact, max_numbers=MAX_LABELS
+            )
+            if {*names} <= FLAGS.keys():
+                raise DataError(
+                    f"{cells.path}: target column {spec.target!r}: expected lists of labels, got "
+                    "0 and 1. Set data.target to several such columns, or data.task to "
+                    "classification."
+                )
+            absent = np.array([row is None for row in lists], bool)[values.codes].sum()
+            advice = "; write [] for a row without labels" if absent else ""
+            report(f"{spec.target}: lists of {len(names)} labels; {absent} are missing{advice}")
+        if not 1 <= len(names) <= MAX_LABELS or len({*names}) < len(names):
+            raise DataError(
+                f"{cells.path}: data.target {spec.target!r}: expected 1 to {MAX_LABELS} different "
+                f"labels, got {len(names)} ({len({*names})} different)"
+            )
+        targets = cls()._targets(cells, names, spec.target, spec.missing)
+        for place, name in enumerate(names):
+            present = targets[~np.isnan(targets[:, place]), place]
+            report(f"{name}: label, {int(present.sum())} of {len(present)} rows")
+        return {"task": cls.name, "classes": names}
+
+    def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
+        """Return the labels [N, L]; NaN = missing."""
+        import torch
+
+        targets = self._targets(cells, schema.classes, schema.target, schema.missing)
+        return torch.from_numpy(targets)
+
+    def _targets(
+        self, cells: Cells, labels: Sequence[str], target: str, marks: Sequence[str]
+    ) -> Array:
+        from fedhet.data.spec import check_max_bytes
+
+        check_max_bytes(4 * len(cells) * len(labels), cells.spec, cells.path)
+        targets = np.full((len(cells), len(labels)), np.nan, np.float32)
+        columns = tuple(name.strip() for name in target.split(","))
+        if len(columns) > 1 and tuple(labels) == columns and target not in cells.columns:
+            for place, name in enumerate(labels):
+                values = Distinct.of(cells.column(name))
+                for number, text in enumerate(values.texts):
+                    flag = FLAGS.get(text.lower())
+                    if flag is None and not is_missing(text, marks) and not is_missing_number(text):
+                        fault = f"expected 0, 1, or a missing value, got {text!r}"
+                        fault += ". If the value means that the label is missing, add it to "
+                        raise cells.fault(name, values.row(number), f"{fault}data.missing.")
+                    if flag is not None:
+                        targets[values.codes == number, place] = flag
+            return targets
+        words, values = Words(labels), Distinct.of(cells.column(target))
+        rows = np.full((len(values.texts), len(labels)), np.nan, np.float32)
+        for number, row in enumerate(_read_lists(cells, target, values, marks)):
+            if row is not None:
+                rows[number] = 0
+            for word in row or ():
+                known = words.place(word)
+                if known is None:
+                    fault = f"unknown label {word!r}{nearest(word, labels)}"
+                    raise cells.fault(target, values.row(number), fault)
+                rows[number, known] = 1
+        return rows[values.codes]
+
+    def loss(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Return the binary cross-entropy, averaged over the present labels of each sample.
+
+        A sample without any present label has the loss 0. The loss of a batch is the mean over its
+        samples, not over all present labels, because DP-SGD requires that the gradient of a sample
+        does not depend on how many labels of other samples are present.
+        """
+        import torch
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+            present = ~targets.isnan()
+            truth = targets.nan_to_num()
+            losses = binary_cross_entropy_with_logits(outputs, truth, reduction="none")
+            losses = torch.where(present, losses, 0.0)
+            by_sample = losses.sum(1) / present.sum(1).clamp(min=1)
+            return by_sample.mean() if reduction == "mean" else by_sample
+
+        return loss_of
+
+    def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
+        """Return KL(teacher || student) of each label's Bernoulli distribution, averaged.
+
+        The papers of the methods define their losses only for a single distribution over classes.
+        """
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        def divergence_of(teacher: Tensor, student: Tensor) -> Tensor:
+            teacher = teacher.detach().float()
+            likely = teacher.sigmoid()
+            cross = binary_cross_entropy_with_logits(student.float(), likely, reduction="none")
+            own = binary_cross_entropy_with_logits(teacher, likely, reduction="none")
+            by_sample = (cross - own).mean(1)
+            return by_sample.mean() if reduction == "mean" else by_sample
+
+        return divergence_of
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        split: Split,
+        compute: Compute,
+        metrics: Sequence[str],
+        probabilities: Callable[[Tensor], Tensor] | None = None,
+    ) -> Evaluation:
+        """Compute the loss and `metrics`; an undefined probability counts as wrong."""
+        from fedhet.learning.training import Evaluation, logits_of
+
+        outputs, truth = logits_of(model, split.x, compute), split.y.double().cpu().numpy()
+        loss = float(self.loss()(outputs, split.y.to(outputs.device)))
+        likely = self.decode(outputs.double()).cpu().numpy()
+        likely = np.where(np.isnan(likely), 1 - np.nan_to_num(truth), likely)
+        scores = measure(metrics, self._predictions(truth, likely))
+        present = ~np.isnan(truth)
+        fractions = np.nansum(truth, 0) / present.sum(0).clip(1)
+        constant = self._predictions(truth, np.broadcast_to(fractions, truth.shape))
+        headline = self.metrics[0]
+        return Evaluation(math.nan, loss, scores, measure([headline], constant)[headline])
+
+    @staticmethod
+    def _predictions(truth: Array, likely: Array) -> Predictions:
+        return Predictions(truth, (likely >= THRESHOLD).astype(np.float64), likely)
+
+    def decode(self, outputs: Tensor) -> Tensor:
+        """Return the probabilities [N, L] of the labels."""
+        return outputs.sigmoid()
+
+    def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
+        """Group the samples by their rarest label; the last group has no label."""
+        applies = targets.cpu().numpy() == 1
+        counts = applies.sum(0)
+        rarest = np.where(applies, counts, len(applies) + 1).argmin(1)
+        groups = np.where(applies.any(1), rarest, len(names)).astype(np.int64)
+        return (*names, "no label"), groups
+
+
+FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+"""Values of a label's column, in lower case."""
+THRESHOLD = 0.5
+"""Probability from which a label is predicted."""
+
+
+def label_list(text: str) -> list[str]:
+    """Return the labels in a list such as `a;b` or `["a", "b"]`.
+
+    Raises ValueError or RecursionError if a JSON list is invalid.
+    """
+    if not text.startswith("["):
+        return [label for each in text.split(";") if (label := each.strip())]
+    labels = [label_text(each) for each in parse_json(text)]
+    if None in labels:
+        raise ValueError("expected labels in a list, got another list, an object, or null")
+    return [label.strip() for label in labels if label is not None]
+
+
+def _read_lists(
+    cells: Cells, column: str, values: Distinct, marks: Sequence[str]
+) -> list[list[str] | None]:
+    """Return the labels in each distinct value of a column, or None if the value is missing.
+
+    Raises DataError if a value is invalid.
+    """
+    lists: list[list[str] | None] = []
+    for number, text in enumerate(values.texts):
+        try:
+            lists.append(None if is_missing(text, marks) else label_list(text))
+        except (ValueError, RecursionError) as error:
+            fault = f'expected labels such as a;b or ["a", "b"], got {text!r:.80} ({error})'
+            raise cells.fault(column, values.row(number), fault) from None
+    return lists
+
+
 def _bounded(numbers: Tensor) -> Array:
     """Return numbers with undefined and huge numbers replaced by `MAX_PREDICTION`."""
     bounded: Array = numbers.detach().cpu().numpy().copy()
@@ -491,7 +721,9 @@ def _bounded(numbers: Tensor) -> Array:
     return bounded.clip(-MAX_PREDICTION, MAX_PREDICTION)
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Regression)}
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Classification, Regression, MultiLabel)
+}
 """The tasks of this package, by name."""
 CLASSIFICATION = Classification()
 

@@ -26,7 +26,7 @@ from fedhet.data.images import IMAGES, MODES, Form, decode_blocks
 from fedhet.data.sources.files import read_arrays
 from fedhet.data.spec import DataSpec, check_max_bytes
 from fedhet.data.tables import encode
-from fedhet.data.tasks import CLASSIFICATION, Regression
+from fedhet.data.tasks import CLASSIFICATION, THRESHOLD, MultiLabel, Regression
 from fedhet.data.texts import TEXTS, tokenize
 from fedhet.kinds import IMAGE, KINDS, TEXT
 from fedhet.learning.devices import scaled
@@ -118,6 +118,29 @@ class PredictedNumbers:
 
 
 @dataclass(frozen=True, eq=False)
+class PredictedLabels(PredictedNumbers):
+    """A model's predictions for N samples and L labels; `values` are the probabilities [N, L]."""
+
+    @property
+    def labels(self) -> list[list[str]]:
+        """Labels of each sample with a probability of at least 0.5."""
+        return [
+            [name for name, applies in zip(self.targets, row, strict=True) if applies]
+            for row in self.values >= THRESHOLD
+        ]
+
+    def to_frame(self, index: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return a data frame with one row per sample.
+
+        The columns are the predicted labels, such as `a; b`, and the probability of each label.
+        """
+        frame = super().to_frame(index)
+        listed = ["; ".join(row) for row in self.labels]
+        frame.insert(0, "labels", listed, allow_duplicates=True)
+        return frame
+
+
+@dataclass(frozen=True, eq=False)
 class TrainedClient:
     """Client of a finished or unfinished run, with restored models."""
 
@@ -164,13 +187,16 @@ class TrainedClient:
     def predict(self, x: Tensor, kind: str = "private") -> Predictions | PredictedNumbers:
         """Predict the classes or targets of samples [N, *shape] that `samples_for` has scaled.
 
-        Returns numbers if the task is not classification.
+        Returns labels with their probabilities if the task is multi-label, and numbers for other
+        tasks that are not classification.
         """
         model, compute = self.model(kind), self._client.compute
         names, task = tuple(self.record.classes), self.record.task
         with torch.no_grad():
             if task.name != CLASSIFICATION.name:
                 values = task.decode(logits_of(model, x, compute)).double().cpu().numpy()
+                if isinstance(task, MultiLabel):
+                    return PredictedLabels(values, names)
                 if not (isinstance(task, Regression) and task.quantiles):
                     return PredictedNumbers(values, names)
                 return PredictedNumbers(values[..., task.middle], names, values, task.quantiles)

@@ -324,7 +324,7 @@ def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
             "of": "classes",
             "outside_label_space": 0 if is_scaling else "to be excluded",
         }
-    scaling = "in the file" if is_scaling else "prediction = output * deviations + means, of task"
+    scaling = "in the file" if is_scaling else task.rule
     output: dict[str, Any] = {"name": "predictions", "of": "targets", "scaling": scaling}
     if isinstance(task, Regression) and task.quantiles:
         output["of"] = "quantiles of the targets"

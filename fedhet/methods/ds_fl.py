@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import DigestLoss
 from fedhet.methods import fedmd
-from fedhet.methods.spec import Sums
+from fedhet.methods.spec import ALL_TASKS, Sums
 from fedhet.settings.schema import Count, ModelName, Positive
 from fedhet.wire.contract import Sum
 
@@ -45,7 +45,9 @@ SPEC = replace(
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
     model_settings={"server_model": "model"},
-    task_settings={"regression": {"loss": ("mse", "mae"), "aggregation": ("sa",)}},
+    task_settings={
+        task: {"loss": ("mse", "mae"), "aggregation": ("sa",)} for task in ALL_TASKS[1:]
+    },
     instructions=fedmd.instructions("probabilities", "logits"),
     replies=fedmd.replies("probabilities", "logits"),
     sums=Sums(

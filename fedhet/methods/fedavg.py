@@ -4,7 +4,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from fedhet.algorithms import Part
-from fedhet.methods.spec import DP_SGD, SUM_OF_WEIGHTS, MethodSpec, default_sizes, model_shapes
+from fedhet.methods.spec import (
+    ALL_TASKS,
+    DP_SGD,
+    SUM_OF_WEIGHTS,
+    MethodSpec,
+    default_sizes,
+    model_shapes,
+)
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import MethodSettings
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -40,7 +47,7 @@ REPLIES = Contract((WeightsField("weights", "tensors to average, after training"
 SPEC = MethodSpec(
     title="weighted average of one model",
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
-    tasks=("classification", "regression"),
+    tasks=ALL_TASKS,
     headline="common",
     late="averaged",
     settings=FedAvgSettings,

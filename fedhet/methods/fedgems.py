@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from fedhet.data.tasks import Task
-from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
+from fedhet.methods.spec import ALL_TASKS, PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, Positive, kebab
 from fedhet.wire.contract import Contract, TensorField
@@ -47,8 +47,9 @@ class FedGemsSettings(MethodSettings):
     )
     tolerance: Positive = Field(
         0.25,
-        description="regression: maximum loss of a prediction that counts as correct; with the "
-        "squared loss, 0.25 is an error of half a standard deviation",
+        description="regression, multi-label: maximum loss of a prediction that counts as correct; "
+        "0.25 is an error of half a standard deviation (squared loss), or a probability of 0.78 "
+        "for each true label (multi-label)",
     )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"
@@ -87,7 +88,7 @@ SPEC = MethodSpec(
     title="larger server model, selective distillation on labeled public data",
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
     headline="common",
-    tasks=("classification", "regression"),
+    tasks=ALL_TASKS,
     settings=FedGemsSettings,
     needs_public=True,
     model_settings={"server_model": "large_model"},

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
+from fedhet.methods.spec import ALL_TASKS, DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Listed
 from fedhet.wire.contract import Contract, Sum, TensorField, WeightsField
@@ -55,8 +55,8 @@ SPEC = MethodSpec(
     title="submodels of several widths, averaged where they overlap",
     paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
     headline="common",
-    tasks=("classification", "regression"),
-    task_settings={"regression": {"masked": (False,)}},
+    tasks=ALL_TASKS,
+    task_settings={task: {"masked": (False,)} for task in ALL_TASKS[1:]},
     late="averaged",
     settings=HeteroFlSettings,
     sizes=part_sizes,

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import SettingsError
+from fedhet.base.metrics import CLASSIFICATION, MULTI_LABEL, REGRESSION
 from fedhet.data.tasks import AUTO, find_task
 from fedhet.kinds import Kind
 from fedhet.settings.defense import Average
@@ -23,6 +24,8 @@ from fedhet.wire.identity import ClientInfo
 
 EMPTY = Contract()
 """Contract for empty messages."""
+ALL_TASKS = (CLASSIFICATION, REGRESSION, MULTI_LABEL)
+"""Tasks of a method that uses only a task's loss and divergence (see `fedhet.data.tasks`)."""
 
 COMMON_METRICS = {
     "poisoned": "malicious clients among the sampled clients",

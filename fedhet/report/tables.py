@@ -143,7 +143,7 @@ def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> C
 
 
 def label_cells(run: Run) -> Cells | None:
-    """Build a table of the metrics of each class or target, or return None without such metrics.
+    """Build a table of the metrics of each class, label, or target, or return None without them.
 
     The score of a class is averaged over the clients whose test data contain the class.
     """
@@ -152,9 +152,8 @@ def label_cells(run: Run) -> Cells | None:
         return None
     metrics = [metric_of(name.partition(".")[0]) for name in names]
     labels = [int(name.rpartition(".")[2]) for name in names]
-    # The groups of a partition are the classes, unless the targets are numbers.
-    noun, classes = "target" if metrics[0].by_target else "class", run.origin.classes
-    if run.partition and not metrics[0].by_target:
+    noun, classes = metrics[0].noun, run.origin.classes
+    if run.partition and noun == "class":  # For other tasks, the partition has other groups.
         classes = run.partition.classes
     views = [run.with_metric(name) for name in names]
     columns: dict[str, list[Cell]] = {

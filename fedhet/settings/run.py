@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedhet.base.metrics import ACCURACY, CLASSIFICATION, METRICS, REGRESSION
+from fedhet.base.metrics import ACCURACY, CLASSIFICATION, METRICS, MULTI_LABEL, REGRESSION
 from fedhet.base.seeding import numpy_rng
 from fedhet.kinds import AUGMENTATIONS, IMAGE, KINDS
 from fedhet.settings.defense import AttackSettings, DefenseSettings, PrivacySettings
@@ -52,7 +52,7 @@ from fedhet.settings.schema import (
 Optimizer = Literal["adam", "adamw", "sgd"]
 _METRICS = {
     task: [name for name, metric in METRICS.items() if metric.task == task]
-    for task in (CLASSIFICATION, REGRESSION)
+    for task in (CLASSIFICATION, REGRESSION, MULTI_LABEL)
 }
 if TYPE_CHECKING:
     Augmentation = str
@@ -136,12 +136,14 @@ class DataSettings(Schema):
     )
     task: str = Field(
         "auto",
-        description="classification, regression, or a task of an installed package; auto = "
-        "classification, or an error if the target has more than 20 different numbers",
+        description="classification, regression, multi-label, or a task of an installed package; "
+        "auto = classification, or an error if the target has more than 20 different numbers or "
+        "lists labels",
     )
     target: str = Field(
         "",
-        description="table:PATH: label column, or comma-separated target columns",
+        description="table:PATH: label column, comma-separated target columns, or a column that "
+        "lists labels",
     )
     loss: Literal["auto", "squared", "huber", "absolute", "quantile"] = Field(
         "auto",
@@ -382,7 +384,8 @@ class RunSettings(Schema):
     metrics: Metrics = machine_field(
         (ACCURACY,),
         f"evaluation metrics: {', '.join(_METRICS[CLASSIFICATION])} (per class); regression: "
-        f"{', '.join(_METRICS[REGRESSION])} (default)",
+        f"{', '.join(_METRICS[REGRESSION])} (default); multi-label: "
+        f"{', '.join(_METRICS[MULTI_LABEL])} (the last three per label)",
     )
     out: Annotated[str, A_DIRECTORY] = machine_field(
         "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
