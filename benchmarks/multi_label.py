@@ -16,11 +16,8 @@ protocol, after the last round. A run that exists in DIR is kept; with --tables 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import shutil
 from pathlib import Path
-from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -28,23 +25,18 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 
+from benchmarks.regression import LEFT_OUT, run
 from benchmarks.timing import mean_and_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve
 from fedhet.data.spec import Dataset, Split
 from fedhet.data.tasks import MultiLabel
-from fedhet.engines.simulate import simulate
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.directory import read_records
 from fedhet.runs.measures import shown_scores
 
 SIDE, TRAIN, TEST, ROUNDS = 12, 1500, 600, 10
 POOL = ("cnn2", "cnn3", "mlp")
-LEFT_OUT = {
-    "fedlora": "needs a pretrained encoder",
-    "fedsa": "needs a pretrained encoder",
-    "fedbn": "equals FedAvg without batch norms",
-}
 
 
 def overlaid_digits() -> Dataset:
@@ -68,7 +60,8 @@ def overlaid_digits() -> Dataset:
         splits.append(Split(torch.from_numpy(x - 1), torch.from_numpy(y)))
     names = tuple(map(str, range(10)))
     name, task = "overlaid-digits", MultiLabel()
-    return Dataset(name, *splits, names, kind="image", scaled_images=True, task=task)
+    train, test = splits
+    return Dataset(name, train, test, names, kind="image", scaled_images=True, task=task)
 
 
 def config_of(method: str, seed: int, *, one: bool = False) -> Config:
@@ -93,19 +86,6 @@ def config_of(method: str, seed: int, *, one: bool = False) -> Config:
     for name in spec.model_settings:  # shared models and models of the server
         changes[f"{method}.{name.replace('_', '-')}"] = POOL[0]
     return resolve(changes)
-
-
-def run(config: Config, directory: Path) -> None:
-    """Make a run unless it exists."""
-    if (directory / "summary.json").exists():
-        return
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.ExitStack() as without:
-        for name in ("write_figures", "write_report"):
-            without.enter_context(patch(f"fedhet.report.{name}", lambda run: None))
-        simulate(config, directory)
-    for name in ("checkpoints", "state", "tensorboard", "pool"):
-        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def score_of(directory: Path, protocol: str) -> float:
