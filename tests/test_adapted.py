@@ -274,6 +274,18 @@ def test_weights_that_a_file_lacks_are_never_random(tmp_path, monkeypatch):
         built(2)(samples())
 
 
+def test_a_base_model_without_a_pooler_is_read_without_a_report(tmp_path, monkeypatch, capfd):
+    from safetensors.torch import load_file, save_file
+
+    make_bases(tmp_path)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    path = tmp_path / "bert" / "model.safetensors"
+    weights = {k: v for k, v in load_file(path).items() if not k.startswith("pooler.")}
+    save_file(weights, path, {"format": "pt"})
+    assert built(2)(samples()).shape == (5, 3)
+    assert "MISSING" not in "".join(capfd.readouterr())
+
+
 def test_no_remote_code_is_run(home, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(make_bases(tmp_path)))
     config = json.loads((tmp_path / "bert" / "config.json").read_text())

@@ -395,6 +395,9 @@ def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 def _loaded(folder: str) -> nn.Module:
     """Read a base model from safetensors, in float32. Raises ModelError if weights are missing."""
     transformers, name = _transformers(folder), Path(folder).name
+    # Missing weights are checked below. The library would also print a report on unused weights.
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             network, report = transformers.AutoModel.from_pretrained(
@@ -408,6 +411,8 @@ def _loaded(folder: str) -> nn.Module:
         raise ModelError(
             f"base model {name!r}: cannot be loaded ({error_reason(error)})"
         ) from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(UNUSED))
     if missing:
         raise ModelError(
