@@ -16,7 +16,7 @@ import multiprocessing
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -179,6 +179,7 @@ def precision(where: Where) -> None:
     kinds = [{"engine.precision": p} for p in ("float32", "bfloat16", "float16")]
     kinds += [{"engine.precision": "float32", "engine.channels-last": "true"}]
     accuracy, seconds = {}, {}
+    finished(settings_of(where, "felo", rounds=1), where.folder / "warm-up")
     for kind in kinds:
         if kind["engine.precision"] == "float16" and where.device == "cpu":
             continue
@@ -356,58 +357,62 @@ def memory(where: Where) -> None:
 
 
 def fedtype(where: Where) -> None:
-    """FedType, Table 1 at its size on synthetic images, for as many rounds as fit."""
+    """FedType with the models of Table 1, two clients per round, on synthetic images."""
     as_many_rounds_as_fit(where, "table1-cifar10")
 
 
 def felo(where: Where) -> None:
-    """Felo, Section 4 at its size on synthetic images, for as many rounds as fit."""
+    """Felo with the models of Section 4, two clients per round, on synthetic images."""
     as_many_rounds_as_fit(where, "felo-cifar10")
 
 
 def as_many_rounds_as_fit(where: Where, preset: str) -> None:
     """Run a preset for some minutes; print the seconds of each round."""
     images = made_images(*where.choose((50_000, 10_000), (400, 50)))
-    small = {"clients": 2, "models.pool": "mlp", "data.min-samples": 2} if where.quick else {}
-    if where.quick and preset == "table1-cifar10":
-        small |= {"fedtype.proxy": "mlp"}
+    values = read_preset(preset)
+    if where.quick:
+        values |= {"clients": 2, "models.pool": "mlp", "data.min-samples": 2}
+        values |= {"fedtype.proxy": "mlp"} if preset == "table1-cifar10" else {}
     here = {
+        "data.partition": "iid",  # Clients of equal size, so that rounds take the same time.
+        "fraction": 2 / int(str(values["clients"])),
+        "evaluate-from": values["rounds"],
         "data.dataset": dataset_name(images, inline=True),
         "engine.backend": "inline",
         "engine.device": where.device,
-        **small,
     }
-    config = resolve(read_preset(preset) | here)
+    config = resolve(values | here)
     rounds = Until(seconds=where.choose(where.seconds, 1.0))
     with contextlib.suppress(TimeIsUpError):
         finished(config, where.folder / preset, rounds)
-    plain = plain_round(config, images["train"], where)
-    last = rounds.seconds[1:] or rounds.seconds  # without the first, which warms up
+    plain = plain_round(config, rounds.last_models, images["train"], where)
+    last = rounds.seconds[-1]
     print(
-        f"round / the clients' epochs by a DataLoader: {np.median(last) / plain:.2f} "
-        f"({np.median(last):.1f} s, {plain:.1f} s)"
+        f"last round ({', '.join(rounds.last_models)}) / the clients' epochs with a DataLoader: "
+        f"{last / plain:.2f} ({last:.1f} s, {plain:.1f} s)"
     )
 
 
-def plain_round(config: Config, train: tuple[np.ndarray, np.ndarray], where: Where) -> float:
-    """Return the seconds of a round's epochs in a plain loop, as HtFLlib's and others have it.
+def plain_round(
+    config: Config, models: list[str], train: tuple[np.ndarray, np.ndarray], where: Where
+) -> float:
+    """Return the seconds that a plain PyTorch loop needs for the epochs of a round's clients.
 
-    Every client has as many images. Two of them are trained for one epoch each, and counted for
-    all; nothing is exchanged or evaluated.
+    Each model is trained for one epoch on a client's number of images, and its time is multiplied
+    by the number of epochs. Nothing is sent or evaluated.
     """
-    run, measured = config.run, min(2, config.run.clients)
-    each = len(train[1]) // run.clients
-    x = torch.from_numpy(train[0]).float().div_(127.5).sub_(1.0)
-    y = torch.from_numpy(train[1])
-    seconds = []
-    for number in range(measured):
-        rows = slice(number * each, (number + 1) * each)
+    run = config.run
+    each = int(len(train[1]) / run.clients * (1 - run.data.test_fraction))
+    x = torch.from_numpy(train[0][:each]).float().div_(127.5).sub_(1.0)
+    y = torch.from_numpy(train[1][:each])
+    seconds = 0.0
+    for name in models:
         batches = DataLoader(
-            TensorDataset(x[rows], y[rows]), run.training.batch_size, shuffle=True, drop_last=True
+            TensorDataset(x, y), run.training.batch_size, shuffle=True, drop_last=True
         )
-        model = build(run.models.pool[number % len(run.models.pool)], SHAPE, CLASSES, seed=0)
-        seconds.append(plain_epoch(model.to(where.device), batches, where))
-    return float(np.mean(seconds)) * run.training.local_epochs * run.clients
+        model = build(name, SHAPE, CLASSES, seed=0)
+        seconds += plain_epoch(model.to(where.device), batches, where)
+    return seconds * run.training.local_epochs
 
 
 def plain_epoch(model: nn.Module, batches: Any, where: Where) -> float:
@@ -430,10 +435,20 @@ class Until(Watcher):
     def __init__(self, rounds: int = 1_000_000, seconds: float = 1e9) -> None:
         self.rounds, self.end = rounds, time.perf_counter() + seconds
         self.seconds: list[float] = []
+        self.models: dict[str, str] = {}
+        self.last_models: list[str] = []
+        """Models of the clients that were trained in the last round."""
+
+    def run_started(
+        self, config: Config, directory: Path, models: Mapping[str, str], dataset: str
+    ) -> None:
+        """Store the clients' models."""
+        self.models = dict(models)
 
     def round_finished(self, record: RoundRecord) -> None:
         """Print the round's time. Raises TimeIsUpError after the last that fits."""
         self.seconds.append(record.seconds.total)
+        self.last_models = [self.models[client] for client in record.answered]
         print(f"round {record.round}: {record.seconds.total:.1f} s", flush=True)
         if record.round >= self.rounds or time.perf_counter() > self.end:
             raise TimeIsUpError
