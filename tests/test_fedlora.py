@@ -159,9 +159,9 @@ def test_at_equal_ranks_average_is_fedavg(tmp_path):
 
 def test_the_rule_is_chosen_by_privacy():
     settings = find_method("fedlora").spec.settings
-    assert settings().rule(is_private=False) == "rank-partition"
+    assert settings().rule(is_private=False) == "svd"
     assert settings().rule(is_private=True) == "freeze-a"
-    assert settings(aggregation="svd").rule(is_private=True) == "svd"
+    assert settings(aggregation="average").rule(is_private=True) == "average"
 
 
 def test_a_rank_level_without_a_client_keeps_its_value(tmp_path):

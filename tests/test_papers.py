@@ -359,7 +359,8 @@ def test_a_word_means_a_table_those_of_a_paper_or_all():
     assert tables_of("felo-2") == ["felo-2"]
     assert tables_of("felo") == [name for name in known if name.startswith("felo")]
     assert len(tables_of("um-pfssl")) == 11
-    for wrong in ("fel", "felo-", "", "2"):
+    assert tables_of("adapters") == ["fedlora-adapters-agnews", "fedlora-adapters-cifar10"]
+    for wrong in ("fel", "felo-", "", "2", "adapter"):
         with pytest.raises(SettingsError, match="unknown table"):
             tables_of(wrong)
 

@@ -25,7 +25,7 @@ class FedLoraSettings(FedAvgSettings):
         description="aggregation of adapters: mean of zero-padded factors (average), the same "
         "weighted by norms of updates (sparsity), SVD of averaged products (svd) or of products "
         "averaged by rank level (rank-partition), or mean of B with a constant A (freeze-a); "
-        "auto = rank-partition, or freeze-a with [privacy]",
+        "auto = svd, or freeze-a with [privacy]",
     )
     prune: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -40,7 +40,7 @@ class FedLoraSettings(FedAvgSettings):
     def rule(self, *, is_private: bool) -> Aggregation:
         """Return the aggregation rule, given whether the run uses differential privacy."""
         if self.aggregation == "auto":
-            return "freeze-a" if is_private else "rank-partition"
+            return "freeze-a" if is_private else "svd"
         return self.aggregation
 
 
