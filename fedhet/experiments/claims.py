@@ -41,7 +41,7 @@ USUAL_HARDWARE = "Two cores of an AMD EPYC."
 """Default hardware, which docs/tables.md names once instead of in each section."""
 USUAL_SEEDS = [0, 1, 2]
 """Default seeds. A section omits the command if it has no other seeds and no settings."""
-MAX_ROWS = 30
+MAX_ROWS = {"tiny": 6, "small": 30, "paper": 30}
 """Maximum number of rows that a section shows; `fedhet table NAME --show` prints longer tables."""
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
 """Possible verdicts on a claim, over all comparisons in its table."""
@@ -200,7 +200,7 @@ def _section(result: TableResult) -> str:
     digits = 1 if table.unit == "percent" else 2
     is_default = result.seeds == USUAL_SEEDS and not result.settings
     shown = markdown(cells(result, table, digits, brief=True))
-    if len(table.rows_in(result.size)) > MAX_ROWS:
+    if len(table.rows_in(result.size)) > MAX_ROWS[result.size]:
         shown = f"`fedhet table {result.table} --show` prints the rows.\n"
     parts = [
         f"## {escape_markdown(table.title)}\n",

@@ -354,8 +354,8 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
 def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: bool = False) -> Cells:
     """Return the measured and printed numbers, with Kendall's tau in the last row.
 
-    With `brief`, the table has no Kendall's tau, no rows without measurements, and, for the size
-    `tiny`, no standard deviations.
+    With `brief`, the table has no Kendall's tau, no standard deviations, and no rows without
+    measurements.
     """
     rows = table.rows_in(result.size)
     if brief:
@@ -372,7 +372,7 @@ def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: boo
         shown = []
         for row in rows:
             mean, std = result.cells[row.name][column.name]
-            hidden = std is None or (brief and result.size == "tiny")
+            hidden = std is None or brief
             spread = "" if hidden else f" ± {_number(std, digits)}"
             printed, _ = row.printed_in(column.name)
             paper = "" if printed is None else f" ({_number(printed, digits)})"
