@@ -248,14 +248,14 @@ def table_names() -> list[str]:
 def tables_of(word: str) -> list[str]:
     """Return the tables selected by a word.
 
-    The word is "all", a table's name, a paper such as "felo", or the first word of names without
-    the paper, such as "adapters" for `fedlora-adapters-agnews`. Raises SettingsError, with the
-    closest known name, if no table matches.
+    The word is "all", a table's name, a paper such as "felo", or another word in the names of
+    tables, such as "adapters" in `fedlora-adapters-agnews`. Raises SettingsError, with the closest
+    known name, if no table matches.
     """
     known = table_names()
     found = [name for name in known if word == "all" or f"{name}-".startswith(f"{word}-")]
     if not found and word.isalpha():
-        found = [n for n in known if n.removeprefix(f"{paper_of(n)}-").startswith(f"{word}-")]
+        found = [name for name in known if f"-{word}-" in f"{name}-"]
     if not found:
         raise SettingsError(unknown_name("table", word, known, "`fedhet table` lists all"))
     return found
