@@ -188,7 +188,7 @@ def cell(out: Path, method: str, task: str, seeds: Sequence[int]) -> str:
         alone = error_of(place(out, "local", task, seed, one=one), spec.headline)
         if own and alone:
             found.append(100 * (own[0] / alone[0] - 1))
-    if len(found) < 2:
+    if len(found) < len(seeds):
         return "–"
     mean, error = mean_and_error(found)
     return f"{mean:+.1f} ± {error:.1f}"
