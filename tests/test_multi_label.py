@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from scipy.special import expit
 from sklearn import metrics as sk
 from sklearn.datasets import load_digits
+from test_secure_runs import check_same_instructions
 from test_tasks import on_table
 
 from fedhet.algorithms.distillation import SelectionByError
@@ -376,6 +377,21 @@ def test_methods_train_models_of_three_architectures(method, table, tmp_path):
     last = records(tmp_path)[-1]
     assert {each for protocol in last["majority"].values() for each in protocol.values()} == {0.5}
     assert set(last["metrics"]) >= {"macro-auc", "scored-labels"}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=[] if name in ("fedavg", "ds-fl") else pytest.mark.slow)
+        for name in METHODS
+        if all_methods()[0][name].spec.sums.lanes and name != "fedsa"
+    ],
+)
+def test_masked_sums_give_the_same_instructions_as_plain_replies(method, table, tmp_path):
+    changes = {"clients": 6, "rounds": 2, "data.partition": "iid", "models.pool": ["mlp"]}
+    if method == "heterofl":
+        changes |= {"heterofl.levels": ["a", "b"], "heterofl.weighting": "samples"}
+    check_same_instructions(config(method, table, **changes), tmp_path)
 
 
 def test_a_client_descends_the_loss(table, tmp_path):

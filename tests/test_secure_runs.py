@@ -60,11 +60,17 @@ def test_the_methods_of_the_design_can_be_summed():
     ],
 )
 def test_a_round_gives_the_same_instructions_as_in_plain_text(tmp_path, method):
+    check_same_instructions(config_of(method), tmp_path)
+
+
+def check_same_instructions(config, directory):
+    """Compare the instructions after a round with and without secure aggregation."""
     told = []
     for secure in (False, True):
-        (directory := tmp_path / f"{secure}").mkdir()
-        server = Server(config_of(method, **(SECURE if secure else {})), directory)
-        server.play(1)
+        (folder := directory / f"{secure}").mkdir()
+        server = Server(resolve({**config.flat(), "privacy.secure-aggregation": secure}), folder)
+        _, answers = server.play(1)
+        assert all("masked/0" in reply_of(sent).tensors for _, sent in answers) is secure
         server.close(1)
         told.append({proxy.name: instruction_of((proxy, ins)) for proxy, ins in server.ask(2)})
     plain, summed = told
