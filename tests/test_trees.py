@@ -130,7 +130,7 @@ REFUSED = {
         "look like pieces of a dataset (images_part_1, images_part_2)"),
     "a table of labels": (("train/*3.png", "train.csv"),
         "expected one directory of images for each class, got 3 images outside of class "
-        "directories. Label tables such as train.csv are unsupported"),
+        "directories. A label table must be "),
     "test among the classes": (("a/*1.png", "b/*1.png", "test/*3.png"), "ambiguous directory"),
     "train among the classes": (("bus/*1.png", "plane/*1.png", "train/*3.png"),
         "If train is a class, move all class directories into"),

@@ -172,7 +172,7 @@ def partition_command(
 
 def schema_command(
     table: Annotated[
-        Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSON Lines or Parquet file.")
+        Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSON Lines, Parquet or .npz file.")
     ],
     target: Annotated[str, typer.Option(help="Label column.")],
     columns: Annotated[
@@ -218,11 +218,18 @@ def schema_command(
     date_order: Annotated[
         str, typer.Option(help="Date order other than ISO 8601: auto, dmy or mdy.")
     ] = "auto",
+    targets_only: Annotated[
+        bool,
+        typer.Option(
+            help="Describe only the targets, for images, signals and texts; implied by .npz files."
+        ),
+    ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")] = Path("schema.toml"),
 ) -> None:
     """Write the schema of a table, which all sites of a deployment must share."""
     from fedhet.base.disk import write_text
     from fedhet.data.cells import read_table
+    from fedhet.data.labels import array_cells, infer_targets
     from fedhet.data.spec import DataSpec
     from fedhet.data.tables import infer_schema
     from fedhet.settings.schema import build
@@ -234,7 +241,14 @@ def schema_command(
     }
     settings = {"target": target, "task": task, "decimal": decimal, "date-order": date_order}
     spec = build(DataSpec, {**settings, **names}, prefix="data.")
-    schema = infer_schema(read_table(table, spec), spec, say)
+    if table.suffix == ".npz":
+        from fedhet.data.sources.files import read_arrays
+
+        targets_only = True
+        cells = array_cells(read_arrays(table, ("y",), spec)["y"], table, spec)
+    else:
+        cells = read_table(table, spec)
+    schema = (infer_targets if targets_only else infer_schema)(cells, spec, say)
     write_text(out, schema.to_toml())
     say(
         f"{len(schema.columns)} columns, {sum(schema.widths)} features; "

@@ -102,7 +102,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     """Load a node's samples. Raises DataError if they cannot be read or are too few."""
     run, data = config.run, node.load_data(config)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
-    count, order = len(labeled) + len(unlabeled), order_of(data.classes, data.schema)
+    count, order = len(labeled) + len(unlabeled), order_of(data)
     # The loss is a setting of the run, even if a private site ignores the run's data settings.
     task = data.task.with_settings(run.data)
     outputs, space = task.outputs(len(data.classes)), data.space

@@ -297,6 +297,8 @@ class Cells:
     """Columns with unsupported values, such as lists, mapped to a description of these values."""
     typed: frozenset[str] = frozenset()
     """Columns that have a numeric type in the file."""
+    noun: str = "line"
+    """Noun for a row, used in messages before its number in `lines`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -332,8 +334,8 @@ class Cells:
 
     def fault(self, column: str, row: int, fault: str) -> DataError:
         """Return the error for an invalid value."""
-        line = self.lines[row]
-        return DataError(f"{self.path}: line {line}, column {one_line(column)!r}: {fault}")
+        where = f"{self.noun} {self.lines[row]}"
+        return DataError(f"{self.path}: {where}, column {one_line(column)!r}: {fault}")
 
     @classmethod
     def concatenate(cls, directory: Path, tables: Sequence[Cells], spec: DataSpec) -> Cells:

@@ -406,7 +406,8 @@ class Scan:
             ]
             loose, noun = len(part.files), self.files.noun
             got = f"{loose} {noun} outside of class directories" if loose else "no directories"
-            table = f" Label tables such as {tables[0]} are unsupported." if tables else ""
+            table = f" A label table must be {part.path}/labels.csv, got {tables[0]}."
+            table = table if tables else ""
             raise DataError(
                 f"{part.path}: expected one directory of {noun} for each class, got {got}.{table}"
             )
@@ -568,8 +569,9 @@ def _class_level(folder: Folder, files: Files) -> int:
         examples = ", ".join((odd or sorted(classes))[:3])
         raise DataError(
             f"{folder.path}: expected one directory for each class, got names that look like "
-            f"pieces of a dataset ({examples}). Label tables are unsupported. Move the "
-            f"{files.noun} into class directories, or set {setting} if the names are classes."
+            f"pieces of a dataset ({examples}). Move the {files.noun} "
+            f"into class directories, set data.target if there is a labels.csv, or set {setting} "
+            "if the names are classes."
         )
     for name, each in classes.items():
         if parts := sorted(name for name in each.folders if part_of(name)):

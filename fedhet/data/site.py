@@ -14,9 +14,10 @@ from fedhet.base.errors import DataError, StateError, error_reason
 from fedhet.data.cells import find_rows, read_table
 from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, contains_samples, find_tree
 from fedhet.data.images import IMAGES
+from fedhet.data.labels import find_label_tables, read_label_tables
 from fedhet.data.partition import hold_out
 from fedhet.data.sources import sample_kind
-from fedhet.data.sources.files import MAX_CLASSES, read_pair
+from fedhet.data.sources.files import MAX_CLASSES, read_pair, target_fields
 from fedhet.data.spec import (
     FIXED_SEED,
     UNKNOWN,
@@ -28,8 +29,8 @@ from fedhet.data.spec import (
     preserve_global_rng,
     reading,
 )
-from fedhet.data.tables import labeled_split, read_schema
-from fedhet.data.tasks import Classification, find_task
+from fedhet.data.tables import TableSchema, labeled_split, read_schema
+from fedhet.data.tasks import Classification, Task, find_task
 from fedhet.data.texts import TEXTS, read_texts, text_sample_shape
 from fedhet.kinds import KINDS, TABLE, TEXT, Kind, Shape, kind_of_arrays
 from fedhet.settings.run import DataSettings, RunSettings
@@ -110,7 +111,7 @@ class Declaration:
             where = root / (SCHEMA if schema else CLASSES)
             rule = f"expected {len(names)}, the number of classes in {where}, got {number}"
             raise DataError(f"{path}: num-classes: {rule}. Correct one of the two files.")
-        if schema:
+        if schema and schema.columns:
             sample_shape: Shape = (sum(schema.widths),)
             kind = TABLE
         elif table.sample_kind == TEXT.name:
@@ -181,7 +182,10 @@ def site_data(
     - train.npz and test.npz;
     - images or .txt files in train/<class>/ and test/<class>/;
     - texts in train.csv and test.csv;
-    - with schema.toml, a table in train.csv (or .parquet) and test.csv.
+    - with schema.toml, a table in train.csv (or .parquet) and test.csv;
+    - images or .txt files in train/ and test/, listed in train/labels.csv and test/labels.csv.
+
+    For tasks other than classification, all layouts require schema.toml with the targets.
 
     If there is no test part, `spec.test_fraction` of the samples is held out. classes.txt lists the
     classes of the run in order, one per line. The file is required only if the site does not have
@@ -208,8 +212,7 @@ def site_data(
     dataset, unlabeled_split, num_unused = _read(root, classes, spec, unlabeled, declared)
     if type(dataset.task) is not find_task(spec.task):
         raise DataError(
-            f"{root}: data.task must be {dataset.task.name} for this data, got {spec.task!r}. "
-            "Sites support other tasks only for tables with a schema.toml."
+            f"{root}: data.task must be {dataset.task.name} for this data, got {spec.task!r}"
         )
     train, test = dataset.train, dataset.test
     if test is None:
@@ -246,8 +249,20 @@ def _read(
     Returns the labeled samples, the unlabeled samples if requested, and the number of unlabeled
     samples that were not read. Raises DataError for an unsupported layout.
     """
-    names = declared.names if declared else _read_class_names(root, classes)
+    is_classification = find_task(spec.task) is Classification
     rows, is_npz = find_rows(root, "train"), (root / "train.npz").exists()
+    has_schema = (root / SCHEMA).exists() and (rows is not None or not is_classification)
+    schema = read_schema(root / SCHEMA) if has_schema else None
+    if schema is None and not is_classification:
+        raise DataError(
+            f"{root / SCHEMA}: file not found, expected the scale of the targets, which all sites "
+            f"share (data.task = {spec.task!r}). Create it with `fedhet schema`."
+        )
+    names: tuple[str, ...] = ()
+    if is_classification:
+        names = declared.names if declared else _read_class_names(root, classes)
+    elif schema is not None:
+        _check_targets(schema, root, classes, spec)
     trees = Scan(IMAGES).find_parts(root)[TRAIN]
     if is_npz + bool(trees) + (rows is not None) != 1:
         raise DataError(
@@ -262,26 +277,22 @@ def _read(
             )
     stated = sample_kind(spec)
     if is_npz:
-        train, test = read_pair(root, spec, stated, classes)
+        shared = None if is_classification else schema
+        train, test = read_pair(root, spec, stated, classes, shared)
         kind = kind_of_arrays(tuple(train.x.shape[1:]), stated).name
-        names = names or tuple(map(str, range(classes)))
-        return Dataset(f"{root}", train, test, names, kind=kind), None, 0
+        described = target_fields(shared) or {"classes": names or tuple(map(str, range(classes)))}
+        return Dataset(f"{root}", train, test, kind=kind, **described), None, 0
     if rows is not None:
         test_rows = find_rows(root, "test")
-        if stated is not TABLE and not (root / SCHEMA).exists():
-            return read_texts(rows, test_rows, spec, names, classes), None, 0
-        schema = read_schema(root / SCHEMA)
-        task = schema.task_object
-        if type(task) is not find_task(spec.task):
+        if stated is not TABLE and not (schema and schema.columns):
+            return read_texts(rows, test_rows, spec, names, classes, schema), None, 0
+        schema = schema or read_schema(root / SCHEMA)  # The file does not exist.
+        if not schema.columns:
             raise DataError(
-                f"{root / SCHEMA}: task: expected data.task = {spec.task!r} of the run, got "
-                f"{schema.task!r}. Set data.task to {schema.task}."
+                f"{root / SCHEMA}: columns: expected the columns of a table, got only targets. Set "
+                "data.sample-kind to text if the rows are texts."
             )
-        if len(schema.outputs) != (classes or len(schema.outputs)):
-            raise DataError(
-                f"{root / SCHEMA}: expected the {classes} {task.noun} of the run, got "
-                f"{len(schema.outputs)}"
-            )
+        task = _check_targets(schema, root, classes, spec)
         train = labeled_split(schema, read_table(rows, spec))
         test = labeled_split(schema, read_table(test_rows, spec)) if test_rows else None
         names, kind = schema.outputs, TABLE.name
@@ -297,6 +308,19 @@ def _read(
             f"{root / CLASSES}: {reserved[0]!r} cannot be a class name, because it is reserved "
             f"for the directory of unlabeled {files.noun}"
         )
+    if label_tables := find_label_tables(root, files, spec):
+        if is_classification:
+            schema = None
+        like = declared.shape if declared and not texts else None
+        of_site = spec.replace(by="", max_samples=0)
+        dataset = read_label_tables(label_tables, files, of_site, schema, names, like)
+        if len(dataset.classes) != (classes or len(dataset.classes)):
+            raise DataError(
+                f"{label_tables[TRAIN]}: expected {classes} different labels, one for each class "
+                f"of the run, got {len(dataset.classes)}. If some are missing, list all classes "
+                f"in the order of the run in {root / CLASSES}."
+            )
+        return dataset, None, 0
     tree = find_tree(root, files, classes=names, all_classes=False)
     if len(tree.classes) != classes:
         raise DataError(
@@ -317,6 +341,22 @@ def _read(
         )
     x = files.read(paths, spec, tuple(dataset.train.x.shape[1:]))
     return dataset, Split(x, torch.full((len(paths),), UNKNOWN)), 0
+
+
+def _check_targets(schema: TableSchema, root: Path, classes: int, spec: DataSpec) -> Task:
+    """Return the task of a schema. Raises DataError if it differs from the task of the run."""
+    task = schema.task_object
+    if type(task) is not find_task(spec.task):
+        raise DataError(
+            f"{root / SCHEMA}: task: expected data.task = {spec.task!r} of the run, got "
+            f"{schema.task!r}. Set data.task to {schema.task}."
+        )
+    if len(schema.outputs) != (classes or len(schema.outputs)):
+        raise DataError(
+            f"{root / SCHEMA}: expected the {classes} {task.noun} of the run, got "
+            f"{len(schema.outputs)}"
+        )
+    return task
 
 
 def _read_class_names(root: Path, classes: int | None) -> tuple[str, ...]:

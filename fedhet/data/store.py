@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -58,7 +59,7 @@ from fedhet.data.spec import (
     subset_rows,
 )
 from fedhet.data.tables import TableSchema
-from fedhet.data.tasks import CLASSIFICATION, AnyTask, Classification, find_task
+from fedhet.data.tasks import CLASSIFICATION, AnyTask, Classification, find_task, stored_task
 from fedhet.kinds import KINDS, Shape
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import class_names_digest, client_name
@@ -218,10 +219,10 @@ class RunData:
                 f"{where}: expected {classes} {public.task.noun} as in the clients' data, {got}"
             )
         is_scaled = classes is not None and not isinstance(public.task, Classification)
-        if is_scaled and order not in ("", order_of(public.classes, public.schema)):
+        if is_scaled and order not in ("", order_of(public)):
             raise DataError(
-                f"{where}: targets must be standardized by the schema of the clients' data, got "
-                "another schema. Set data.public-fraction to use rows of the same table."
+                f"{where}: targets must have the names and the scale of the clients' targets, got "
+                "others. Set data.public-fraction to use samples of the same dataset."
             )
         return public.train
 
@@ -384,7 +385,7 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
         raise SettingsError(
             f"data.task: data.dataset = {spec.dataset!r} has targets of the task "
             f"{dataset.task.name!r}, got {spec.task!r}. Set data.task to {dataset.task.name}"
-            + (", or use a table (table:PATH)." if task is not type(CLASSIFICATION) else ".")
+            + (f", or use {_OTHER_TASKS}." if task is not type(CLASSIFICATION) else ".")
         )
     dataset = replace(dataset, task=dataset.task.with_settings(spec))
     if spec.by and dataset.groups is None:
@@ -421,6 +422,10 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
     return dataset
 
 
+_OTHER_TASKS = (
+    "table:PATH, imagefolder:PATH with labels.csv, text:PATH, signal:DIR, npz:DIR, or python:"
+)
+"""Sources whose targets may be numbers."""
 GENERATED = "generated"
 """Value of `public-dataset` for samples generated from the training set (see `Kind.generated`)."""
 UNUSED = "unused"
@@ -469,9 +474,12 @@ def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
     return replace(dataset, train=train, test=None, subclasses=None)
 
 
-def order_of(classes: Sequence[str], schema: TableSchema | None) -> str:
-    """Return the digest of the classes' order and of a table's schema, which clients agree on."""
-    return class_names_digest([*classes, schema.digest] if schema else classes)
+def order_of(data: Dataset | ClientData) -> str:
+    """Return the digest of the classes' order, a schema, and targets' scale, for all clients."""
+    names = [*data.classes, data.schema.digest] if data.schema else list(data.classes)
+    if data.schema is None and not isinstance(data.task, Classification):
+        names.append(json.dumps(stored_task(data.task), sort_keys=True))
+    return class_names_digest(names)
 
 
 def public_source(spec: DataSpec) -> DataSpec | None:

@@ -116,7 +116,8 @@ class TableSchema(_Frozen):
     """Custom markers of missing values, in addition to `fedhet.data.values.MISSING`."""
     max_unknown: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of unknown values in a column."""
-    columns: tuple[Column, ...] = Field(min_length=1)
+    columns: tuple[Column, ...] = ()
+    """Feature columns; () = the samples are not rows of a table, and only targets have a schema."""
 
     @field_validator("task")
     @classmethod

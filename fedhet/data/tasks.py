@@ -373,7 +373,10 @@ class Regression(Task):
         encoded = np.empty((len(cells), len(schema.targets)), np.float32)
         for place, column in enumerate(schema.targets):
             values = Distinct.of(cells.column(column.name))
-            numbers = parse_numbers(values.texts, column.written or "1234.5", column.unit)
+            written, unit = column.written or "1234.5", column.unit
+            if column.name in cells.typed:  # Numbers of a file without text have no notation.
+                written, unit = "1234.5", ""
+            numbers = parse_numbers(values.texts, written, unit)
             for invalid in np.flatnonzero(np.isnan(numbers)).tolist():
                 text = values.texts[invalid]
                 fault = f"{text!r} is not a number, expected the notation of the other targets"

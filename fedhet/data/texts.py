@@ -29,11 +29,13 @@ from torch import Tensor
 
 from fedhet.base.disk import expanded
 from fedhet.base.errors import DataError, ModelError, SettingsError, error_reason, nearest
-from fedhet.data.cells import TextRows, read_bounded, read_rows
+from fedhet.data.cells import Cells, TextRows, read_bounded, read_rows, read_table
 from fedhet.data.class_folders import Files
+from fedhet.data.labels import infer_targets
 from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_owners, reading
-from fedhet.data.tasks import AUTO, MAX_CLASSES
-from fedhet.data.values import MANY_CLASSES, Words, class_words
+from fedhet.data.tables import TableSchema
+from fedhet.data.tasks import AUTO, MAX_CLASSES, Classification, find_task
+from fedhet.data.values import MANY_CLASSES, Words, class_words, is_missing
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
 LOG = logging.getLogger("fedhet")
@@ -236,7 +238,12 @@ _LATIN = {0xDC00 + byte: byte for byte in range(128, 256)}
 
 
 def read_texts(
-    train: Path, test: Path | None, spec: DataSpec, names: Sequence[str] = (), classes: int = 0
+    train: Path,
+    test: Path | None,
+    spec: DataSpec,
+    names: Sequence[str] = (),
+    classes: int = 0,
+    schema: TableSchema | None = None,
 ) -> Dataset:
     """Read row files with labeled texts as a dataset.
 
@@ -247,10 +254,14 @@ def read_texts(
         names: Class names in order; () = the distinct labels, or the numbers 0 to `classes` - 1 if
             all labels are such numbers.
         classes: Number of classes in the run; 0 = any number.
+        schema: Targets of a task other than classification that all sites share; None = inferred
+            from the training rows.
 
     Raises:
         DataError: If a file is invalid, or the number of classes differs from `classes`.
     """
+    if find_task(spec.task) is not Classification:
+        return _read_texts_with_targets(train, test, spec, schema)
     rows, names = read_rows(train, spec), tuple(names)
     if not names:
         column, numbers = spec.label_column, tuple(map(str, range(classes)))
@@ -274,6 +285,33 @@ def read_texts(
         shape=text_sample_shape(spec),
         **(encode_owners(rows.groups) if rows.groups is not None else {}),
     )
+
+
+def _read_texts_with_targets(
+    train: Path, test: Path | None, spec: DataSpec, schema: TableSchema | None
+) -> Dataset:
+    """Read texts whose targets are the columns `data.target` or `data.label-column`."""
+    target = schema.target if schema else spec.target or spec.label_column
+    spec = spec.replace(target=target)
+    rows, by = read_table(train, spec), spec.by.strip()
+    schema = schema or infer_targets(rows, spec)
+    task = schema.task_object
+
+    def split(cells: Cells) -> Split:
+        texts = list(map(" ".join, zip(*map(cells.column, spec.text_column), strict=True)))
+        if empty := [row for row, text in enumerate(texts) if not text.strip()]:
+            raise cells.fault(", ".join(spec.text_column), empty[0], "the text is missing")
+        return Split(tokenize(texts, spec, cells.path), task.encode(schema, cells))
+
+    owned = {}
+    if by:
+        owned = encode_owners(owners := rows.column(by))
+        if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
+            raise rows.fault(by, absent[0], "values of the column data.by must not be missing")
+    return Dataset(
+        spec.dataset, split(rows), split(read_table(test, spec)) if test else None, schema.outputs,
+        kind=TEXT.name, shape=text_sample_shape(spec), **owned, schema=schema, task=task,
+    )  # fmt: skip
 
 
 def _tokenized_split(rows: TextRows, classes: Sequence[str], spec: DataSpec, path: Path) -> Split:

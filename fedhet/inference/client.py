@@ -421,7 +421,7 @@ def read_inputs(
         texts = _files_in(paths, TEXTS)
         return texts, TEXTS.read(texts, bounds, None)
     arrays = [path for path in paths if path.suffix == ".npz"]
-    if record.table is not None and not arrays:
+    if record.table is not None and record.table.columns and not arrays:
         if len(paths) > 1:
             raise DataError(f"{paths[1]}: expected a single table")
         _check_regular(paths[0])

@@ -178,7 +178,7 @@ def _write_program(
                 raise ModelError(
                     f"ONNX export requires the package '{name}'. Run: pip install 'fedhet[onnx]'"
                 ) from None
-    if record.table is not None:
+    if record.table is not None and record.table.columns:
         columns = len(record.table.columns)
         example = torch.zeros(2, columns, dtype=torch.float64)
         exported = ExportedModel(model, Encoder(record.table), record.task).eval()
@@ -336,7 +336,7 @@ def _output(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
 def _input(trained: TrainedClient, is_scaling: bool) -> dict[str, Any]:
     """Describe the model inputs, so that users can prepare raw samples."""
     record = trained.record
-    if schema := record.table:
+    if (schema := record.table) and schema.columns:
         return {
             "name": "x",
             "shape": ["N", len(schema.columns) if is_scaling else sum(schema.widths)],

@@ -84,9 +84,9 @@ class DataSettings(Schema):
     )
     by: str = Field(
         "",
-        description="text:FILE, table:FILE, signal:DIR: column (array in train.npz) with the owner "
-        "of each sample. Each client is one owner; the owners with the most samples are used, "
-        "sorted by name; empty = use 'partition'",
+        description="text:FILE, table:FILE, labels.csv, signal:DIR: column (array in train.npz) "
+        "with the owner of each sample. Each client is one owner; the owners with the most samples "
+        "are used, sorted by name; empty = use 'partition'",
     )
     alpha: Positive = Field(
         0.5, description="concentration of the Dirichlet distribution; smaller = more skewed"
@@ -142,8 +142,9 @@ class DataSettings(Schema):
     )
     target: str = Field(
         "",
-        description="table:PATH: label column, comma-separated target columns, or a column that "
-        "lists labels",
+        description="label column, comma-separated target columns, or a column that lists labels, "
+        "of a table:PATH or a labels.csv; texts: replaces 'label-column' if the task is not "
+        "classification; arrays: names of the targets",
     )
     loss: Literal["auto", "squared", "huber", "absolute", "quantile"] = Field(
         "auto",

@@ -1,13 +1,13 @@
 """Sources for user data: images, arrays, signals, tables, texts, and Python functions.
 
-- `imagefolder:PATH`: images, one directory for each class.
+- `imagefolder:PATH`: images, with one directory for each class or with a label table.
 - `npz:DIR`: one .npz file for each client, with images or table rows.
 - `signal:DIR`: signals [N, channels, time] in .npz files, with one file for each client or one file
   for all clients.
 - `table:PATH`: a table with the label column `data.target`. PATH is a file, a directory with
   train.csv and optionally test.csv, or a directory with one file for each client.
 - `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a tree
-  of .txt files with one directory for each class.
+  of .txt files with one directory for each class or with a label table.
 - `next-token:PATH`: windows of a text, labeled with the token that follows. PATH is a .txt file, or
   a directory with train.txt and optionally test.txt.
 - `python:module:function`: a function without arguments. It returns a `Dataset`, a pair (x, y) of
@@ -37,6 +37,7 @@ from fedhet.data import tables
 from fedhet.data.cells import ENDINGS, TEXT_ENDINGS, Cells, find_rows, read_table
 from fedhet.data.class_folders import Files, find_tree
 from fedhet.data.images import IMAGES
+from fedhet.data.labels import array_cells, find_label_tables, infer_targets, read_label_tables
 from fedhet.data.spec import (
     Dataset,
     DataSpec,
@@ -47,9 +48,11 @@ from fedhet.data.spec import (
     no_path,
     reading,
 )
+from fedhet.data.tables import TableSchema
+from fedhet.data.tasks import Classification, Regression, find_task
 from fedhet.data.texts import TEXTS, read_texts, read_windows
 from fedhet.data.values import is_missing
-from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind
+from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind, kind_of_arrays
 
 # Limit labels, because the largest label determines the number of classes, and thus the memory.
 MAX_CLASSES = 65_536
@@ -122,7 +125,8 @@ def convert_labels(
 ) -> npt.NDArray[np.int64]:
     """Convert labels [N] to int64. Raises DataError if they are not class indices."""
     if y.ndim != 1 or y.dtype.kind not in "iu":
-        raise DataError(f"{where}: y must be integers [N], got {y.dtype} {list(y.shape)}")
+        hint = ". Set data.task to regression to predict numbers." if y.dtype.kind == "f" else ""
+        raise DataError(f"{where}: y must be integers [N], got {y.dtype} {list(y.shape)}{hint}")
     labels = y.astype(np.int64)
     if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
         invalid = labels.min() if labels.min() < 0 else labels.max()
@@ -137,33 +141,72 @@ def make_split(
     where: Path | str,
     kind: Kind = IMAGE,
     classes: int = MAX_CLASSES,
+    schema: TableSchema | None = None,
 ) -> Split:
-    """Convert arrays to labeled samples of a kind. Raises DataError if they are invalid."""
-    labels, samples = convert_labels(y, where, classes), kind.checked(x, where)
+    """Convert arrays to labeled samples of a kind. Raises DataError if they are invalid.
+
+    If there is a schema, it defines the targets in `y`. Otherwise, `y` contains class indices.
+    """
+    samples = kind.checked(x, where)
+    if schema is None:
+        labels = torch.from_numpy(convert_labels(y, where, classes))
+    else:
+        cells = array_cells(y, where, DataSpec(task=schema.task), schema.target)
+        labels = schema.task_object.encode(schema, cells)
     if len(samples) != len(labels):
         raise DataError(
             f"{where}: x and y must have the same length, got {len(samples)} and {len(labels)}"
         )
-    return Split(torch.from_numpy(samples), torch.from_numpy(labels))
+    return Split(torch.from_numpy(samples), labels)
 
 
-def read_npz(path: Path, spec: DataSpec, kind: Kind = IMAGE, classes: int = MAX_CLASSES) -> Split:
+def infer_array_targets(
+    root: Path, arrays: Mapping[Path | str, npt.NDArray[Any]], spec: DataSpec
+) -> TableSchema | None:
+    """Infer the schema of the targets in the training arrays `y`, or return None for classes.
+
+    `arrays` contains each array by its source, for messages. Raises DataError if they are invalid.
+    """
+    if find_task(spec.task) is Classification:
+        return None
+    tables = [array_cells(y, where, spec) for where, y in arrays.items()]
+    return infer_targets(Cells.concatenate(root, tables, spec), tables[0].spec)
+
+
+def target_fields(schema: TableSchema | None) -> dict[str, Any]:
+    """Return `classes`, `schema`, and `task` of a dataset with a schema; {} if it is None."""
+    if schema is None:
+        return {}
+    return {"classes": schema.outputs, "schema": schema, "task": schema.task_object}
+
+
+def read_npz(
+    path: Path,
+    spec: DataSpec,
+    kind: Kind = IMAGE,
+    classes: int = MAX_CLASSES,
+    schema: TableSchema | None = None,
+) -> Split:
     """Read the arrays x and y of a file; table rows and images are read alike.
 
     Raises DataError if the file is invalid or exceeds `data.max-bytes`.
     """
     arrays = read_arrays(path, ("x", "y"), spec)
-    return make_split(arrays["x"], arrays["y"], path, kind, classes)
+    return make_split(arrays["x"], arrays["y"], path, kind, classes, schema)
 
 
 def read_pair(
-    root: Path, spec: DataSpec, kind: Kind, classes: int = MAX_CLASSES
+    root: Path,
+    spec: DataSpec,
+    kind: Kind,
+    classes: int = MAX_CLASSES,
+    schema: TableSchema | None = None,
 ) -> tuple[Split, Split | None]:
     """Read train.npz and, if it exists, test.npz. Raises DataError if a file is invalid."""
-    train, path = read_npz(root / "train.npz", spec, kind, classes), root / "test.npz"
+    train, path = read_npz(root / "train.npz", spec, kind, classes, schema), root / "test.npz"
     if not path.exists():
         return train, None
-    test = read_npz(path, spec, kind, classes)
+    test = read_npz(path, spec, kind, classes, schema)
     check_same_form(train, test, "train.npz", path)
     return train, test
 
@@ -212,12 +255,14 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
                 f"client, 0.npz to {clients - 1}.npz"
             )
     files = [root / part / f"{k}.npz" for k in range(clients) for part in _MIN_SAMPLES]
+    training = (file for file in files if file.parent.name == "train")
+    schema = _infer_npz_targets(root, training, spec)
     splits: list[Split] = []
     for path in files:
-        splits.append(read_npz(path, spec, kind))
+        splits.append(read_npz(path, spec, kind, schema=schema))
         check_max_bytes(sum(split.x.nbytes + split.y.nbytes for split in splits), spec, root)
     path = root / "common.npz"
-    common = read_npz(path, spec, kind) if path.exists() else None
+    common = read_npz(path, spec, kind, schema=schema) if path.exists() else None
     pairs = [*zip(files, splits, strict=True), *([(path, common)] if common is not None else [])]
     for path, split in pairs:
         check_same_form(splits[0], split, files[0].name, path)
@@ -226,9 +271,19 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
             raise DataError(f"{path}: expected at least {min_samples} samples, got {len(split)}")
     train = Split(torch.cat([s.x for s in splits]), torch.cat([s.y for s in splits]))
     parts = tuple((len(a), len(b)) for a, b in zip(splits[::2], splits[1::2], strict=True))
-    classes = numbered_classes(split for _, split in pairs)
     stated = "" if kind is IMAGE else kind.name
-    return Dataset(spec.dataset, train, common, classes, parts, kind=stated)
+    described = target_fields(schema)
+    if schema is None:
+        described = {"classes": numbered_classes(split for _, split in pairs)}
+    return Dataset(spec.dataset, train, common, parts=parts, kind=stated, **described)
+
+
+def _infer_npz_targets(root: Path, paths: Iterable[Path], spec: DataSpec) -> TableSchema | None:
+    """Infer the schema of the targets in the training files, or return None for classes."""
+    if find_task(spec.task) is Classification:
+        return None
+    arrays = {path: read_arrays(path, ("y",), spec)["y"] for path in paths}
+    return infer_array_targets(root, arrays, spec)
 
 
 _MIN_SAMPLES = {"train": 2, "test": 1}
@@ -266,7 +321,8 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
                 f"{spec.by!r}"
             )
         return read_clients(directory, spec, SIGNAL)
-    train, test = read_pair(root, spec, SIGNAL)
+    schema = _infer_npz_targets(root, [path], spec)
+    train, test = read_pair(root, spec, SIGNAL, schema=schema)
     owned = {}
     if spec.by:
         owners = read_arrays(path, (spec.by,), spec, hint=" (data.by)")[spec.by]
@@ -276,8 +332,10 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
                 f"{owners.dtype} {list(owners.shape)}"
             )
         owned = encode_owners(owners)
-    classes = numbered_classes((train, test))
-    return Dataset(spec.dataset, train, test, classes, kind=SIGNAL.name, **owned)
+    described = target_fields(schema)
+    if schema is None:
+        described = {"classes": numbered_classes((train, test))}
+    return Dataset(spec.dataset, train, test, kind=SIGNAL.name, **owned, **described)
 
 
 def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
@@ -291,6 +349,8 @@ def numbered_classes(splits: Iterable[Split | None]) -> tuple[str, ...]:
 
 def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
     """Read a directory tree as a dataset. Raises DataError if it is invalid."""
+    if label_tables := find_label_tables(expanded(place), files, spec):
+        return read_label_tables(label_tables, files, spec)
     tree = find_tree(expanded(place), files, level=spec.class_level)
     num_unlabeled = len(tree.unlabeled or ())
     tree.unused.add(f"{files.noun} without a class", "see data.labeled-alpha", num_unlabeled)
@@ -363,7 +423,7 @@ def read_own_texts(place: str, spec: DataSpec) -> Dataset:
     _, train, test = _located(place, TEXT_ENDINGS)
     if train is not None:
         return read_texts(train, test, spec)
-    if spec.by:
+    if spec.by and not find_label_tables(expanded(place), TEXTS, spec):
         raise SettingsError(
             f"data.by is unsupported for a tree of .txt files, expected text:FILE, got {spec.by!r}"
         )
@@ -388,7 +448,7 @@ _EXPECTED = (
 
 
 @lru_cache(maxsize=4)
-def read_user_dataset(path: str) -> Dataset:
+def _call(path: str) -> Dataset | Mapping[str, Any]:
     """Import and call the function `path`, "module:function", and cache its result.
 
     Raises DataError if the function cannot be called or returns an invalid result.
@@ -413,6 +473,14 @@ def read_user_dataset(path: str) -> Dataset:
         raise DataError(f"data.dataset = {name!r}: the function failed: {error!r}") from error
     match result:
         case Dataset():
+            y, count = result.train.y, len(result.classes)
+            if isinstance(result.task, Regression) and not (
+                y.ndim == 2 and y.shape[1] == count and y.dtype == torch.float32
+            ):
+                raise DataError(
+                    f"{name}: train.y must be float32 [N, {count}], one column for each name in "
+                    f"classes, got {y.dtype} {list(y.shape)}"
+                )
             return result
         case Mapping():
             parts: Mapping[str, Any] = result
@@ -427,22 +495,45 @@ def read_user_dataset(path: str) -> Dataset:
     if "train" not in parts or not parts.keys() <= {"train", "test", "classes"}:
         keys = ", ".join(map(str, parts)) or "an empty mapping"
         raise DataError(f"{name}: {_EXPECTED}, got {keys}")
+    pairs = dict(parts)
+    for part in [each for each in ("train", "test") if parts.get(each) is not None]:
+        try:
+            pairs[part] = tuple(map(np.asarray, parts[part]))
+            _, _ = pairs[part]
+        except Exception as error:
+            fault = f"expected a pair (x, y) of arrays ({error})"
+            raise DataError(f"{name}: {part}: {fault}") from error
+    return pairs
+
+
+@lru_cache(maxsize=4)
+def read_user_dataset(path: str, task: str, target: str) -> Dataset:
+    """Read the result of the function `path` as a dataset, and cache the dataset.
+
+    `task` and `target` are settings in `[data]`. Raises DataError if the function cannot be called
+    or returns an invalid result.
+    """
+    parts, name = _call(path), f"{PYTHON}:{path}"
+    if isinstance(parts, Dataset):
+        return parts
+    names = tuple(map(str, parts.get("classes") or ()))
+    spec = DataSpec(task=task, target=target or ",".join(names))
+    schema = infer_array_targets(Path(name), {f"{name}: train": parts["train"][1]}, spec)
     splits = {}
     for part in [each for each in ("train", "test") if parts.get(each) is not None]:
         where = f"{name}: {part}"
-        try:
-            x, y = map(np.asarray, parts[part])
-        except Exception as error:
-            raise DataError(f"{where}: expected a pair (x, y) of arrays ({error})") from error
-        split = make_split(x, y, where)
+        x, y = parts[part]
+        split = make_split(x, y, where, schema=schema)
         if not len(split):
             raise DataError(f"{where}: no samples found")
         splits[part] = Split(split.x.clone(), split.y.clone())  # The user may modify the arrays.
     train, test = splits["train"], splits.get("test")
     if test is not None:
         check_same_form(train, test, "train", f"{name}: test")
+    if schema is not None:
+        return Dataset(name, train, test, **target_fields(schema))
     numbers = numbered_classes(splits.values())
-    classes = tuple(map(str, parts.get("classes") or numbers))
+    classes = names or numbers
     if len(classes) < len(numbers) or len(set(classes)) < len(classes):
         raise DataError(
             f"{name}: expected {len(numbers)} different class names, one for each label in y, got "
@@ -453,7 +544,10 @@ def read_user_dataset(path: str) -> Dataset:
 
 def _kind_of_function(path: str) -> Kind:
     with contextlib.suppress(DataError):  # The error is reported when the dataset is read.
-        return KINDS[read_user_dataset(path).kind]
+        result = _call(path)
+        if isinstance(result, Dataset):
+            return KINDS[result.kind]
+        return kind_of_arrays(tuple(result["train"][0].shape[1:]))
     return IMAGE
 
 
@@ -464,6 +558,7 @@ SOURCES = (
         lambda place, spec: read_tree(place, spec, IMAGES),
         "PATH",
         is_mapped=True,
+        owners="imagefolder:PATH with labels.csv",
     ),
     Source(
         "npz",
@@ -504,7 +599,7 @@ SOURCES = (
     Source(
         PYTHON,
         "a Python function that returns arrays",
-        lambda path, spec: read_user_dataset(path),
+        lambda path, spec: read_user_dataset(path, spec.task, spec.target),
         "module:function",
         infer_kind=_kind_of_function,
         files=no_path,
