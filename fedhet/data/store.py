@@ -423,7 +423,8 @@ def load(spec: DataSpec, *, min_classes: int = 2) -> Dataset:
 
 
 _OTHER_TASKS = (
-    "table:PATH, imagefolder:PATH with labels.csv, text:PATH, signal:DIR, npz:DIR, or python:"
+    "table:PATH, imagefolder:PATH with labels.csv, text:PATH, signal:DIR, npz:DIR, or a Python "
+    "function"
 )
 """Sources whose targets may be numbers."""
 GENERATED = "generated"
