@@ -406,8 +406,8 @@ class Scan:
             ]
             loose, noun = len(part.files), self.files.noun
             got = f"{loose} {noun} outside of class directories" if loose else "no directories"
-            table = f" A label table must be {part.path}/labels.csv, got {tables[0]}."
-            table = table if tables else ""
+            rule = f" A label table must be {part.path}/labels.csv, got"
+            table = f"{rule} {tables[0]}." if tables else ""
             raise DataError(
                 f"{part.path}: expected one directory of {noun} for each class, got {got}.{table}"
             )
