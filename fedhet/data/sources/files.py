@@ -282,7 +282,7 @@ def _infer_npz_targets(root: Path, paths: Iterable[Path], spec: DataSpec) -> Tab
     """Infer the schema of the targets in the training files, or return None for classes."""
     if find_task(spec.task) is Classification:
         return None
-    arrays = {path: read_arrays(path, ("y",), spec)["y"] for path in paths}
+    arrays: dict[Path | str, Any] = {k: read_arrays(k, ("y",), spec)["y"] for k in paths}
     return infer_array_targets(root, arrays, spec)
 
 
