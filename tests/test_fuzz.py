@@ -23,8 +23,7 @@ from fedhet.runs.directory import record_line
 from fedhet.runs.measures import relative, spread, summarize
 from fedhet.runs.records import RoundRecord
 from fedhet.server import codec as exchanges
-from fedhet.server.codec import Codec
-from fedhet.server.instructions import InstructionEncoder
+from fedhet.server.codec import Codec, InstructionEncoder
 from fedhet.server.round import RoundState
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import ScalarField, Sizes, TensorField, WeightsField

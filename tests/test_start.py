@@ -22,7 +22,7 @@ from fedhet.config.sources import validate
 from fedhet.data.spec import DataSpec
 from fedhet.data.store import RunData, load
 from fedhet.engines import simulate as simulation
-from fedhet.engines.simulate import with_backend
+from fedhet.engines.simulate import choose_backend
 from fedhet.methods.registry import shipped_names
 
 ROOT = Path(__file__).parent.parent
@@ -231,8 +231,7 @@ def two_cpus(monkeypatch):
 def backend_of(directory=Path("none"), **settings):
     values = {name.replace("__", ".").replace("_", "-"): each for name, each in settings.items()}
     config = resolve({"method": "felo", "clients": 4, "models.pool": ["mlp"], **values})
-    chosen, reason = with_backend(config, RunData.of(config.run), directory)
-    return chosen.run.engine.backend, reason
+    return choose_backend(config, RunData.of(config.run), directory)
 
 
 def test_a_small_run_trains_in_this_process(two_cpus):

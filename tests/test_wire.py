@@ -11,7 +11,7 @@ from interruption import cut_and_resumed
 
 from fedhet.base.arrays import OnDemand
 from fedhet.base.errors import KnowledgeError, SettingsError
-from fedhet.server.instructions import MAX_VERSIONS, InstructionEncoder
+from fedhet.server.codec import MAX_VERSIONS, InstructionEncoder
 from fedhet.server.reply import ReplySpool
 from fedhet.settings.engine import WireSettings
 from fedhet.wire.contract import Contract, WeightsField

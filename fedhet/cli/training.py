@@ -55,8 +55,8 @@ STOP_SIGNALS = {
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """A planned run: its label in the output, its directory, and its configuration."""
+class LabeledRun:
+    """Run with its label in the output, its directory, and its configuration."""
 
     label: str
     directory: Path
@@ -115,7 +115,7 @@ def train_sweep(
         out: Directory for the runs and the report.
         jobs: Number of runs to execute in parallel; 0 = as many as the CPUs allow.
     """
-    by_point: dict[tuple[object, ...], list[PlannedRun]] = {}
+    by_point: dict[tuple[object, ...], list[LabeledRun]] = {}
     for point, by_seed in points.items():
         values = ", ".join(f"{k}={as_text(v)}" for k, v in zip(swept, point, strict=True))
         by_point[point] = [
@@ -152,11 +152,11 @@ def train_sweep(
     say(f"report: {path}")
 
 
-def _train(run: PlannedRun) -> str:
+def _train(run: LabeledRun) -> str:
     return error_of(run.config, run.directory)
 
 
-def _baselines(config: Config, directory: Path, against: str | None) -> list[PlannedRun]:
+def _baselines(config: Config, directory: Path, against: str | None) -> list[LabeledRun]:
     """Plan the same experiments with the method `against`, or none if it is None.
 
     Raises SettingsError if the method does not support the experiment.
@@ -165,19 +165,19 @@ def _baselines(config: Config, directory: Path, against: str | None) -> list[Pla
         return []
     baseline = baseline_of(config, directory, against)
     label = f"baseline {against}, seed {config.run.seed}"
-    return [PlannedRun(label, Path(baseline.run.out), baseline)]
+    return [LabeledRun(label, Path(baseline.run.out), baseline)]
 
 
-def _planned(label: str, directory: Path, given: GivenSettings) -> PlannedRun:
+def _planned(label: str, directory: Path, given: GivenSettings) -> LabeledRun:
     """Plan a run that resumes an incomplete run in its directory, if there is one.
 
     Raises SettingsError if a setting is invalid.
     """
     path = directory.resolve()
-    return PlannedRun(label, path, complete(given).replacing(out=str(path), resume=True))
+    return LabeledRun(label, path, complete(given).replacing(out=str(path), resume=True))
 
 
-def _incomplete(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+def _incomplete(runs: Sequence[LabeledRun]) -> list[LabeledRun]:
     """Return the incomplete runs, and print a line for each complete run.
 
     Raises StateError if a directory contains a run from another experiment.

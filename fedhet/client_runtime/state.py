@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -99,7 +99,22 @@ class ClientState:
                 self._place()
             return
         self._store, self._version = store, UNSAVED
-        version = self._load_last(past)
+        errors: dict[int, StateError] = {}
+        for round in reversed(past):
+            self._reset(round)
+            try:
+                version = self._load(store, round)
+            except StateError as error:
+                errors[round] = error
+                continue
+            for skipped in errors.values():
+                LOG.warning("%s: %s; using the state of round %d", self._client, skipped, round)
+            break
+        else:
+            if errors:
+                raise errors[past[-1]]
+            version = 0
+            self._reset(0)
         self._place()
         for model in self.models.values():
             if isinstance(model, Refitted) and self.participations:
@@ -148,27 +163,6 @@ class ClientState:
         tensors |= grouped(METHOD_TENSORS, self.tensors)
         store.save(round, tensors, metadata, best_round)
         self._version = self._newest = version
-
-    def _load_last(self, rounds: Sequence[int]) -> int:
-        """Load the last valid state among `rounds`.
-
-        Returns its version, or 0 if the models are new.
-        """
-        errors: dict[int, StateError] = {}
-        for round in reversed(rounds):
-            self._reset(round)
-            try:
-                version = self._load(self._opened, round)
-            except StateError as error:
-                errors[round] = error
-                continue
-            for skipped in errors.values():
-                LOG.warning("%s: %s; using the state of round %d", self._client, skipped, round)
-            return version
-        if errors:
-            raise errors[rounds[-1]]
-        self._reset(0)
-        return 0
 
     def _reset(self, round: int) -> None:
         self.models, self.tensors, self.metadata, self.round = self._setup(), {}, {}, round

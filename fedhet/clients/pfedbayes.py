@@ -37,7 +37,13 @@ class PFedBayesClient(FedAvgClient):
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
         """Return the model for local training of the personal and the localized distribution."""
-        mean, scale = (self._on_device(knowledge.group(name)) for name in ("weights", "scale"))
+        mean, scale = (
+            all_to_device(
+                {name: torch.tensor(value) for name, value in knowledge.group(part).items()},
+                self.compute.device,
+            )
+            for part in ("weights", "scale")
+        )
         return LocalizedModel(
             self.network,
             mean,
@@ -58,6 +64,3 @@ class PFedBayesClient(FedAvgClient):
         assert isinstance(local, LocalizedModel)
         self.state.tensors |= grouped(PERSONAL, local.scale())
         return super().reply(local) | grouped("scale", to_host_arrays(local.local_scale()))
-
-    def _on_device(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        return all_to_device({k: torch.tensor(v) for k, v in arrays.items()}, self.compute.device)

@@ -144,7 +144,7 @@ def expand_names(given: Iterable[tuple[str, object]], method: str | None) -> dic
 
 
 def full_name(key: str, known: Mapping[str, FieldInfo]) -> str:
-    """Return the full name of a setting. `name` may be abbreviated to its last part.
+    """Return the full name of a setting. `key` may be abbreviated to its last part.
 
     Raises SettingsError if the name is unknown, ambiguous, or the name of a table.
     """

@@ -1,6 +1,6 @@
 """Simulation of a federation, with clients in this process or on Ray workers.
 
-`simulate` executes a run and writes its report; `train` writes no report. `with_backend` chooses
+`simulate` executes a run and writes its report; `train` writes no report. `choose_backend` chooses
 the execution backend, and `engine_of` starts it. The module `cluster` implements Ray workers on
 this machine or on a cluster.
 """
@@ -135,14 +135,15 @@ def _trained(
         is_undecided = config.run.engine.backend == "auto"
         if is_undecided:
             check_models_and_data(config, data)
-        decided, reason = with_backend(config, data, directory)
+        # The records keep 'auto' rather than the decision, so that a resumed run decides again.
+        backend, reason = choose_backend(config, data, directory)
         if reason:
             show_waiting(watchers, reason)
-        cluster = stack.enter_context(cluster_for(decided, data, directory, watchers))
+        cluster = stack.enter_context(cluster_for(backend, config, data, directory, watchers))
         if not is_undecided:  # Check while Ray workers start.
             check_models_and_data(config, data)
-        engine = stack.enter_context(engine_of(decided, data, directory, watchers, cluster))
-        if with_report and decided.run.engine.backend == "ray":
+        engine = stack.enter_context(engine_of(backend, config, data, directory, watchers, cluster))
+        if with_report and backend == "ray":
 
             def import_report() -> None:
                 # The import for the report raises the error again.
@@ -150,7 +151,6 @@ def _trained(
                     importlib.import_module("fedhet.report")
 
             threading.Thread(target=import_report, daemon=True).start()
-        # Record 'auto' rather than the decision, so that a resumed run decides again.
         parts = components(
             config, directory, workers=engine.workers, watchers=watchers, begun=begun,
             manager=engine.manager, data=data,
@@ -277,18 +277,18 @@ class Engine:
     """Registry of all clients, or None if the clients are not known from the start."""
 
 
-def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config, str]:
+def choose_backend(config: Config, data: RunData, directory: Path) -> tuple[str, str]:
     """Choose the backend if it is `auto`, and return the reason for the choice.
 
     The backend is Ray if it is required, or if its workers save more time than Ray takes to start.
     The results are the same on both backends.
 
     Returns:
-        The configuration with the chosen backend, and the reason, or "" if nothing was chosen.
+        The backend, ray or inline, and the reason, or "" if the settings name the backend.
     """
     engine, pace, default = config.run.engine, config.run.pace, EngineSettings()
     if engine.backend != "auto":
-        return config, ""
+        return engine.backend, ""
     device = find_device(engine.device)
     has_late_clients = pace.may_be_late or pace.stragglers > 0
     reasons = {
@@ -310,8 +310,7 @@ def with_backend(config: Config, data: RunData, directory: Path) -> tuple[Config
             work = _seconds_of_work(config, data, directory, bound)
             backend, about = ("ray", "more than") if work > bound else ("inline", "about")
             reason = f"{about} {work:.0f} s of work"
-    chosen = config.replacing(engine=engine.model_copy(update={"backend": backend}))
-    return chosen, f"training {'on Ray' if backend == 'ray' else 'in this process'}: {reason}"
+    return backend, f"training {'on Ray' if backend == 'ray' else 'in this process'}: {reason}"
 
 
 def _seconds_of_work(config: Config, data: RunData, directory: Path, bound: float) -> float:
@@ -385,7 +384,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
 
 @contextlib.contextmanager
 def cluster_for(
-    config: Config, data: RunData, directory: Path, watchers: Sequence[Watcher]
+    backend: str, config: Config, data: RunData, directory: Path, watchers: Sequence[Watcher]
 ) -> Iterator[LocalCluster | None]:
     """Start a Ray cluster on this machine in the background, if the run needs one.
 
@@ -393,10 +392,10 @@ def cluster_for(
     if the engine settings do not suit a cluster on this machine.
     """
     engine = config.run.engine
-    if engine.backend == "ray" and engine.device.startswith("cuda:"):
+    if backend == "ray" and engine.device.startswith("cuda:"):
         problem = "Ray assigns the GPUs in CUDA_VISIBLE_DEVICES to its workers"
         raise invalid_setting("engine.device", engine.device, "cuda", problem)
-    if engine.backend != "ray" or engine.ray_address:
+    if backend != "ray" or engine.ray_address:
         yield None
         return
     from fedhet.engines.cluster import LocalCluster
@@ -408,6 +407,7 @@ def cluster_for(
 
 @contextlib.contextmanager
 def engine_of(
+    backend: str,
     config: Config,
     data: RunData,
     directory: Path,
@@ -415,7 +415,7 @@ def engine_of(
     cluster: LocalCluster | None,
 ) -> Iterator[Engine]:
     """Provide a run's execution backend in the block. Raises FedhetError if it cannot start."""
-    if config.run.engine.backend == "inline":
+    if backend == "inline":
         notice, states = _notice(watchers), directory / "state"
         yield Engine(lambda parts: run_inline(config, data, states, parts, notice))
         return

@@ -1,8 +1,11 @@
 """Sample kinds: images, table rows, texts, and signals.
 
-| kind | shape | values | |---|---|---| | image | [C, H, W] | float32 or uint8 | | table | [F] |
-float32 or uint8 | | signal | [C, T]: channels, time steps | float32 | | text | [0, L, V]: at most L
-tokens from a vocabulary of size V | int64 [L] |
+| kind | shape of a sample | values |
+|---|---|---|
+| image | [C, H, W] | float32 or uint8 |
+| table | [F] | float32 or uint8 |
+| signal | [C, T]: channels, time steps | float32 |
+| text | [0, L, V]: at most L tokens from a vocabulary of size V | int64 [L] |
 
 The kind of a dataset is declared by name, because shapes are ambiguous. Everything that depends on
 the kind is an attribute of its `Kind` object. PyTorch is imported lazily, because settings and

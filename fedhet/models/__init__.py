@@ -166,19 +166,17 @@ def _lookup(name: str) -> ModelInfo | None:
         extractor = partial(info.extractor, width=width)
         return replace(info, name=name, line=line, extractor=extractor, narrows=False)
     base = name.removesuffix(GROUPED)
-    if base == name or (info := _NETWORKS.get(base)) is None or not _has_batch_norms(info):
+    if base == name or (info := _NETWORKS.get(base)) is None:
+        return None
+    if info.takes is not None and not info.takes.is_numeric:
+        return None
+    with seeded(0, "norms", info.name), torch.device("meta"):
+        network = info.extractor((info.takes or IMAGE).example)
+    if not any(isinstance(part, _BatchNorm) for part in network.modules()):
         return None
     line = f"{info.line}; group norms instead of batch norms"
     extractor = partial(_with_group_norms, info.extractor)
     return replace(info, name=name, line=line, extractor=extractor)
-
-
-def _has_batch_norms(info: ModelInfo) -> bool:
-    if info.takes is not None and not info.takes.is_numeric:
-        return False
-    with seeded(0, "norms", info.name), torch.device("meta"):
-        network = info.extractor((info.takes or IMAGE).example)
-    return any(isinstance(part, _BatchNorm) for part in network.modules())
 
 
 def _with_group_norms(

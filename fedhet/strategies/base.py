@@ -36,8 +36,7 @@ from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, by_score_key, mean_metrics
 from fedhet.runs.storage import Checkpoint
 from fedhet.server.calls import NOTHING, Failures, NamedProxy, UserCodeFaults, name_of, reasons
-from fedhet.server.codec import Codec
-from fedhet.server.instructions import InstructionEncoder, without_versions
+from fedhet.server.codec import Codec, InstructionEncoder, without_versions
 from fedhet.server.members import (
     HELD_OUT_KINDS,
     ClientHealth,
@@ -108,7 +107,11 @@ class HetStrategy(Strategy):
         # The codec encodes instructions, and decodes and stores replies.
         limit = int(engine.max_payload_mb * 1e6)
         self._codec = Codec(
-            *(log.run_name, config.method, limit, self.state, self.run.metrics),
+            log.run_name,
+            config.method,
+            limit,
+            self.state,
+            self.run.metrics,
             remember=pace.may_be_late and spec.late != "refused",
             max_age=pace.max_age,
             encoder=InstructionEncoder(Coder.of(self.run.wire, spec.instructions, self.run.seed)),
@@ -421,8 +424,7 @@ class HetStrategy(Strategy):
             replies = self._codec.decode_all(results, failures, self.members)
             instruct = partial(self.instruct, server_round)
             steps = steps_of(
-                *(self.run, self.spec, self.sizes, self.state, self.members, instruct),
-                self._unmasking,
+                self.run, self.spec, self.sizes, self.state, self.members, instruct, self._unmasking
             )
             accepted = list(apply_steps([*steps, self._accept], replies))
             names = {name for reply in accepted for name in reply.clients or (reply.client.name,)}

@@ -171,11 +171,15 @@ class UmPfsslStrategy(HetStrategy):
         # line 16). Models can run out if some were lost or were compared before the list was full.
         sent = self._models_outside_list(round, name, "fill", sent=True)
         fill = [*new[len(candidates) :], *sent][: max(free, 0)]
-        refresh = (
-            self._newer_helpers(name)
-            if self._updates_due(round) > self.refreshes.get(name, 0)
-            else []
-        )
+        refresh = []
+        if self._updates_due(round) > self.refreshes.get(name, 0):
+            # Send newer versions of the helpers, except the last helper (Algorithm 2), i.e. the one
+            # with the lowest rank at the end of the client's last round (Section IV-B).
+            refresh = [
+                (h.number, self.versions[h.number])
+                for h in refreshable(helpers, own, settings.replace)
+                if self.versions.get(h.number, 0) > h.version
+            ]
         return Plan(train, warm_up, candidates, fill, refresh)
 
     def _models_outside_list(self, round: int, name: str, use: str, *, sent: bool) -> list[Key]:
@@ -194,19 +198,6 @@ class UmPfsslStrategy(HetStrategy):
         keys = [key for key in keys if (last.get(key[0]) == key[1]) == sent]
         order = numpy_rng(self.run.seed, use, round, name).permutation(len(keys))
         return [keys[index] for index in order]
-
-    def _newer_helpers(self, name: str) -> list[Key]:
-        """Return newer versions of a client's helpers, except the last helper (Algorithm 2).
-
-        The last helper has the lowest rank, according to the order at the end of the client's last
-        round (Section IV-B).
-        """
-        helpers = self.lists.get(name, [])
-        return [
-            (h.number, self.versions[h.number])
-            for h in refreshable(helpers, self.numbers[name], self.settings.replace)
-            if self.versions.get(h.number, 0) > h.version
-        ]
 
     def _read_list(self, reply: Reply) -> list[Helper]:
         """Return a client's helper list. Raises KnowledgeError if the list is invalid."""

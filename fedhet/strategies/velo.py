@@ -57,7 +57,15 @@ class VeloStrategy(FeloStrategy):
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         """Store the features, train the CVAE, and generate features (lines 3 to 7)."""
         metrics = dict(super().aggregate(round, replies))
-        self._add_features(round, replies)
+        # Add the features to the dataset (line 4), and discard the oldest features. Features of a
+        # round are equally old, so a random order decides which features to discard.
+        features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
+        labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
+        order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
+        features = np.concatenate([self.features, features[order]])
+        labels = np.concatenate([self.labels, labels[order]])
+        rows = newest_rows(labels, self.settings.memory)
+        self.features, self.labels = features[rows], labels[rows]
         metrics["features_kept"] = float(len(self.labels))
         if round % self.settings.interval == 0 and len(self.labels) > 1:
             metrics |= self._train(round)
@@ -94,17 +102,6 @@ class VeloStrategy(FeloStrategy):
         for name, value in group(state, "velo").items():
             setattr(self, name, value if value.ndim else float(value))
         load_weights(self.cvae, group(state, "cvae"))
-
-    def _add_features(self, round: int, replies: Sequence[Reply]) -> None:
-        """Add the replies' features to the dataset (line 4), and discard the oldest features."""
-        features = np.concatenate([reply.knowledge.tensors["features"] for reply in replies])
-        labels = np.concatenate([reply.knowledge.tensors["classes"] for reply in replies])
-        # Features of a round are equally old, so a random order decides which features to discard.
-        order = numpy_rng(self.run.seed, SERVER, round, "arrival").permutation(len(labels))
-        features = np.concatenate([self.features, features[order]])
-        labels = np.concatenate([self.labels, labels[order]])
-        rows = newest_rows(labels, self.settings.memory)
-        self.features, self.labels = features[rows], labels[rows]
 
     def _train(self, round: int) -> dict[str, float]:
         """Continue to train the CVAE (line 5), and return its loss, or {} if training diverged."""
