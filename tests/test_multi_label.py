@@ -440,7 +440,7 @@ def trained(table, tmp_path_factory):
 
 def test_reports_name_the_labels(trained):
     page = (trained / "report.html").read_text()
-    assert all(each in page for each in ("macro AUC", *LABELS))
+    assert all(each in page for each in ("macro AUC", "each label&#39;s fraction", *LABELS))
     last = records(trained)[-1]
     assert {"label-auc.0", "label-auc.1", "label-auc.2"} <= set(last["metrics"])
 

@@ -17,7 +17,14 @@ from fedhet.base.metrics import metric_of
 from fedhet.methods.registry import find_method, shipped_names
 from fedhet.report import figures, style
 from fedhet.report.run import TEST_SETS, Run, lowest
-from fedhet.report.tables import baseline_line, client_cells, label_cells, legend, remarks
+from fedhet.report.tables import (
+    baseline_line,
+    client_cells,
+    constant_of,
+    label_cells,
+    legend,
+    remarks,
+)
 from fedhet.runs.records import NAN
 from fedhet.runs.units import (
     ABSENT,
@@ -104,6 +111,10 @@ def render_run(run: Run, live: Live | None = None) -> str:
             "score": run.last(protocol, kind),
             "description": f"mean {title} of the {kind} models {where(protocol)}, {when}",
             "clients": run.client_count(protocol, kind),
+            "constant": constant_of(run)[1]
+            .removeprefix("always predicting ")
+            .removeprefix("the ")
+            .removesuffix(" of the test set"),
             "majority": float(np.mean([*run.majority(protocol).values()] or NAN)),
             "against": baseline_line(run).partition(": "),
             "tail": run.tail(protocol, kind),
