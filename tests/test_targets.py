@@ -441,3 +441,21 @@ def test_a_site_may_list_its_classes_in_a_label_table(tmp_path):
     data = site_data(str(tmp_path), spec=settings, classes=4, name="site-a")
     assert (data.classes, data.space) == (("d", "c", "b", "a"), (1, 2, 3))
     assert torch.bincount(torch.cat([data.train.y, data.test.y])).tolist() == [0, 4, 4, 4]
+
+
+def test_arrays_have_the_unit_of_a_schema_in_another_notation(tmp_path):
+    rows = [f'"{number},5 mm"' for number in range(12)]
+    (tmp_path / "all.csv").write_text("\n".join(["size", *rows]))
+    call = ["schema", str(tmp_path / "all.csv"), "--target", "size", "--task", "regression"]
+    done = CliRunner().invoke(
+        app, [*call, "--targets-only", "--out", str(tmp_path / "schema.toml")]
+    )
+    assert done.exit_code == 0, done.output
+    assert read_schema(tmp_path / "schema.toml").targets[0].written == "1234,5"
+    x, y = pulses(12)
+    np.savez(tmp_path / "train.npz", x=x, y=y)
+    data = site_data(str(tmp_path), spec=spec(sample_kind="signal"), classes=0, name="site-a")
+    both = np.concatenate([data.train.y.numpy(), data.test.y.numpy()])[:, 0]
+    numbers = np.arange(12) + 0.5
+    wanted = np.sort((y - numbers.mean()) / numbers.std())
+    np.testing.assert_allclose(np.sort(both), wanted, rtol=1e-4, atol=1e-5)
