@@ -816,14 +816,13 @@ def test_settings_for_classes_are_refused(table, setting, value, expected):
 
 def test_a_method_is_shown_with_its_tasks():
     shown = {name: tasks(find_method(name)) for name in ("fedavg", "fedkd", "cofed", "ds-fl")}
-    assert shown["fedavg"] == "Tasks (`data.task`): classification, regression."
+    assert shown["fedavg"] == "Tasks (`data.task`): classification, regression, multi-label."
     assert shown["fedkd"] == shown["fedavg"]
     assert shown["cofed"] == (
         "Tasks (`data.task`): classification; no other task, because its clients vote on classes."
     )
-    assert shown["ds-fl"].endswith(
-        "; regression requires ds-fl.loss=mse or mae, ds-fl.aggregation=sa."
-    )
+    required = "requires ds-fl.loss=mse or mae, ds-fl.aggregation=sa"
+    assert shown["ds-fl"].endswith(f"; regression {required}; multi-label {required}.")
 
 
 def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):
