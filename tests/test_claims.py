@@ -220,8 +220,16 @@ def test_a_tables_page_shows_measured_and_printed_numbers_and_verdicts(result):
     digits = 1 if source.get("unit", "percent") == "percent" else 2
     content = json.loads((MEASURED / result.file_name).read_text())
     commands = [line for line in lines if line.startswith("fedhet table ")]
-    usual = result.seeds == [0, 1, 2] and not result.settings
-    assert commands == ([] if usual else [result.command])
+    unlisted = ("engine.backend", "data.data-dir", "engine.precision")
+    listed = {name: value for name, value in content["settings"].items() if name not in unlisted}
+    usual = content["seeds"] == [0, 1, 2] and not listed
+    assert len(commands) == (not usual)
+    if commands:
+        seeds, *settings = commands[0].split(" --seeds ")[1].split(" --set ")
+        assert seeds == ",".join(map(str, content["seeds"]))
+        assert settings == [f"{name}={value}" for name, value in listed.items()]
+    if "engine.precision" in content["settings"]:
+        assert f" {content['settings']['engine.precision']}. " in "\n".join(lines)
     for claim in claims_of(result.table):
         outcomes = [c["outcome"] for c in content["comparisons"] if c["claim"] == claim]
         verdict = WORDS[verdict_of(outcomes)]

@@ -143,8 +143,8 @@ def test_the_pages_are_those_of_the_code():
 
 def test_a_stale_part_is_replaced_and_what_people_wrote_stays():
     page = ROOT / "README.md"
-    before, begin, rest = page.read_text().partition("<!-- Made by `make reference` from here -->")
-    made, end, after = rest.partition("<!-- to here -->")
+    before, begin, rest = page.read_text().partition("<!-- make reference -->")
+    made, end, after = rest.partition("<!-- end -->")
     assert begin
     assert end
     text = reference(ROOT)[page]
@@ -163,7 +163,7 @@ def test_a_method_has_a_page_with_its_paper_and_results(name):
     authors, _, title = method.spec.paper.rpartition(", ")
     for words in (authors.split(",")[0].split(" ")[0], " ".join(title.split()[:3])):
         assert words.lower() in by_hand.lower(), words
-    assert "## Results" in text.partition("<!-- to here -->")[2]
+    assert "## Results" in text.partition("<!-- end -->")[2]
     for name in method.settings():
         assert f"| `{name}=" in text
     for field in (*method.spec.instructions.fields, *method.spec.replies.fields):

@@ -45,7 +45,7 @@ generates this page.
 `[0, 1)` is the range from 0 up to, but excluding, 1. Settings marked *per client* accept several
 values, which are assigned to the clients in turn.
 """
-BEGIN, END = "<!-- Made by `make reference` from here -->", "<!-- to here -->"
+BEGIN, END = "<!-- make reference -->", "<!-- end -->"
 SETTING_COLUMNS = ("setting", "default", "allowed values", "description")
 REFERENCE_COLUMNS = ("setting and default", "allowed values", "description")
 FIELD_COLUMNS = ("field", "type", "description")

@@ -506,10 +506,12 @@ class Regression(Task):
         """Group the samples into tenths by the first target, in ascending order."""
         values = self.in_units(targets)[:, 0]
         order = np.argsort(values, kind="stable")
+        unit = float(values.std()) * 1e-6 or 1.0  # Float32 targets are not exact.
         groups, tenths = np.empty(len(values), np.int64), []
         for number, rows in enumerate(np.array_split(order, min(NUM_STRATA, len(order)))):
             groups[rows] = number
-            tenths.append(f"{names[0]} {values[rows[0]]:.4g} to {values[rows[-1]]:.4g}")
+            low, high = (round(values[rows[end]] / unit) * unit for end in (0, -1))
+            tenths.append(f"{names[0]} {low:.4g} to {high:.4g}")
         return tuple(tenths), groups
 
 

@@ -40,7 +40,10 @@ MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 USUAL_HARDWARE = "Two cores of an AMD EPYC."
 """Default hardware, which docs/tables.md names once instead of in each section."""
 USUAL_SEEDS = [0, 1, 2]
-"""Default seeds. A section omits the command if it has no other seeds and no settings."""
+"""Default seeds. A section omits the command if it has no other seeds and no other settings."""
+UNLISTED = {"engine.backend", "data.data-dir", "engine.precision"}
+"""Settings that a section's command omits, because they do not change the numbers, or because the
+hardware line states their value (bfloat16)."""
 MAX_ROWS = {"tiny": 6, "small": 30, "paper": 30}
 """Maximum number of rows that a section shows; `fedhet table NAME --show` prints longer tables."""
 VERDICTS = ("holds", "not-told-apart", "does-not-hold", "not-measured")
@@ -198,14 +201,16 @@ def _section(result: TableResult) -> str:
         for claim in claims_in([result])
     ]
     digits = 1 if table.unit == "percent" else 2
-    is_default = result.seeds == USUAL_SEEDS and not result.settings
+    listed = {name: value for name, value in result.settings.items() if name not in UNLISTED}
+    is_default = result.seeds == USUAL_SEEDS and not listed
+    command = result.model_copy(update={"settings": listed}).command
     shown = markdown(cells(result, table, digits, brief=True))
     if len(table.rows_in(result.size)) > MAX_ROWS[result.size]:
         shown = f"`fedhet table {result.table} --show` prints the rows.\n"
     parts = [
         f"## {escape_markdown(table.title)}\n",
         f"{escape_markdown(about)}\n",
-        "" if is_default else f"```bash\n{result.command}\n```\n",
+        "" if is_default else f"```bash\n{command}\n```\n",
         shown,
         "\n".join(claims) + "\n" if claims else "",
         f"{result.remark}\n" if result.remark else "",
