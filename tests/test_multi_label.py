@@ -15,7 +15,12 @@ from sklearn.datasets import load_digits
 from test_secure_runs import check_same_instructions
 from test_tasks import on_table
 
-from fedhet.algorithms.distillation import SelectionByError
+from fedhet.algorithms.distillation import (
+    AdaptiveIntensity,
+    Outputs,
+    SelectionByError,
+    mutual_losses,
+)
 from fedhet.base.errors import DataError, SettingsError
 from fedhet.base.metrics import Predictions, measure, metric_of
 from fedhet.config.resolve import resolve
@@ -254,9 +259,48 @@ def test_the_divergence_is_that_of_bernoulli_distributions():
 
 
 def test_fedgems_counts_predictions_with_a_small_loss_as_correct():
-    selection = SelectionByError(TASK.loss("none"), TASK.divergence("none"), 0.25)
+    selection = SelectionByError(TASK.errors, TASK.loss("none"), TASK.divergence("none"), 0.25)
     outputs, likely = torch.tensor([[2.0, 2.0], [1.2, 1.2], [2.0, -2.0]]), torch.ones(3, 2)
     assert selection.right(outputs, likely).tolist() == [True, False, False]
+    likely[0] = math.nan  # a sample without labels has the loss 0
+    assert selection.right(outputs, likely).tolist() == [False, False, False]
+    weights = selection.reliability(outputs.expand(2, 3, 2), torch.ones(3, 2))
+    assert weights.tolist() == [[0.5, 0.0, 0.0]] * 2
+    assert not selection.reliability(outputs.expand(2, 3, 2), likely).any()
+
+
+@pytest.mark.parametrize("by_sample", [True, False])
+def test_samples_without_labels_neither_raise_fedkds_intensity_nor_are_distilled(by_sample):
+    rng = np.random.default_rng(0)
+    mentor, mentee = (
+        Outputs(torch.tensor(rng.normal(size=(4, 3))), torch.tensor(rng.normal(size=(4, 2))))
+        for _ in range(2)
+    )
+    labels = torch.tensor(rng.integers(2, size=(4, 3)), dtype=torch.float32)
+    labels[3] = math.nan
+    loss_of, divergence_of = TASK.loss("none" if by_sample else "mean"), TASK.divergence("none")
+    options = AdaptiveIntensity(by_sample)
+    *losses, _ = mutual_losses(mentor, mentee, labels, options, loss_of, divergence_of)
+    first = [Outputs(each.logits[:3], each.features[:3]) for each in (mentor, mentee)]
+    *expected, _ = mutual_losses(*first, labels[:3], options, loss_of, divergence_of)
+    for loss, part in zip(losses, expected, strict=True):
+        assert loss.item() == pytest.approx(0.75 * part.item(), rel=1e-6)
+    labels[:] = math.nan
+    *losses, intensity = mutual_losses(mentor, mentee, labels, options, loss_of, divergence_of)
+    assert [loss.item() for loss in losses] == [0.0, 0.0]
+    assert intensity == 0
+
+
+@pytest.mark.parametrize("task", ["auto", "multi-label"])
+def test_lists_with_another_separator_are_refused(tmp_path, task):
+    names = ["heart", "lung", "bone", "skin"]
+    pairs = [f"{a}|{b}" for a in names for b in names if a != b]
+    path = tmp_path / "a.csv"
+    path.write_text("a,found\n" + "".join(f"{k},{pair}\n" for k, pair in enumerate(pairs)))
+    wrong = spec("found").replace(task=task)
+    rule = "expected one class in each row" if task == "auto" else "must be separated by ';'"
+    with pytest.raises(DataError, match=rf"a\.csv: target column 'found': .*{rule}.*heart"):
+        infer_schema(read_table(path, wrong), wrong)
 
 
 def test_dp_sgd_clips_each_samples_gradient_independently_of_missing_labels():

@@ -30,8 +30,8 @@ from fedhet.client_runtime.app import client_fn
 from fedhet.client_runtime.node import close_clients
 from fedhet.config.resolve import check, resolve
 from fedhet.data.cells import read_table
-from fedhet.data.spec import Split
-from fedhet.data.store import RunData, read_dataset, write_dataset
+from fedhet.data.spec import DataSpec, Split
+from fedhet.data.store import RunData, order_of, read_dataset, write_dataset
 from fedhet.data.tables import infer_schema
 from fedhet.data.tasks import Regression, stored_task, task_of
 from fedhet.inference.api import Result
@@ -197,6 +197,28 @@ def test_crossing_quantiles_are_sorted_and_the_closest_to_the_median_predicts():
         "mae": 1.5, "mae.0": 1.0, "mae.1": 2.0,
         "coverage": 0.5, "coverage.0": 1.0, "coverage.1": 0.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [((0.1, 0.9), 1.5), ((0.05, 0.95), 1.5), ((0.1, 0.4, 0.6, 0.7), 2.5), ((0.1, 0.45, 0.9), 2.0)],
+)
+def test_without_a_median_the_closest_quantiles_are_averaged(levels, expected):
+    task = Regression((0.0,), (1.0,), "quantile", quantiles=levels)
+    outputs = torch.arange(1.0, 1 + len(levels)).flip(0)[None]
+    assert task.point(task.decode(outputs)).item() == expected
+    assert task.errors(outputs, torch.tensor([[1.0]])).item() == (expected - 1) ** 2
+    score = evaluate_model(Given(), Split(outputs, torch.tensor([[0.0]])), CPU, ("mae",), task)
+    assert score.metrics["mae"] == expected
+
+
+def test_r2_of_a_constant_target_is_undefined():
+    task = Regression((11.234,), (4.567,))
+    for count in range(2, 30):
+        targets = torch.full((count, 1), (3.0 - 11.234) / 4.567)
+        score = evaluate_model(Given(), Split(targets + 0.2, targets), CPU, ("r2", "mae"), task)
+        assert "r2" not in score.metrics
+        assert score.metrics["mae"] == pytest.approx(0.9134, rel=1e-5)
 
 
 def test_the_coverage_is_the_fraction_of_targets_inside():
@@ -397,6 +419,15 @@ def test_the_loss_is_shared_with_other_processes_and_stored(tmp_path):
     ):
         with pytest.raises(ValueError, match="loss_name: expected one of squared, huber"):
             task_of({**old, **wrong})
+    for wrong in (
+        {"means": ["a"]}, {"means": [float("nan")]}, {"deviations": []}, {"deviations": [0.0]},
+        {"delta": 0.0}, {"delta": "x"}, {"name": "nope"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"expected (finite|a positive|one of auto)"):
+            task_of({**old, **wrong})
+    for wrong in ("regression", 3, None):
+        with pytest.raises(ValueError, match="expected the fields of a task, got"):
+            task_of(wrong)
     for wrong in ({**named, "quantiles": ["0.5"]}, {"lost_name": "huber"}):
         with pytest.raises(ValueError, match=r"not supported between|unexpected keyword"):
             task_of({**old, **wrong})
@@ -659,3 +690,22 @@ def test_a_custom_regressor_learns_each_target(tmp_path, monkeypatch):
     config = on_table("local", write(tmp_path / "a.csv"), **changes)
     with pytest.raises(ModelError, match="gradients unsupported"):
         check(config)
+
+
+def test_a_servers_test_set_in_another_scale_is_not_used(tmp_path, caplog):
+    stores = []
+    for number in (0, 1):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        rows = [f"{k % 7},{k * (1 + number)}.5" for k in range(40)]
+        for name in ("train", "test"):
+            (folder / f"{name}.csv").write_text("\n".join(["a,days", *rows]) + "\n")
+        stores.append(
+            RunData(DataSpec(dataset=f"table:{folder}", target="days", task="regression"))
+        )
+    sites, server = stores
+    task = (server.dataset.kind, server.dataset.shape)
+    assert server.common_test_of(*task, order_of(server.dataset)) is not None
+    assert server.common_test_of(*task) is not None
+    assert server.common_test_of(*task, order_of(sites.dataset)) is None
+    assert "the targets have another schema than the clients' data" in caplog.text

@@ -169,7 +169,7 @@ def test_both_heads_learn_the_targets():
 
 
 def selection(tolerance=0.25):
-    return SelectionByError(TASK.loss("none"), TASK.divergence("none"), tolerance)
+    return SelectionByError(TASK.errors, TASK.loss("none"), TASK.divergence("none"), tolerance)
 
 
 def test_a_prediction_is_correct_up_to_the_tolerance():

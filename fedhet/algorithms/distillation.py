@@ -115,6 +115,11 @@ def mutual_loss(
     return weight * supervised + (1 - weight) * divergence_of(peer, own)
 
 
+def has_label(labels: Tensor) -> Tensor:
+    """Return the mask [N] of the samples with at least one label [N, K] that is not missing."""
+    return ~labels.isnan().reshape(len(labels), -1).all(1)
+
+
 MIN_TASK_LOSS = 1e-3
 """Lower bound of the sum of task losses by which the distillation losses are divided (not in the
 paper). Without it, distillation would dominate once both models classify all samples correctly."""
@@ -173,13 +178,22 @@ def mutual_losses(
     mentor_task, mentee_task = (  # The task losses are L^t_t and L^t_s (Eqs. 1 and 2).
         loss_of(outputs.logits.float(), labels) for outputs in (mentor, mentee)
     )
+    # The loss of a sample without a label is 0, which must not count as a small loss.
+    known = has_label(labels) if labels.is_floating_point() else None
     losses, intensities = [], []
     pairs = (
         (mentor, mentee, mentor_task, mentee_task),
         (mentee, mentor, mentee_task, mentor_task),
     )
     for own, other, task, other_task in pairs:
-        intensity = 1 / (task + other_task.detach()).clamp(min=MIN_TASK_LOSS)
+        total = task + other_task.detach()
+        labeled = known
+        if known is not None and not options.by_sample:
+            # The mean loss is computed over the labeled samples.
+            total = total / known.float().mean().clamp(min=1 / len(known))
+            labeled = known.any()
+        intensity = 1 / total.clamp(min=MIN_TASK_LOSS)
+        intensity = intensity if labeled is None else intensity * labeled
         intensity = intensity if options.learned else intensity.detach()
         intensities.append(intensity)
         # L^d (Eqs. 3 and 4) is the divergence from the other model's predictions.
@@ -187,6 +201,8 @@ def mutual_losses(
         # The hidden loss L^h (Eq. 5) compares the features.
         gap = own.features.float() - other.features.detach().float()
         distance = distance + options.hidden * gap.square().mean(1)
+        if known is not None:
+            distance = distance * known
         distance = distance if options.by_sample else distance.mean()
         losses.append(task.mean() + (intensity * distance).mean())
     return losses[0], losses[1], intensities[0].detach().mean()
@@ -276,11 +292,13 @@ class Selection:
 class SelectionByError(Selection):
     """Selection by error, for tasks without classes (not in the paper).
 
-    A prediction is correct if its loss is at most `tolerance`. Each client with a correct
-    prediction has a weight proportional to the reciprocal of its loss, because the paper's entropy
-    is defined only for probabilities.
+    A prediction is correct if its error is at most `tolerance`. Each client with a correct
+    prediction has a weight proportional to the reciprocal of its error, because the paper's entropy
+    is defined only for probabilities. No prediction of a sample without labels is correct.
     """
 
+    errors: PairLoss
+    """Error of each sample [N], given outputs [N, C] and targets [N, ...]."""
     losses: PairLoss
     """Loss of each sample [N], given outputs [N, C] and targets [N, ...]."""
     divergences: PairLoss
@@ -288,17 +306,17 @@ class SelectionByError(Selection):
     tolerance: float
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mask [N] of the samples whose loss is at most the tolerance."""
-        return self.losses(logits.float(), labels) <= self.tolerance
+        """Return the mask [N] of the samples whose error is at most the tolerance."""
+        return (self.errors(logits.float(), labels) <= self.tolerance) & has_label(labels)
 
     def reliability(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weights [K, N] of the clients' outputs [K, N, C].
 
-        They are computed in float64, with losses of at least a thousandth of the tolerance.
+        They are computed in float64, with errors of at least a thousandth of the tolerance.
         """
-        losses = torch.stack([self.losses(own.float(), labels) for own in logits]).double()
-        precision = losses.clamp_min(self.tolerance / 1000).reciprocal()
-        precision = precision * (losses <= self.tolerance)
+        errors = torch.stack([self.errors(own.float(), labels) for own in logits]).double()
+        precision = errors.clamp_min(self.tolerance / 1000).reciprocal()
+        precision = precision * (errors <= self.tolerance) * has_label(labels)
         alpha = precision / precision.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
         return alpha.to(logits.dtype)
 

@@ -133,9 +133,9 @@ def r2(predictions: Predictions) -> float | None:
     Returns None if a column is constant. The result is limited to at least -`MAX_ERROR`.
     """
     truth, errors = predictions.truth, predictions.truth - predictions.predicted
-    total = ((truth - truth.mean(0)) ** 2).sum(0)
-    if not total.all():
+    if (truth.min(0) == truth.max(0)).any():
         return None
+    total = ((truth - truth.mean(0)) ** 2).sum(0)
     return max(float((1 - (errors**2).sum(0) / total).mean()), -MAX_ERROR)
 
 

@@ -114,13 +114,27 @@ class RunData:
         """Common test set, or None if it does not exist."""
         return self.dataset.test
 
-    def common_test_of(self, kind: str, shape: Shape) -> Split | None:
-        """Return the common test set, or None if it does not exist or has another kind or shape."""
+    def common_test_of(self, kind: str, shape: Shape, order: str = "") -> Split | None:
+        """Return the common test set, or None if it does not exist or has another kind or shape.
+
+        If its targets are not classes, `order`, the clients' digest from `order_of`, must also
+        agree, because scores would have another unit otherwise. A warning is logged if it differs.
+        """
         try:
             dataset = self.dataset
         except DataError:  # The sites have their own data, so the server may lack the dataset.
             return None
-        return dataset.test if (dataset.kind, dataset.shape) == (kind, shape) else None
+        if (dataset.kind, dataset.shape) != (kind, shape):
+            return None
+        is_scaled = not isinstance(dataset.task, Classification)
+        if dataset.test is not None and is_scaled and order not in ("", order_of(dataset)):
+            LOG.warning(
+                "data.dataset = %s: the targets have another schema than the clients' data, so "
+                "the server does not use its test set",
+                self.spec.dataset,
+            )
+            return None
+        return dataset.test
 
     def label_space(self, index: int) -> tuple[int, ...]:
         """Return the label space of client `index`, ascending, or the numbers of all outputs."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from importlib.metadata import entry_points
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,7 @@ QUANTILE = "quantile"
 LOSSES = ("squared", "huber", "absolute", QUANTILE)
 """Losses of regression, as in `data.loss`."""
 Index = npt.NDArray[np.int64]
+T = TypeVar("T", "Tensor", Array)
 
 
 class Task(ABC):
@@ -153,6 +154,10 @@ class Task(ABC):
         With the reduction "none", the function returns the loss of each sample, of shape [N].
         """
 
+    def errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the error [N] of each sample by which FedGEMS selects; the default is the loss."""
+        return self.loss("none")(outputs, targets)
+
     @abstractmethod
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
         """Return the loss of a model that learns from another model's outputs (distillation).
@@ -222,9 +227,13 @@ class Classification(Task):
         """Return the classes, the sorted distinct values of the target column."""
         labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
         exact, distinct = spec.target in spec.categories, {*labels}
-        lists = [label for label in distinct if ";" in label] if spec.task == AUTO else []
-        # Lists consist of fewer different labels than there are different lists.
-        if lists and len({e.strip() for v in distinct for e in v.split(";")}) < len(distinct):
+        lists = [
+            label
+            for mark in (LIST_MARKS if spec.task == AUTO else "")
+            for label in distinct
+            if mark in label and are_lists(distinct, mark)
+        ]
+        if lists:
             raise DataError(
                 f"{cells.path}: target column {spec.target!r}: expected one class in each row, got "
                 f"{min(lists)!r}. Set data.task to multi-label if the values are lists of labels, "
@@ -387,6 +396,14 @@ class Regression(Task):
         return torch.from_numpy(encoded)
 
     def __post_init__(self) -> None:
+        numbers = (*self.means, *self.deviations, self.delta)
+        if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
+            raise ValueError(f"expected finite numbers, got {numbers}")
+        if len(self.means) != len(self.deviations) or min((*self.deviations, self.delta)) <= 0:
+            raise ValueError(
+                "expected a positive deviation for each mean, and a positive delta, got "
+                f"{self.means}, {self.deviations}, and {self.delta}"
+            )
         levels, needed = self.quantiles, self.loss_name == QUANTILE
         is_ascending = all(low < high for low, high in pairwise((0, *levels, 1)))
         if self.loss_name not in LOSSES or bool(levels) != needed or not is_ascending:
@@ -414,10 +431,23 @@ class Regression(Task):
         """Return whether a metric is defined; the coverage requires at least two quantiles."""
         return metric != COVERAGE or len(self.quantiles) > 1
 
-    @property
-    def middle(self) -> int:
-        """Index of the quantile that is the prediction, i.e. of the level closest to 0.5."""
-        return min(range(len(self.quantiles)), key=lambda q: abs(self.quantiles[q] - 0.5))
+    def point(self, quantiles: T) -> T:
+        """Return the prediction [...] from ascending quantiles [..., Q].
+
+        It is the quantile whose level is closest to 0.5, or the mean of the two closest quantiles.
+        """
+        distances = [abs(level - 0.5) for level in self.quantiles]
+        closest = [q for q, far in enumerate(distances) if far <= min(distances) + 1e-9]
+        return (quantiles[..., closest[0]] + quantiles[..., closest[-1]]) / 2
+
+    def errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the squared error of each sample's standardized prediction, for all losses."""
+        from fedhet.algorithms.distillation import squared_errors
+
+        if self.quantiles:
+            shape = (len(outputs), -1, len(self.quantiles))
+            outputs = self.point(outputs.reshape(shape).sort(2).values)
+        return squared_errors(outputs, targets)
 
     def decode(self, outputs: Tensor) -> Tensor:
         """Convert standardized outputs to the targets' units, in float64.
@@ -496,7 +526,7 @@ class Regression(Task):
         predicted, intervals = _bounded(self.decode(outputs)), None
         if self.quantiles:
             intervals = predicted[..., [0, -1]] if len(self.quantiles) > 1 else None
-            predicted = predicted[..., self.middle]
+            predicted = self.point(predicted)
         scores = measure(metrics, Predictions(truth, predicted, intervals=intervals))
         constant = np.broadcast_to(truth.mean(0), truth.shape)
         baseline = measure([RMSE], Predictions(truth, constant))[RMSE]
@@ -689,6 +719,16 @@ THRESHOLD = 0.5
 """Probability from which a label is predicted."""
 
 
+LIST_MARKS = ";|"
+"""Characters that separate labels in lists; only the first is accepted."""
+
+
+def are_lists(texts: Collection[str], mark: str) -> bool:
+    """Return whether texts are lists separated by `mark`: they have fewer labels than lists."""
+    parts = {part.strip() for text in texts for part in text.split(mark)}
+    return len(parts) < len(texts) and any(mark in text for text in texts)
+
+
 def label_list(text: str) -> list[str]:
     """Return the labels in a list such as `a;b` or `["a", "b"]`.
 
@@ -710,6 +750,13 @@ def _read_lists(
     Raises DataError if a value is invalid.
     """
     lists: list[list[str] | None] = []
+    for mark in LIST_MARKS[1:]:
+        if not any(text.startswith("[") for text in values.texts) and are_lists(values.texts, mark):
+            raise DataError(
+                f"{cells.path}: target column {column!r}: labels in a list must be separated by "
+                f"';', got {next(text for text in values.texts if mark in text)!r:.80}. Replace "
+                f"{mark!r} with ';'."
+            )
     for number, text in enumerate(values.texts):
         try:
             lists.append(None if is_missing(text, marks) else label_list(text))
@@ -782,13 +829,15 @@ def task_for(settings: DataSettings) -> Task:
 
 
 def task_of(stored: Task | Mapping[str, Any]) -> Task:
-    """Restore a task from the result of `stored_task`. Raises SettingsError or ValueError."""
+    """Restore a task from the result of `stored_task`. Raises ValueError if it is invalid."""
     if isinstance(stored, Task):
         return stored
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"expected the fields of a task, got {stored!r:.80}")
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
     try:
         return find_task(str(fields.pop("name", Classification.name)))(**fields)
-    except TypeError as error:  # An unknown field, or a value of another type.
+    except (TypeError, SettingsError) as error:  # An unknown task or field, or another type.
         raise ValueError(str(error)) from None
 
 

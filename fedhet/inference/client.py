@@ -199,7 +199,7 @@ class TrainedClient:
                     return PredictedLabels(values, names)
                 if not (isinstance(task, Regression) and task.quantiles):
                     return PredictedNumbers(values, names)
-                return PredictedNumbers(values[..., task.middle], names, values, task.quantiles)
+                return PredictedNumbers(task.point(values), names, values, task.quantiles)
             if isinstance(model, Refitted):
                 probabilities = model.probabilities(x)
                 labels = model.predict(x)

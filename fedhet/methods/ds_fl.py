@@ -46,7 +46,8 @@ SPEC = replace(
     settings=DsFlSettings,
     model_settings={"server_model": "model"},
     task_settings={
-        task: {"loss": ("mse", "mae"), "aggregation": ("sa",)} for task in ALL_TASKS[1:]
+        task: {"loss": ("mse", "mae"), "aggregation": ("sa",), "temperature": (0.1,)}
+        for task in ALL_TASKS[1:]
     },
     instructions=fedmd.instructions("probabilities", "logits"),
     replies=fedmd.replies("probabilities", "logits"),

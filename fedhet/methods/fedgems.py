@@ -47,9 +47,9 @@ class FedGemsSettings(MethodSettings):
     )
     tolerance: Positive = Field(
         0.25,
-        description="regression, multi-label: maximum loss of a prediction that counts as correct; "
-        "0.25 is an error of half a standard deviation (squared loss), or a probability of 0.78 "
-        "for each true label (multi-label)",
+        description="regression, multi-label: maximum error of a correct prediction; 0.25 is a "
+        "difference of half a standard deviation (regression: squared error), or a probability "
+        "of 0.78 for each true label (multi-label: cross-entropy)",
     )
     server_epochs: Count = Field(
         1, description="server training epochs on the public data, per round"
@@ -81,7 +81,8 @@ def selection_for(settings: FedGemsSettings, task: Task) -> Selection:
 
     if task.has_distribution:
         return BY_CLASS
-    return SelectionByError(task.loss("none"), task.divergence("none"), settings.tolerance)
+    errors, losses = task.errors, task.loss("none")
+    return SelectionByError(errors, losses, task.divergence("none"), settings.tolerance)
 
 
 SPEC = MethodSpec(
@@ -89,6 +90,7 @@ SPEC = MethodSpec(
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
     headline="common",
     tasks=ALL_TASKS,
+    task_settings={"classification": {"tolerance": (0.25,)}},
     settings=FedGemsSettings,
     needs_public=True,
     model_settings={"server_model": "large_model"},

@@ -385,13 +385,18 @@ class Members:
         if task_of(info) != self._task:
             classes, kind, shape = self._task or (0, "", ())
             kinds = (f"{info.kind} ", f"{kind} ") if kind != info.kind else ("", "")
+            noun = "classes" if info.task == CLASSIFICATION.name else "outputs"
             return (
-                f"its data has {info.classes} classes of {kinds[0]}shape {info.shape}, expected "
+                f"its data has {info.classes} {noun} of {kinds[0]}shape {info.shape}, expected "
                 f"{classes} of {kinds[1]}shape {shape}"
             )
         if info.task != self._name_of_task:
             return f"its task is {info.task!r}, expected {self._name_of_task!r} ('data.task')"
         if info.order and self._order and info.order != self._order:
+            if info.task != CLASSIFICATION.name:
+                return (
+                    "the names or the scale of its targets differ from other clients (schema.toml)"
+                )
             return "the names or the order of its classes differ from other clients (classes.txt)"
         if self._model and info.model != self._model:
             return f"its model must be {self._model!r} as on all clients, got {info.model!r}"

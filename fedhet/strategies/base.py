@@ -301,7 +301,7 @@ class HetStrategy(Strategy):
 
     def common_test(self) -> Split | None:
         """Return the scaled common test set, or None if none exists for the clients' task."""
-        return self.data.common_test_of(self.task.kind, self.task.shape)
+        return self.data.common_test_of(self.task.kind, self.task.shape, self.task.order)
 
     # Flower's interface, in the order of a round.
 
