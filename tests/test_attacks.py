@@ -280,7 +280,7 @@ def test_methods_that_send_logits_or_weights_can_be_attacked():
         "fedtype": {"proxy"},
         "fedgems": {"logits"},
         "fedmd": {"logits"},
-        "ds-fl": {"probabilities"},
+        "ds-fl": {"probabilities", "logits"},
         "cronus": {"probabilities"},
         "local": set(),
     }.items():

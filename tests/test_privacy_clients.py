@@ -925,7 +925,7 @@ def test_a_model_that_cannot_be_private_is_refused_before_a_run(
     message = (
         f"'models.pool': model '{name}' cannot be trained with DP-SGD.*expected another model, got"
     )
-    dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc")
+    dataset = SimpleNamespace(kind=kind, shape=shape, classes="abc", outputs=3)
     with pytest.raises(SettingsError, match=message):
         check_trainable(config, dataset)
 

@@ -157,4 +157,4 @@ def test_the_commands_say_which_models():
     said = shown("methods", "fedtype")
     assert "for tables, mlp,mlp2,mlp3, and fedtype.proxy = mlp;" in said
     assert f"for tables, {','.join(SCIKIT)};" in shown("methods", "cofed")
-    assert "The default is for images; other kinds of data" in shown("run", "--help")
+    assert "shows a method's defaults for all kinds of data" in shown("run", "--help")

@@ -229,7 +229,6 @@ def schema_command(
     """Write the schema of a table, which all sites of a deployment must share."""
     from fedhet.base.disk import write_text
     from fedhet.data.cells import read_table
-    from fedhet.data.labels import array_cells, infer_targets
     from fedhet.data.spec import DataSpec
     from fedhet.data.tables import infer_schema
     from fedhet.settings.schema import build
@@ -241,14 +240,18 @@ def schema_command(
     }
     settings = {"target": target, "task": task, "decimal": decimal, "date-order": date_order}
     spec = build(DataSpec, {**settings, **names}, prefix="data.")
-    if table.suffix == ".npz":
+    if table.suffix == ".npz" or targets_only:
+        # These modules import PyTorch, which the schema of a table does not need.
+        from fedhet.data.labels import array_cells, infer_targets
         from fedhet.data.sources.files import read_arrays
 
-        targets_only = True
-        cells = array_cells(read_arrays(table, ("y",), spec)["y"], table, spec)
+        if table.suffix == ".npz":
+            cells = array_cells(read_arrays(table, ("y",), spec)["y"], table, spec)
+        else:
+            cells = read_table(table, spec)
+        schema = infer_targets(cells, spec, say)
     else:
-        cells = read_table(table, spec)
-    schema = (infer_targets if targets_only else infer_schema)(cells, spec, say)
+        schema = infer_schema(read_table(table, spec), spec, say)
     write_text(out, schema.to_toml())
     say(
         f"{len(schema.columns)} columns, {sum(schema.widths)} features; "

@@ -495,7 +495,8 @@ def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> f
     if metric.lower_is_better:
         target = metric.lowest + 1.1 * (bound - metric.lowest)
         digits = 3 if target <= 0 else max(3, 3 - math.floor(math.log10(target)))
-        return math.ceil(target * 10**digits) / 10**digits
+        scale = float(10**digits)
+        return math.ceil(target * scale) / scale
     lowest = metric.lowest if metric.lowest > -MAX_ERROR else bound - abs(bound)
     target = lowest + 0.9 * (bound - lowest)
     return math.floor(target * 1000) / 1000 or target
