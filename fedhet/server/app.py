@@ -39,8 +39,8 @@ EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailure
 
 
 START_SECONDS, SETTLED_SECONDS = 60.0, 0.5
-"""Maximum time to wait for the nodes of a simulation, and maximum time to wait for the next node,
-both in seconds."""
+"""Maximum time to wait for the nodes of a simulation, and time without a new node after which all
+nodes are assumed to be registered, both in seconds."""
 CALLS_PER_WORKER = 2
 """Concurrent calls per worker: while one client trains, the next client waits for the worker."""
 
@@ -50,7 +50,7 @@ class _StoppedEarly(Exception):  # noqa: N818
 
 
 class FederationServer(Server):
-    """Flower server that can resume runs, and whose rounds need not wait for all clients.
+    """Flower server that can resume runs, and close rounds without waiting for all clients.
 
     As in Flower, a round consists of `configure_fit`, the clients' replies, and `aggregate_fit`,
     followed by the corresponding steps for the evaluation.
@@ -93,8 +93,8 @@ class FederationServer(Server):
     def _reported(self, error: Exception) -> Exception:
         """Return the error to report.
 
-        If a custom method failed, this is a one-line error, and the traceback is written to the
-        log.
+        If a custom method failed, the result is a StateError with a one-line message, and the
+        traceback is written to the log.
         """
         method = self._log.config.method
         if isinstance(error, FedhetError) or method.name in shipped_names():
@@ -199,7 +199,7 @@ class Reported(Watcher):
         self._directory, self._console = directory, console
 
     def run_finished(self, summary: Summary) -> None:
-        """Write the report. If that fails, print a line, because the run itself is complete."""
+        """Write the report, or print an error message, because the run itself is complete."""
         try:
             # Import lazily, because importing matplotlib and pandas takes seconds and may fail.
             from fedhet import report

@@ -89,7 +89,7 @@ def lie(benign: Benign, malicious: int) -> Array:
 
 
 def ofom(benign: Benign, far: Array, *, second: bool) -> Array:
-    """Return a far update or, if `second` is set, its mean with the benign updates (Eq. 11)."""
+    """Return a far update or, if `second` is set, its mean with all benign updates (Eq. 11)."""
     first = paf(benign, far)
     return (benign.n * benign.mean + first) / (benign.n + 1) if second else first
 
@@ -161,7 +161,7 @@ class Attack:
     ) -> dict[str, Knowledge]:
         """Poison the replies of some clients.
 
-        If all clients that replied are targets, their original replies are the benign updates.
+        If all clients that replied are targets, their original replies serve as benign updates.
 
         Args:
             round: The current round.
@@ -224,8 +224,9 @@ class Attack:
     ) -> Array:
         """Return the direction of theta' (Eq. 7, 11) for a tensor, shared by all attackers.
 
-        If the rows belong to classes or public samples, their directions are fixed for the run and
-        indexed by `rows`, an array of shape [shape[0]].
+        The direction is drawn for the round or for the run ('attack.direction'). In the second
+        case, `rows` contains the class or public sample of each row, if the rows belong to classes
+        or public samples. Each class or sample then has the same direction in all rounds.
         """
         if self.settings.direction == "round":
             return numpy_rng(self.seed, "attack", round, name).standard_normal(shape)
@@ -243,7 +244,7 @@ def _is_of(field: Field, name: str) -> bool:
 def _comparable(
     field: Field, honest: Knowledge, benign: Sequence[Knowledge], ids: str
 ) -> list[Knowledge]:
-    """Return the benign replies whose tensors of a field are comparable with an attacker's.
+    """Return the benign replies whose tensors of a field are comparable with `honest`.
 
     Weights are comparable if the models have the same architecture. Rows with ids are always
     comparable.
@@ -322,7 +323,7 @@ class ByzantineClients:
         return Knowledge(tensors, honest.scalars)
 
     def _poison_tensor(self, round: int, name: str, value: Array, field: Field) -> Array:
-        """Change a tensor within the limits of its field; probabilities are changed as logits."""
+        """Poison a tensor within the limits of its field. Probabilities are poisoned as logits."""
         wide, kind, scale = value.astype(np.float64), self.run.attack.kind, self.run.attack.scale
         is_distribution = isinstance(field, TensorField) and field.distribution
         if is_distribution:

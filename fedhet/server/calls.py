@@ -1,10 +1,9 @@
 """Calls to clients, and the bounded pool of daemon threads that makes the calls.
 
-`NamedProxy.send` sends every message to a client, except the request for the client's description
-(`members`). Flower's own server waits until every call of a round has finished. Here, a round can
-close earlier: calls that have not started are canceled, and calls in progress run to completion,
-so that a late reply can still be used. The threads are daemons, so a client that hangs does not
-keep the process alive.
+`NamedProxy.send` sends all training and evaluation messages to clients. Flower's own server waits
+until every call of a round has finished. Here, a round can close earlier: calls that have not
+started are canceled, and calls in progress run to completion, so that a late reply can still be
+used. The threads are daemons, so a client that hangs does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from fedhet.wire.knowledge import payload_bytes
 Result = FitRes | EvaluateRes
 Failures = Sequence[tuple[ClientProxy, FitRes] | tuple[ClientProxy, EvaluateRes] | BaseException]
 OnReply = Callable[[str, str], None]
-"""Callback with the name of a client that has replied or failed, and the error message or ""."""
+"""Callback that receives a client's name and an error message, or "" if the client succeeded."""
 NOTHING = Parameters(tensors=[], tensor_type="numpy.ndarray")
 """An empty payload."""
 LOG = logging.getLogger("flwr")
@@ -59,7 +58,7 @@ MAX_LIBRARY_FRAMES = 3
 
 
 class DirectProxy(ClientProxy):
-    """Base class for proxies that call a client directly; all of Flower's methods call `call`."""
+    """Base class for proxies that implement Flower's requests with one method, `call`."""
 
     @abstractmethod
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
@@ -91,7 +90,7 @@ class DirectProxy(ClientProxy):
 class NamedProxy(DirectProxy):
     """Recipient of one message: a client's name, and the connection to the client.
 
-    Flower's strategies return pairs of such a proxy and a message.
+    Strategies return pairs of such a proxy and a message, as in Flower.
     """
 
     def __init__(
@@ -111,11 +110,11 @@ class NamedProxy(DirectProxy):
             name: The client's name.
             proxy: Flower's proxy, or None if the client was called by an earlier process.
             on_reply: Called when the client has replied to an instruction to train.
-            message_without_base: Returns the message without base weights, or None if the message
-                has no base weights.
+            message_without_base: Returns the message with full weights, or None if the message has
+                no base weights.
             spool: Stores the payloads of replies on disk; None keeps them in memory.
             make_payload: Builds the payload of a large message once `turn` is acquired.
-            turn: Semaphore that limits how many large messages exist at the same time.
+            turn: Semaphore that limits the number of large messages that exist at the same time.
         """
         super().__init__(proxy.cid if proxy else name)
         self.name, self._proxy = name, proxy
@@ -184,7 +183,7 @@ class Call:
 
     recipient: NamedProxy
     round: int
-    """The round that the client replies to."""
+    """The round of the message."""
     message: FitIns | EvaluateIns | None
     """The instruction, or None if an earlier server process made the call."""
     timeout: float | None = None
@@ -199,11 +198,11 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class CallOutcome:
-    """The outcome of a finished call: the client's result, or the exception raised."""
+    """The outcome of a finished call: the client's result, or the exception that was raised."""
 
     call: Call
     result: Result | None = None
-    """The client's result, without its payload if the outcome `is_on_disk`."""
+    """The client's result, without its payload if `is_on_disk` is True."""
     error: BaseException | None = None
     received_at: float = math.inf
     """Time of arrival, as returned by `time.monotonic`."""
@@ -221,12 +220,12 @@ class CallOutcome:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the reply was late, so that its payload has been moved to `LateReplies`."""
+        """Whether the payload of a late training reply has been moved to `LateReplies`."""
         return self.is_late and isinstance(self.result, FitRes)
 
     @property
     def samples_processed(self) -> float:
-        """Number of training samples processed, as reported by the client, up to a maximum."""
+        """Reported number of training samples processed, clamped to [0, MAX_REPORTED]."""
         reported = self.result.metrics.get(WORK, 0.0) if self.result is not None else 0.0
         if not isinstance(reported, int | float):
             return 0.0
@@ -243,8 +242,8 @@ class CallPool:
 
         Args:
             max_concurrent: Maximum number of clients called at the same time.
-            store_late_reply: Moves the payload of a training reply that arrived after its round
-                closed to disk, and returns the reply without its payload.
+            store_late_reply: Stores the payload of a late training reply on disk, and returns the
+                reply without its payload.
         """
         self.max_concurrent, self._store_late_reply = max_concurrent, store_late_reply
         self._pending: queue.SimpleQueue[Call | None] = queue.SimpleQueue()

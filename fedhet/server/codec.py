@@ -3,11 +3,11 @@
 `Codec` also counts the bytes of all messages, and stores the instructions that replies refer to.
 
 `InstructionEncoder` sends full weights, or differences from earlier weights. If an encoding is set,
-the server decodes its messages as the clients do. Each version of the weights is computed from the
-version that clients have and from the method's new weights, and rounded to half precision. A client
-that has the previous version receives the difference. A client that has the new version receives no
-weights, and any other client receives the full weights. All clients decode the same numbers, so
-results do not depend on lost messages.
+the server also decodes its own messages, as the clients do. Each version of the weights is computed
+from the version that clients have and from the method's new weights, and rounded to half precision.
+A client that has the previous version receives the difference. A client that has the new version
+receives no weights, and any other client receives the full weights. All clients decode the same
+values, so results do not depend on lost messages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedhet.wire.knowledge import (
 )
 
 VERSIONS = "wire"
-"""Name prefix of tensors, and metadata key, for the versions of weights in a checkpoint."""
+"""Prefix of tensor names, and metadata key, for the versions of the weights in a checkpoint."""
 MAX_VERSIONS = 8
 """Maximum number of versions in memory; a client with an older version receives full weights."""
 
@@ -55,10 +55,10 @@ class Version:
 
     digest: int
     source: int
-    """Digest of the method's weights, before encoding."""
+    """Digest of the method's weights before they are encoded."""
     tensors: Arrays
     full: Mapping[str, Encoded]
-    """Tensors to send in half precision if a client needs the full weights."""
+    """Encoded tensors in half precision, for clients that need the full weights."""
     previous: int = 0
     """Digest of the version that `differences` are based on; 0 if there are no differences."""
     differences: Mapping[str, Encoded] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Instruction:
     """Payloads built so far, by the digest of their base weights."""
 
     def payload_for(self, held: int = 0) -> Parameters:
-        """Return the payload for a client that has the version with the digest `held`; 0 = none."""
+        """Return the payload for a client whose version has the digest `held` (0 = no version)."""
         version, knowledge = self.version, self.knowledge
         base = held if held in (version.digest, version.previous) else 0
         if base in self.payloads:
@@ -100,7 +100,7 @@ class Instruction:
 
 
 class InstructionEncoder:
-    """Encoder of instructions. It tracks the version of the weights that each client has."""
+    """Encoder of instructions that tracks each client's version of the weights."""
 
     def __init__(self, coder: Coder | None) -> None:
         """Create the encoder; without a coder, instructions are sent unchanged."""
@@ -117,10 +117,10 @@ class InstructionEncoder:
 
         Args:
             envelope: Sender, run, method and round of the message.
-            use: Purpose of the message, "train" or "evaluate", which seeds its stochastic rounding.
+            use: Purpose of the message, "train" or "evaluate", which seeds the stochastic rounding.
             knowledge: Content of the message.
-            clients: Names of the recipients. Differences are computed from the newest version
-                that a recipient has. Without recipients, the message has no differences.
+            clients: Names of the recipients. Differences are relative to the newest version that
+                any recipient has. Without recipients, the message has no differences.
         """
         if self._coder is None:
             return Instruction(envelope, knowledge)
@@ -136,7 +136,7 @@ class InstructionEncoder:
         return Instruction(envelope, content, version, encoded)
 
     def payload(self, client: str, instruction: Instruction) -> Parameters:
-        """Return the payload for one client, and record that the client has its weights."""
+        """Return the payload for one client, and record the version that the client receives."""
         payload = instruction.payload_for(self.held.get(client, 0))
         if instruction.version.digest:
             self.held[client] = instruction.version.digest
@@ -156,7 +156,7 @@ class InstructionEncoder:
         return tensors
 
     def metadata(self) -> dict[str, str]:
-        """Return all state other than tensors, to save in a checkpoint."""
+        """Return the non-tensor state, to save in a checkpoint."""
         if self._coder is None:
             return {}
         sources = [(digest, self._versions[digest].source) for digest in self._used()]
@@ -246,8 +246,9 @@ class Codec:
             max_bytes: Maximum size of a reply.
             state: State of the current round, which counts the bytes sent and received.
             metrics: Names of the metrics that clients measure.
-            remember: Whether to remember every training instruction until `forget`. Otherwise, only
-                instructions of the current round whose weights a reply can refer to are remembered.
+            remember: Whether to remember every training instruction until `forget` is called.
+                Otherwise, only instructions of the current round are remembered, and only if a
+                reply can refer to their weights.
             max_age: Maximum age of a late reply, in rounds ('pace.max-age').
             encoder: Encoder of the instructions; None sends them unchanged.
             per_target: Number of a model's outputs for each class or target column.
@@ -262,8 +263,8 @@ class Codec:
         self._newest_round = 0
         """The newest round with a remembered instruction."""
         self._last: dict[str, Instruction] = {}
-        """The last message to each client, without payloads, if the client may lack its base
-        weights."""
+        """The last message to each client, without payloads. Includes only messages with encoded
+        weights, because a client may lack the base weights of such a message."""
         self._last_occasion = (0, True)
         """The round of the messages in `_last`, and whether they are training instructions."""
         self._sizes: dict[tuple[str, bool], tuple[int, int]] = {}
@@ -275,7 +276,8 @@ class Codec:
     def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
         """Encode one client's training instruction, and count its bytes.
 
-        The weights are not sent as differences, because these would depend on the other clients.
+        The weights are not sent as differences, because differences would depend on the other
+        clients.
         """
         return self.encode_all(round, {client: knowledge}, differences=False)[client]
 
@@ -330,7 +332,7 @@ class Codec:
         return payloads
 
     def message_without_base(self, client: str) -> Parameters | None:
-        """Encode the last message to a client with full weights, and count its bytes.
+        """Encode the last message to a client again, with full weights, and count its bytes.
 
         Returns None if the message has no base weights.
         """
@@ -365,9 +367,9 @@ class Codec:
     def remember(self, client: str, round: int, knowledge: Knowledge, digest: int = 0) -> None:
         """Remember a client's training instruction for a round.
 
-        An instruction in a new round replaces the instructions from earlier rounds, unless all are
-        remembered. The instruction for a late reply is read from disk, and replaces no other
-        instruction.
+        The first instruction of a new round replaces the instructions from earlier rounds, unless
+        the codec remembers all rounds. An instruction that is read from disk for a late reply
+        replaces no other instruction.
         """
         with self._lock:
             if not self._remember_all and round > self._newest_round:
@@ -403,8 +405,8 @@ class Codec:
         """Yield the decoded replies of the round, sorted by client.
 
         A client is dropped from the round if it sent no reply or if its reply cannot be decoded. A
-        late reply is ignored, without consequences for the client, if the client has left or if the
-        method cannot use the reply.
+        late reply is ignored, without consequences for the client, if the client has left, the
+        method cannot use late replies, or the reply is too old.
         """
         result_of = {name_of(proxy): result for proxy, result in results}
         why_silent = reasons(failures)

@@ -1,9 +1,9 @@
 """Step that applies robust aggregation rules, to limit the influence of a minority of replies.
 
-The contract of the replies determines the values to compare: weights among clients with the same
-architecture, rows of classes or public samples by their ids, and values of the clients' own samples
-through their class means. Methods therefore need no code for robust aggregation; their `MethodSpec`
-declares the rules that they support.
+The contract of the replies determines which values are comparable. Weights are compared between
+clients with the same architecture, and rows of classes or public samples by their ids. Values of
+the clients' own samples are compared by class means. Methods therefore need no code for robust
+aggregation; their `MethodSpec` declares the rules that they support.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ MIN_CLIENTS = 3
 
 
 class Defense:
-    """Step that makes any mean of a round's replies a robust aggregate.
+    """Step that changes a round's replies so that their mean is a robust aggregate.
 
-    Krum and the filter exclude outliers. The medians and the trimmed mean replace the values that
-    clients have in common with one robust value, which is then also their mean.
+    Krum and the filter exclude outliers. The medians and the trimmed mean replace the clients'
+    comparable values with one robust value, so that their mean equals this value.
     """
 
     def __init__(self, settings: DefenseSettings, contract: Contract, state: RoundState) -> None:
@@ -59,10 +59,10 @@ class Defense:
         self._fraction = settings.malicious_fraction
 
     def __call__(self, replies: Iterable[Reply]) -> Iterator[Reply]:
-        """Yield the included replies, with robust values.
+        """Yield the replies to aggregate, with robust values.
 
-        If a round closes early, all missing clients may be honest. The rule must thus withstand as
-        many malicious clients as there may be among all clients that were called.
+        If a round closes early, all missing clients may be honest. The rule must therefore tolerate
+        as many malicious clients as there may be among all clients that were called.
         """
         replies, record = list(replies), self._state.record
         called = len({*record.asked, *record.late})
@@ -168,7 +168,7 @@ def distances(contract: Contract, replies: Sequence[Knowledge], fraction: float)
 
 @dataclass(frozen=True)
 class Group:
-    """Clients whose values in a field are comparable: parts of the same larger tensors."""
+    """Clients with comparable values in a field, i.e. parts of the same larger tensors."""
 
     clients: tuple[int, ...]
     """Indices of the clients among the replies."""
@@ -177,8 +177,8 @@ class Group:
     values: Mapping[int, Mapping[str, Array]]
     """Tensors, by client and name."""
     rows: Mapping[int, Array]
-    """Row indices of each client's values in the larger tensor; empty if the values are its leading
-    part."""
+    """Row indices of each client's values in the larger tensor; empty if each client's values are
+    the leading part of the larger tensor."""
 
     def stack(self, name: str) -> Array:
         """Stack the clients' tensors to shape [K, ...] in float64, with NaN for missing values."""

@@ -2,7 +2,7 @@
 
 Flower's random node ids are mapped to client names. A client's description is an untrusted claim.
 Its size is bounded, and it is checked against the server's settings and compared with the other
-clients' descriptions. A single client can thus neither end a run nor decide its task.
+clients' descriptions. A single client can therefore neither end a run nor determine its task.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedhet.wire.identity import ClientInfo, capped, client_name, read_propertie
 from fedhet.wire.knowledge import Knowledge
 
 Task = tuple[int, str, tuple[int, ...]]
-"""Number of classes, and the kind and the shape of a sample."""
+"""Number of classes, sample kind, and sample shape."""
 MAX_VALUES = 2**24
 """Maximum number of values in one sample."""
 Outcome = Literal["silent", "error", "refused"]
@@ -55,15 +55,15 @@ class Admission:
     max_bytes: float = math.inf
     """Maximum size of a model, in bytes."""
     server_task: Callable[[], Task | None] = lambda: None
-    """Function that returns the task of the server's dataset (None without a dataset), to break
-    ties."""
+    """Function that returns the task of the server's dataset, or None if the server has no dataset.
+    This task is preferred in a tie."""
 
     def fault_of(self, info: ClientInfo, pool: Collection[str] | None) -> str:
         """Check a client's description, and return an error message, or "" if it is valid.
 
         Args:
             info: The client's description.
-            pool: The models of the run, or None if the server need not know the clients' models.
+            pool: The models of the run, or None if the server does not use the clients' models.
         """
         if math.prod(info.shape) > MAX_VALUES:
             return f"samples must have at most {MAX_VALUES} values, got shape {info.shape}"
@@ -96,8 +96,8 @@ def most_common_task(
     """Return the most common task among several clients.
 
     If several tasks are equally common, the result is the server's task if it is among them, or
-    else the task with the smallest samples. Thus, a single client cannot increase the server's
-    memory use by reporting a false shape.
+    else the task whose samples have the fewest elements. A single client therefore cannot increase
+    the server's memory use by reporting a false shape.
     """
     counts = Counter(map(task_of, infos))
     max_count = max(counts.values())
@@ -130,7 +130,7 @@ class Member:
 def first_of_pool(members: Iterable[Member], pool: Collection[str]) -> ClientInfo:
     """Return the first client whose model is in the pool, or else the first client.
 
-    The server can build models from the pool, but possibly not other models that clients name.
+    The server can build the models of the pool, but may be unable to build other models.
     """
     infos = [member.info for member in members]
     return next((info for info in infos if info.model in pool), infos[0])
@@ -153,11 +153,11 @@ class Members:
 
         Args:
             timeout: Time limit for a node's description, in seconds.
-            pool: The models of the run, or None if the server need not know the clients' models.
+            pool: The models of the run, or None if the server does not use the clients' models.
             notice: Shows a message to the user.
             rules: Requirements for descriptions.
-            samples_cap: Maximum number of samples for weighting a member, as a multiple of the
-                median; 0 = no limit.
+            samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
+                the median; 0 = no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
             task_name: Name of the run's task.
         """
@@ -165,7 +165,7 @@ class Members:
         self._timeout = timeout
         self._samples_cap = samples_cap
         self._capped: dict[str, int] = {}
-        """Claimed numbers of samples that exceed the cap and have been reported, by client."""
+        """Sample limit shown in the last notice about each capped client, by client."""
         self._pool = pool
         self._notice = notice
         self._rules = rules or Admission()
@@ -174,17 +174,16 @@ class Members:
         self._names: dict[str, str] = {}
         """Name of each node that is or has been a member."""
         self._disconnected: set[str] = set()
-        """Names of members that were disconnected at some time."""
+        """Names of members that have disconnected at least once."""
         self._refused: set[str] = set()
         """Connected nodes that are excluded from the run."""
         self._silent: dict[str, tuple[int, int]] = {}
-        """Number of requests without a reply from each node, and the number of the last such
-        request."""
+        """For each node, the number of requests without a reply, and the value of `_num_requests`
+        at the last of these requests."""
         self._any_timeout = False
         """Whether any node exceeded the time limit in the last request."""
         self._num_requests = 0
-        """Number of times that new nodes were asked for descriptions, which happens once per
-        round."""
+        """Number of calls of `present`; usually, each round has one call."""
         self._task: Task | None = None
         self._name_of_task = task_name
         self._order = ""
@@ -381,7 +380,7 @@ class Members:
             return f"{display_name(proxy)} did not register: {error_text(error)[:300]}"
 
     def _mismatch(self, info: ClientInfo) -> str:
-        """Compare a client with the run's task. Return an error message, or "" if they match."""
+        """Compare a description with the task; return an error message, or "" if they match."""
         if task_of(info) != self._task:
             classes, kind, shape = self._task or (0, "", ())
             kinds = (f"{info.kind} ", f"{kind} ") if kind != info.kind else ("", "")
@@ -454,7 +453,7 @@ class HeldOutClients:
 
 
 def backoff_rounds(failures: int) -> int:
-    """Return the number of rounds before the next call. The number doubles with each failure."""
+    """Return the number of rounds until the next call: 2^failures, but at most MAX_BACKOFF."""
     return min(1 << failures, MAX_BACKOFF)
 
 
@@ -480,7 +479,8 @@ class ClientHealth:
         self._notice = notice
         self._refused: dict[str, int] = {}
         self._silent: dict[str, tuple[int, int]] = {}
-        """Number of consecutive rounds without a reply, and the last of these rounds."""
+        """For each client, the number of consecutive rounds without a reply, and the last of these
+        rounds."""
         self._gone: dict[str, int] = {}
         """Number of consecutive rounds in which a former member was not connected."""
 

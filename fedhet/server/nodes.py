@@ -74,7 +74,7 @@ class Nodes:
         """Return the seconds until the next poll for a reply, after `waited` seconds.
 
         A SuperNode requests messages every 3 s. If the server receives a quick reply before the
-        node's next request, the node gets its next message 3 s earlier.
+        node's next request, it can send the next message 3 s earlier.
         """
         min_seconds = max(0.2, POLL_SECONDS_PER_NODE * len(self._nodes))
         return min(POLL_SECONDS, max(min_seconds, POLL_FRACTION * waited))
@@ -90,7 +90,7 @@ class Nodes:
 class TransferLimiter:
     """Limiter of the number of messages that are sent or received at the same time.
 
-    During its transfer, a message takes several times its size in memory.
+    A message needs several times its size in memory while it is transferred.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class TransferLimiter:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for a free slot, and hold it during the block.
+        """Wait for a free slot, and hold the slot during the `with` block.
 
-        Transfers that take longer than the maximum time do not occupy a slot.
+        A transfer that exceeds the maximum time no longer occupies a slot.
         """
         transfer = object()
         with self._changed:
@@ -124,17 +124,17 @@ class TransferLimiter:
 
 
 class RetryingGrid:
-    """Grid for messages to one node that sends a message again if the node restarts."""
+    """Grid that sends a message again if the receiving node restarts."""
 
     def __init__(self, grid: Any, nodes: Nodes, transfers: TransferLimiter | None = None) -> None:
         self._grid, self._nodes = grid, nodes
         self._transfers = transfers or TransferLimiter()
 
     def send_and_receive(self, messages: Iterable[Message]) -> list[Message]:
-        """Send one message, and return its reply, or Flower's error after the time limit.
+        """Send one message, and return the reply, or Flower's error reply after the time limit.
 
-        An error is ignored while a copy of the message is in progress, because Flower may give up
-        the first copy.
+        An error is ignored while another copy of the message is in progress, because Flower may
+        give up on the first copy.
         """
         (message,) = messages
         node, started = message.metadata.dst_node_id, time.monotonic()
@@ -170,7 +170,8 @@ class RetryingGrid:
 class ReplyPoller:
     """Thread that polls for the reply to one message.
 
-    If a node was killed while it sent its reply, Flower waits minutes for the remaining data.
+    The thread is needed because Flower waits minutes for the remaining data if a node is killed
+    while it sends its reply.
     """
 
     def __init__(self, grid: Any, message_id: str, transfers: TransferLimiter) -> None:
@@ -234,7 +235,7 @@ def retrying(proxy: ClientProxy) -> ClientProxy:
 
 
 def may_restart(proxy: ClientProxy) -> bool:
-    """Return whether a proxy calls a node that may restart, as returned by `retrying`."""
+    """Return whether a proxy, as returned by `retrying`, calls a node that may restart."""
     return isinstance(getattr(proxy, "grid", None), RetryingGrid)
 
 

@@ -1,12 +1,13 @@
 """Calls to clients in each round, and collection of their replies until the round closes.
 
 A round closes on the machine's clock or, in a simulation, on a simulated clock. A client that has
-not replied by then is late. It is not called while it is working, and its reply is used in the
-round in which it arrives. In contrast, Flower's own server waits for all clients.
+not replied by then is late. A late client is not called again while it is working, and its reply is
+used in the round in which the reply arrives. In contrast, Flower's own server waits for all
+clients.
 
 On the simulated clock, a client's time for a round is its work divided by its speed, plus the bytes
 that it receives and sends divided by its bandwidth. This time depends only on the seed, the client
-and the round, so that a run gives the same results if it is resumed or uses more workers.
+and the round, so a run has the same results if it is resumed or uses more workers.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Device:
     """Bandwidth in each direction, in Mbit/s."""
 
     def seconds(self, work: float, size: int) -> float:
-        """Return the seconds needed to process `work` samples and to transfer `size` bytes."""
+        """Return the time to process `work` samples and to transfer `size` bytes, in seconds."""
         return work * self.sample_ms / 1e3 + size * 8 / (self.mbit * 1e6)
 
 
@@ -70,7 +71,7 @@ class SimulatedClock:
     """Simulated clock that determines the time that clients take for a round."""
 
     def __init__(self, pace: PaceSettings, seed: int) -> None:
-        """Read the file with measured devices, if one is set.
+        """Read the file of measured devices, if 'pace.clock' names a file.
 
         Raises SettingsError if the file is invalid.
         """
@@ -79,7 +80,7 @@ class SimulatedClock:
         self._named = {name: device for name, device in self._rows if name}
 
     def seconds(self, client: str, round: int, work: float, size: int) -> float:
-        """Return the seconds that a client takes for a round.
+        """Return the time that a client takes for a round, in seconds.
 
         A straggler takes 'pace.slowdown' times as long.
 
@@ -117,7 +118,8 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
     The header must contain the columns `sample-ms` and `mbit`, and may contain `client`.
 
     Returns:
-        The client and the device in each row; the client is "" if the file has no such column.
+        The client name and the device in each row. The name is "" if the file has no column
+        `client`.
 
     Raises:
         SettingsError: If the file cannot be read, or if a row is invalid.
@@ -154,7 +156,7 @@ def read_devices(path: Path) -> list[tuple[str, Device]]:
 
 
 Instructions = Sequence[tuple[ClientProxy, FitIns | EvaluateIns]]
-"""Flower's pairs of a client and a message."""
+"""Pairs of a client proxy and a message, as in Flower."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,9 @@ class Collector:
         self._store_late = partial(_store_late, codec, late)
         self._pool = CallPool(1, self._store_late)
         self._at_work: dict[str, _AtWork] = {}
-        """Clients called to train whose reply has not been used in any round, by name."""
+        """Clients that were called to train and whose replies have not been used yet, by name."""
         self._evaluating: set[str] = set()
-        """Clients called to evaluate that have not replied."""
+        """Clients that were called to evaluate and have not replied."""
         self._evaluated: list[CallOutcome] = []
         self._durations: list[float] = []
         """Durations of recent rounds, in seconds of the run's clock."""
@@ -280,7 +282,7 @@ class Collector:
         return results
 
     def remove_used(self, clients: Iterable[str]) -> None:
-        """Remove the late replies that the last round has used from disk.
+        """Remove from disk the late replies that the last round has used.
 
         Call this after the checkpoint of the round is written.
         """
@@ -301,8 +303,8 @@ class Collector:
 
         Raises ValueError, KeyError or TypeError if it is invalid.
 
-        Only clients with late replies on disk are still considered at work. All other clients were
-        training when the server ended, and are called again.
+        Only clients whose late replies are stored on disk are restored as busy. All other busy
+        clients were still training when the server ended, so they are called again.
         """
         self._simulated = float(saved["clock"])
         self._durations = [float(seconds) for seconds in saved["durations"]]
@@ -349,7 +351,7 @@ class Collector:
         return canceled
 
     def _receive(self, outcome: CallOutcome) -> str:
-        """Record a call's outcome, except a late evaluation, and return the client's name."""
+        """Record a call's outcome, unless it is a late evaluation, and return the client's name."""
         call = outcome.call
         if isinstance(call.message, EvaluateIns):
             self._evaluating.remove(call.name)
@@ -368,7 +370,7 @@ class Collector:
     def _collect(self, name: str, round: int, ends: float, results: RoundResults) -> None:
         """Add a client's reply to the round's results if it arrived before the round closed.
 
-        On a simulated clock, a reply that is due later is stored on disk.
+        On a simulated clock, a reply that is due after the round closed is stored on disk.
         """
         work = self._at_work[name]
         call, outcome = work.call, work.outcome
@@ -388,7 +390,7 @@ class Collector:
         results.add(self._read_late(outcome) if outcome.is_on_disk else outcome)
 
     def _read_late(self, outcome: CallOutcome) -> CallOutcome:
-        """Read a late reply from disk, and remember the instruction to which it responds."""
+        """Read a late reply and its instruction from disk, and remember the instruction."""
         name = outcome.call.name
         try:
             result, round, sent, digest = self._late.get(name)

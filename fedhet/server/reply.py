@@ -1,12 +1,12 @@
-"""Client replies on their way from the wire to the method, in memory or on disk.
+"""Client replies before the method receives them, in memory or on disk.
 
 A reply that contains weights is decoded and written to a file when it arrives. When its weights are
 used, they are mapped from the file one tensor at a time, so the server's memory does not grow with
 the number of clients. No other module needs to know whether a payload is in memory or on disk.
 
-A late reply is stored in the run's directory until a later round uses it, together with the
-client's instruction. The client's update is the difference between the reply and the instruction.
-No late reply is lost if the server is killed.
+A late reply and the client's instruction are stored in the run's directory until a later round uses
+them. The client's update is the difference between the reply and the instruction. No late reply is
+lost if the server is killed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Reply:
     age: int = 0
     """Number of rounds since the client received its instruction; 0 if the reply is not late."""
     sent: Knowledge | None = field(default=None, repr=False)
-    """Content of the client's instruction, if the reply is late and needs it."""
+    """Content of the client's instruction, or None if the codec does not remember it."""
     clients: tuple[str, ...] = ()
     """Names of the clients whose replies are summed in this reply; empty for a single client."""
 
@@ -149,7 +149,7 @@ def magnitudes_of(knowledge: Knowledge) -> Magnitudes:
 
 @contextlib.contextmanager
 def from_outside(sender: str) -> Iterator[None]:
-    """Raise KnowledgeError if the block, which reads data sent by `sender`, raises any error.
+    """Convert errors in a `with` block that reads data from `sender` to KnowledgeError.
 
     Any exception is caught, because no list of exceptions would be complete. A reply may exhaust
     the memory or the recursion limit, or cause an exception in a library, and must not end the
@@ -167,7 +167,7 @@ def from_outside(sender: str) -> Iterator[None]:
 def open_payload(
     payload: Parameters, sender: str, bases: Bases, max_bytes: int
 ) -> tuple[Envelope, Knowledge, Magnitudes | None]:
-    """Return the content of a reply's payload, in memory or on disk.
+    """Open the payload of a reply, which may be in memory or on disk.
 
     Args:
         payload: Flower's parameters, or a payload that was written to the spool.
@@ -204,7 +204,7 @@ def bytes_of(payload: Parameters) -> int:
 
 
 class ReplySpool:
-    """Directory with the replies of one round, in at most one file per client."""
+    """Directory with the replies of one round, with at most one file per client."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class ReplySpool:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """Allow reading replies during the block, and remove all replies afterward."""
+        """Keep the replies readable during the `with` block, and remove them afterward."""
         try:
             yield
         finally:
@@ -348,8 +348,8 @@ class LateReplies:
             client: Name of the client.
             result: The client's reply.
             round: The round of the instruction to which the client replied.
-            sent: Content of that instruction, or None if it is not needed.
-            digest: Digest of the weights in `sent`, if the reply is encoded as a difference to
+            sent: Content of the instruction, or None if the codec does not remember it.
+            digest: Digest of the weights in `sent`, if the reply is encoded as a difference from
                 these weights.
         """
         payload = result.parameters
@@ -418,7 +418,7 @@ class LateReplies:
             rounds: The round of each client's late reply.
 
         Returns:
-            The entries of `rounds` whose reply is on disk.
+            The entries of `rounds` whose replies are on disk.
         """
         names = {path.stem for path in self._path.glob(f"*{SUFFIX}") if is_name(path.stem)}
         restored: dict[str, int] = {}

@@ -54,11 +54,11 @@ class RoundResults:
     reply_rounds: dict[str, int] = field(default_factory=dict)
     """Round of the instruction for each late reply among `results`, by client."""
     at_work: set[str] = field(default_factory=set)
-    """Clients that are still working on an instruction, so that their replies will be late."""
+    """Clients that are still working on an instruction, so their replies will be late."""
     canceled: set[str] = field(default_factory=set)
     """Clients that were not called because the round closed first."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that each client took, on the run's clock."""
+    """Time that each client took, in seconds of the run's clock."""
     clock: float = math.nan
     """Simulated seconds since the start of the run."""
 
@@ -153,7 +153,8 @@ class RoundState:
     def record_results(self, results: RoundResults, *, quiet: bool) -> None:
         """Record the clients that have replied, are late, or were not called in time.
 
-        Unless `quiet` is set, notices name the clients that have become late and the late replies.
+        Unless `quiet` is set, notices list the clients that have become late, and the late replies
+        that have arrived.
         """
         record = self.record
         record.asked = sorted({*record.asked} - results.canceled)
@@ -235,7 +236,7 @@ class RoundState:
     def add_metrics(
         self, metrics: Mapping[str, float], declared: Collection[str] | None = None
     ) -> None:
-        """Record metrics of the method or of an attack, except infinities and NaN.
+        """Record metrics of the method or of an attack, except infinite and NaN values.
 
         A notice names each metric that is not finite or, if `declared` is given, not declared. Each
         metric is named only once per process.
@@ -262,7 +263,7 @@ class RoundState:
 
     @contextlib.contextmanager
     def drop_on_error(self, name: str) -> Iterator[None]:
-        """Drop a client from the round if the block, which uses its reply, raises an error.
+        """Drop a client from the round if processing its reply in the `with` block raises an error.
 
         Errors include running out of memory and exceeding Python's limits, because the content of a
         reply may cause both.
@@ -286,7 +287,7 @@ class RoundState:
 
     @contextlib.contextmanager
     def skip_evaluation_on_error(self, name: str) -> Iterator[None]:
-        """Record that a client could not be evaluated if the block raises KnowledgeError."""
+        """Record that a client could not be evaluated if the `with` block raises KnowledgeError."""
         try:
             yield
         except KnowledgeError as error:
@@ -310,7 +311,7 @@ class RoundState:
 
         Args:
             accepted: Names of the clients.
-            sums: Names of the sums of their replies, with secure aggregation.
+            sums: Names of the sums of these clients' replies (secure aggregation only).
         """
         self.record.answered = list(accepted)
         self.record.ages = {name: age for name in accepted if (age := self.age_of(name))}
@@ -390,10 +391,11 @@ class RoundState:
 
 @contextlib.contextmanager
 def track_divergence(state: RoundState, run: RunSettings) -> Iterator[None]:
-    """Record whether the block, which trains the server's model, diverges.
+    """Record whether training of the server's model in the `with` block diverges.
 
-    A DivergedError raised in the block is recorded and suppressed. Raises StateError if training
-    has diverged in 'engine.max-divergences' consecutive rounds, or in all rounds up to the last.
+    A DivergedError raised in the `with` block is recorded and suppressed. Raises StateError if
+    training has diverged in 'engine.max-divergences' consecutive rounds, or in all rounds of the
+    run.
     """
     record, rollback = state.record, state.rollback
     try:
@@ -419,7 +421,7 @@ def track_divergence(state: RoundState, run: RunSettings) -> Iterator[None]:
 
 
 def _outcome_of(error: KnowledgeError) -> Outcome | None:
-    """Return the outcome for a client whose reply raised an error.
+    """Return the outcome of a client whose reply caused an error.
 
     Returns None if the client has no privacy budget left, because it is then not at fault.
     """
@@ -494,7 +496,8 @@ class Scoreboard:
         """Write the scores for all metrics to a record. Statistics exclude outdated scores."""
         record.majority = {protocol: dict(each) for protocol, each in self._majority.items()}
         record.relative = relative(self._scores.get(ACCURACY, {}), without=self._outdated)
-        # Other tasks report their headline metric first.
+        # Without accuracy (tasks other than classification), keep the order of the scores, in which
+        # the headline metric is first.
         by_name = sorted(self._scores, key=in_order) if ACCURACY in self._scores else self._scores
         for metric in by_name:
             lower = metric_of(metric).lower_is_better

@@ -1,9 +1,9 @@
-"""Selection of a round's clients, at random, by power-of-choice, or by Oort.
+"""Selection of a round's clients: random, power-of-choice, or Oort.
 
 Power-of-choice: Cho, Wang and Joshi, Toward Understanding Biased Client Selection in Federated
-Learning, AISTATS 2022. This is the variant rpow-d, which uses the latest reported losses and needs
-no extra messages. Oort: Lai, Zhu, Madhyastha and Chowdhury, Oort: Efficient Federated Learning via
-Guided Participant Selection, OSDI 2021.
+Learning, AISTATS 2022. The implemented variant is rpow-d, which uses the latest reported losses and
+needs no extra messages. Oort: Lai, Zhu, Madhyastha and Chowdhury, Oort: Efficient Federated
+Learning via Guided Participant Selection, OSDI 2021.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import ClientInfo
 
 EXPLORATION, MIN_EXPLORATION, EXPLORATION_DECAY = 0.9, 0.2, 0.98
-"""Fraction of new clients in the first round, its minimum, and its decay (Oort, Section 7.1)."""
+"""Fraction of new clients: initial value, minimum, and decay per round (Oort, Section 7.1)."""
 CUTOFF = 0.95
 """Minimum utility, as a fraction of the lowest selected utility (Oort, Algorithm 1, line 13)."""
 CLIP_QUANTILE = 0.95
@@ -68,7 +68,7 @@ def power_of_choice(
     candidates: int,
     rng: np.random.Generator,
 ) -> list[str]:
-    """Draw candidates in proportion to samples, and return the highest-loss candidates.
+    """Draw candidates in proportion to sample counts, and select the highest-loss candidates.
 
     This is rpow-d (Section 4). Clients with an unknown loss come first.
 
@@ -95,7 +95,7 @@ def power_of_choice(
 def oort(
     names: Sequence[str], history: History, round: int, count: int, rng: np.random.Generator
 ) -> list[str]:
-    """Select new clients at random, and known clients by utility, with Oort (Algorithm 1)."""
+    """Select new clients at random and known clients by utility (Oort, Algorithm 1)."""
     explored = [name for name in names if name in history.clients]
     unexplored = [name for name in names if name not in history.clients]
     fraction = max(MIN_EXPLORATION, EXPLORATION * EXPLORATION_DECAY ** (round - 1))
@@ -122,7 +122,7 @@ def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) ->
     The statistical utility |B| sqrt(1/|B| sum of loss^2) in Eq. 2 is computed from the mean loss,
     because clients report no other loss. It is clipped, and grows with the number of rounds since
     the client's last reply (Algorithm 1, line 10). Unlike in the paper, this growth is relative to
-    the clip value. All utilities are positive, so that every client may be drawn.
+    the clip value. All utilities are positive, so every client can be drawn.
 
     Args:
         clients: Last replies of the clients.
@@ -143,7 +143,7 @@ def utilities(clients: Mapping[str, LastReply], round: int, preferred: float) ->
 
 
 def statistical_utility(last: LastReply) -> float:
-    """Return the statistical utility of a client from its mean loss, or 0 if it is unknown."""
+    """Return a client's statistical utility from its mean loss, or 0 if the loss is unknown."""
     return last.samples * abs(last.loss) if math.isfinite(last.loss) else 0.0
 
 
@@ -205,7 +205,7 @@ class ClientSampler:
     def choose(self, round: int, members: Sequence[ClientInfo]) -> list[str]:
         """Select idle clients to train in a round, sorted by name.
 
-        A round needs the fraction of all clients that the setting 'fraction' specifies, including
+        A round needs replies from a fraction (the setting 'fraction') of all clients, including
         clients at work. In asynchronous mode, this number of clients is at work at any time.
         """
         self._wanted = clients_per_round(len(members) + self._num_at_work, self._run.fraction)
@@ -224,7 +224,7 @@ class ClientSampler:
         return training + len(selection.assisting)
 
     def record_durations(self, seconds: Mapping[str, float]) -> None:
-        """Record the seconds that each client in the round took, on the run's clock."""
+        """Record the time that each client took for the round, in seconds of the run's clock."""
         self._seconds = seconds
 
     def record_reply(self, reply: Reply, round: int) -> None:

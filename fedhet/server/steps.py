@@ -75,8 +75,8 @@ def steps_of(
         members: Names of the clients of the run.
         instruct: Function that returns the current instruction for a client.
         unmasking: Step that replaces masked replies with their sums, or None without secure
-            aggregation. With secure aggregation, attacks and steps that compare single replies are
-            excluded.
+            aggregation. With secure aggregation, attacks and steps that compare individual replies
+            are excluded.
     """
     replies = spec.replies
     contract = partial(check_contract, contract=replies, sizes=sizes, state=state)
@@ -133,7 +133,7 @@ def expand_factors(
 
 
 def with_expanded_factors(knowledge: Knowledge, contract: Contract, sizes: Sizes) -> Knowledge:
-    """Return a checked message in which full updates, computed on access, replace factors."""
+    """Replace the factors in a checked message with full updates, which are computed on access."""
     tensors = knowledge.tensors
     factored = [field.name for field in contract.fields if isinstance(field, FactorsField)]
     sources: dict[str, Array | Callable[[], Array]] = {
@@ -204,7 +204,7 @@ def _rebased(
 def check_magnitude(
     replies: Iterable[Reply], *, factor: float, state: RoundState
 ) -> Iterator[Reply]:
-    """Drop replies whose magnitude is more than `factor` times their reference.
+    """Drop replies in which the magnitude of a part exceeds `factor` times its reference.
 
     `factor` is the setting 'engine.outlier-factor'; `magnitude_errors` explains the reference.
     """
@@ -251,8 +251,8 @@ def clip(
 ) -> Iterator[Reply]:
     """Scale down the parts of replies that are too large compared with the other clients' replies.
 
-    Weights may be `limit` times as large as the median. Features and logits may be larger by
-    CROSS_ARCHITECTURE_FACTOR, because they are computed by different architectures.
+    Weights may be `limit` times as large as the median. For features and logits, `limit` is
+    multiplied by CROSS_ARCHITECTURE_FACTOR, because they are computed by different architectures.
     """
     by_name = {reply.client.name: reply for reply in replies}
     ratios = magnitude_ratios(list(by_name.values()), contract, sizes)

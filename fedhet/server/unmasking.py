@@ -1,10 +1,10 @@
 """Server side of secure aggregation: the cohorts of a round, and the sums of its masked replies.
 
-`fedhet.wire.masking` defines the vectors, and `fedhet.client_runtime.masking` the rules by which
-the clients protect themselves. The server selects the cohorts, adds up the masked vectors, and
-requests the shares that unmask the sum. Cohorts and survivors are written to disk before they are
-sent: a client never answers a second request, so a server that resumes must repeat the first
-request.
+`fedhet.wire.masking` defines the vectors, and `fedhet.client_runtime.masking` defines the checks
+with which clients protect themselves. The server selects the cohorts, adds up the masked vectors,
+and requests the shares that unmask the sum. Cohorts and survivors are written to disk before they
+are sent. Clients reject a changed request for the same round, so a resumed server must repeat its
+earlier requests.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ from fedhet.wire.masking import (
 STATE = "secure-aggregation.json"
 """File in the run's directory with the requests of the last rounds."""
 ALL = "+all"
-"""Name of the sum over all clients, and prefix of the names of other sums; no client has such a
-name."""
+"""Name of the sum over all clients. Names of sums start with "+", unlike names of clients."""
 SizesOf = Callable[[ClientInfo], Sizes]
 Answer = tuple[dict[int, tuple[bytes, bytes]], str]
 """Shares and secrets that a client reveals for each lane, and its error message or ""."""
@@ -61,7 +60,7 @@ Answer = tuple[dict[int, tuple[bytes, bytes]], str]
 
 @dataclass(frozen=True)
 class Group:
-    """One sum of a round: a lane of the replies, and the clients that are summed."""
+    """One sum of a round: a lane of the replies, and the clients whose vectors are summed."""
 
     number: int
     """Index of the lane in the declaration of the method."""
@@ -74,7 +73,7 @@ class Group:
 
 @dataclass
 class RoundRequest:
-    """The requests of a round."""
+    """The groups of a round, and the nonce of its requests."""
 
     nonce: str
     groups: list[Group]
@@ -90,7 +89,7 @@ class Unmasking:
     def __init__(
         self, config: Config, run: str, state: RoundState, directory: Path, timeout: float
     ) -> None:
-        """Create the step for the run named `run`; requests for shares take at most `timeout` s.
+        """Create the step for the run named `run`. Requests for shares time out after `timeout` s.
 
         Reads the requests of an earlier process. Raises StateError if their file is damaged.
         """
@@ -100,7 +99,7 @@ class Unmasking:
         self._settings, self._state = config.method_settings, state
         self._run, self._directory, self._timeout = run, directory, timeout
         self.min_clients = max(MIN_SUMMED, config.run.clients // 2 + 1)
-        """Minimum number of clients for a round; peers files require at least as many clients."""
+        """Minimum number of clients in a round. Peers files require at least this number."""
         self._members: Mapping[str, Member] = {}
         self._requests: dict[int, RoundRequest] = {}
         self._round, self._request = 0, RoundRequest("", [])
@@ -127,7 +126,7 @@ class Unmasking:
                 )
 
     def start(self, round: int, members: Mapping[str, Member], selected: Sequence[str]) -> set[str]:
-        """Form the cohorts of a round, or repeat earlier ones, and return their clients."""
+        """Form the cohorts of a round, or reuse saved cohorts, and return their clients."""
         self._members, self._round = members, round
         if round not in self._requests:
             groups: list[Group] = []
@@ -279,7 +278,7 @@ class Unmasking:
         seeds: dict[Group, list[tuple[bytes, int]]] = {}
         wrong: dict[str, set[str]] = {}
         reasons: dict[Group, str] = {}
-        for name in names:  # Daemon threads, so that a node that hangs does not keep the run alive.
+        for name in names:  # Use daemon threads: a hanging node must not keep the process alive.
             threading.Thread(target=attempt, args=(name,), daemon=True).start()
         while len(answers) < len(names):
             sender, answer = arrived.get()
@@ -315,8 +314,8 @@ class Unmasking:
     ) -> list[tuple[bytes, int]]:
         """Return the seeds of the masks in a sum, with the signs that remove the masks.
 
-        For each client that revealed wrong shares, adds the clients with these masks to `wrong`.
-        Raises ValueError if a seed is unknown.
+        For each client that revealed wrong shares, records in `wrong` the clients whose masks the
+        shares belong to. Raises ValueError if a seed is unknown.
         """
         survivors, number = group.survivors, group.number
         lost = [name for name in group.cohort if name not in survivors]
@@ -359,7 +358,7 @@ class Unmasking:
         seeds: Sequence[tuple[bytes, int]],
         sizes: SizesOf,
     ) -> tuple[ClientInfo, Knowledge]:
-        """Return the unmasked sum of a group. Raises ValueError if the sum is impossible."""
+        """Return the unmasked sum of a group. Raises ValueError if the sum is invalid."""
         survivors = group.survivors
         info = replies[survivors[0]].client
         layout = self._layout(group, info, sizes)
@@ -378,7 +377,7 @@ class Unmasking:
         return replace(info, name=name, samples=weight), Knowledge(tensors)
 
     def _completed(self, reply: Reply, sizes: SizesOf) -> Reply:
-        """Return a sum; if it has no class rows, add empty rows, as in a client's reply."""
+        """Return a sum. If it has no class rows, add empty tensors, as in a client's reply."""
         tensors: dict[str, Array] = {}
         for number, lane in enumerate(self._sums):
             layout = self._layout(Group(number, "", reply.clients), reply.client, sizes)

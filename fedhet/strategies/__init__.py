@@ -1,1 +1,1 @@
-"""Server-side strategies, one file per method that does not use another method's strategy."""
+"""Server-side strategies. A method without a file here uses another method's strategy."""

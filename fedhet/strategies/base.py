@@ -64,7 +64,7 @@ PACE = "pace"
 
 
 class HetStrategy(Strategy):
-    """Base class for strategies, the server side of a method.
+    """Base class for strategies. A strategy is the server side of a method.
 
     A subclass sets `spec` and implements the hooks. Only `aggregate` is required; the defaults of
     the other hooks suit a method that sends `self.instruction` to every client.
@@ -89,13 +89,13 @@ class HetStrategy(Strategy):
     spec: MethodSpec
     """Declaration of the method, set by the subclass."""
     instruction = Knowledge()
-    """Instruction for all clients, if the method sends the same instruction to each of them."""
+    """Instruction for all clients, if the method sends the same instruction to every client."""
 
     def __init__(self, config: Config, log: RunLog, data: RunData | None = None) -> None:
-        # If the clients use several training settings, the server uses the first of them.
+        # If a training setting has several values for the clients, the server uses the first value.
         config = config.replacing(training=config.run.training.first())
         self.run, self.settings, self.log = config.run, config.method_settings, log
-        self.spec = config.method.spec  # This may be a method that extends the subclass's method.
+        self.spec = config.method.spec  # The configured method may extend the subclass's method.
         self.data = data or RunData.of(config.run)
         self.members: dict[str, Member] = {}
         self._held_out = HeldOutClients(self.run, self.spec)
@@ -104,7 +104,7 @@ class HetStrategy(Strategy):
         engine, pace, spec = self.run.engine, self.run.pace, self.spec
         health = ClientHealth(engine.max_refusals, engine.max_silences, log.notice)
         self.state = RoundState(log.workers, log.notice, health)
-        # The codec encodes instructions, and decodes and stores replies.
+        # The codec encodes instructions and decodes replies. The spool stores replies on disk.
         limit = int(engine.max_payload_mb * 1e6)
         self._codec = Codec(
             log.run_name,
@@ -225,8 +225,8 @@ class HetStrategy(Strategy):
             client: The client that evaluates.
 
         Returns:
-            The instruction, or None if the client needs none. In that case the client evaluates
-            only if its models have changed, and gets an empty instruction.
+            The instruction, or None if the client needs no instruction. In that case, the client
+            evaluates only if its models have changed, and gets an empty instruction.
         """
         return None
 
@@ -265,7 +265,7 @@ class HetStrategy(Strategy):
 
     @property
     def learning_task(self) -> Task:
-        """Task of the run, without the scale of its targets: its losses and predictions."""
+        """Task of the run (losses and predictions), without the scale of its targets."""
         return task_for(self.run.data)
 
     def build_model(self, name: str = "", feature_dim: int | None = None) -> HetModel:
@@ -300,7 +300,7 @@ class HetStrategy(Strategy):
         return self.data.public_set(task.kind, task.shape, classes, task.order)
 
     def common_test(self) -> Split | None:
-        """Return the scaled common test set, or None if none exists for the clients' task."""
+        """Return the scaled common test set, or None if no such set exists for the task."""
         return self.data.common_test_of(self.task.kind, self.task.shape, self.task.order)
 
     # Flower's interface, in the order of a round.
@@ -316,7 +316,7 @@ class HetStrategy(Strategy):
         )
         self.members = self._held_out.split_off(all_members)
         infos = [member.info for member in all_members.values()]
-        # If the server can read the names of classes or targets, they label the metrics of each.
+        # If the server can read the names of classes or targets, the names label their metrics.
         class_names: Sequence[str] = ()
         num_labels = infos[0].classes // self.learning_task.outputs(1)
         has_labels = not all(map(is_shown, measured_names(self.run.metrics, num_labels)))
@@ -330,7 +330,7 @@ class HetStrategy(Strategy):
             self.log.notice(self._held_out.notice)
         self.state.scores.mark_outdated(self.members)
         self.spec.check_model(self.settings, self.task)
-        # Use as many threads as the clients, because the number affects floating-point sums.
+        # Use the clients' number of threads, because this number affects floating-point sums.
         torch.set_num_threads(self.run.engine.threads)
         self.init()
         if self.log.resumed:
@@ -340,7 +340,7 @@ class HetStrategy(Strategy):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
-        """Select the clients of a round, and return an instruction for each."""
+        """Select the clients of a round, and return an instruction for each client."""
         self.state.start(server_round)
         self.run = self.log.with_last_round(self.run)
         # Wait for enough clients for a sum; otherwise, all remaining rounds would pass within
@@ -417,7 +417,7 @@ class HetStrategy(Strategy):
         """Decode and check the replies, and aggregate the replies that the method accepts."""
         self.state.clock.stop_waiting()
         self._code_faults.report(failures)
-        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed this.
+        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed it.
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.reply_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
@@ -430,7 +430,7 @@ class HetStrategy(Strategy):
             names = {name for reply in accepted for name in reply.clients or (reply.client.name,)}
             sums = [reply.client.name for reply in accepted if reply.clients]
             if self.state.finalize(sorted(names), sums):
-                # Restore the state after the last round whose instructions the clients could use.
+                # Restore the last state from which the clients received usable instructions.
                 good = self.state.rollback.good
                 tensors = self.log.checkpoints.read(good).tensors if good else {}
                 self.init()
@@ -451,7 +451,7 @@ class HetStrategy(Strategy):
         for reply in replies:
             with self.state.drop_on_error(reply.client.name):
                 accepted = self.accept(self.state.record.round, reply)
-                if not reply.clients:  # For a sum, each client was recorded earlier.
+                if not reply.clients:  # The clients of a sum were recorded earlier.
                     self.state.record_measured(reply.client.name, reply.measured)
                 self._sampler.record_reply(reply, self.state.record.round)
                 yield accepted
@@ -463,7 +463,7 @@ class HetStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        """Return an evaluation instruction for each client whose models have changed."""
+        """Return an instruction for each client that evaluates after the round."""
         instructions: dict[str, Knowledge] = {}
         if self._is_evaluated(server_round):  # Exclude clients that failed in this round.
             for name in self.state.reachable(self.members.keys() - self.collector.clients_at_work):

@@ -6,8 +6,8 @@ Server Models via Selective Knowledge Fusion).
 
 This is not a federated method. It runs only in simulation, where any process can generate every
 client's data. One client, the trainer, reads the training samples of all clients and trains as with
-`local`, so that all training settings have their usual meaning. The other clients only evaluate the
-model.
+the method `local`, so that all training settings have their usual meaning. The other clients only
+evaluate the model.
 """
 
 from __future__ import annotations

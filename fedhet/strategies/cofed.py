@@ -44,7 +44,7 @@ class CofedStrategy(HetStrategy):
         self.votes: dict[str, Vote] = {}
         """Latest vote of each participant."""
         self.pseudolabeled = aggregate([], self.task.classes, self.settings.threshold)
-        """Pseudolabeled sets as a mask [C, N], whose row k is P_k."""
+        """Mask [C, N] of the pseudolabeled sets; row k is P_k."""
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
         """Select the same clients in each round, so that voters receive pseudolabels."""
@@ -59,10 +59,10 @@ class CofedStrategy(HetStrategy):
         return Sizes({"C": client.classes, "N": self.instances, "L": values})
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:
-        """Return R_i for a client that voted (step 3, Eq. 19), and request predictions.
+        """Return the client's pseudolabels R_i (step 3, Eq. 19), and request predictions.
 
-        A client that has not voted only trains, because the server does not know its label space.
-        No predictions are requested in the last round.
+        A client that has not voted receives no pseudolabels, because the server does not know the
+        client's label space. No predictions are requested in the last round.
         """
         predict = {"predict": round <= self.settings.iterations}
         if client.name not in self.votes:
@@ -129,7 +129,8 @@ class CofedStrategy(HetStrategy):
         self.pseudolabeled = aggregate(votes, self.task.classes, self.settings.threshold)
 
     def _metrics(self) -> dict[str, float]:
-        """Return the number of pseudolabels in total (Fig. 7), per class, and per client.
+        """Return the numbers of pseudolabels (total as in Fig. 7, per class, per client) and
+        conflicts.
 
         Includes the fraction of abstentions if participants may abstain.
         """

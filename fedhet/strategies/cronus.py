@@ -22,7 +22,7 @@ from fedhet.strategies.fedmd import FedMdStrategy
 
 
 class CronusStrategy(FedMdStrategy):
-    """Strategy that aggregates soft labels with a mean robust to a malicious minority."""
+    """Strategy that aggregates soft labels with a mean that is robust to a malicious minority."""
 
     spec = SPEC
     settings: CronusSettings

@@ -4,8 +4,8 @@ Sohei Itahara, Takayuki Nishio, Yusuke Koda, Masahiro Morikura and Koji Yamamoto
 Distillation-Based Semi-Supervised Federated Learning for Communication-Efficient Collaborative
 Training with Non-IID Private Data, IEEE Transactions on Mobile Computing, arXiv:2008.06180.
 
-In regression (not in the paper), clients send outputs, whose plain mean is the consensus, because
-numbers have no entropy to reduce.
+In regression (not in the paper), clients send outputs, and the consensus is their plain mean,
+because numbers have no entropy to reduce.
 """
 
 from __future__ import annotations

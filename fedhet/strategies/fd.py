@@ -42,7 +42,7 @@ class FdStrategy(FedHeStrategy):
         return Knowledge({"classes": classes, "probabilities": means})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Store the clients' class means; return the numbers of averaged and of sent classes."""
+        """Store the class means, and return the numbers of averaged classes and of sent classes."""
         metrics = super().aggregate(round, replies)
         totals = self._totals
         present = [reply.knowledge.tensors["classes"] for reply in replies]

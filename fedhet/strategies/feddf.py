@@ -1,4 +1,4 @@
-"""FedDF strategy: one average per architecture, trained by distillation from all clients' models.
+"""FedDF strategy: an average model per architecture, trained by distillation from all clients.
 
 Tao Lin, Lingjing Kong, Sebastian U. Stich and Martin Jaggi, Ensemble Distillation for Robust Model
 Fusion in Federated Learning, NeurIPS 2020, Algorithm 1, and its variant for several architectures
@@ -62,10 +62,10 @@ class FedDfStrategy(HetStrategy):
             check_no_overlap(public, common, "the common test set")
         self.x = self.compute.to_device(public.x)
         self.divergence = self.learning_task.divergence()
-        """Loss of a student: (teacher [N, C], student [N, C]) -> scalar."""
+        """Distillation loss, which maps the logits (teacher [N, C], student [N, C]) to a scalar."""
         self._set_models({})
         self._networks: dict[str, HetModel] = {}
-        """Network of each architecture, into which the models' weights are loaded."""
+        """Networks by architecture. `_network` loads the weights of a model into its network."""
         self._start_averages()
 
     def instruct(self, round: int, client: ClientInfo) -> Knowledge:

@@ -4,8 +4,8 @@ Sijie Cheng, Jingwen Wu, Yanghua Xiao, Yang Liu and Yang Liu, FedGEMS: Federated
 Server Models via Selective Knowledge Fusion.
 
 In regression (not in the paper), knowledge is selected by error: a prediction is correct if its
-loss (`data.loss`) is at most the setting `tolerance`, and clients are weighted by its reciprocal
-instead of by entropy. Squared errors take the place of the divergence.
+loss (`data.loss`) is at most the setting `tolerance`. Clients are weighted by the reciprocal of the
+loss instead of by entropy, and squared errors replace the divergence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedGemsStrategy(HetStrategy):
-    """Strategy that trains a server model on public data, and requests logits for its errors."""
+    """Strategy that trains a server model on public data with logits from the clients.
+
+    FedGEMS requests logits only for samples that the server model misclassifies. FedGEM requests
+    logits for all samples.
+    """
 
     spec = SPEC
     settings: FedGemsSettings
@@ -180,7 +184,7 @@ class FedGemsStrategy(HetStrategy):
         return counts.tolist(), logits
 
     def _loss_by_round(self, fused: Targets, pool: Targets, counts: Tensor) -> BatchLoss:
-        """Return the loss, with the samples split by the self-evaluation before the round.
+        """Return a loss that splits the samples by the self-evaluation before the round.
 
         Adds the logits of correctly predicted samples to `pool`, and sets `counts` to the sizes of
         S1, S2 and S3.

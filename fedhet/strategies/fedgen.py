@@ -1,4 +1,4 @@
-"""FedGen strategy: FedAvg of the heads, and a feature generator trained with them.
+"""FedGen strategy: FedAvg of the heads, and a feature generator trained on the heads.
 
 Zhuangdi Zhu, Junyuan Hong and Jiayu Zhou, Data-Free Knowledge Distillation for Heterogeneous
 Federated Learning, ICML 2021, Algorithm 1.
@@ -38,7 +38,7 @@ class FedGenStrategy(FedAvgStrategy):
     settings: FedGenSettings
 
     def init(self) -> None:
-        """Build a new head, and an untrained generator that is not sent."""
+        """Build a new head and an untrained generator, which is not sent before training."""
         settings, classes = self.settings, self.task.classes
         with seeded(self.run.seed, SERVER, "generator"):
             self.generator = Generator(

@@ -34,7 +34,7 @@ class FedGhStrategy(FedAvgStrategy):
         """Build a new head."""
         model = self.build_model(feature_dim=self.settings.width)
         self._head = nn.ModuleDict({"classifier": model.classifier})
-        """Head module, into which the current weights are loaded for training."""
+        """Template of the head. For training, the current weights are loaded into a copy."""
         self._set_averages({"weights": to_arrays(self._head)})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:

@@ -31,9 +31,9 @@ MIN_SAMPLES = 2
 class FedGktStrategy(HetStrategy):
     """Strategy that trains the server model on the clients' features and returns its logits.
 
-    Each client receives the server's logits for its own training samples. The evaluated model, of
-    the kind "server", is a client's extractor followed by the server model, which is sent for this
-    purpose.
+    Each client receives the server's logits for its own training samples. The evaluated model (kind
+    "server") consists of a client's extractor and the server model, so clients receive the server
+    model for evaluation.
     """
 
     spec = SPEC
@@ -64,9 +64,9 @@ class FedGktStrategy(HetStrategy):
     def accept(self, round: int, reply: Reply) -> Reply:
         """Check the number of samples, and return the reply.
 
-        Raises KnowledgeError if the reply has too few samples, or more than the client's number of
-        samples, which `engine.samples-cap` limits. Without this check, a client could dominate the
-        training of the server model.
+        Raises KnowledgeError if the reply has too few samples, or more samples than the client
+        reported when it joined (limited by `engine.samples-cap`). Without this check, a client
+        could dominate the training of the server model.
         """
         samples = len(reply.knowledge.tensors["labels"])
         if MIN_SAMPLES <= samples <= reply.samples:

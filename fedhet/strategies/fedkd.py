@@ -3,7 +3,7 @@
 Chuhan Wu, Fangzhao Wu, Lingjuan Lyu, Yongfeng Huang and Xing Xie, Communication-efficient federated
 learning via knowledge distillation, Nature Communications 13, 2022, Algorithm 1.
 
-In regression (not in the paper), the task losses are those of `data.loss`, and the distillation
+In regression (not in the paper), `data.loss` determines the task losses, and the distillation
 losses are squared errors, as in `Regression.divergence`. The hidden loss is unchanged.
 """
 
@@ -29,7 +29,7 @@ class FedKdStrategy(FedAvgStrategy):
     """Strategy that averages the mentees' updates and sends the mean update to the clients.
 
     The update applies to the previous mentee. A client that did not reply in the last round lacks
-    this base, and is sent the full mentee. In the paper, all clients take part in all rounds.
+    this base, and receives the full mentee. In the paper, all clients take part in all rounds.
     """
 
     spec = SPEC
@@ -66,7 +66,7 @@ class FedKdStrategy(FedAvgStrategy):
         return metrics | {"sent_down": counts[0] / counts[1]}
 
     def forget(self, client: str) -> None:
-        """Record that the client lost the base, so that its next message has the full mentee."""
+        """Record that a client lacks the base and must next receive the full mentee."""
         self.holders.discard(client)
 
     def state_dict(self) -> dict[str, Array]:

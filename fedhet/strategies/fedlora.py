@@ -58,7 +58,7 @@ RANKS = "ranks"
 
 
 class FedLoraStrategy(HetStrategy):
-    """Strategy that stores adapters of the largest rank, and sends each client its part."""
+    """Strategy that stores adapters of the largest rank, and truncates them for each client."""
 
     spec = SPEC
     settings: FedLoraSettings
@@ -107,7 +107,7 @@ class FedLoraStrategy(HetStrategy):
     def accept(self, round: int, reply: Reply) -> Reply:
         """Check the rank of the reply's adapters, and record it if the client has pruned them.
 
-        Raises KnowledgeError if the rank is smaller although pruning is off.
+        Raises KnowledgeError if the rank is smaller than expected although pruning is off.
         """
         rank = received_rank(reply.knowledge.group("weights"))
         expected = rank_in(self.sizes(reply.client).models["weights"])
@@ -119,7 +119,7 @@ class FedLoraStrategy(HetStrategy):
         return reply
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average the heads (weighted by samples), and aggregate the adapters by the given rule."""
+        """Average the heads, weighted by samples, and aggregate the adapters with the rule."""
         sent = [(reply.knowledge.group("weights"), reply.weight) for reply in replies]
         is_head = [name for name in self.weights if not name.endswith((LORA_A, LORA_B))]
         heads = [({name: each[name] for name in is_head}, weight) for each, weight in sent]

@@ -5,9 +5,9 @@ Daliang Li and Junpu Wang, FedMD: Heterogenous Federated Learning via Model Dist
 
 Each Flower round is one exchange. A client trains on the consensus of the previous round ("Digest")
 and on its own data ("Revisit"), and then predicts the requested public samples ("Communicate").
-Round 1 is the transfer learning and the paper's first "Communicate". Round t + 1 covers the steps
-from the consensus in the paper's round t to the next scores. The last consensus is sent with the
-last evaluation, and clients train on it before they evaluate.
+Round 1 covers the transfer learning and the paper's first "Communicate". Round t + 1 covers the
+steps from the consensus in the paper's round t to the next scores. The last consensus is sent with
+the last evaluation, and clients train on it before they evaluate.
 
 In regression (not in the paper), the scores are outputs, i.e. standardized predictions.
 """
@@ -31,7 +31,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedMdStrategy(HetStrategy):
-    """Strategy that averages the clients' scores on public samples, drawn in every round."""
+    """Strategy that averages the clients' scores on the public samples drawn in each round."""
 
     spec = SPEC
     settings: ConsensusSettings
@@ -45,8 +45,8 @@ class FedMdStrategy(HetStrategy):
         if self.run.data.public_dataset and (common := self.common_test()):
             check_no_overlap(self.public, common, "the common test set")
         self.requested = self.consensus_rows = self._numbers([])
-        """Indices of the public samples to predict in this round, and of the samples in the
-        consensus."""
+        """Indices of the public samples to predict in this round (`requested`), and of the public
+        samples in the consensus (`consensus_rows`)."""
         self.scores: dict[str, Array] = {}
         """Scores [R, C] of each client in the last round that received replies, by client name."""
         self.consensus: Array | None = None
@@ -91,7 +91,7 @@ class FedMdStrategy(HetStrategy):
             self._update_consensus()
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the clients' latest scores and their public samples."""
+        """Return the clients' latest scores and the indices of the scored public samples."""
         return {**grouped("answers", self.scores), "rows": self.consensus_rows}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
@@ -100,7 +100,7 @@ class FedMdStrategy(HetStrategy):
         self._update_consensus()
 
     def _consensus_fields(self) -> dict[str, Array]:
-        """Return the consensus and its public samples, if they exist."""
+        """Return the consensus and the indices of its public samples, if a consensus exists."""
         if self.consensus is None:
             return {}
         return {self._exchanged: self.consensus, "rows": self.consensus_rows}

@@ -19,10 +19,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedProtoStrategy(FedHeStrategy):
-    """Strategy that averages each class's latest prototypes over the clients with the class.
+    """Strategy that averages each class's latest prototypes over the clients that have the class.
 
     Eq. 6 additionally divides the weighted mean by the number of these clients, which would shrink
-    the prototypes toward zero. This factor is omitted.
+    the prototypes toward zero. This division is omitted.
     """
 
     spec = SPEC

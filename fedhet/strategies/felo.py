@@ -49,7 +49,7 @@ class FeloStrategy(HetStrategy):
         return self.instruct(round, client) if client.model in self.weights else None
 
     def evaluates_after(self, round: int) -> bool:
-        """Return whether weights are averaged."""
+        """Return whether the clients' weights are averaged."""
         return self.settings.share_weights
 
     def accept(self, round: int, reply: Reply) -> Reply:

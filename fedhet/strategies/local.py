@@ -9,7 +9,7 @@ from fedhet.strategies.base import HetStrategy, Reply
 
 
 class LocalStrategy(HetStrategy):
-    """Strategy that exchanges no knowledge; clients train for as many epochs as with any method."""
+    """Strategy that exchanges no knowledge; clients train as long as with other methods."""
 
     spec = SPEC
 

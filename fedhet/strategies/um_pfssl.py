@@ -32,7 +32,7 @@ from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 KEPT_VERSIONS = 3
-"""Number of versions of each model in the pool; a resumed run needs an earlier version."""
+"""Number of versions of each model in the pool; a resumed run may need an earlier version."""
 
 
 class UmPfsslStrategy(HetStrategy):
@@ -53,7 +53,7 @@ class UmPfsslStrategy(HetStrategy):
         self.versions: dict[int, int] = {}
         """Round in which each model in the pool was last uploaded, by model number."""
         self.lists: dict[str, list[Helper]] = {}
-        """Most recent helper list from each client, which includes the client itself."""
+        """Latest helper list of each client. The list includes the client itself."""
         self.sent: dict[str, dict[int, int]] = {}
         """Versions of the models that each client has confirmed, by model number."""
         self.refreshes: dict[str, int] = {}
@@ -63,12 +63,12 @@ class UmPfsslStrategy(HetStrategy):
         self._assign_numbers(self.members)
 
     def sizes(self, client: ClientInfo) -> Sizes:
-        """Return the sizes of axes C (classes) and K (pooled models), and the shapes of a model."""
+        """Return the sizes of axes C (classes) and K (pooled models), and the model's shapes."""
         sizes = super().sizes(client)
         return replace(sizes, axes={**sizes.axes, "K": len(self.numbers)})
 
     def select(self, round: int, members: Sequence[ClientInfo]) -> Selection:
-        """Plan the round: sampled clients train; other clients only find or update helpers."""
+        """Plan the round. Sampled clients train, and other clients only find or update helpers."""
         names = [member.name for member in members]
         self._assign_numbers(names)
         sampled = super().select(round, members).training if self.step(round) > 0 else ()
@@ -95,7 +95,7 @@ class UmPfsslStrategy(HetStrategy):
         return Knowledge({**tensors, **grouped("models", stacked)}, scalars)
 
     def accept(self, round: int, reply: Reply) -> Reply:
-        """Move an uploaded model to the pool, with its round of training as the version."""
+        """Move an uploaded model to the pool. Its version is the round in which it was trained."""
         weights = reply.knowledge.group("weights")
         if not weights:
             return reply
@@ -173,8 +173,8 @@ class UmPfsslStrategy(HetStrategy):
         fill = [*new[len(candidates) :], *sent][: max(free, 0)]
         refresh = []
         if self._updates_due(round) > self.refreshes.get(name, 0):
-            # Send newer versions of the helpers, except the last helper (Algorithm 2), i.e. the one
-            # with the lowest rank at the end of the client's last round (Section IV-B).
+            # Send newer versions of the helpers, except the last helper (Algorithm 2), i.e. the
+            # helper with the lowest rank at the end of the client's last round (Section IV-B).
             refresh = [
                 (h.number, self.versions[h.number])
                 for h in refreshable(helpers, own, settings.replace)

@@ -1,4 +1,4 @@
-"""Velo strategy: Felo with synthetic features instead of means (Algorithm 2, "Server process").
+"""Velo strategy: Felo with synthetic instead of mean features (Algorithm 2, "Server process").
 
 Yun-Hin Chan and Edith C. H. Ngai, Exploiting Features and Logits in Heterogeneous Federated
 Learning, Computer Networks.
@@ -24,7 +24,7 @@ from fedhet.strategies.felo import FeloStrategy
 from fedhet.wire.identity import SERVER
 
 DRAWS = 100
-"""Number of synthetic features per class for measuring the separation. With ten classes,
+"""Number of synthetic features per class that are used to measure the separation. With ten classes,
 the standard error of the separation is below two percentage points."""
 STATE = ("features", "labels", "learned", "synthetic", "separation")
 """Attributes saved in the checkpoint, in addition to Felo's state and the CVAE."""
