@@ -517,5 +517,5 @@ class Scoreboard:
         self._scores = TypeAdapter(ByMetric).validate_python(saved["scores"])
         self._outdated = set(TypeAdapter(list[str]).validate_python(saved["changed"]))
         self._majority = TypeAdapter(dict[str, dict[str, float]]).validate_python(
-            saved.get("majority", {})  # Earlier versions did not record this entry.
+            saved.get("majority", {})  # Checkpoints of earlier versions lack this entry.
         )

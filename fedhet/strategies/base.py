@@ -308,7 +308,7 @@ class HetStrategy(Strategy):
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Wait for clients, read their descriptions, and initialize the method."""
         self.log.waiting(f"waiting for {self.run.clients} clients to load data and build models")
-        self._spool.clear()  # An earlier process may have left replies.
+        self._spool.clear()  # An earlier process may have left replies on disk.
         if not self.log.resumed:
             self._late.restore({})
         all_members = self._members.wait_for_first(
@@ -417,7 +417,7 @@ class HetStrategy(Strategy):
         """Decode and check the replies, and aggregate the replies that the method accepts."""
         self.state.clock.stop_waiting()
         self._code_faults.report(failures)
-        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed it.
+        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed the number.
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.reply_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})

@@ -129,10 +129,9 @@ class CofedStrategy(HetStrategy):
         self.pseudolabeled = aggregate(votes, self.task.classes, self.settings.threshold)
 
     def _metrics(self) -> dict[str, float]:
-        """Return the numbers of pseudolabels (total as in Fig. 7, per class, per client) and
-        conflicts.
+        """Return the numbers of pseudolabels (total, per class, and per client) and of conflicts.
 
-        Includes the fraction of abstentions if participants may abstain.
+        Fig. 7 shows the total. Includes the fraction of abstentions if participants may abstain.
         """
         sizes = self.pseudolabeled.sum(1)
         spaces = [vote.space for vote in self.votes.values()]

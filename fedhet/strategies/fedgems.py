@@ -83,7 +83,7 @@ class FedGemsStrategy(HetStrategy):
             sent["logits"] = self.logits
             new = self.changed > held
             bits = np.packbits(new)
-            # Send only the changed rows if this takes fewer bytes.
+            # Send only the changed rows if they need fewer bytes than all rows.
             if held and self.logits[new].nbytes + bits.nbytes < self.logits.nbytes:
                 sent |= {"logits": self.logits[new], "changed": bits}
         self._instructions_by_version[held] = Knowledge(sent)
