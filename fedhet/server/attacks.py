@@ -224,9 +224,9 @@ class Attack:
     ) -> Array:
         """Return the direction of theta' (Eq. 7, 11) for a tensor, shared by all attackers.
 
-        The direction is drawn for the round or for the run ('attack.direction'). In the second
-        case, `rows` contains the class or public sample of each row, if the rows belong to classes
-        or public samples. Each class or sample then has the same direction in all rounds.
+        The direction is drawn in each round or once per run ('attack.direction'). If it is drawn
+        once per run, `rows` of shape [shape[0]] contains the class or public sample of each row, or
+        is None for other tensors. Each class or sample has the same direction in all rounds.
         """
         if self.settings.direction == "round":
             return numpy_rng(self.seed, "attack", round, name).standard_normal(shape)

@@ -156,7 +156,7 @@ class Members:
             pool: The models of the run, or None if the server does not use the clients' models.
             notice: Shows a message to the user.
             rules: Requirements for descriptions.
-            samples_cap: Maximum number of samples with which a member is weighted, as a multiple of
+            samples_cap: Maximum number of samples by which a member is weighted, as a multiple of
                 the median; 0 = no limit.
             on_errors: Called with the errors of nodes that failed to send a description.
             task_name: Name of the run's task.

@@ -417,7 +417,7 @@ class HetStrategy(Strategy):
         """Decode and check the replies, and aggregate the replies that the method accepts."""
         self.state.clock.stop_waiting()
         self._code_faults.report(failures)
-        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed the number.
+        torch.set_num_threads(self.run.engine.threads)  # Another thread may have changed it.
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.reply_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
