@@ -120,7 +120,7 @@ def permitted(
 
 
 def _places(settings: Mapping[str, object]) -> Iterator[tuple[str, Location]]:
-    """Yield each setting that names a path or a dataset on a hub, and its location."""
+    """Yield each setting that names a path or a Hugging Face dataset, and its location."""
     for setting in DATASETS:
         source, colon, place = str(settings.get(setting, "")).partition(":")
         if source not in SOURCES and colon:
@@ -215,7 +215,7 @@ def time_limit(seconds: int) -> Iterator[None]:
 
 
 def without_paths(text: str, site: NodeSettings) -> str:
-    """Redact the site's directories and all other apparent paths in a message."""
+    """Redact the site's directories and all other text that looks like a path in a message."""
     for directory in sorted(filter(None, (site.data, site.state_dir)), key=len, reverse=True):
         text = re.sub(f"{re.escape(directory)}{_PART}*", _HIDDEN, text)
     return _PATH.sub(_HIDDEN, text)

@@ -1,8 +1,8 @@
 """The client's codec: decodes instructions and encodes replies.
 
-Received weights are stored on disk by their digest, next to the client's states, because in a
-deployment each message is handled by a new process. If a client no longer has the weights, it
-reports this, and the server sends them again.
+Received weights are stored on disk under their digest, next to the client's states, because a
+deployment handles each message in a new process. If a client no longer has the weights, it reports
+this, and the server sends them again.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class ClientCodec:
     ) -> tuple[Envelope, Knowledge]:
         """Decode the server's message, validate it, and store its weights.
 
-        An instruction to evaluate may be empty. Raises KnowledgeError if the message violates the
-        contract, and MissingBaseError if the client does not have its base weights.
+        With `may_be_empty`, accepts a message without content, for evaluation. Raises
+        KnowledgeError if the message violates the contract, and MissingBaseError if the client does
+        not have the base weights of the message.
         """
         envelope, knowledge = decode(arrays, SERVER, self._weights, self._node.max_model_bytes)
         expect(envelope, run=None, method=self._method.name, round=None, sender=SERVER)

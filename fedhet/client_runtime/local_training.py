@@ -45,12 +45,14 @@ OPTIMIZER = "optimizer"
 PLATEAU = "plateau"
 """Prefix of the metadata keys for the `plateau` schedule."""
 Predict = Callable[[Tensor], Tensor]
-"""Function from samples x [N, ...] to logits [N, C] of the trained model, in its current mode."""
+"""Function that maps samples x [N, ...] to the logits [N, C] of the model being trained.
+
+The function does not change the mode of the model (training or evaluation)."""
 MIN_BATCH = 2
 """Minimum batch size, because batch normalization cannot compute statistics of a single sample."""
 BATCH_PER_LABELED = 8
-"""Maximum ratio of all samples to labeled samples in a batch: mu = 7 in the paper, plus 1 for the
-labeled samples."""
+"""Maximum number of samples in a step per labeled sample: 7 unlabeled samples (mu in the paper),
+and the labeled sample itself."""
 
 
 class LocalTrainer:
@@ -112,9 +114,9 @@ class LocalTrainer:
     def round_optimization(
         self, settings: TrainingSettings, parameters: Iterable[nn.Parameter]
     ) -> Optimization:
-        """Create an optimizer with the round's learning rate, and restore its state if it is kept.
+        """Create an optimizer with the round's learning rate, and restore its saved state, if any.
 
-        Only the state for the private model is kept, because other models, such as proxies, are
+        Only the state for the private model is saved, because other models, such as proxies, are
         replaced in each round.
         """
         factor = rate_factor(settings, self._round, self._rounds, self._plateau)
@@ -165,7 +167,7 @@ class LocalTrainer:
         return Plateau(**saved)  # type: ignore[arg-type]
 
     def _save_optimizer(self, optimizer: str) -> None:
-        """Copy the optimizer's state into the client's state, if it is to be kept."""
+        """Copy the optimizer's state, if kept between rounds, into the client's state."""
         if self._optimizing is None:
             return
         saved = grouped(OPTIMIZER, self._optimizing.state(self._state.models["private"]))
@@ -176,7 +178,7 @@ class LocalTrainer:
 
 
 class FixMatch:
-    """FixMatch's loss (Eqs. 3 and 4) in one round on a client, selected by `training.semi`.
+    """FixMatch loss (Eqs. 3 and 4) for one round of a client, enabled by `training.semi`.
 
     Kihyuk Sohn et al., FixMatch: Simplifying Semi-Supervised Learning with Consistency and
     Confidence, NeurIPS 2020.
@@ -226,16 +228,17 @@ class FixMatch:
         of wrong pseudo-labels."""
 
     def augment(self, x: Tensor) -> Tensor:
-        """Apply the weak augmentation to x [N, ...]. Labeled samples get the same augmentation."""
+        """Apply the weak augmentation to labeled samples x [N, ...]."""
         return self._compute.to_inputs(self._weak(x, self._draws))
 
     def combined_loss(
         self, loss_of: BatchLoss, penalty: Penalty | None, predict: Predict
     ) -> BatchLoss:
-        """Return the loss of a labeled batch plus the weighted loss of the next unlabeled batch.
+        """Return a loss function for labeled batches that adds the loss of an unlabeled batch.
 
-        If the client has only labeled or only unlabeled samples, only their loss is returned.
-        `penalty` depends only on the weights, and is added to the supervised loss.
+        The loss of the unlabeled batch is weighted. If the client has only labeled or only
+        unlabeled samples, the function returns only the loss of these samples. `penalty` depends
+        only on the weights, and is added to the loss of the labeled batch.
         """
         weight = self._settings.semi_weight
         if not self._has_labels:
@@ -305,7 +308,7 @@ def straggles(run: RunSettings, client: str, round: int) -> bool:
 
 @contextlib.contextmanager
 def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]:
-    """Inject the faults `pace.drop-outs` and `pace.stragglers` into the block.
+    """Inject the faults configured by `pace.drop-outs` and `pace.stragglers` into the block.
 
     For a straggler, the block takes `pace.slowdown` times as long. If the clock is simulated
     (`fedhet.server.pace`), the clock adds this time instead. Raises DropOutError before the block

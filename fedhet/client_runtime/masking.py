@@ -7,8 +7,7 @@ vectors with the same mask, or learn both a site's mask and the secrets that the
 other sites.
 
 Each key is derived from the run, the round, the cohort, the peers file and the layout of the
-vector. If the server sends different values to different sites, their masks therefore do not
-cancel.
+vector. If these values differ between two sites, the masks of the sites therefore do not cancel.
 """
 
 from __future__ import annotations
@@ -63,21 +62,21 @@ of a ledger and of a request, in bytes."""
 
 @dataclass(frozen=True)
 class Lane:
-    """One vector of a masked reply, as checked by the site."""
+    """Vector of a masked reply, for a cohort that the site has checked."""
 
     number: int
     cohort: tuple[str, ...]
     rows: tuple[int, ...] = ()
-    """Classes whose rows are summed, because enough sites of the cohort list them."""
+    """Classes whose rows are summed, because enough sites of the cohort list these classes."""
     context: str = ""
     """Context from which all keys are derived, in hexadecimal; "" until the layout is known."""
 
 
 class Masking:
-    """Masked replies of one client."""
+    """Masked replies of one client, and the shares that unmask their sum."""
 
     def __init__(self, config: Config, node: Node, info: ClientInfo) -> None:
-        """Create the masking of a client; `info` is its full description.
+        """Create the masking of a client; `info` is the client's unfiltered description.
 
         With differential privacy, the number of samples is private, and all clients have the same
         weight.
@@ -101,10 +100,11 @@ class Masking:
     def begin(
         self, envelope: Envelope, instruction: Knowledge, config: Mapping[str, Scalar]
     ) -> NDArrays | None:
-        """Check a request for a masked reply; return the stored reply if the request is repeated.
+        """Check a request for a masked reply, and return the stored reply if there is one.
 
-        A lane whose cohort violates the rules of the peers file is refused. Raises MaskingError if
-        all lanes are refused, or if this site has replied to another request of the round.
+        Returns None for a new request. Refuses each lane whose cohort violates the rules of the
+        peers file. Raises MaskingError if all lanes are refused, or if this site has already
+        replied to another request for the round.
         """
         request = _parsed(config.get(REQUEST), {"nonce", "cohorts"})
         nonce, cohorts = request["nonce"], request["cohorts"]
@@ -138,8 +138,8 @@ class Masking:
             return None
         if stored is None or json.loads(stored[0].tobytes())[0] != self._request:
             raise _repeated(run, round, REPLY)
-        # If there is no record, the process was killed before it wrote one, or the ledger was
-        # truncated.
+        # Write the record if it is missing: the process may have been killed before it wrote the
+        # record, or the ledger may have been truncated.
         self._ledger.commit(run, round, REPLY, self._request, lambda: None)
         return stored[1:]
 
@@ -160,8 +160,9 @@ class Masking:
                 *(self._peers.digest, threshold, layout.describe(), [*map(str, lane.rows)]),
             )
             rows = own.intersection(lane.rows)
-            # Other sites rely on the lists: if two of three listed sites sent no row, the sum would
-            # reveal the row of the third site. Rows with noise need not be hidden in a sum.
+            # A site must send a row for each class listed for it in the peers file: if two of three
+            # listed sites sent no row, the sum would reveal the third site's row. Noisy rows need
+            # no such protection.
             absent = rows - {*sent.tensors[layout.ids].tolist()} if layout.ids else ()
             if self._is_site and absent:
                 self._faults.append(
@@ -192,9 +193,9 @@ class Masking:
     def store(self, envelope: Envelope, arrays: NDArrays) -> NDArrays:
         """Store a masked reply before it is sent, and return the reply to send.
 
-        If another process has replied to the same request, its reply is returned, because two
+        If another process has stored a reply to the same request, returns that reply, because two
         different vectors with the same mask must never be sent. Raises MaskingError if the ledger
-        has a reply to another request.
+        records another request for the round.
         """
         run, round, replies = envelope.run, envelope.round, self._replies(envelope.run)
         lanes = [[lane.number, lane.cohort, lane.rows, lane.context] for lane in self._lanes]
@@ -212,11 +213,11 @@ class Masking:
     # Shares that unmask a sum.
 
     def revealed(self, config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-        """Return this site's shares of surviving sites' masks, and secrets shared with lost sites.
+        """Return shares of surviving sites' masks, and the secrets shared with lost sites.
 
         Reveals nothing for a lane with too few survivors, except the reason. Raises MaskingError if
         all lanes have too few survivors, if a list of survivors violates the rules, or if this site
-        has revealed shares for another request of the round.
+        has revealed shares for another request for the round.
 
         `config` contains the run, the round, and the survivors of each lane in JSON, and for each
         lane the encrypted shares for this site, in the order of the survivors.
@@ -266,7 +267,7 @@ class Masking:
                     share = ChaCha20Poly1305(key).decrypt(
                         box[:NONCE_BYTES], box[NONCE_BYTES:], bound
                     )
-                except InvalidTag:  # The server may not need this share.
+                except InvalidTag:  # Do not fail: the server may not need this share.
                     share = bytes(shamir.SHARE_BYTES)
                 shares += share
             lost = (peer for peer in lanes[number].cohort if peer not in names)
@@ -277,7 +278,7 @@ class Masking:
     # Helpers for the methods above.
 
     def _lane(self, number: int, cohort: Any) -> Lane:
-        """Return the lane of a cohort. Raises MaskingError if it violates the peers file."""
+        """Return a cohort's lane. Raises MaskingError if the cohort violates the peers file."""
         names, peers, lane = _names(cohort, f"{REQUEST}: cohort"), self._peers, self._sums[number]
         if strangers := sorted({*names} - {*peers.names}):
             raise MaskingError(
@@ -344,10 +345,10 @@ class Masking:
         return ReplyStore(self._root, run, self._name, kind.partition(" ")[0])
 
     def _check_new(self, run: str, round: int, *kinds: str) -> None:
-        """Raise MaskingError if this site has stored an answer to this round or a later round.
+        """Raise MaskingError if this site has stored a reply for this round or a later round.
 
-        Rounds are answered in ascending order. Hence, the stored answers of the last rounds suffice
-        to refuse a second request, even if the ledger has lost lines or comes from a backup.
+        A site replies to rounds in ascending order. The stored replies of the last rounds therefore
+        suffice to detect a second request, even if the ledger lost lines or comes from a backup.
         """
         if (newest := max(self._replies(run, kind).newest() for kind in kinds)) >= round:
             raise MaskingError(
@@ -359,8 +360,8 @@ class Masking:
 class Ledger:
     """Record of the requests that a site has answered in all runs, with one JSON list per line.
 
-    A line is written and synced before the answer is sent. A site that loses its ledger must
-    replace its key, because it could then answer a second request for the same round.
+    A line is written and synced before the reply is sent. A site that loses its ledger must replace
+    its key, because without a ledger, it could answer a second request for the same round.
     """
 
     def __init__(self, root: Path, client: str) -> None:
@@ -368,7 +369,7 @@ class Ledger:
         self._name, self.path = f"{client}.jsonl", root / FOLDER / f"{client}.jsonl"
 
     def rounds(self, run: str, kind: str) -> set[int]:
-        """Return the rounds of a run with an answered request of the given kind."""
+        """Return the rounds of a run in which a request of the given kind was answered."""
         if not self.path.exists():
             return set()
         with self.path.open("rb") as file:
@@ -381,7 +382,7 @@ class Ledger:
         """Record that a request is answered, and sync the record to disk before returning.
 
         Returns False if the same request is already recorded. Otherwise, calls `write` before the
-        record is written. Raises MaskingError if another request of the round is recorded, and
+        record is written. Raises MaskingError if another request for the round is recorded, and
         StateError if the file is damaged or cannot be written.
         """
         try:
@@ -409,7 +410,7 @@ class Ledger:
                 raise StateError(f"{self.path}: cannot write the file ({fault})")
         finally:
             os.close(file)
-        with self._folder.opened() as directory:  # Sync the directory: the file may be new.
+        with self._folder.opened() as directory:  # Sync the directory, because the file may be new.
             os.fsync(directory)
         return True
 

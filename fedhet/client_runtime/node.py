@@ -38,7 +38,9 @@ ALLOW_PATHS_VARIABLE = "FEDHET_ALLOW_PATHS"
 OWN_TRAINING = ("optimizer", "lr", "local_epochs", "batch_size")
 """Training settings that a node may override."""
 MAX_BYTES = 2 * 2**30
-"""Maximum total size of the cached clients' tensors in a process, without the client in use."""
+"""Maximum total size of the tensors of the clients that a process caches, in bytes.
+
+The client in use is not counted."""
 _cached_assign = lru_cache(maxsize=1)(assign)
 """Cached `assign`, because it is called with the same arguments for each client."""
 
@@ -175,9 +177,9 @@ def read_node(
 ) -> Node:
     """Create a node from Flower's node config without reading any samples.
 
-    `state_dir` is only set in a simulation. `data` is shared by all clients in this process; None
-    creates a new store. Raises SettingsError if a node setting is invalid, and DataError if a
-    private site does not declare its data format.
+    `state_dir` is set only in a simulation. `data` is shared by all clients in this process; if it
+    is None, a new store is created. Raises SettingsError if a node setting is invalid, and
+    DataError if a private site does not declare its data format.
     """
     settings = build(NodeSettings, config, prefix="node-config ")
     has_partition = 0 <= settings.partition_id < run.clients

@@ -64,7 +64,7 @@ class NoPrivacy:
     """Mechanism without protection: samples and results are used unchanged."""
 
     is_on = False
-    """Whether training is private."""
+    """Whether training is differentially private."""
     hides_scores = False
     """Whether measurements on the client's own samples stay at the client."""
 
@@ -97,7 +97,7 @@ class NoPrivacy:
         epochs: int,
         batch_size: int,
     ) -> Iterator[Optimization]:
-        """Yield the optimizer for training `models` on `rows` of the client's samples."""
+        """Yield the optimizer for training `models` on `rows` samples of the client."""
         yield optimizing
 
     def class_means(
@@ -133,7 +133,7 @@ class NoPrivacy:
         return evaluate(instruction)
 
     def handle_overlap(self, error: DataError) -> None:
-        """Raise the error that the public set contains some of the client's samples."""
+        """Raise `error`, which reports that the public set contains samples of the client."""
         raise error
 
     @contextlib.contextmanager
@@ -152,11 +152,11 @@ class Withholding(NoPrivacy):
     hides_scores = True
 
     def public_info(self, info: ClientInfo) -> ClientInfo:
-        """Hide the number of samples, so that every client has the same weight."""
+        """Replace the number of samples with a constant, so every client has the same weight."""
         return replace(info, samples=MIN_SAMPLES)
 
     def filter_reply(self, reply: Knowledge) -> Knowledge:
-        """Remove the scalars from a reply, because they are metrics of the samples."""
+        """Remove the scalars from a reply, because they are metrics computed on the samples."""
         return Knowledge(reply.tensors)
 
     def filter_measurements(self, measured: Measured) -> Measured:
@@ -201,7 +201,7 @@ class Withholding(NoPrivacy):
             return Evaluations()
 
     def handle_overlap(self, error: DataError) -> None:
-        """Log the error and continue, because a failure would tell the server about samples."""
+        """Log the error and continue, because a failure would reveal the overlap to the server."""
         LOG.warning("%s", error)
 
     @contextlib.contextmanager
@@ -228,7 +228,7 @@ class DifferentialPrivacy(Withholding):
     ) -> None:
         """Create the mechanism. Raises PrivacyError unless delta is below 1 / samples.
 
-        At a site with a budget, the budget's delta is checked, because a server could choose the
+        At a site with a budget, the check uses the budget's delta, because a server could vary the
         run's delta to find out the number of samples.
         """
         super().__init__(config, node, samples)
@@ -249,9 +249,9 @@ class DifferentialPrivacy(Withholding):
     def begin(self, run: str, round: int, charged: int = 0) -> None:
         """Begin a round, and charge its steps to the round `charged`, if given.
 
-        Logs a warning at the start of a run if any earlier run had no privacy, regardless of the
-        digest of its samples. Digests also differ if the same data was read or split differently,
-        or if only a few samples have changed.
+        Logs a warning at the start of a run if any earlier run had no privacy. The digest of the
+        samples does not matter, because it also changes if the same data is read or split
+        differently, or if only a few samples change.
         """
         if run != self._run:
             self.__dict__.pop("noise", None)
@@ -288,7 +288,7 @@ class DifferentialPrivacy(Withholding):
 
     @property
     def plan(self) -> Plan:
-        """Planned releases of the client, assuming that every round samples it."""
+        """Planned releases of the client, assuming that it is sampled in every round."""
         config, protection = self._config, self._config.method.spec.privacy
         rounds = config.run.rounds + config.method.spec.learns_last
         passes = protection.passes(config.method_settings, self._node.training, rounds)
@@ -344,7 +344,10 @@ class DifferentialPrivacy(Withholding):
         return epsilon_of(consumed, self._settings.delta)
 
     def stored_reply(self) -> NDArrays | None:
-        """Return the stored reply of this round, or None. A new reply would consume more budget."""
+        """Return the stored reply of this round, or None if no reply is stored.
+
+        A new reply would consume more budget.
+        """
         return self._replies.get(self._round)
 
     def store_reply(self, arrays: NDArrays) -> None:
@@ -394,7 +397,7 @@ class DifferentialPrivacy(Withholding):
 
 @contextlib.contextmanager
 def redact_errors() -> Iterator[None]:
-    """Replace each error in the block with a StateError that names only its type, and log it."""
+    """Log each error in the block, and replace it with a StateError that names only its type."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""A client's samples on its device, and the record for using its models after a run.
+"""A client's samples on its device, and the record that describes its models after a run.
 
 A client writes its record to ROOT/<run>/<client>/client.json, next to its saved states. The record
-and the states are sufficient to rebuild its models without the run's directory and, for networks,
+and the states suffice to rebuild the client's models without the run's directory and, for networks,
 without the data.
 """
 
@@ -32,10 +32,10 @@ from fedhet.settings.run import PLACE
 from fedhet.wire.identity import MAX_CLASSES, MAX_SAMPLES, MAX_SIDE, ClientInfo, class_names_digest
 
 LOG = logging.getLogger("fedhet")
-"""Logger of the node, whose messages appear in the log of Flower's SuperNode."""
+"""Logger whose messages appear in the log of Flower's SuperNode."""
 FILE = "client.json"
 MAX_BYTES = 2**24
-"""Maximum size of a record; a record with a hundred thousand classes is smaller."""
+"""Maximum size of a record, in bytes; sufficient for a hundred thousand classes."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class ClientSamples:
     Their labels (UNKNOWN at a real site) are only used for metrics, never for training.
     """
     tests: dict[str, Split]
-    """Test splits by protocol, "personal" and "common"; one of them may be absent."""
+    """Test splits by protocol ("personal", "common"); a client may lack either split."""
     space: Tensor
-    """Label space of the client, i.e. its classes [P] in ascending order, or all outputs."""
+    """Label space [P]: the client's class indices in ascending order, or all output indices."""
     num_unused_unlabeled: int
     """Number of unlabeled samples that the method cannot use."""
     classes: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class ClientSamples:
             )
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of samples that are not shared with other clients."""
+        """Yield the sample tensors that are not shared with other clients."""
         yield from (split.x for split in self.own_splits())
 
     def own_splits(self) -> Iterator[Split]:
@@ -103,7 +103,7 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
     run, data = config.run, node.load_data(config)
     labeled, unlabeled = labeled_parts(data, run.data, run.seed, node.name)
     count, order = len(labeled) + len(unlabeled), order_of(data)
-    # The loss is a setting of the run, even if a private site ignores the run's data settings.
+    # A private site ignores the run's data settings, except for the loss.
     task = data.task.with_settings(run.data)
     outputs, space = task.outputs(len(data.classes)), data.space
     space = space if len(space) < len(data.classes) else tuple(range(outputs))
@@ -144,9 +144,9 @@ def load_samples(config: Config, node: Node, compute: Compute) -> ClientSamples:
 def public_samples(
     config: Config, node: Node, samples: ClientSamples, *, labeled: bool
 ) -> tuple[Split, DataError | None]:
-    """Return the public set, and an error if it contains samples from this client.
+    """Return the public set, and an error if the set contains samples of this client.
 
-    Set `labeled` if the labels of the public set are used.
+    The error is None without overlap. Set `labeled` if the labels of the public set are used.
     """
     info, name = samples.info, config.run.data.public_dataset
     classes = info.classes if labeled else None
@@ -176,7 +176,7 @@ def _placed(compute: Compute, *splits: Split) -> list[Split]:
 
 
 class ClientRecord(BaseModel):
-    """Record of a client in one run, with its settings, model, inputs and classes."""
+    """Record of a client in one run: its settings, model, sample format, and classes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -191,7 +191,7 @@ class ClientRecord(BaseModel):
     classes: list[str] = Field(min_length=1, max_length=MAX_CLASSES)
     """Names of all classes in the run, or of the target columns, in order."""
     space: list[int] = Field(min_length=1)
-    """Label space of the client, i.e. its classes in ascending order."""
+    """Label space of the client: class indices in ascending order."""
     kind: str
     """Kind of the samples."""
     shape: list[int] = Field(min_length=1, max_length=4)
@@ -267,7 +267,7 @@ class ClientRecord(BaseModel):
         )
 
     def without_data(self, config: Config) -> ClientSamples:
-        """Return samples with empty splits; they suffice to build the client's networks."""
+        """Return the client's samples with empty splits, sufficient to build its networks."""
         empty = Split(torch.zeros(0, *self.shape), torch.zeros(0, dtype=torch.int64))
         info = ClientInfo(
             self.client,

@@ -1,4 +1,4 @@
-"""Persistent state of a client across rounds: its models, and other data for the method."""
+"""State of a client that persists across rounds: models, and other data of the method."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fedhet.models import Refitted
 from fedhet.runs.storage import KEPT_STATES, ClientStore, Metadata, refuse_other
 
 METHOD_TENSORS = "kept"
-"""Group of the method's tensors in a saved state; no model may have this name."""
+"""Group of the method's tensors in a saved state; no kind of model may have this name."""
 UNSAVED = -1
 LOG = logging.getLogger("fedhet")
 
 
 class ClientState:
-    """Private state of a client, kept in memory while the client is open and saved each round.
+    """Private state of a client, kept in memory while the client is open, and saved in each round.
 
-    The state in memory is reused only if it equals the state on disk, because another process may
-    have trained the client in the meantime. The version of a state is its number of saves in the
-    run, starting from 1.
+    The state in memory is reused only if it has the same version as the state on disk, because
+    another process may have trained the client in the meantime. Versions count the saves of the
+    client's state in a run, starting at 1.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class ClientState:
         self._compute, self._setup, self._training_set = compute, setup, training_set
         self._store: ClientStore | None = None
         self._version = UNSAVED
-        """Version of the state in memory; 0 = new models."""
+        """Version of the state in memory: 0 for new models, UNSAVED for a modified state."""
         self._newest = 0
-        """Newest version on disk at the time of `restore`; 0 = none."""
+        """Newest version on disk at the time of `restore`, or 0 if no state existed."""
 
     @property
     def participations(self) -> int:
@@ -201,13 +201,16 @@ class ClientState:
 
 
 class ReplyStore:
-    """Replies of a client's last rounds on disk, to be sent again if the request is repeated."""
+    """On-disk store of a client's recent replies, which are sent again if a request is repeated."""
 
     def __init__(self, root: Path, run: str, client: str, kind: str) -> None:
         self._folder, self._kind = Folder(root / run / client, root, private=True), kind
 
     def get(self, round: int) -> NDArrays | None:
-        """Return a round's stored reply, or None. Raises StateError if it cannot be read."""
+        """Return the stored reply of a round, or None if no reply is stored.
+
+        Raises StateError if the file cannot be read.
+        """
         path = self._folder.path / self._name(round)
         if not path.is_file():
             return None

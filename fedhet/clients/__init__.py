@@ -1,1 +1,1 @@
-"""Client-side classes, one file per method that does not use another method's client."""
+"""Client classes. A method without a module here uses the client of another method."""

@@ -99,7 +99,7 @@ class HetClient(NumPyClient):
         self.privacy = privacy_mechanism(self.config, node, self.samples, self.compute)
         self.info, self.space = self.privacy.public_info(self.samples.info), self.samples.space
         self.masking: Masking | None = None
-        """Secure aggregation, or None for inference or if the run does not use it."""
+        """Masking of replies, or None in runs without secure aggregation and for inference."""
         if self.run.privacy.secure_aggregation and node.peers:
             self.masking = Masking(self.config, node, self.samples.info)
         self.unlabeled, self.tests = self.samples.unlabeled, self.samples.tests
@@ -208,7 +208,7 @@ class HetClient(NumPyClient):
 
     @property
     def y(self) -> Tensor:
-        """The class labels of `x`, of shape [N], or the targets of another task [N, K]."""
+        """The class labels [N] of `x`, or the targets [N, K] in tasks other than classification."""
         return self.samples.own.y
 
     @property
@@ -354,7 +354,7 @@ class HetClient(NumPyClient):
 
     @property
     def own_classes(self) -> LabelSpace:
-        """Restriction of logits [N, C] and labels [N] to the client's label space, for losses."""
+        """Module that restricts the logits [N, C] and labels [N] in a loss to the label space."""
         return self.task.restriction(self.space)
 
     def fit_private(
@@ -450,7 +450,7 @@ class HetClient(NumPyClient):
 
         If the method sets `learns_last`, a client that has taken part in training first trains on
         this instruction. A held-out client evaluates the model that the method offers to it, except
-        with `[privacy]`, because its local epoch would not be protected.
+        with `[privacy]`, because the client's local epoch would not be protected.
         """
         try:
             with self.state.offloading(), self.privacy.redacting_errors():
@@ -480,7 +480,7 @@ class HetClient(NumPyClient):
         return loss, self.info.samples, dict(write_measures(measured))
 
     def _train(self, round: int, instruction: Knowledge) -> tuple[Knowledge, float]:
-        """Return the method's reply and the training time in seconds.
+        """Train in one round, and return the reply and the training time in seconds.
 
         Raises StateError if training diverged; the previously saved state is kept.
         """

@@ -28,7 +28,7 @@ class CentralClient(LocalClient):
     def prepare(self) -> None:
         """Load the training data of all clients if this client is the trainer."""
         self.client_samples = self.samples
-        """The client's own samples, whose label space is used in the evaluation."""
+        """The client's own samples; the evaluation uses their label space."""
         if self.info.name != trainer(self.run):
             return
         compute, data = self.compute, self.node.data
@@ -39,7 +39,7 @@ class CentralClient(LocalClient):
         own, unlabeled = map(on_device, data.pooled_parts())
         space = sorted({c for k in data.spec.training_clients for c in data.label_space(k)})
         self.samples = replace(self.samples, own=own, unlabeled=unlabeled)
-        # Raises DataError if the public set contains samples of any client.
+        # `public_set` raises DataError if the public set contains samples of any client.
         if self.settings.uses_public():
             public = on_device(self.public_set(labeled=True))
             alone, space = self.settings.trains_on == "public", list(range(self.info.classes))

@@ -25,8 +25,8 @@ class CronusClient(FedMdClient):
     def learn(self, round: int, consensus: Consensus | None, optimizing: Optimization) -> None:
         """Train for the local epochs on the union, or on the client's data if no consensus exists.
 
-        The target of one of the client's samples is the sample's class. The target of the public
-        sample in row r of the consensus is -1 - r.
+        The targets of the client's samples are their classes. The target of the public sample in
+        row r of the consensus is -1 - r.
         """
         if consensus is None:
             self._revisit(round, optimizing)

@@ -90,7 +90,7 @@ class FedGemsClient(HetClient):
         )
 
     def _rows(self, knowledge: Knowledge, field: str) -> Array:
-        """Return the public samples whose bits are set in a field, or all if it is absent."""
+        """Return the indices of the samples selected by a bit mask, or all if it is absent."""
         bits = knowledge.tensors.get(field)
         if bits is None:
             return np.arange(len(self.public))

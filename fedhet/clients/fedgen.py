@@ -28,7 +28,7 @@ class Teacher:
 
     generator: Generator
     prior: Tensor
-    """p(y) [P] for the client's classes; all zeros if no client has reported any of these
+    """Prior p(y) [P] of the client's classes; all zeros if no client has reported any of these
     classes."""
     decay: float
     """Factor by which the weights alpha and beta are multiplied in this round."""
@@ -50,7 +50,7 @@ class FedGenClient(FedAvgClient):
         return models
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the private model, and store the generator for its training."""
+        """Return the private model, and store the received generator for use in training."""
         self._teacher: Teacher | None = None  # No generator exists in the first round.
         weights, settings = knowledge.group("generator"), self.settings
         if not weights:

@@ -28,7 +28,7 @@ class FedGhClient(FedProtoClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train from the global head, and return the local averaged representations."""
+        """Train, starting from the global head, and return the class means of the features."""
         self._joined(self.network, knowledge.group("weights"))
         self._learn(round, None)
         means = self._means()

@@ -66,7 +66,7 @@ class FedGktClient(HetClient):
         generator = self.generator(round, "batches")
         self.train_epochs(self.x, rows, loss_of, optimizing, generator, augment=False)
         features = logits_of(self.network.extractor, self.x, self.compute)
-        # Logits outside the label space are -inf.
+        # `self.private` sets logits outside the label space to -inf.
         logits = logits_of(self.private, self.x, self.compute)
         outside = logits.isinf()
         lowest = logits.masked_fill(outside, torch.inf).amin(1, keepdim=True)

@@ -84,7 +84,7 @@ class FedHeClient(HetClient):
         return Knowledge({"classes": means.classes, "logits": means.logits})
 
     def read_teacher(self, knowledge: Knowledge) -> Teacher | None:
-        """Return the server's logits as a teacher, or None if it sent none.
+        """Return the server's logits as a teacher, or None if the server sent none.
 
         Rows and columns are restricted to the client's label space (not in the paper), because
         clients with other label spaces have not learned to distinguish these classes.

@@ -23,7 +23,7 @@ from fedhet.wire.identity import SERVER
 from fedhet.wire.knowledge import Knowledge
 
 MENTEE = "mentee"
-"""State key for the mentee with which the last round started: its tensors and its round."""
+"""State key for the mentee with which the last round started, and for the number of that round."""
 
 
 class Mentor(HetModel):
@@ -44,7 +44,7 @@ class FedKdClient(HetClient):
 
     settings: FedKdSettings
     _applied: weakref.ref[Knowledge] | None = None
-    """Instruction with which the last round started, which is also used for the evaluation."""
+    """Instruction of the last round. The evaluation after training uses the same instruction."""
 
     def setup(self) -> dict[str, nn.Module]:
         """Build the mentor, as the private model, and the mentee, as the proxy."""

@@ -15,10 +15,10 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class FedLoraClient(FedAvgClient):
-    """Client that trains adapters of its own rank, starting from a part of the server's adapters.
+    """Client that trains adapters of its model's rank, starting from part of the server's adapters.
 
-    The model keeps the rank in its name. Pruned rank levels are zero in both factors, so they have
-    no effect and no gradient, and are not sent.
+    Pruning does not change the rank of the model, which is in the model's name. Pruned rank levels
+    are zero in both factors, so they have no effect and no gradient, and are not sent.
     """
 
     settings: FedLoraSettings
@@ -41,7 +41,7 @@ class FedLoraClient(FedAvgClient):
         return sent_sizes(self.settings, self.info, self.rule)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:
-        """Return the private model, with the term that prunes its rank if `prune` is set."""
+        """Return the private model, with a loss term for pruning its rank if `prune` is set."""
         self.rank = received_rank(knowledge.group("weights"))
         if not (self.settings.prune and self.rank > 1):
             return LocalModel(self.network, self.anchor())

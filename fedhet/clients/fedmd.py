@@ -36,7 +36,7 @@ class Consensus:
 class FedMdClient(HetClient):
     """Client that trains on the consensus and on its own data, and sends scores for public samples.
 
-    The scores cover all classes, even if the client's label space has fewer, because the task is
+    The scores cover all classes, even if the client's label space is smaller, because the task is
     the union of all label spaces, as in CoFED's comparison with FedMD.
     """
 
@@ -101,6 +101,6 @@ class FedMdClient(HetClient):
         self.train_own(loss_of, self.private, optimizing, generator)
 
     def _public_images(self, knowledge: Knowledge, field: str) -> Tensor:
-        """Return the public samples whose numbers are listed in a field."""
+        """Return the public samples whose indices are in the given field of a message."""
         numbers = torch.from_numpy(knowledge.tensors[field].astype("int64"))
         return self.public.x[numbers.to(self.compute.device)]

@@ -68,7 +68,7 @@ class FedMrlClient(HetClient):
         """Train all parts, starting from the averaged shared model, and return the shared model.
 
         The loss is m^F times the loss of the local head plus m^G times the loss of the shared head.
-        Their means over the last epoch are sent as metrics.
+        The means of both losses over the last epoch are sent as metrics.
         """
         model, device = self.network, self.compute.device
         fusion = fusion_of(model)

@@ -94,10 +94,10 @@ class PrototypeObjective(nn.Module):
 
         Args:
             model: Model to train.
-            own_classes: Restriction to the client's label space.
+            own_classes: Module that restricts logits and labels to the client's label space.
             teacher: Global prototypes, or None if there are none.
             weight: Weight of the distance, called lambda in the paper.
-            distance: Kind of distance.
+            distance: Kind of distance, "mse" or "euclidean".
         """
         super().__init__()
         self.model, self.own_classes, self.teacher = model, own_classes, teacher

@@ -4,4 +4,4 @@ from fedhet.clients.fedavg import FedAvgClient
 
 
 class FedSaClient(FedAvgClient):
-    """Client that trains adapters and head, and sends the factors A."""
+    """Client that trains the adapters and the head, and sends only the factors A."""

@@ -1,4 +1,4 @@
-"""FedTGP client: FedProto's client without numbers of samples (Algorithm 1, lines 5 to 7)."""
+"""FedTGP client (Algorithm 1, lines 5 to 7): like FedProto, but sends no numbers of samples."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from fedhet.models import HetModel, load_weights, to_host_arrays
 from fedhet.wire.knowledge import Knowledge
 
 MIN_CALIBRATED = 32
-"""Minimum batch size on D', for batch norms, unless the training batch size is smaller."""
+"""Minimum batch size on D', needed by batch norms, unless the training batch size is smaller."""
 Pair = tuple[Tensor, Tensor]
 """Tensors of the private model and of its teacher, which is the proxy by default."""
 
@@ -138,7 +138,7 @@ class Reciprocity:
         )
 
     def run_epoch(self, epoch: int) -> None:
-        """Calibrate both models on D', and then train both on the epoch's data."""
+        """Calibrate both models on D', and then train both models on the epoch's data."""
         if self.settings.backward == "conformal" and not self.skips_imitation:
             self.calibrate()
         x, y = self.client.x, self.client.y
@@ -174,7 +174,10 @@ class Reciprocity:
         self.imitation.calibrate(teacher, private, targets)
 
     def held_out_views(self, x: Tensor) -> Pair:
-        """Return the `views` of a part of D'. A small part is extended with training samples."""
+        """Return the result of `views` for a part of D'.
+
+        A small part is padded with training samples, because batch norms need large batches.
+        """
         missing = max(min(self.client.training.batch_size, MIN_CALIBRATED) - len(x), 0)
         rows = self.parts[:missing]
         with self.client.compute.autocast():

@@ -29,8 +29,8 @@ class FeloClient(HetClient):
         """Run lines 9 to 15 of Algorithm 1.
 
         In its first round, a client trains only with cross-entropy (line 10). Unlike in the paper,
-        it then starts from the averaged weights of its architecture, if they exist. Without these
-        weights, a client that is sampled late would undo the progress of its architecture.
+        it then starts from the averaged weights of its architecture, if they exist. Otherwise, a
+        client that is first sampled in a late round would undo the progress of its architecture.
         """
         if weights := knowledge.group("weights"):
             load_weights(self.network, weights)
@@ -56,7 +56,7 @@ class FeloClient(HetClient):
         return Knowledge(tensors)
 
     def read_teacher(self, round: int, knowledge: Knowledge) -> Teacher | None:
-        """Return the server's averages as a teacher, or None if it sent none."""
+        """Return the server's averages as a teacher, or None if the server sent none."""
         parts = knowledge.tensors
         if "classes" not in parts:
             return None

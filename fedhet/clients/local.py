@@ -7,7 +7,7 @@ from fedhet.wire.knowledge import Knowledge
 
 
 class LocalClient(HetClient):
-    """Client that trains alone with the task's loss, for the same number of epochs as a method."""
+    """Client that trains alone with the task's loss, for as many epochs as with other methods."""
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
         """Train for the local epochs, and return an empty reply."""

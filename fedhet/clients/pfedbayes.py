@@ -24,9 +24,9 @@ PERSONAL = "scale"
 
 
 class PFedBayesClient(FedAvgClient):
-    """Client that trains personal Gaussian weights and sends localized weights that follow them.
+    """Client that trains a personal and a localized weight distribution, and sends the latter.
 
-    The private model's weights are the personal means.
+    Both distributions are Gaussian. The private model's weights are the personal means.
     """
 
     settings: PFedBayesSettings

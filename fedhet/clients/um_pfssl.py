@@ -53,7 +53,7 @@ class UmPfsslClient(HetClient):
     settings: UmPfsslSettings
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Find and update helpers (lines 7 to 12), and train if sampled (lines 14 to 24)."""
+        """Find and update helpers (lines 7 to 12), and train if requested (lines 14 to 24)."""
         if self.settings.warm_up and not self._own_version:
             self._warm_up(round)
         own = int(knowledge.scalars["own"])
@@ -174,7 +174,7 @@ class UmPfsslClient(HetClient):
         return received
 
     def _self(self, own: int) -> Helper:
-        """Return the list entry for the client's own model, with its relation to its data."""
+        """Return the list entry for the client's own model, with its relation (Eq. 13)."""
         entry = Helper(own, self._own_version, 0.0)
         return self._related(to_arrays(self.network), entry)
 

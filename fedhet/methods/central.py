@@ -30,7 +30,7 @@ def model_in(run: RunSettings, settings: CentralSettings) -> str:
     """Return the name of the model to train, by default the first client's model."""
     if settings.model:
         return settings.model
-    from fedhet.models import assign  # Import lazily, because it imports PyTorch.
+    from fedhet.models import assign  # Import lazily, because the module imports PyTorch.
 
     return assign(run.models.pool, run.clients, run.seed, run.models.assignment)[0]
 
@@ -43,7 +43,7 @@ def sizes_in(run: RunSettings, settings: CentralSettings, client: ClientInfo) ->
 
 def trainer(run: RunSettings) -> str:
     """Return the name of the client that trains: the first client that is not held out."""
-    from fedhet.settings.run import held_out_clients  # Import lazily, because it imports PyTorch.
+    from fedhet.settings.run import held_out_clients
 
     held_out = held_out_clients(run)
     first = next(number for number in range(run.clients) if number not in held_out)

@@ -76,7 +76,7 @@ class FedGemsSettings(MethodSettings):
 
 
 def selection_for(settings: FedGemsSettings, task: Task) -> Selection:
-    """Return the functions that select knowledge: by class or, in other tasks, by error."""
+    """Return the selection rule of a task: by predicted class or, without classes, by error."""
     from fedhet.algorithms.distillation import BY_CLASS, SelectionByError
 
     if task.has_distribution:

@@ -38,7 +38,7 @@ class FedGktSettings(MethodSettings):
 def gkt_sizes(settings: FedGktSettings, client: ClientInfo) -> Sizes:
     """Return the sizes of axes C (classes) and D (feature width), and the server model's shapes."""
     width = settings.feature_dim
-    from fedhet.models import shapes  # Import lazily, because it imports PyTorch.
+    from fedhet.models import shapes  # Import lazily, because the module imports PyTorch.
 
     model = shapes(settings.server_model, (width,), client.classes)
     return Sizes({"C": client.classes, "D": width}, {"server": model})

@@ -46,7 +46,7 @@ class FedLoraSettings(FedAvgSettings):
 
 @dataclass(frozen=True)
 class AdapterField(WeightsField):
-    """Message field for a head and adapters, whose rank may be smaller than the model's."""
+    """Declaration of a head and adapters; their rank may be smaller than the model's rank."""
 
     nested: bool = True
 
@@ -86,7 +86,7 @@ def rank_in(shapes: Shapes) -> int:
 
 
 def with_rank(shapes: Shapes, rank: int) -> Shapes:
-    """Return the shapes of a model's tensors if its adapters had the rank `rank`."""
+    """Return the shapes of a model's tensors, with adapters of rank `rank`."""
     found = dict(shapes)
     for name, (shape, dtype) in shapes.items():
         if name.endswith(LORA_A):

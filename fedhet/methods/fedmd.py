@@ -27,11 +27,11 @@ class ConsensusSettings(MethodSettings):
     """
 
     def exchanged_in(self, task: Task) -> ScoreKind:
-        """Return the kind of scores in a task; outputs without a distribution remain unchanged."""
+        """Return the kind of scores exchanged in a task: logits if outputs have no distribution."""
         return self.exchanged if task.has_distribution else "logits"
 
     def unused_in(self, task: Task) -> tuple[str, ...]:
-        """Return the message fields of the other kind of scores."""
+        """Return the message fields of the kinds of scores that are not exchanged in a task."""
         return tuple(kind for kind in get_args(ScoreKind) if kind != self.exchanged_in(task))
 
     if TYPE_CHECKING:
@@ -87,7 +87,10 @@ class FedMdSettings(DigestSettings):
 
 
 def instructions(*kinds: ScoreKind) -> Contract:
-    """Return the contract of instructions for kinds of scores, one of which is sent in a task."""
+    """Build the instruction contract, with one optional field per kind of scores.
+
+    A run sends only the kind that its task exchanges (see `ConsensusSettings.exchanged_in`).
+    """
     agreed: list[TensorField] = []
     for kind in kinds:
         consensus = f"consensus from the previous round{_condition(kind, kinds)}"
@@ -109,7 +112,7 @@ def instructions(*kinds: ScoreKind) -> Contract:
 
 
 def replies(*kinds: ScoreKind) -> Contract:
-    """Return the contract of replies for kinds of scores, one of which is sent in a task."""
+    """Build the reply contract, with one field per kind of scores, as in `instructions`."""
     return Contract(
         tuple(
             TensorField(

@@ -43,11 +43,14 @@ class HeteroFlSettings(FedAvgSettings):
 
     @property
     def widths(self) -> list[float]:
-        """Widths that belong to `levels`."""
+        """Widths of the levels in `levels`."""
         return [WIDTHS[level] for level in self.levels]
 
     def width_of(self, client: int) -> float:
-        """Return the width for a client's number. Sites without a number have the first width."""
+        """Return the width of the client with the number `client`.
+
+        The number is negative for sites with their own data, which have the first width.
+        """
         return self.widths[max(client, 0) % len(self.widths)]
 
 

@@ -2,8 +2,8 @@
 
 A built-in method consists of three modules: its declaration in `fedhet/methods`, its strategy in
 `fedhet/strategies` and its client in `fedhet/clients`. The strategy and the client are imported on
-first use. A method that extends another method names it as `EXTENDS` next to its `SPEC`. It may
-then omit its strategy or its client, and uses the one of the other method.
+first use. If a method extends another method, its declaration sets `EXTENDS` to the name of the
+other method. It may then omit its strategy or its client; the other method's class is used instead.
 
 An external method is one module that contains a strategy and a client; the strategy's `spec` is
 the declaration. It is selected by its import path, `package.module`, or by the name of an entry
@@ -64,7 +64,7 @@ class Method:
 
     @property
     def table(self) -> str:
-        """Name of the method's settings table, i.e. its name without the package."""
+        """Name of the method's settings table, i.e. the method's name without the package."""
         return _table(self.name)
 
     def settings(self) -> dict[str, FieldInfo]:
@@ -80,7 +80,7 @@ def method_names() -> tuple[str, ...]:
 
 @cache
 def shipped_names() -> frozenset[str]:
-    """Return the names of the built-in methods, each of which has a module in `fedhet/methods`."""
+    """Return the names of the built-in methods, derived from the modules in `fedhet/methods`."""
     package = importlib.import_module(PACKAGE)
     modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
     return frozenset(name.replace("_", "-") for name in modules - {"registry", "spec"})

@@ -25,14 +25,14 @@ from fedhet.wire.identity import ClientInfo
 EMPTY = Contract()
 """Contract for empty messages."""
 ALL_TASKS = (CLASSIFICATION, REGRESSION, MULTI_LABEL)
-"""Tasks of a method that uses only a task's loss and divergence (see `fedhet.data.tasks`)."""
+"""Tasks for methods that need only the loss and divergence of a task (see `fedhet.data.tasks`)."""
 
 COMMON_METRICS = {
     "poisoned": "malicious clients among the sampled clients",
     "pseudo_labels": "fraction of the unlabeled samples with a pseudo-label",
     "pseudo_error": "fraction of the pseudo-labels that are wrong",
 }
-"""Titles of the metrics that any method's run may record."""
+"""Titles of metrics that runs of any method may record."""
 
 
 def metric_title(name: str, declared: Mapping[str, str]) -> str:
@@ -72,7 +72,7 @@ def model_shapes(
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes over a client's samples: `epochs` in each of `rounds`, in batches of `batch_size`."""
+    """Passes over a client's samples: `epochs` epochs per round, in batches of `batch_size`."""
 
     rounds: int
     batch_size: int
@@ -120,7 +120,7 @@ class Sums:
     """Support of a method for secure aggregation, in which the server receives only sums."""
 
     lanes: tuple[Sum, ...] = ()
-    """Sums of the fields of the replies, without scalars. Fields in no sum are not sent."""
+    """Sums of reply fields other than scalars. A field that is in no sum is not sent."""
     unsupported: str = ""
     """Reason why the method does not support secure aggregation, or "" if it does."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -182,12 +182,12 @@ class MethodSpec:
     only_tasks: str = "its losses and messages are defined for classes"
     """Reason why the method supports no other tasks, as shown to users."""
     losses: tuple[str, ...] = ()
-    """Supported values of `data.loss`; () = all losses of the tasks."""
+    """Supported values of `data.loss`; empty if the method supports all losses of the tasks."""
     only_losses: str = ""
     """Reason why the method supports no other losses, as shown to users."""
     task_settings: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
-    """Values of the method's settings that suit a task, by task and by field of the settings. If
-    the default does not suit the task, the first value takes its place."""
+    """Supported values of the method's settings, by task and by field of the settings. If a default
+    is not supported, the first supported value replaces it."""
     needs_public: bool = False
     """Whether the method needs public data."""
     needs_unlabeled: bool = False
@@ -197,7 +197,7 @@ class MethodSpec:
     one_model: bool = False
     """Whether all clients must have the same architecture."""
     submodels: bool = False
-    """Whether the clients train submodels of one architecture, the only one in the pool."""
+    """Whether the clients train submodels of the only architecture in the pool."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Default client model by kind of data; kinds of data without an entry use their default
     pool."""

@@ -77,9 +77,9 @@ class TensorField:
     required: bool = True
     """Whether the message must contain the tensor."""
     ids: str = ""
-    """Letter of a size; the values must be unique integers in [0, size)."""
+    """Letter of an axis size; if set, the values must be unique integers in [0, size)."""
     numbers: str = ""
-    """Letter of a size; the values must be integers in [0, size)."""
+    """Letter of an axis size; if set, the values must be integers in [0, size)."""
     low: float | None = None
     """Minimum value, or None for -MAX_MAGNITUDE."""
     distribution: bool = False
@@ -123,7 +123,7 @@ class WeightsField:
     required: bool = True
     """Whether the message must contain the weights."""
     low: float | None = None
-    """Minimum value; None = -MAX_MAGNITUDE. Variances must always be at least 0."""
+    """Minimum value, or None for -MAX_MAGNITUDE. Variances must always be at least 0."""
     stacked: str = ""
     """Letter of an additional leading axis that stacks the weights of several models."""
     nested: bool = False
@@ -170,7 +170,7 @@ class ScalarField:
     low: float | None = None
     """Minimum value, or None for -MAX_MAGNITUDE."""
     high: float | None = None
-    """Maximum value; None = MAX_MAGNITUDE."""
+    """Maximum value, or None for MAX_MAGNITUDE."""
 
     def __post_init__(self) -> None:
         """Check the declaration. Raises TypeError if it is invalid."""
@@ -193,11 +193,11 @@ class Sizes:
     axes: Mapping[str, int]
     """Sizes of the run, by letter, e.g. {"C": 10, "D": 64}."""
     models: Mapping[str, Shapes] = dataclass_field(default_factory=dict)
-    """Shapes and dtypes of the model's tensors, by WeightsField."""
+    """Shapes and dtypes of the model's tensors, by name of the WeightsField."""
     rows: Mapping[str, Array] = dataclass_field(default_factory=dict)
     """Row indices, by letter, for axes that cover a subset of the public samples."""
     unused: tuple[str, ...] = ()
-    """Names of fields that messages of the run must not contain, because of its task."""
+    """Names of fields that messages of the run must not contain, because of the run's task."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class Contract:
 
 @dataclass(frozen=True)
 class Sum:
-    """Fields of the clients' replies that the server only uses in one weighted sum.
+    """Fields of the clients' replies that the server uses only as a weighted sum over clients.
 
     Example:
         >>> Sum(("weights",)).weight
@@ -290,15 +290,15 @@ class Sum:
     fields: tuple[str, ...]
     """Fields that are summed, without the field of class ids."""
     weight: Literal["samples", "clients", "classes"] = "samples"
-    """Weight of a client: its number of samples, 1, or its number of samples of each class. With
-    "classes", the weights are 1 if the method's setting `weighting` is "clients"."""
+    """Weight of a client: number of samples ("samples"), 1 ("clients"), or number of samples
+    per class ("classes"; 1 if the method's setting `weighting` is "clients")."""
     within: Literal["all", "architecture"] = "all"
     """Clients whose fields are summed: all clients, or the clients with the same architecture."""
     only_if: tuple[str, object] | None = None
-    """Setting of the method and its value with which the fields are sent; None = always sent."""
+    """Setting of the method, and the value with which the fields are sent; None if always sent."""
     distribution: bool | None = None
-    """Whether the fields are sent in tasks whose outputs are a distribution over classes (true) or
-    in other tasks (false); None = in all tasks."""
+    """Tasks in which the fields are sent: only tasks whose outputs are a distribution over classes
+    (True), only other tasks (False), or all tasks (None)."""
 
     def __post_init__(self) -> None:
         """Raise TypeError if the declaration is invalid."""

@@ -1,8 +1,8 @@
 """Compressed encodings of float32 tensors in messages, selected by `wire.encoding`.
 
 An encoding converts values to uint8 [bytes] and back. The number of bytes is determined by the
-shape (for top-k, also by the leading bit mask). It is checked before any memory is allocated, and
-decoded data is at most 32 times as large as its encoding.
+shape (for top-k, also by the leading bit mask). This number is checked before any memory is
+allocated, and decoded data is at most 32 times as large as encoded data.
 
 | encoding | bytes for a tensor of N values in R rows |
 |---|---|
@@ -106,7 +106,7 @@ class Float16(Encoding):
         return 2 * math.prod(shape)
 
     def encode(self, values: Array, rng: np.random.Generator) -> Array | None:
-        """Round values to half precision, or return None if one would become infinite."""
+        """Round values to half precision, or return None if a value would become infinite."""
         halves = to_half(values)
         return halves.reshape(-1).view(np.uint8) if np.isfinite(halves).all() else None
 
@@ -235,13 +235,13 @@ class Rules:
     """Encodings for the tensors in a message, for one value of `wire.encoding`."""
 
     sent: Encoding | None
-    """Encoding for weight differences in replies; None = unchanged."""
+    """Encoding for weight differences in replies, or None to send weights unchanged."""
     received: Encoding | None
-    """Encoding for weight differences in instructions; None = weights in half precision."""
+    """Encoding for weight differences in instructions, or None to send weights without a base."""
     values: Encoding | None
-    """Encoding for tensors other than weights; None = unchanged."""
+    """Encoding for tensors other than weights, or None to send these tensors unchanged."""
     weights: Encoding | None = HALF
-    """Encoding for weights without a base; None = unchanged."""
+    """Encoding for weights without a base, or None to send these weights unchanged."""
 
 
 def rules_of(settings: WireSettings) -> Rules | None:

@@ -1,8 +1,8 @@
 """Low-rank factorization for model updates in messages.
 
 A tensor with two or more axes is treated as a matrix [P, Q], where P is the size of its first axis.
-It may be sent as two factors, `<name>/left` [P, K] and `<name>/right` [K, Q]. Together they must be
-smaller than the matrix, so that the size of a message bounds the memory that the receiver needs.
+It may be sent as two factors, `<name>/left` [P, K] and `<name>/right` [K, Q]. Together, the factors
+must be smaller than the matrix, so that the size of a message limits the memory of the receiver.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FactorsField(WeightsField):
         return expected
 
     def min_value(self, name: str) -> float | None:
-        """Return the minimum value of the update `name`. An update may decrease a variance."""
+        """Return the minimum value of the update `name`. Updates of variances may be negative."""
         return self.low
 
 

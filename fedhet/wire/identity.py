@@ -78,7 +78,7 @@ def class_names_digest(classes: Sequence[str]) -> str:
 def read_properties(properties: Mapping[str, object], node: str) -> ClientInfo:
     """Validate a client's description.
 
-    Raises KnowledgeError, with the node and the field, if it is invalid.
+    Raises KnowledgeError, which names the node and the field, if the description is invalid.
     """
     if "error" in properties:
         raise KnowledgeError(node, "properties", str(properties["error"])[:300])
@@ -144,7 +144,7 @@ def capped(infos: Iterable[ClientInfo], max_ratio: float) -> dict[str, int]:
     """Return the number of samples with which each client is weighted, by client name.
 
     A server cannot verify the reported numbers. They are therefore limited to `max_ratio` times the
-    lower median of all clients; 0 = no limit.
+    lower median of all clients, or unlimited if `max_ratio` is 0.
     """
     reported = {info.name: info.samples for info in infos}
     limit = (

@@ -4,7 +4,7 @@ The first array is the manifest (proto/fedhet/v1/knowledge.proto). The tensors t
 either unchanged or encoded, and either as values or as differences from base weights. A message
 identifies its base weights by their digest, which both sides compute from their own copies.
 
-Decoding never unpickles, never trusts a header's size before allocating memory, and does not depend
+Decoding never unpickles, checks the sizes in headers before allocating memory, and does not depend
 on the order of the tensors.
 """
 
@@ -40,7 +40,8 @@ SCHEMA_VERSION = 2
 PLAIN_VERSION = 1
 """Schema version of messages without encoded tensors; older versions can also read them."""
 MAX_MANIFEST_BYTES = 2**16
-"""Maximum size of a manifest without tensors, because parsed fields need many times their size."""
+"""Maximum size of a manifest without tensors, in bytes. Parsed fields need many times as much
+memory."""
 MAX_SPEC_BYTES = 1024
 """Additional size of a manifest permitted for each tensor in the message."""
 MAX_HEADER_BYTES = 1024
@@ -139,7 +140,7 @@ class MissingBaseError(KnowledgeError):
 
 
 def no_bases(envelope: Envelope, digest: int) -> None:
-    """Return None, because no base weights are available (default)."""
+    """Return None, because no base weights are available by default."""
 
 
 def encode(envelope: Envelope, knowledge: Knowledge, packing: Packing = PLAIN) -> list[Array]:
@@ -218,7 +219,7 @@ def expect(
 ) -> None:
     """Check an envelope. Raises KnowledgeError if the run, method, round or sender differs.
 
-    `run=None` accepts any valid name, and `round=None` any round from 1.
+    `run=None` accepts any valid name, and `round=None` accepts any round, starting at 1.
     """
     if not is_name(envelope.run) or (run is not None and envelope.run != run):
         rule = repr(run) if run else "a valid name"
@@ -240,7 +241,7 @@ def payload_bytes(parameters: Parameters) -> int:
 def read_arrays(parameters: Parameters, sender: str, max_bytes: int) -> list[Array]:
     """Read the arrays in Flower's `parameters` without pickle.
 
-    Raises KnowledgeError if they exceed `max_bytes` or are not valid .npy data.
+    Raises KnowledgeError if the arrays exceed `max_bytes` or are not valid .npy data.
     """
     check_size(payload_bytes(parameters), sender, max_bytes)
     return [

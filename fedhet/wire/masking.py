@@ -1,14 +1,14 @@
 """Vectors of secure aggregation: fixed-point encoding, masks, and contexts.
 
-Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017. The
-sites of a cohort add up vectors, one for each lane. A lane consists of the fields of one `Sum`. A
-site i sends
+Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017. For
+each lane, the vectors of the sites in a cohort are added up. A lane consists of the fields of one
+`Sum`. A site i sends
 
     y_i = x_i + PRG(b_i) + sum over j > i of PRG(s_ij) - sum over j < i of PRG(s_ij),
 
-where b_i is a secret of the site, and s_ij a secret of two sites. The sum of all y_i, minus all
-PRG(b_i), is the sum of the x_i. Unlike in the paper, the sites' keys are known in advance, and a
-site's shares of b_i are sent with y_i.
+where b_i is a secret of site i, and s_ij is a secret of sites i and j. The sum of all y_i, minus
+all PRG(b_i), is the sum of the x_i. Unlike in the paper, the sites' keys are known in advance, and
+the shares of b_i are sent with y_i.
 
 A vector starts with 64-bit words, followed by 32-bit words; sums are modulo 2^64 and 2^32. For n
 sites, f = 25 - ceil(log2 n), and a site with weight w of at most `cap`:
@@ -55,7 +55,7 @@ MASKED, SHARES = "masked", "shares"
 [sites, bytes]."""
 REQUEST, REVEAL, SEEDS, FAULT = "masking", "unmasking", "seeds", "fault"
 """Entries of messages: a request for a masked reply and a request for shares, in JSON; the secrets
-shared with lost sites; and the reason why a site refuses or reveals nothing for some lanes."""
+shared with lost sites; and the reason why a site refuses lanes or reveals nothing for them."""
 NONCE_BYTES, BOX_BYTES = 12, 12 + SHARE_BYTES + 16
 """Size of the nonce of an encrypted share, and of nonce, ciphertext and tag together, in bytes."""
 
@@ -79,27 +79,27 @@ HEADER = ("sites", "cap", "weight", "clipped")
 """Counters of a vector: 1, the sites' common cap, the weight, and the number of clipped values.
 
 The sum of the first counter equals the number of sites only if all masks cancel. Only vectors
-weighted by samples contain numbers of samples: if the cohorts of two vectors differ by one site,
-the difference of their sums reveals this site's number."""
+weighted by samples contain numbers of samples, because two cohorts that differ by one site reveal
+that site's number as the difference of two sums."""
 WIDE_BITS, NARROW_BITS, NARROW_RANGE = 20, 25, 6
-"""Fractional bits of 64-bit words; fractional bits of 32-bit words for one site; and the bits of
-the largest value in 32-bit words, 64."""
+"""Number of fractional bits of 64-bit words, and of 32-bit words if the cohort has one site; and
+log2 of the bound 64 on values in 32-bit words."""
 BLOCK = 2**16
-"""Number of words masked at a time, which fit into the CPU cache."""
+"""Number of words masked at a time, chosen so that the words fit into the CPU cache."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor in a vector."""
+    """Tensor in the vector of a lane."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     low: float | None
-    """Minimum value, or None."""
+    """Minimum value, or None if the tensor has no minimum."""
     kind: Literal["narrow", "wide", "integer", "rows", "totals"]
-    """Row of the table in the module's docstring. Tensors of the kind "rows" have one row per
-    class, and "totals" are not averaged."""
+    """Encoding (see the table in the module's docstring). Tensors of the kinds "rows" and "totals"
+    have one row per class; "totals" are summed, and all other tensors are averaged."""
 
     @property
     def size(self) -> int:
@@ -116,11 +116,11 @@ class Layout:
     sites: int
     """Number of sites in the cohort."""
     classes: int
-    """Number of classes if the lane has class rows, or 0."""
+    """Number of classes if the lane has class rows, otherwise 0."""
     ids: str
-    """Name of the tensor of classes if the lane has class rows, or ""."""
+    """Name of the tensor with class ids if the lane has class rows, otherwise ""."""
     parts: tuple[Part, ...]
-    """Tensors; all 64-bit words come before the 32-bit words."""
+    """Tensors in order; tensors in 64-bit words precede tensors in 32-bit words."""
 
     @classmethod
     def of(
@@ -171,9 +171,9 @@ class Layout:
         return json.dumps([self.weight, self.sites, self.classes, self.ids, parts, bits])
 
     def encode(self, sent: Arrays, samples: int, cap: int, rows: Collection[int] = ()) -> Array:
-        """Encode a site's tensors, which are finite, as a vector, uint32 [size].
+        """Encode a site's finite tensors as a vector, uint32 [size].
 
-        `samples` is at most `cap`. Only rows of the classes in `rows` are sent.
+        `samples` must be at most `cap`. Only the rows of the classes in `rows` are encoded.
         """
         vector = np.zeros(self.size, np.uint32)
         weight, cap = (samples, cap) if self.weight == "samples" else (1, 1)
@@ -208,10 +208,10 @@ class Layout:
         return vector
 
     def decode(self, total: Array, sites: int) -> tuple[dict[str, Array], int, int]:
-        """Decode a sum of `sites` vectors: the tensors, the total weight, and the clipped values.
+        """Decode a sum of `sites` vectors to tensors, total weight, and number of clipped values.
 
         Tensors are averaged, except for the numbers of samples per class, which are summed. Raises
-        ValueError if the masks did not cancel, or if the sum is impossible.
+        ValueError if the masks did not cancel, or if the counters have impossible values.
         """
         header, class_weights = self._counters(total := np.array(total))
         count, caps, weight, clipped = map(int, header)
@@ -256,7 +256,7 @@ class Layout:
     def add_mask(self, vector: Array, seed: bytes, sign: int) -> None:
         """Add PRG(seed) in place, or subtract it if `sign` is negative.
 
-        A seed of 32 bytes is the key of a ChaCha20 stream; no seed may mask two vectors.
+        The seed is the key of a ChaCha20 stream, 32 bytes, and must not mask two vectors.
         """
         stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), None).encryptor()
         for words in self._views(vector):
@@ -279,7 +279,7 @@ class Layout:
         return counters[: len(HEADER)], counters[len(HEADER) :]
 
     def _sections(self, vector: Array) -> Iterator[tuple[Part, Array]]:
-        """Yield each tensor with a view of its integers in a vector, of the tensor's shape."""
+        """Yield each part with a view of its integers in a vector, in the shape of the tensor."""
         words, narrow = self._views(vector)
         wide: Array = words.view(np.int64)[len(HEADER) + self.classes :]
         rest: dict[bool, Array] = {True: narrow.view(np.int32), False: wide}
@@ -294,13 +294,13 @@ class Layout:
 
 
 def context(*parts: bytes | str | int | Sequence[str]) -> bytes:
-    """Return the SHA-256 of a list of values, which are encoded without ambiguity."""
+    """Return the SHA-256 digest of an unambiguous encoding of a list of values."""
     listed = [part.hex() if isinstance(part, bytes) else part for part in parts]
     return hashlib.sha256(json.dumps(["fedhet masking 1", *listed]).encode()).digest()
 
 
 def content_digest(tensors: Arrays, scalars: Mapping[str, bool | int | float | str]) -> bytes:
-    """Return the SHA-256 of the content of a message."""
+    """Return the SHA-256 digest of the content of a message."""
     digest = hashlib.sha256(json.dumps(dict(scalars), sort_keys=True).encode())
     for name in sorted(tensors):
         value = np.ascontiguousarray(tensors[name])
