@@ -100,7 +100,7 @@ class Masking:
     def begin(
         self, envelope: Envelope, instruction: Knowledge, config: Mapping[str, Scalar]
     ) -> NDArrays | None:
-        """Check a request for a masked reply, and return the stored reply if there is one.
+        """Check a request for a masked reply, and return the stored reply to the same request.
 
         Returns None for a new request. Refuses each lane whose cohort violates the rules of the
         peers file. Raises MaskingError if all lanes are refused, or if this site has already

@@ -118,7 +118,7 @@ class NoPrivacy:
         return measured
 
     def stored_reply(self) -> NDArrays | None:
-        """Return this round's reply if it must be sent again, otherwise None."""
+        """Return this round's stored reply if the reply must be sent again, otherwise None."""
         return None
 
     def store_reply(self, arrays: NDArrays) -> None:

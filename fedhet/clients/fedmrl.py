@@ -1,4 +1,4 @@
-"""FedMRL client: a shared and a local network, and a projector that fuses their features."""
+"""FedMRL client: shared model G, local model F, and a projector P that fuses their features."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from fedhet.wire.knowledge import Knowledge
 MIN_CALIBRATED = 32
 """Minimum batch size on D', needed by batch norms, unless the training batch size is smaller."""
 Pair = tuple[Tensor, Tensor]
-"""Tensors of the private model and of its teacher, which is the proxy by default."""
+"""Tensors of the private model and of its teacher (by default, the proxy)."""
 
 
 class FedTypeClient(HetClient):
-    """Client whose private model and proxy learn from each other, and which sends only the proxy.
+    """Client that trains a private model and a proxy on each other, and sends only the proxy.
 
     D is the client's training data, and D' its calibration data.
     """

@@ -18,7 +18,7 @@ class FeloClient(HetClient):
     settings: FeloSettings
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Return the private model and, if the server sent it, the architecture's average model."""
+        """Return the private model and, if received, the average model of its architecture."""
         models: dict[str, nn.Module] = {"private": self.private}
         if weights := knowledge.group("weights"):
             average = load_weights(self.build_model(self.settings.feature_dim), weights)
