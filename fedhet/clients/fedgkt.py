@@ -22,7 +22,7 @@ have a similar magnitude. The paper does not consider label spaces."""
 
 
 class FedGktClient(HetClient):
-    """Client that trains an edge model on labels and server logits, and sends the model's features."""
+    """Client that trains an edge model on labels and server logits, and sends its features."""
 
     settings: FedGktSettings
 

@@ -29,7 +29,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class FedTypeClient(HetClient):
-    """Client that trains a private model and a proxy on each other, and sends only the proxy.
+    """Client whose private model and proxy teach each other. Only the proxy is sent.
 
     D is the client's training data, and D' its calibration data.
     """
