@@ -155,7 +155,7 @@ class Folder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Path]:
-        """Yield a path of the directory, for writing files. Raises the same errors as `opened`."""
+        """Yield the path of the directory, to write files. Raises the same errors as `opened`."""
         with self.opened() as directory:
             yield self._path_of(directory)
 

@@ -52,7 +52,7 @@ class PrivacyError(FedhetError):
 
 
 class MaskingError(FedhetError):
-    """Raised if a request violates the rules of secure aggregation. Names no private data."""
+    """Raised if a request violates the rules of secure aggregation. Contains no private data."""
 
 
 class StateError(FedhetError):
@@ -68,7 +68,7 @@ class DivergedError(FedhetError):
 
 
 class KnowledgeError(FedhetError):
-    """Raised if a message violates the contract. The error names the sender and the field."""
+    """Raised if a message violates its contract. The error names the sender and the field."""
 
     def __init__(self, sender: str, field: str, fault: str) -> None:
         super().__init__(f"{sender}: {one_line(field)}: {one_line(fault)}")

@@ -26,7 +26,7 @@ MIN_LIKELIHOOD = 2.0**-52
 MAX_ERROR = 1e16
 """Maximum error of a prediction, in the target's unit."""
 MAX_LABELS = 1000
-"""Maximum number of labels of a sample."""
+"""Maximum number of labels in a multi-label task."""
 MIN_ACCURACY = 1e-12
 """Smallest valid accuracy above 0, far below one correct prediction in a billion samples. It keeps
 ratios finite."""
@@ -36,7 +36,7 @@ ratios finite."""
 class Predictions:
     """Predictions of a model on a test split of N samples and C classes or K target columns.
 
-    With several labels, the K columns of the truth are 1, 0, or NaN if the label is missing.
+    In multi-label tasks, the K columns of the truth are 1, 0, or NaN if the label is missing.
     """
 
     truth: Array
@@ -140,7 +140,7 @@ def r2(predictions: Predictions) -> float | None:
 
 
 def coverage(predictions: Predictions) -> float | None:
-    """Return the fraction of the targets inside their intervals, including the ends.
+    """Return the fraction of the targets within their predicted intervals, including the ends.
 
     Returns None if there are no intervals.
     """
@@ -196,16 +196,16 @@ def mean_over_labels(predictions: Predictions, score: LabelScore) -> float | Non
 
 
 def macro_auc(predictions: Predictions) -> float:
-    """Return the mean AUC of the labels, or 0.5, the AUC of a random order, if none is defined.
+    """Return the mean AUC of the labels, or 0.5 (random ranking) if no label has an AUC.
 
-    As the headline metric of its task, it must always have a value.
+    The headline metric of a task must always have a value.
     """
     mean = mean_over_labels(predictions, label_auc)
     return 0.5 if mean is None else mean
 
 
 def micro_auc(predictions: Predictions) -> float | None:
-    """Return the AUC of all pairs of a sample and a label together; missing labels are excluded."""
+    """Return the AUC over all pairs of a sample and a label, except missing labels, or None."""
     present = ~np.isnan(predictions.truth)
     truth, likely = predictions.truth[present], predictions.probabilities[present]
     return label_auc(truth, truth, likely) if len(np.unique(truth)) == 2 else None
@@ -235,7 +235,7 @@ class Metric:
 
     @property
     def noun(self) -> str:
-        """Noun for the outputs that have a value each: "class", "label", or "target"."""
+        """Noun for a model's outputs: "class", "label", or "target"."""
         return {MULTI_LABEL: "label", REGRESSION: "target"}.get(self.task, "class")
 
     @property
@@ -347,7 +347,7 @@ def measured_names(metrics: Sequence[str], classes: int) -> list[str]:
 def metric_of(name: str) -> Metric:
     """Return the metric for a reported name such as `auc` or `recall.3`.
 
-    An unknown metric is assumed to be better if it is higher.
+    Higher values of an unknown metric are assumed to be better.
     """
     kind, _, label = name.partition(".")
     metric = METRICS.get(kind) or Metric(name, name, METRICS[ACCURACY].compute)
@@ -362,5 +362,5 @@ def in_order(name: str) -> tuple[int, int]:
 
 
 def is_shown(name: str) -> bool:
-    """Return whether a metric has a column in the main tables, unlike values of one label."""
+    """Return whether the main tables show a reported name, i.e. no value of a single class."""
     return "." not in name

@@ -13,7 +13,7 @@ from torch import Tensor
 
 HOST = torch.device("cpu")
 MIN_PINNED_BYTES = 2**16
-"""Minimum size of tensors to copy via pinned memory, which does not help smaller tensors."""
+"""Minimum size of tensors that are copied via pinned memory; smaller tensors do not benefit."""
 DRAW_CHUNK = 4096
 """Number of random values copied to an accelerator at a time."""
 
@@ -85,7 +85,7 @@ class Numbers:
         self._buffer: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
-        """Return the next `count` numbers, of shape [count]. They are equal on every device."""
+        """Return the next `count` numbers [count]. The numbers are equal on every device."""
         if self._device.type == "cpu":
             return self._draw(count)
         buffer = self._buffer

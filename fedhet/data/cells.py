@@ -205,15 +205,15 @@ def read_fields(path: Path, spec: DataSpec) -> Iterator[tuple[int, list[str]]]:
 
 
 def _separator(sample: Sequence[str]) -> str:
-    """Detect a CSV file's separator, i.e. the separator with the most columns.
+    """Detect the separator of a CSV file: the separator that yields the most columns.
 
-    Separators for which all rows have the same number of columns as the header are preferred.
+    Separators that yield the same number of columns in all rows and the header are preferred.
     """
 
     def fit(separator: str) -> tuple[bool, int]:
         rows = [row for row in csv.reader(sample, delimiter=separator) if row]
         # Skip the last sampled line, which may end within quotes. The header may have one field
-        # fewer than the rows, because R writes no name for the row names.
+        # fewer than the rows, because R writes no column name for row names.
         widths = {len(row) for row in rows[1 : len(rows) - (len(sample) == _NUM_SAMPLED)]}
         first = len(rows[0])
         return first > 1 and widths <= {first, first + 1}, first
@@ -265,7 +265,7 @@ def check_unique_columns(path: Path, header: Sequence[str]) -> None:
 def _field(
     row: Mapping[str, object], name: str, path: Path, line: int, *, is_label: bool = False
 ) -> str:
-    """Return a field as text; converts JSON integers and, for labels, all JSON scalars."""
+    """Return a field as text. Converts JSON integers and, in label columns, all JSON scalars."""
     value = row.get(name)
     text = str(value) if isinstance(value, str) or type(value) is int else None
     if text is None and is_label:
@@ -306,12 +306,12 @@ class Cells:
 
     @cached_property
     def decimal_sign(self) -> str:
-        """Decimal sign of all columns, or "" if it is ambiguous."""
+        """Decimal sign in the columns, or "" if no sign or both signs are recognized."""
         return self._agreed(decimal_sign)
 
     @cached_property
     def date_order(self) -> str:
-        """Date order of all columns, or "" if it is ambiguous."""
+        """Date order in the columns, or "" if no order or both orders are recognized."""
         return self._agreed(date_order)
 
     def _agreed(self, rule: Callable[[list[str]], str]) -> str:
@@ -505,8 +505,8 @@ def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
 def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
     """Read a Parquet file column by column, and convert the values to text.
 
-    The size of the decoded values is checked before they are decoded. To allow this, dictionary
-    values are not repeated, and pages with shared prefixes are decoded a few rows at a time.
+    To bound the memory use, sizes are checked before and during decoding. Dictionary-encoded values
+    are stored only once, and delta-encoded values are decoded a few rows at a time.
     """
     with reading(path, "Parquet file", ""):
         import pyarrow as pa
@@ -520,7 +520,7 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
         metadata = pq.read_metadata(path)
         groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
         chunks = [group.column(k) for group in groups for k in range(group.num_columns)]
-        delta_encoded = {  # pyarrow cannot read these types as dictionaries.
+        delta_encoded = {  # pyarrow cannot read these columns as dictionaries.
             each.path_in_schema for each in chunks if any("DELTA" in e for e in each.encodings)
         }
         repeated = [name for name in repeated if name not in delta_encoded]
@@ -559,7 +559,7 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
             ):
                 typed.add(key)
             batch_size = 2**16
-            if name in delta_encoded:  # One DELTA_BYTE_ARRAY value may have the size of all pages.
+            if name in delta_encoded:  # One DELTA_BYTE_ARRAY value may be as large as all pages.
                 sizes = [c.total_uncompressed_size for c in chunks if c.path_in_schema == name]
                 batch_size = max(1, min(batch_size, spec.max_bytes // max(1, *sizes)))
             column = columns[key] = []

@@ -65,7 +65,7 @@ _TOOL_REASON, _LOOSE_REASON = "created by other programs", "outside of the class
 
 @dataclass(frozen=True)
 class Files:
-    """Type of files that contain one sample each, including the reader of these files."""
+    """File type with one sample in each file, and the function that reads such files."""
 
     noun: str
     """Noun for the files, used in messages."""
@@ -202,8 +202,7 @@ class Scan:
     _bare: bool | None = None
     """Whether files without an extension are samples, or None before the first `read`."""
     _seen: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """Real paths of visited directories, mapped to their path and to whether a symlink led
-    there."""
+    """Path of each visited directory, and whether a symlink led to it, by real path."""
     _folders: dict[str, Folder] = field(default_factory=dict)
 
     def listed(self, path: str | Path) -> Folder:
@@ -476,7 +475,7 @@ class Tree:
 
         Args:
             spec: Data settings.
-            like: Shape that the samples must have, if any.
+            like: Required shape of the samples, if any.
             max_samples: Maximum number of training samples, drawn at random; 0 = all.
         """
         self.unused.report(self.root, self.files)

@@ -1,8 +1,8 @@
 """Image decoding with Pillow, and an on-disk cache of decoded image files.
 
 The cache stores arrays [N, C, H, W] uint8 as .npy files in FEDHET_CACHE_DIR (or ~/.cache/fedhet),
-named by a hash of their sources. They are memory-mapped, so all processes on a machine share their
-pages. Files are written under a temporary name and then renamed. They may be deleted at any time.
+named by a hash of their sources. The files are memory-mapped, so all processes on a machine share
+one copy. They are written under a temporary name and then renamed, and may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _ROWS = 256
 _THREADS = 8
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "DIB", "WEBP", "TIFF", "PPM", "AVIF", "JPEG2000")
 """Pillow names of the supported formats, independent of the file extension. Other formats are
-unsupported, because some of them, such as EPS, run programs or contain code."""
+rejected, because decoding a format such as EPS can run code."""
 GRAY_MODES = ("L", "I;16", "I;16L", "I;16B", "I;16N", "I")
 """Pillow modes of grayscale images."""
 _BACKGROUND = 255
-"""Value of the background for transparent pixels, which is white."""
+"""White, the background of transparent pixels."""
 MODES = {1: "L", 3: "RGB"}
 """Pillow modes, by number of channels."""
 
@@ -69,7 +69,7 @@ class Form:
 
     @classmethod
     def of(cls, first: tuple[int, int], gray: bool, image_size: int) -> Form:
-        """Return the format for `image_size`, or, if that is 0, for the size of the first image."""
+        """Return the format with side `image_size`, or with the size `first` if that is 0."""
         size = (image_size, image_size) if image_size else first
         return cls("L" if gray else "RGB", size, image_size > 0)
 
@@ -131,8 +131,7 @@ def decode(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> T
         files: Paths of the images.
         spec: Data settings. If `image_size` is 0, all images must have the same size.
         like: Required shape [C, H, W] of each image. If it is None, the size is `image_size` or the
-            size of the first image, and the images are grayscale if all files are, or RGB
-            otherwise.
+            size of the first image, and the images are RGB unless all files are grayscale.
 
     Raises:
         DataError: If a file is not a valid image, or if the images exceed `data.max-bytes`.
@@ -212,7 +211,7 @@ def _build(target: Path, files: Sequence[str], spec: DataSpec, like: Shape | Non
 
 
 def open_image(source: str | IO[bytes]) -> Image:
-    """Open an image in one of the FORMATS; only its header is read."""
+    """Open an image in one of the `FORMATS`, reading only its header."""
     import PIL.Image
 
     PIL.Image.init()  # Some formats are missing if Pillow was built without their libraries.

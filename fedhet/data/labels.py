@@ -2,7 +2,7 @@
 
 A label table, such as labels.csv, is in a directory of images or texts. Its column `file` contains
 the path of a file relative to this directory; its other columns are targets or owners. `Task.infer`
-and `Task.encode` read the targets of all sources, so the rules for values are the rules of tables.
+and `Task.encode` read the targets of all sources, so all values follow the rules for tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def infer_targets(
 ) -> TableSchema:
     """Infer a schema that describes only the targets `data.target`, from all training rows.
 
-    `report` is called with lines about the targets. Raises DataError if the targets are invalid.
+    `report` is called with log lines about the targets. Raises DataError if a target is invalid.
     """
     described = find_task(spec.task).infer(cells, spec, report)
     return TableSchema(target=spec.target, missing=spec.missing, **described)
@@ -54,8 +54,8 @@ def array_cells(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: 
         target: Names that take precedence over `data.target`, such as the names in a schema.
 
     Raises:
-        DataError: If the array contains no numbers, infinite or huge numbers, or another number of
-            columns than names.
+        DataError: If the array is not numeric, if a number is infinite or too large, or if the
+            number of columns differs from the number of names.
     """
     if y.ndim not in (1, 2) or y.dtype.kind not in "biuf" or 0 in y.shape[1:]:
         raise DataError(
@@ -93,8 +93,8 @@ def array_cells(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: 
 def find_label_tables(root: Path, files: Files, spec: DataSpec) -> dict[str, Path]:
     """Find the label tables of the parts TRAIN and TEST of a directory tree.
 
-    The result is empty if directories name the classes. This is so for classification without
-    `data.target`, unless the training part has a label table and no directories.
+    The result is empty if directories name the classes. For classification, this is the case if the
+    training part has no label table, or if it has directories and `data.target` is not set.
 
     Raises:
         DataError: If the label table of a part is missing, or if there are several tables.
@@ -134,9 +134,9 @@ def read_label_tables(
         tables: Label tables by part, from `find_label_tables`.
         files: Type of the files.
         spec: Data settings.
-        schema: Targets that all sites share; None = inferred from all rows of the training part.
+        schema: Schema of the targets that all sites share; None = inferred from the training part.
         names: Classes in order, if there is no schema; () = the labels in the training part.
-        like: Shape that the samples must have, if any.
+        like: Required shape of the samples, if any.
 
     Raises:
         DataError: If a table is invalid, lists a file that does not exist or lists it twice, or
@@ -156,7 +156,7 @@ def read_label_tables(
             schema = infer_targets(cells, spec.replace(target=target))
     task, owned = schema.task_object, dict[str, Any]()
     targets = task.encode(schema, cells)
-    # Draw the subset before the files are read.
+    # Draw the subset first, so that no other files are read.
     groups = task.strata(targets, schema.outputs)[1]
     rows = subset_rows(groups, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
     if by:
@@ -180,7 +180,7 @@ def read_label_tables(
 
 
 def _read_part(path: Path, files: Files, spec: DataSpec) -> tuple[list[str], Cells]:
-    """Return the files of a label table's rows, and the table."""
+    """Return the file path of each row of a label table, and the table."""
     cells, root, scan = read_table(path, spec), path.parent, Scan(files)
     if FILE not in cells.columns:
         raise missing_column_error(path, FILE, cells.columns)

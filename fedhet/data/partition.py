@@ -1,4 +1,4 @@
-"""Partitions of a training set among clients, test splits, and hidden labels.
+"""Partitions of a training set among clients, held-out test splits, and hidden labels.
 
 The partition `superclasses` implements the heterogeneous tasks of CoFED (Sections 4.7 and 5.2).
 Classes are merged into superclasses, and the label space of a client consists of a few
@@ -32,17 +32,17 @@ from fedhet.settings.run import DataSettings
 _DRAWS = 20
 """Maximum number of draws to find a partition that satisfies the constraints."""
 _DIRICHLET_DRAWS = 11
-"""Number of Dirichlet draws with one seed, as in flwr-datasets."""
+"""Maximum number of Dirichlet draws with one seed, as in flwr-datasets."""
 _MIN_TRAIN = 2
 
 
 @preserve_global_rng()
 def partition(dataset: Dataset, spec: DataSpec) -> tuple[Index, ...]:
-    """Partition the training set, except with `superclasses` (see `assign`).
+    """Partition the training set among the clients. For `superclasses`, see `assign`.
 
-    All rows are assigned, with two exceptions: the rows that remain after equally sized `shards`
-    and, with `classes`, the rows of classes that no client drew. The second exception occurs only
-    if clients x classes-per-client hardly exceeds the number of classes.
+    Some rows are not assigned to any client: with `shards`, the remainder of the division into
+    equal shards; with `classes`, the rows of classes that no client drew; with natural clients, the
+    rows of groups that are not selected.
 
     Returns:
         The row numbers of each client, sorted and disjoint.
@@ -97,7 +97,7 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
 
 
 def _drawn(spec: DataSpec, labels: Index) -> tuple[Index, ...]:
-    """Return the first draw with enough samples per client that covers all classes.
+    """Return the first drawn partition with enough samples per client and all classes.
 
     If no draw covers all classes, returns the draw that covers the most classes. Raises DataError
     if no draw has enough samples per client.
@@ -263,7 +263,7 @@ Superclasses = str | tuple[tuple[str, ...], ...]
 """Name of a known grouping, or the classes in each superclass."""
 _ASSIGNMENTS = 50
 _TASKS = 5
-"""Maximum number of draws for the label spaces, which are redrawn if there is too little data."""
+"""Maximum number of draws of the label spaces. They are redrawn if a class has too few samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,7 +351,7 @@ def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
 
 
 def label_spaces(spec: DataSpec, classes: int, attempt: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Draw the label space of each client, with `label-space` classes."""
+    """Draw the label space of each client; `data.label-space` sets the number of classes."""
     low, high = spec.label_space
     if high > classes:
         raise DataError(
@@ -401,7 +401,7 @@ def _draw_class(
 def _draw_subclasses(
     remaining: dict[int, Index], spec: DataSpec, rng: np.random.Generator, *, only_enough: bool
 ) -> Index:
-    """Draw one client's subclasses: all (IID), or as many as `data.subclasses` specifies.
+    """Draw the subclasses of one client: all (IID), or the number set by `data.subclasses`.
 
     With `only_enough`, only subclasses with enough remaining rows are drawn, and their number may
     differ from the setting.
@@ -439,10 +439,10 @@ def split_labels(
 ) -> tuple[Split, Split]:
     """Split training samples at random into a labeled and an unlabeled part.
 
-    The labeled fraction is drawn from Dir_2(`alpha`) (UM-pFSSL, section VI-A), and each part has at
-    least `min_labeled` samples. With `alpha` = 0, all samples are labeled. The labels of the
-    unlabeled part are used only for measurements, never for training. Raises DataError if there are
-    too few samples.
+    The labeled fraction is drawn from the Dirichlet distribution Dir_2(`alpha`) (UM-pFSSL, Section
+    VI-A), and each part has at least `min_labeled` samples. If `alpha` is 0, all samples are
+    labeled. The labels of the unlabeled part are used only for measurements, never for training.
+    Raises DataError if there are too few samples.
     """
     if alpha == 0:
         return train, train.take(np.arange(0))

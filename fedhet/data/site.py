@@ -1,4 +1,4 @@
-"""Data of a site in a deployment, which is read from a directory on that site."""
+"""Data of a site in a deployment, read from a directory at the site."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ READING = (
 """Settings in `[data]` that a site may declare. A private site uses the defaults of all other data
 settings and ignores the values of the run."""
 _UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
-"""Setting values for which the setting is determined from the data."""
+"""Settings that are inferred from the data if they have these values."""
 _DECLARE = (
     f"A private site declares its data in {DECLARATION}: see docs/privacy.md, "
     "'Declaration of a private site'."
@@ -69,7 +69,7 @@ class Declaration:
     spec: DataSpec
     """Data settings of the site, which take precedence over the settings of a run."""
     names: tuple[str, ...]
-    """Class names, in order."""
+    """Class names, in the order of the labels."""
     kind: Kind
     shape: Shape
 
@@ -82,7 +82,7 @@ class Declaration:
             max_bytes: Size limit for the site's data, in bytes.
 
         Raises:
-            DataError: If the files do not declare the classes and the shape.
+            DataError: If a file is invalid, or if the classes or the shape are not declared.
             SettingsError: If a setting has an invalid value.
         """
         root = expanded(directory)
@@ -127,15 +127,17 @@ class Declaration:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Declared values for run settings, by full setting name."""
+        """Declared values of run settings, by full name."""
         flat = self.spec.flat()
         values = {f"data.{kebab(name)}": flat[kebab(name)] for name in READING}
         return values | {"models.num-classes": len(self.names)}
 
     def check(self, run: RunSettings) -> None:
-        """Check a run. Raises SettingsError if its task, its classes, or its sample kind differ.
+        """Compare the settings of a run with the declaration.
 
-        Other settings that differ are logged, and the declared values are used.
+        Raises SettingsError if the task, the number of classes, the sample kind, or (for texts) the
+        tokenization differs. For other settings, differences are logged, and the declared values
+        are used.
         """
         values, kind, task = run.flat(), self.kind, find_task(self.spec.task)
         if find_task(run.data.task) is not task:
@@ -155,13 +157,13 @@ class Declaration:
             )  # fmt: skip
 
     def read_data(self, directory: str, name: str) -> ClientData:
-        """Read and check the site's data; converts all errors to DataError."""
+        """Read and check the site's data. Raises DataError for any failure."""
         try:
             return site_data(
                 directory, spec=self.spec, classes=len(self.names), name=name, declared=self
             )
         except Exception as error:
-            # The server receives the type of the error, so the type must always be the same.
+            # The server receives the type of the error, so it must not depend on the data.
             raise DataError(f"{type(error).__name__}: {error}") from error
 
 
@@ -286,7 +288,7 @@ def _read(
         test_rows = find_rows(root, "test")
         if stated is not TABLE and not (schema and schema.columns):
             return read_texts(rows, test_rows, spec, names, classes, schema), None, 0
-        schema = schema or read_schema(root / SCHEMA)  # The file does not exist.
+        schema = schema or read_schema(root / SCHEMA)  # This reports the missing file.
         if not schema.columns:
             raise DataError(
                 f"{root / SCHEMA}: columns: expected the columns of a table, got only targets. Set "
@@ -344,7 +346,10 @@ def _read(
 
 
 def _check_targets(schema: TableSchema, root: Path, classes: int, spec: DataSpec) -> Task:
-    """Return the task of a schema. Raises DataError if it differs from the task of the run."""
+    """Return the task of a schema.
+
+    Raises DataError if the run has another task or another number of outputs.
+    """
     task = schema.task_object
     if type(task) is not find_task(spec.task):
         raise DataError(

@@ -135,7 +135,7 @@ class Dataset:
         return self.task.strata(split.y, self.classes)[1]
 
     def subset(self, split: Split, size: int, rng: np.random.Generator) -> Split:
-        """Return `size` rows of a split, stratified, or all rows if `size` is 0 or >= N."""
+        """Return a stratified sample of `size` rows, or the split itself if `size` is 0 or >= N."""
         if not 0 < size < len(split):
             return split
         return split.take(stratified(self.strata(split), size, rng))
@@ -153,7 +153,10 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """Data of one client in storage format, in which uint8 images are scaled batch by batch."""
+    """Data of one client in storage format.
+
+    Images are stored as uint8 and scaled to floats batch by batch.
+    """
 
     name: str
     train: Split
@@ -172,8 +175,8 @@ class ClientData:
     unlabeled: Split | None = None
     """Separate samples with the label UNKNOWN, or None if the client has no such samples."""
     num_unused_unlabeled: int = 0
-    """Number of unlabeled samples if they were not requested, in which case `unlabeled` is
-    empty."""
+    """Number of unlabeled samples that were not read, because they were not requested. If it is
+    above 0, `unlabeled` is empty."""
     stored: Stored = "given"
     """Storage format, which determines how new samples are scaled."""
     schema: TableSchema | None = None
@@ -182,7 +185,7 @@ class ClientData:
 
 
 class DataSpec(DataSettings):
-    """A run's data settings, with its number of clients and its seed."""
+    """Data settings, number of clients, and seed of a run."""
 
     clients: Count = 10
     seed: CountOrNone = 0
@@ -328,8 +331,8 @@ class Source:
     """Function from a place to the sample kind, if the kind depends on the data. Returns IMAGE if
     the data is unreadable."""
     parse: Callable[[str], Location] = Location
-    """Function from a place to its location. All code that permits, reads, or copies data uses this
-    function."""
+    """Function that parses a place as a `Location`. All code that permits, reads, or copies data
+    uses this function."""
     files: Callable[[str, DataSettings], Path | None] = lambda path, table: Path(path)
     """Function from a location's path and settings to the file or directory to read, or to None if
     there is none."""
@@ -340,7 +343,7 @@ class Source:
     is_mapped: bool = False
     """Whether the decoded samples are cached on disk and mapped by all processes."""
     owners: str = ""
-    """Description of the locations that support 'data.by', or "" if none does."""
+    """Description of the locations that support 'data.by', or "" if no location does."""
 
     @property
     def form(self) -> str:

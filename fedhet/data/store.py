@@ -78,7 +78,7 @@ class RunData:
     """
 
     def __init__(self, spec: DataSpec, shared: Path | None = None) -> None:
-        """Create the store without reading anything.
+        """Create the store without reading any data.
 
         Args:
             spec: Data settings of the run.
@@ -137,7 +137,7 @@ class RunData:
         return dataset.test
 
     def label_space(self, index: int) -> tuple[int, ...]:
-        """Return the label space of client `index`, ascending, or the numbers of all outputs."""
+        """Return the label space of client `index`, ascending; by default, all output indices."""
         if self._has_label_spaces:
             return self._assignment.spaces[index]
         return tuple(range(self.dataset.outputs))
@@ -157,7 +157,7 @@ class RunData:
         return self.dataset.task.strata(self.dataset.train.y, self.dataset.classes)
 
     def owners(self) -> dict[str, str]:
-        """Return the person or site that owns the data, by client name; empty if unknown."""
+        """Return the owner (person or site) of each client, by client name, or {} if unknown."""
         groups, names = self.dataset.groups, self.dataset.group_names
         if groups is None or not names:
             return {}
@@ -211,7 +211,8 @@ class RunData:
             shape: Required sample shape.
             classes: Required number of classes or outputs; None = the labels are not used.
             order: Required digest of the classes and the table's schema; see `order_of`. It is
-                checked if the labels are numbers, because the schema standardizes them.
+                checked only for tasks other than classification, because the schema scales their
+                targets.
 
         Raises:
             DataError: If the public set has another kind, shape, or number of classes.
@@ -327,7 +328,7 @@ class RunData:
             return replace(source, train=train, test=None)
         groups = source.subclasses
         labels = source.strata(source.train) if groups is None else groups
-        # Repeat the draw of the rows that the training set uses.
+        # Repeat the draw that selects the training rows, to find the rows that it leaves unused.
         used = stratified(labels, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
         rows = np.setdiff1d(np.arange(len(labels)), used)
         if not spec.max_samples or not len(rows):
@@ -490,7 +491,7 @@ def generate_public(spec: DataSpec, dataset: Dataset) -> Dataset:
 
 
 def order_of(data: Dataset | ClientData) -> str:
-    """Return the digest of the classes' order, a schema, and targets' scale, for all clients."""
+    """Return a digest of the ordered class names, the schema, and the scale of the targets."""
     names = [*data.classes, data.schema.digest] if data.schema else list(data.classes)
     if data.schema is None and not isinstance(data.task, Classification):
         names.append(json.dumps(stored_task(data.task), sort_keys=True))

@@ -71,7 +71,7 @@ class _Frozen(BaseModel):
 
 
 class Column(_Frozen):
-    """A column and its encoding."""
+    """Column of a table, with its encoding as features."""
 
     name: str
     kind: Literal["number", "date", "category"]
@@ -117,7 +117,7 @@ class TableSchema(_Frozen):
     max_unknown: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of unknown values in a column."""
     columns: tuple[Column, ...] = ()
-    """Feature columns; () = the samples are not rows of a table, and only targets have a schema."""
+    """Feature columns; () = the samples are not table rows, so only targets are described."""
 
     @field_validator("task")
     @classmethod
@@ -130,7 +130,7 @@ class TableSchema(_Frozen):
     @field_validator("classes", "targets")
     @classmethod
     def _check_outputs(cls, outputs: tuple[T, ...], info: ValidationInfo) -> tuple[T, ...]:
-        """Check the number of outputs in the field that names the outputs of the task."""
+        """Check the number of classes or, for tasks other than classification, of targets."""
         task, is_classes = info.data.get("task"), info.field_name == "classes"
         if task is not None and is_classes == (task == CLASSIFICATION.name):
             count = len(outputs) or len(info.data.get("classes", ()))
@@ -140,7 +140,7 @@ class TableSchema(_Frozen):
 
     @property
     def task_object(self) -> Task:
-        """Task, with the scale of the targets."""
+        """Task of the table, with the scale of its targets."""
         return find_task(self.task).of_schema(self)
 
     @property
@@ -197,8 +197,8 @@ def infer_schema(
     Args:
         cells: Training rows.
         spec: Data settings.
-        report: Function that is called with a line for each column, which contains the column's
-            type and the evidence for this type.
+        report: Function that is called with one line for each column: its type, and the evidence
+            for this type.
 
     Raises:
         DataError: If the target or another column is unsuitable or ambiguous. If there are several
@@ -310,7 +310,7 @@ def infer_column(
 
 
 def _may_identify(reading: Reading, values: Distinct, cells: Cells) -> bool:
-    """Return whether a number column may identify persons or rows, based on its values alone.
+    """Return whether a numeric column may identify persons or rows, based on its values alone.
 
     Numbers of patients or documents usually have the same number of digits, and are all different.
     Measurements with these properties are rare in tables of `MIN_IDENTIFIERS` rows or more.

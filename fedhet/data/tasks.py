@@ -64,11 +64,11 @@ if TYPE_CHECKING:
 GROUP = "fedhet.tasks"
 """Entry point group of the tasks in installed packages."""
 AUTO = "auto"
-"""Value of `data.task` that selects classification; raises an error if targets are measurements."""
+"""Value of `data.task` that selects classification, but rejects measurements as targets."""
 MAX_CLASSES = 1000
 """Maximum number of classes of a table."""
 MAX_PREDICTION = 1e15
-"""Maximum magnitude of a prediction in a score, which replaces larger or undefined predictions."""
+"""Maximum magnitude of a prediction. Larger or undefined predictions are replaced by this value."""
 NUM_STRATA = 10
 """Number of equally sized groups of samples that replace the classes if targets are numbers."""
 QUANTILE = "quantile"
@@ -105,7 +105,7 @@ class Task(ABC):
     # Settings of a run.
 
     def with_settings(self, settings: DataSettings) -> Task:
-        """Return the task with the loss of a run. Raises SettingsError if it is unsupported."""
+        """Return the task with the loss of a run. Raises SettingsError for an unsupported loss."""
         if settings.loss != AUTO:
             raise invalid_setting("data.loss", settings.loss, AUTO, f"the task is {self.name}")
         return self
@@ -132,13 +132,13 @@ class Task(ABC):
     ) -> Mapping[str, Any]:
         """Return the fields of the table's schema that describe the targets.
 
-        `report` is called with lines about the targets. Raises DataError if the targets are
+        `report` is called with log lines about the targets. Raises DataError if the targets are
         invalid.
         """
 
     @classmethod
     def of_schema(cls, schema: TableSchema) -> Task:
-        """Return the task of a table."""
+        """Return the task for the targets of a table."""
         return cls()
 
     @abstractmethod
@@ -149,9 +149,10 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the loss: (float32 outputs [N, C], targets [N, ...]) -> mean loss of a batch.
+        """Return the loss function.
 
-        With the reduction "none", the function returns the loss of each sample, of shape [N].
+        The function maps (float32 outputs [N, C], targets [N, ...]) to the mean loss of a batch or,
+        with the reduction "none", to the loss of each sample, of shape [N].
         """
 
     def errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -160,10 +161,10 @@ class Task(ABC):
 
     @abstractmethod
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return the loss of a model that learns from another model's outputs (distillation).
+        """Return the loss function for learning from another model's outputs (distillation).
 
-        The function maps (outputs of the teacher [N, C], outputs of the student [N, C]) to the mean
-        of a batch or, with the reduction "none", to the loss of each sample, of shape [N]. No
+        The function maps (teacher outputs [N, C], student outputs [N, C]) to the mean loss of a
+        batch or, with the reduction "none", to the loss of each sample, of shape [N]. No
         gradient flows into the teacher.
         """
 
@@ -187,7 +188,7 @@ class Task(ABC):
     ) -> Evaluation:
         """Evaluate a model on a split with at least one sample, and compute `metrics`.
 
-        `probabilities` returns the class probabilities of a model without gradients.
+        For a model without gradients, `probabilities` maps inputs to class probabilities.
         """
 
     @abstractmethod
@@ -224,7 +225,7 @@ class Classification(Task):
     def infer(
         cls, cells: Cells, spec: DataSpec, report: Callable[[str], object]
     ) -> Mapping[str, Any]:
-        """Return the classes, the sorted distinct values of the target column."""
+        """Return the classes: the sorted distinct values of the target column."""
         labels = [v for v in cells.column(spec.target) if not is_missing(v, spec.missing)]
         exact, distinct = spec.target in spec.categories, {*labels}
         lists = [
@@ -383,7 +384,7 @@ class Regression(Task):
         for place, column in enumerate(schema.targets):
             values = Distinct.of(cells.column(column.name))
             written, unit = column.written or "1234.5", column.unit
-            if column.name in cells.typed:  # Numbers of a file without text have no notation.
+            if column.name in cells.typed:  # Values of a numeric type have no notation.
                 written, unit = "1234.5", ""
             numbers = parse_numbers(values.texts, written, unit)
             for invalid in np.flatnonzero(np.isnan(numbers)).tolist():
@@ -469,7 +470,7 @@ class Regression(Task):
         return numbers
 
     def in_units(self, targets: Tensor) -> Array:
-        """Convert standardized targets [N, K] to bounded numbers in their units."""
+        """Convert standardized targets [N, K] to their units, and bound their magnitude."""
         return _bounded(self._in_unit(targets))
 
     def loss(self, reduction: Reduction = "mean") -> OutputLoss:
@@ -598,7 +599,7 @@ class MultiLabel(Task):
         return {"task": cls.name, "classes": names}
 
     def encode(self, schema: TableSchema, cells: Cells) -> Tensor:
-        """Return the labels [N, L]; NaN = missing."""
+        """Return the targets [N, L]: 1, 0, or NaN if the label is missing."""
         import torch
 
         targets = self._targets(cells, schema.classes, schema.target, schema.missing)
@@ -658,7 +659,7 @@ class MultiLabel(Task):
         return loss_of
 
     def divergence(self, reduction: Reduction = "mean") -> OutputLoss:
-        """Return KL(teacher || student) of each label's Bernoulli distribution, averaged.
+        """Return the mean KL(teacher || student) of the labels' Bernoulli distributions.
 
         The papers of the methods define their losses only for a single distribution over classes.
         """
@@ -705,7 +706,7 @@ class MultiLabel(Task):
         return outputs.sigmoid()
 
     def strata(self, targets: Tensor, names: Sequence[str]) -> tuple[tuple[str, ...], Index]:
-        """Group the samples by their rarest label; the last group has no label."""
+        """Group the samples by their rarest label. The last group has samples without labels."""
         applies = targets.cpu().numpy() == 1
         counts = applies.sum(0)
         rarest = np.where(applies, counts, len(applies) + 1).argmin(1)
@@ -714,9 +715,9 @@ class MultiLabel(Task):
 
 
 FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-"""Values of a label's column, in lower case."""
+"""Values in the column of a label, in lower case."""
 THRESHOLD = 0.5
-"""Probability from which a label is predicted."""
+"""Minimum probability of a predicted label."""
 
 
 LIST_MARKS = ";|"

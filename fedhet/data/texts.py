@@ -1,8 +1,8 @@
 """Tokenization, readers of labeled texts, and configurations of pretrained encoders.
 
 Texts are tokenized by hashing each word, or with the tokenizer of a pretrained encoder. With
-hashing, sites need not share a vocabulary, because a word has the same token everywhere. Two words
-may collide, but with a vocabulary of 8192, few words in a text collide.
+hashing, sites need not share a vocabulary, because a word has the same token everywhere. Different
+words may share a token, but with a vocabulary of 8192, this is rare within a text.
 
 Encoders are directories in $FEDHET_ENCODERS, as saved by `transformers`. Runs refer to encoders by
 name, not by path, because each machine has its own encoder directory. Weights are loaded only from
@@ -45,7 +45,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,100}", re.ASCII)
 
 
 def is_encoder(model: str) -> bool:
-    """Return whether a model name has the form of an encoder, such as `encoder-2:NAME`."""
+    """Return whether a model name specifies an encoder, such as `encoder-2:NAME`."""
     return _ENCODER.fullmatch(model) is not None
 
 
@@ -97,7 +97,7 @@ WORDS = "words"
 """Name of the hashing tokenizer, which needs no file."""
 _MAX_VOCABULARY = 65_536
 MAX_NEXT_TOKENS = 4096
-"""Maximum vocabulary size if each token is a class, as predictions have a number per class."""
+"""Maximum vocabulary size if each token is a class, because predictions have a score per class."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _TOKEN_BYTES = 8
 
@@ -164,7 +164,7 @@ def _encode(spec: DataSpec, *, special: bool = True) -> Callable[[str], list[int
 
 
 def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
-    """Read text files as windows of `data.max-tokens` tokens, labeled with the token that follows.
+    """Read text files as windows of `data.max-tokens` tokens, labeled with the next token.
 
     Windows do not overlap, so a training window shares no token with a test window. The classes are
     the tokens of the vocabulary. Raises DataError if a file is too short or not valid UTF-8, and
@@ -226,7 +226,7 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
-_MARKS = {  # UTF-32 comes first, because its byte order mark begins with UTF-16's.
+_MARKS = {  # UTF-32 comes first, because its byte order mark starts with the UTF-16 mark.
     BOM_UTF8: "utf-8-sig", BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32",
     BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
@@ -254,8 +254,8 @@ def read_texts(
         names: Class names in order; () = the distinct labels, or the numbers 0 to `classes` - 1 if
             all labels are such numbers.
         classes: Number of classes in the run; 0 = any number.
-        schema: Targets of a task other than classification that all sites share; None = inferred
-            from the training rows.
+        schema: Schema of the targets that all sites share, for tasks other than classification;
+            None = inferred from the training rows.
 
     Raises:
         DataError: If a file is invalid, or the number of classes differs from `classes`.
@@ -290,7 +290,7 @@ def read_texts(
 def _read_texts_with_targets(
     train: Path, test: Path | None, spec: DataSpec, schema: TableSchema | None
 ) -> Dataset:
-    """Read texts whose targets are the columns `data.target` or `data.label-column`."""
+    """Read texts with targets from `data.target` or, if it is empty, `data.label-column`."""
     target = schema.target if schema else spec.target or spec.label_column
     spec = spec.replace(target=target)
     rows, by = read_table(train, spec), spec.by.strip()
@@ -326,10 +326,10 @@ def _tokenized_split(rows: TextRows, classes: Sequence[str], spec: DataSpec, pat
 
 
 def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) -> torch.Tensor:
-    """Read and tokenize text files [N, L]. `like` is ignored.
+    """Read text files as tokens [N, L]. `like` is ignored.
 
-    Supported encodings are UTF-8, and UTF-16 and UTF-32 with a byte order mark. All other files in
-    which almost all characters are ASCII are decoded as Windows-1252, with a warning.
+    Supported encodings are UTF-8, and UTF-16 and UTF-32 with a byte order mark. Other files are
+    decoded as Windows-1252, with a warning, if almost all bytes are ASCII.
     """
     texts, size, western = [], 0, []
     for path in map(Path, files):

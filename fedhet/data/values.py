@@ -40,7 +40,8 @@ MISSING_NUMBER = frozenset(
     "not available", "no data", "not known", "not recorded", "not done", "not applicable",
     "no disponible", "non disponible", "sin dato", "keine angabe", "0000-00-00 00:00:00",
 }  # fmt: skip
-"""Additional markers of missing values in columns of numbers or dates; words in other columns."""
+"""Additional markers of missing values in columns of numbers or dates. In other columns, they are
+words."""
 _MISSING_FORM = re.compile(r"#[¡¿]?[^\W\d]\S*|err:\d+|\.[a-z]", re.IGNORECASE)
 """Pattern for spreadsheet errors in all languages (#DIV/0!, #WERT!), and for .A to .Z from SAS and
 Stata."""
@@ -242,7 +243,7 @@ def _fits(numbers: Numbers) -> int:
 
 
 def _better(readings: Mapping[str, Numbers]) -> str:
-    """Return the name of the reading with more valid values, or "" if both have equally many."""
+    """Return the name of the reading with more valid values, or "" if both have the same number."""
     (one, first), (two, second) = readings.items()
     more = _fits(first) - _fits(second)
     return "" if not more else one if more > 0 else two
@@ -303,7 +304,8 @@ _GROUPED_BY_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+").fullmatch
 # --- dates --------------------------------------------------------------------------------------
 
 DATES = {"dd/mm/yyyy": "dmy", "mm/dd/yyyy": "mdy"}
-"""Notations of dates with their order of day, month, and year. Each also accepts ISO 8601."""
+"""Notations of dates, with their order of day, month, and year. Each notation also accepts ISO
+8601."""
 _NAME = r"[^\W\d_]{3,10}\.?"
 _DATE_FORM = re.compile(
     rf"(?:[^\W\d_]{{2,10}},? )?(\d{{1,4}}|{_NAME})(?:[-/ ]|\.\s?)(\d{{1,2}}|{_NAME}),?"
@@ -387,7 +389,7 @@ def _dates(
 ) -> tuple[Numbers, str, str]:
     """Parse values as dates, and return days since 1970, the notation, and the evidence.
 
-    Raises UnclearError if day and month could be swapped.
+    Raises UnclearError if day and month could be swapped, or if all dates are invalid.
     """
     iso = parse_dates(texts, "")
     other = []  # These values have another date format, with a year of two or four digits.
@@ -480,7 +482,7 @@ def merge_spellings(texts: Sequence[str], counts: Sequence[int], *, exact: bool)
 
 
 class Words:
-    """List of known words, which also finds words that are spelled differently."""
+    """Index of known words that also finds words in other spellings."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._exact = {name: place for place, name in enumerate(names)}
@@ -489,7 +491,7 @@ class Words:
         self._ambiguous = {key for key, count in keys.items() if count > 1}
         numbers = {_plain(name): place for place, name in enumerate(names)}
         distinct = len(numbers) == len(names) and not any(map(math.isnan, numbers))
-        self._numbers = numbers if distinct else {}  # 01 and 1e0 are then equal to 1.
+        self._numbers = numbers if distinct else {}  # With this, 01 and 1e0 match 1.
 
     def place(self, word: str) -> int | None:
         """Return the index of a word, or None if it is unknown."""
@@ -631,9 +633,9 @@ def _fault(
 ) -> str:
     """Return the error message for a column that mixes numbers (or dates) and words, or "".
 
-    A few words among numbers are mistakes. Many words are codes if the column has few distinct
-    integers that are all frequent (1, 2, 3, X). Among measurements, many words are unknown markers
-    of missing values.
+    A few words among numbers are treated as mistakes. Many words are codes, and thus valid, if the
+    column has few distinct integers that are all frequent (such as 1, 2, 3, X). Many words among
+    measurements are treated as unknown markers of missing values.
     """
     odd = np.isnan(numbers)
     num_numeric, num_odd, distinct = int(rows[~odd].sum()), int(rows[odd].sum()), _fits(numbers)

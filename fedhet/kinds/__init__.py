@@ -35,7 +35,8 @@ Array = npt.NDArray[Any]
 Change = Callable[["Tensor", "Generator"], "Tensor"]
 """Function from samples [N, ...] and a generator to augmented samples of the same shape."""
 Generate = Callable[[Array, Sequence[int], int, np.random.Generator], Array]
-"""(samples [N, ...], number of features of each table column, M, generator) -> samples [M, ...]."""
+"""Function from (samples [N, ...], features of each table column, M, generator) to samples
+[M, ...]."""
 _EXPECTED = (
     "x must be [N, F], [N, H, W], or [N, C, H, W] (channels first), with uint8 or finite values"
 )
@@ -120,7 +121,10 @@ class Kind:
     """Function that returns whether samples of a shape support `changes`."""
 
     def blank(self, count: int, shape: Shape) -> Tensor:
-        """Return samples of zeros, or texts of one token, on torch's default device."""
+        """Return `count` samples of zeros, on torch's default device.
+
+        Texts consist of the single token 1 instead.
+        """
         import torch
 
         if self.is_numeric:
@@ -239,8 +243,8 @@ AUGMENTATIONS = {name: kind for kind in KINDS.values() for name in kind.augmenta
 def kind_of_arrays(shape: Shape, stated: Kind | None = None) -> Kind:
     """Return the kind of samples read from arrays.
 
-    If `stated` is None, IMAGE, or TABLE, samples of shape [F] are table rows, and all others are
-    images.
+    If `stated` is None, IMAGE, or TABLE, samples of shape [F] are table rows, and all other
+    samples are images.
     """
     if stated in (None, IMAGE, TABLE):
         return TABLE if len(shape) == 1 else IMAGE
@@ -262,7 +266,7 @@ def augmentation(name: str, kind: Kind, shape: Shape) -> Change | None:
 
 
 def check_changeable(kind: Kind, shape: Shape, what: str) -> None:
-    """Check that samples can be augmented. Raises DataError, prefixed with `what`, otherwise."""
+    """Raise DataError, prefixed with `what`, unless samples can be augmented."""
     if not (kind.changeable and kind.is_changeable(shape)):
         supported = " or ".join(filter(None, (k.changeable for k in KINDS.values())))
         _raise_unsupported(what, kind.changeable or supported, kind, shape)

@@ -2,7 +2,7 @@
 
 Images [N, C, H, W] are float32 in [-1, 1]; texts [N, L] are int64, padded with PADDING. All random
 numbers come from a CPU generator seeded by the caller. Only RandAugment imports torchvision,
-because the import takes as long as PyTorch's.
+because this takes as long as importing PyTorch.
 
 RandAugment: Cubuk et al., Practical Automated Data Augmentation with a Reduced Search Space, 2020.
 Token deletion: Wei and Zou, EDA: Easy Data Augmentation, 2019. Token shuffling: Lample et al.,

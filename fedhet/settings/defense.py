@@ -77,9 +77,9 @@ Delta = Annotated[float, Field(gt=0, lt=0.1)]
 MIN_NOISE = 0.3
 """Minimum noise multiplier that privacy accounting supports.
 
-Below it, dp-accounting's series do not converge at every order. Epsilon is then no longer monotone
-in the noise, and finally becomes 0 (an internal NaN). Less noise would not protect the samples
-anyway, because a single step without sampling already has an epsilon above 20.
+Below this value, dp-accounting's series do not converge at every order. Epsilon is then no longer
+monotone in the noise, and finally becomes 0 (an internal NaN). Less noise would not protect the
+samples anyway, because a single step without sampling already has an epsilon above 20.
 """
 MIN_CLASS_NOISE = 1.0
 """Minimum noise of class sums and of counts, which keeps their combination above `MIN_NOISE`."""

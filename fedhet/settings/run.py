@@ -462,7 +462,7 @@ def held_out_clients(run: RunSettings) -> frozenset[int]:
 
 
 def draw_held_out(fraction: float, clients: int, seed: int) -> frozenset[int]:
-    """Draw the numbers of the held-out clients, a fraction of `clients`."""
+    """Draw the numbers of the held-out clients, a fraction `fraction` of all `clients`."""
     if not fraction:
         return frozenset()
     count = min(clients - 1, max(1, round(fraction * clients)))

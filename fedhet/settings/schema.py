@@ -95,7 +95,7 @@ class MethodSettings(Schema):
         return None
 
     def uses_public(self) -> bool:
-        """Return whether these settings require public data although the method does not."""
+        """Return whether these settings require public data, although the method alone does not."""
         return False
 
 
@@ -217,7 +217,7 @@ def _check_range(ends: tuple[int, int]) -> tuple[int, int]:
 
 # The following types and ranges are shared by several settings.
 ModelName = Annotated[str, A_MODEL]
-"""Name of a model, which `resolve` checks."""
+"""Model name, to be checked by `resolve`."""
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Listed = BeforeValidator(_as_tuple)
@@ -226,7 +226,7 @@ Distinct = AfterValidator(_check_distinct)
 """Validator that rejects empty tuples and duplicates."""
 Names = Annotated[tuple[str, ...], Listed]
 Metrics = Annotated[tuple[str, ...], Listed, AfterValidator(select_metrics)]
-"""Names of metrics, always including accuracy."""
+"""Names of metrics, including accuracy unless a metric of another task is named."""
 Ascending = Annotated[tuple[Count, ...], Listed, AfterValidator(_check_ascending)]
 MAX_QUANTILES = 99
 Quantiles = Annotated[
@@ -332,7 +332,7 @@ def unknown(name: str, names: Iterable[str]) -> SettingsError:
 
 
 def synonym_of(name: str, known: Collection[str]) -> str:
-    """Return the setting in `known` that other libraries call `name`, or "" if none."""
+    """Return the setting in `known` that other libraries call `name`, or "" if there is none."""
     target = SYNONYMS.get(_last_part(name), "")
     return target if target in known else ""
 

@@ -79,7 +79,7 @@ def _read(kind: Any, text: str, separators: str) -> Any:
     origin, parts = get_origin(kind), get_args(kind)
     if kind is str or origin is Literal:
         return _unquote(text)
-    if origin in (Union, UnionType):  # The text is a keyword, such as auto, or another type.
+    if origin in (Union, UnionType):  # The text is a keyword such as auto, or has another type.
         kinds = [_without_rules(part) for part in parts]
         keywords = [word for k in kinds if get_origin(k) is Literal for word in get_args(k)]
         types = [each for each in kinds if each is not str and get_origin(each) is not Literal]

@@ -8,12 +8,12 @@
   train.csv and optionally test.csv, or a directory with one file for each client.
 - `text:PATH`: texts. PATH is a file, a directory with train.csv and optionally test.csv, or a tree
   of .txt files with one directory for each class or with a label table.
-- `next-token:PATH`: windows of a text, labeled with the token that follows. PATH is a .txt file, or
-  a directory with train.txt and optionally test.txt.
+- `next-token:PATH`: windows of a text, labeled with the next token. PATH is a .txt file, or a
+  directory with train.txt and optionally test.txt.
 - `python:module:function`: a function without arguments. It returns a `Dataset`, a pair (x, y) of
   arrays, or a mapping with such pairs for `train` and optionally `test`, and optionally `classes`.
 
-The size of .npz files is checked before anything is decompressed, and pickled arrays are rejected.
+The size of .npz files is checked before decompression, and pickled arrays are rejected.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def infer_array_targets(
 ) -> TableSchema | None:
     """Infer the schema of the targets in the training arrays `y`, or return None for classes.
 
-    `arrays` contains each array by its source, for messages. Raises DataError if they are invalid.
+    `arrays` maps the source of each array, for messages, to the array. Raises DataError if an array
+    is invalid.
     """
     if find_task(spec.task) is Classification:
         return None
@@ -174,7 +175,7 @@ def infer_array_targets(
 
 
 def target_fields(schema: TableSchema | None) -> dict[str, Any]:
-    """Return `classes`, `schema`, and `task` of a dataset with a schema; {} if it is None."""
+    """Return the fields `classes`, `schema`, and `task` of a dataset, or {} without a schema."""
     if schema is None:
         return {}
     return {"classes": schema.outputs, "schema": schema, "task": schema.task_object}
@@ -187,9 +188,10 @@ def read_npz(
     classes: int = MAX_CLASSES,
     schema: TableSchema | None = None,
 ) -> Split:
-    """Read the arrays x and y of a file; table rows and images are read alike.
+    """Read labeled samples from the arrays x and y of an .npz file.
 
-    Raises DataError if the file is invalid or exceeds `data.max-bytes`.
+    The kind IMAGE also accepts table rows. Raises DataError if the file is invalid or exceeds
+    `data.max-bytes`.
     """
     arrays = read_arrays(path, ("x", "y"), spec)
     return make_split(arrays["x"], arrays["y"], path, kind, classes, schema)
@@ -214,7 +216,7 @@ def read_pair(
 def check_same_form(first: Split, other: Split, where: str, path: Path | str) -> None:
     """Raise DataError unless two splits have samples of the same shape and type.
 
-    `path` and `where` are the sources of the second and the first split.
+    `where` and `path` are the sources of the first and the second split.
     """
     for what, left, right in (
         ("shape", tuple(first.x.shape[1:]), tuple(other.x.shape[1:])),
@@ -237,7 +239,7 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     """Read DIR/train/<k>.npz, DIR/test/<k>.npz, and optionally DIR/common.npz as one dataset.
 
     The rows of each client are contiguous, with training rows before test rows; `Dataset.parts`
-    contains the numbers of these rows.
+    contains their numbers of training and test rows.
     """
     check_no_subset(spec)
     root = expanded(directory)
@@ -358,7 +360,7 @@ def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
-    """Return the path of a place, and its files with training and test rows, if they exist."""
+    """Return the path of a place, and the files with its training and test rows, or None."""
     path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: file or directory not found")
@@ -368,7 +370,7 @@ def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Pat
 
 
 def read_own_table(place: str, spec: DataSpec) -> Dataset:
-    """Read `table:PATH`.
+    """Read the dataset `table:PATH`.
 
     `Dataset.groups` is set if `data.by` is set or if there is one file per client. Raises DataError
     if a file is invalid, or if the columns of several files differ.
@@ -415,7 +417,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_own_texts(place: str, spec: DataSpec) -> Dataset:
-    """Read `text:PATH`.
+    """Read the dataset `text:PATH`.
 
     `Dataset.groups` is set if `data.by` names a column. Raises DataError if a file is invalid or
     `data.by` is unsupported.
@@ -431,7 +433,7 @@ def read_own_texts(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_next_tokens(place: str, spec: DataSpec) -> Dataset:
-    """Read `next-token:PATH`. Raises DataError if the directory has no train.txt."""
+    """Read the dataset `next-token:PATH`. Raises DataError if the directory has no train.txt."""
     path = expanded(place)
     if not path.is_dir():
         return read_windows(path, None, spec)
@@ -449,7 +451,7 @@ _EXPECTED = (
 
 @lru_cache(maxsize=4)
 def _call(path: str) -> Dataset | Mapping[str, Any]:
-    """Import and call the function `path`, "module:function", and cache its result.
+    """Import and call the function `path` ("module:function"), and cache its result.
 
     Raises DataError if the function cannot be called or returns an invalid result.
     """
@@ -526,7 +528,8 @@ def read_user_dataset(path: str, task: str, target: str) -> Dataset:
         split = make_split(x, y, where, schema=schema)
         if not len(split):
             raise DataError(f"{where}: no samples found")
-        splits[part] = Split(split.x.clone(), split.y.clone())  # The user may modify the arrays.
+        # Copy the arrays, because the user may modify them.
+        splits[part] = Split(split.x.clone(), split.y.clone())
     train, test = splits["train"], splits.get("test")
     if test is not None:
         check_same_form(train, test, "train", f"{name}: test")

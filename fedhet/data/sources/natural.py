@@ -84,7 +84,7 @@ class LeafForm:
 
 
 def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
-    """Read the files in DIR. Raises DataError if they are invalid."""
+    """Read a LEAF dataset from DIR. Raises DataError if its files are invalid."""
     root = expanded(place)
     train = root / "train" if (root / "train").is_dir() else root
     users, split = _read_leaf(train, spec, form)
@@ -94,7 +94,7 @@ def read_leaf(place: str, spec: DataSpec, form: LeafForm) -> Dataset:
 
 
 def _read_leaf(directory: Path, spec: DataSpec, form: LeafForm) -> tuple[list[str], Split]:
-    """Read the samples and the user of each sample, in the order of files and users."""
+    """Read the samples, and the user of each sample, in the order of the files and their users."""
     users: list[str] = []
     parts: list[tuple[npt.NDArray[Any], Index]] = []
     size = 0
@@ -202,7 +202,7 @@ class SitesForm:
 
 
 def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
-    """Read the files in DIR. Raises DataError if they are invalid."""
+    """Read images and their table from DIR. Raises DataError if they are invalid."""
     if form.own_tests:
         check_no_subset(spec)
     root = expanded(place)
@@ -360,8 +360,8 @@ def _integers(path: Path, spec: DataSpec) -> Index:
 def read_pamap2(place: str, spec: DataSpec) -> Dataset:
     """Read windows of 2.56 seconds from DIR/Protocol/subject*.dat, or DIR/subject*.dat.
 
-    Windows do not overlap and contain one activity; missing values are interpolated linearly.
-    Raises DataError if the files are invalid.
+    Windows do not overlap, and each window contains a single activity. Missing values are
+    interpolated linearly. Raises DataError if the files are invalid.
     """
     root = expanded(place)
     root = root / "Protocol" if (root / "Protocol").is_dir() else root

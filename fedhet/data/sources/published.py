@@ -1,6 +1,6 @@
 """Published datasets: datasets included in libraries, MedMNIST, and UCI Adult.
 
-- `digits`, `breast-cancer`: scikit-learn's 1,797 handwritten digits, and 569 rows on breast cancer.
+- `digits`, `breast-cancer`: scikit-learn's 1,797 digit images, and its 569 breast cancer records.
 - `mnist`, `fashion-mnist`, `cifar10`, `cifar100`: torchvision's files in `data.data-dir`.
 - `medmnist:FILE`: the .npz file of a 2D dataset from MedMNIST. `train_images` and `val_images` are
   the training set, and `test_images` is the common test set.
@@ -79,7 +79,7 @@ def read_digits(place: str, spec: DataSpec) -> Dataset:
 
 
 def read_breast_cancer(place: str, spec: DataSpec) -> Dataset:
-    """Read rows with 30 standardized numbers; a fixed fifth of the rows is the common test set."""
+    """Read the table with 30 standardized features; a fixed fifth is the common test set."""
     from sklearn.datasets import load_breast_cancer
     from sklearn.preprocessing import StandardScaler
 
