@@ -52,7 +52,7 @@ class PrivacyError(FedhetError):
 
 
 class MaskingError(FedhetError):
-    """Raised if a request violates the rules of secure aggregation. Contains no private data."""
+    """Raised if a request violates the rules of secure aggregation. Reveals no private data."""
 
 
 class StateError(FedhetError):

@@ -155,7 +155,7 @@ LabelScore = Callable[[Array, Array, Array], float]
 
 
 def label_scores(predictions: Predictions, score: LabelScore) -> dict[str, float]:
-    """Return a score of each label with at least one positive and one negative test sample.
+    """Return the score of each label that has a positive and a negative test sample.
 
     A score includes only the samples whose label is not missing.
     """
@@ -205,7 +205,7 @@ def macro_auc(predictions: Predictions) -> float:
 
 
 def micro_auc(predictions: Predictions) -> float | None:
-    """Return the AUC over all pairs of a sample and a label, except missing labels, or None."""
+    """Return the AUC over all present labels of all samples, or None if it is undefined."""
     present = ~np.isnan(predictions.truth)
     truth, likely = predictions.truth[present], predictions.probabilities[present]
     return label_auc(truth, truth, likely) if len(np.unique(truth)) == 2 else None
@@ -362,5 +362,5 @@ def in_order(name: str) -> tuple[int, int]:
 
 
 def is_shown(name: str) -> bool:
-    """Return whether the main tables show a reported name, i.e. no value of a single class."""
+    """Return whether the main tables show a reported metric. Values of one output are not shown."""
     return "." not in name

@@ -85,7 +85,7 @@ class Numbers:
         self._buffer: Tensor | None = None
 
     def take(self, count: int) -> Tensor:
-        """Return the next `count` numbers [count]. The numbers are equal on every device."""
+        """Return the next `count` numbers, of shape [count]. They do not depend on the device."""
         if self._device.type == "cpu":
             return self._draw(count)
         buffer = self._buffer

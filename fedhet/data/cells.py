@@ -505,8 +505,8 @@ def _read_objects(path: Path, spec: DataSpec, size: int) -> Cells:
 def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
     """Read a Parquet file column by column, and convert the values to text.
 
-    To bound the memory use, sizes are checked before and during decoding. Dictionary-encoded values
-    are stored only once, and delta-encoded values are decoded a few rows at a time.
+    To limit memory use, sizes are checked before and during decoding. Dictionary-encoded values are
+    stored only once, and delta-encoded values are decoded a few rows at a time.
     """
     with reading(path, "Parquet file", ""):
         import pyarrow as pa

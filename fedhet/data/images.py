@@ -69,7 +69,7 @@ class Form:
 
     @classmethod
     def of(cls, first: tuple[int, int], gray: bool, image_size: int) -> Form:
-        """Return the format with side `image_size`, or with the size `first` if that is 0."""
+        """Return the format with side length `image_size` or, if it is 0, with the size `first`."""
         size = (image_size, image_size) if image_size else first
         return cls("L" if gray else "RGB", size, image_size > 0)
 

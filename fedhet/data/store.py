@@ -137,7 +137,7 @@ class RunData:
         return dataset.test
 
     def label_space(self, index: int) -> tuple[int, ...]:
-        """Return the label space of client `index`, ascending; by default, all output indices."""
+        """Return the label space of client `index`, ascending. By default, it has all outputs."""
         if self._has_label_spaces:
             return self._assignment.spaces[index]
         return tuple(range(self.dataset.outputs))

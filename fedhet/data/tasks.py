@@ -68,7 +68,7 @@ AUTO = "auto"
 MAX_CLASSES = 1000
 """Maximum number of classes of a table."""
 MAX_PREDICTION = 1e15
-"""Maximum magnitude of a prediction. Larger or undefined predictions are replaced by this value."""
+"""Maximum magnitude of predictions when scores are computed. Replaces undefined predictions."""
 NUM_STRATA = 10
 """Number of equally sized groups of samples that replace the classes if targets are numbers."""
 QUANTILE = "quantile"
@@ -100,7 +100,7 @@ class Task(ABC):
     has_lists: ClassVar[bool] = False
     """Whether a value of the target column may be a list."""
     rule: ClassVar[str] = "prediction = output"
-    """Conversion of a model's outputs to predictions, as stated in model cards."""
+    """Formula from a model's outputs to predictions, for model cards."""
 
     # Settings of a run.
 
@@ -768,7 +768,7 @@ def _read_lists(
 
 
 def _bounded(numbers: Tensor) -> Array:
-    """Return numbers with undefined and huge numbers replaced by `MAX_PREDICTION`."""
+    """Convert a tensor to an array, clipped to ±`MAX_PREDICTION`. Replaces NaN by the maximum."""
     bounded: Array = numbers.detach().cpu().numpy().copy()
     bounded[np.isnan(bounded)] = MAX_PREDICTION
     return bounded.clip(-MAX_PREDICTION, MAX_PREDICTION)

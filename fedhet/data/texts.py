@@ -350,7 +350,7 @@ def read_files(files: Sequence[str], spec: DataSpec, like: Shape | None = None) 
 
 
 def _decoded(content: bytes, path: Path) -> tuple[str, str]:
-    """Return a text and its encoding. Raises DataError if the encoding is unknown."""
+    """Decode a text, and return it with its encoding. Raises DataError for an unknown encoding."""
     marked = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "")
     if not marked and content[:4000].count(0) * 10 > len(content[:4000]):
         # The file contains binary data, or UTF-16 without a byte order mark.

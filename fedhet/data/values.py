@@ -40,15 +40,15 @@ MISSING_NUMBER = frozenset(
     "not available", "no data", "not known", "not recorded", "not done", "not applicable",
     "no disponible", "non disponible", "sin dato", "keine angabe", "0000-00-00 00:00:00",
 }  # fmt: skip
-"""Additional markers of missing values in columns of numbers or dates. In other columns, they are
-words."""
+"""Additional markers of missing values in columns of numbers or dates. In other columns, these
+markers are words."""
 _MISSING_FORM = re.compile(r"#[¡¿]?[^\W\d]\S*|err:\d+|\.[a-z]", re.IGNORECASE)
 """Pattern for spreadsheet errors in all languages (#DIV/0!, #WERT!), and for .A to .Z from SAS and
 Stata."""
 MAX_NUMBER = 1e15
 """Maximum magnitude of a number, so that sums of squares are finite."""
 MAX_ODD = 0.1
-"""Fraction of non-numeric values in a numeric column below which they are treated as mistakes."""
+"""Non-numeric values in a numeric column are mistakes if their fraction is below this value."""
 FEW = 5
 """Minimum number of numeric values needed to treat a column's other values as mistakes."""
 MANY_CLASSES = 20

@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 Change = Callable[["Tensor", "Generator"], "Tensor"]
 """Function from samples [N, ...] and a generator to augmented samples of the same shape."""
 Generate = Callable[[Array, Sequence[int], int, np.random.Generator], Array]
-"""Function from (samples [N, ...], features of each table column, M, generator) to samples
+"""Function from (samples [N, ...], number of features per table column, M, generator) to samples
 [M, ...]."""
 _EXPECTED = (
     "x must be [N, F], [N, H, W], or [N, C, H, W] (channels first), with uint8 or finite values"
@@ -99,7 +99,7 @@ class Kind:
     pool_of_any: tuple[str, ...] = ()
     """Default pool for methods that do not need gradients; () = `pool`."""
     is_numeric: bool = True
-    """Whether samples are numbers instead of tokens, so that models without a kind support them."""
+    """Whether samples are numbers, not tokens. Models without a declared kind need numbers."""
     describe: Callable[[Shape], str] = lambda shape: f"shape {list(shape)}"
     """Function that describes a shape, for messages."""
     sizes: Callable[[Shape], Shape] = lambda shape: shape

@@ -95,7 +95,7 @@ class MethodSettings(Schema):
         return None
 
     def uses_public(self) -> bool:
-        """Return whether these settings require public data, although the method alone does not."""
+        """Return whether these settings require public data, even if the method itself does not."""
         return False
 
 
@@ -315,7 +315,7 @@ def build(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
 
 
 def unknown(name: str, names: Iterable[str]) -> SettingsError:
-    """Return the error for an unknown setting, with its full name or the closest known name."""
+    """Return the error for an unknown setting, with a hint such as the closest known name."""
     known = list(names)
     endings = {full.rpartition(".")[2]: full for full in reversed(known)}
     if target := synonym_of(name, known):

@@ -239,7 +239,7 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     """Read DIR/train/<k>.npz, DIR/test/<k>.npz, and optionally DIR/common.npz as one dataset.
 
     The rows of each client are contiguous, with training rows before test rows; `Dataset.parts`
-    contains their numbers of training and test rows.
+    contains the numbers of training and test rows.
     """
     check_no_subset(spec)
     root = expanded(directory)
@@ -360,7 +360,7 @@ def read_tree(place: str, spec: DataSpec, files: Files) -> Dataset:
 
 
 def _located(place: str, endings: Sequence[str]) -> tuple[Path, Path | None, Path | None]:
-    """Return the path of a place, and the files with its training and test rows, or None."""
+    """Return the path of a place, and its files of training and test rows (None if missing)."""
     path = expanded(place)
     if not path.exists():
         raise DataError(f"{path}: file or directory not found")
