@@ -46,8 +46,8 @@ READING = (
     "sample_kind", "test_fraction", "image_size", "text_column", "label_column", "tokenizer",
     "vocabulary", "max_tokens",
 )  # fmt: skip
-"""Settings in `[data]` that a site may declare. For all other data settings, a private site uses the
-defaults and ignores the run's values."""
+"""Settings in `[data]` that a site may declare. For all other data settings, a private site uses
+the defaults and ignores the run's values."""
 _UNSET = {"models.num-classes": 0, "data.sample-kind": "auto"}
 """Settings that are inferred from the data if they have these values."""
 _DECLARE = (
