@@ -20,10 +20,10 @@ Divergence = Literal["forward", "reverse"]
 Margin = Literal["largest", "nearest"]
 """Distance between classes that defines FedTGP's margin; see `feature_models.adaptive_margin`."""
 PrototypeDistance = Literal["euclidean", "mse"]
-"""Distance between features and prototypes, for the class means of a batch or for each sample.
-See `classwise.class_mean_distance` and `classwise.class_feature_loss`."""
+"""Distance between features and prototypes, for the class means of a batch ("euclidean") or for
+each sample ("mse"). See `classwise.class_mean_distance` and `classwise.class_feature_loss`."""
 Aggregation = Literal["average", "sparsity", "svd", "rank-partition", "freeze-a"]
-"""Aggregation rules for LoRA adapters with different ranks; see `adapters`."""
+"""Aggregation rule for LoRA adapters with different ranks; see `adapters`."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Suffixes of the factors A [r, Q] and B [P, r] of an adapter in a state dict."""
 Part = Literal["all", "trained", "all-but-norms", "extractor", "head", "lora-a"]

@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 
 
 def factors_of(state: Mapping[str, Value]) -> dict[str, tuple[Value, Value]]:
-    """Return the factors (B, A) in a state dict, by the path of their layer."""
+    """Return the factors (B, A) in a state dict, keyed by the path of their layer."""
     paths = [name.removesuffix(LORA_B) for name in state if name.endswith(LORA_B)]
     return {path: (state[path + LORA_B], state[path + LORA_A]) for path in paths}
 
@@ -68,7 +68,7 @@ def product_norm(factors: Sequence[Factors]) -> float:
 
 
 def product_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
-    """Return the best approximation of the average product B_k A_k, as factors of rank R.
+    """Return the best rank-R approximation of the average of the products B_k A_k, as factors.
 
     B contains the first R columns of U Sigma, and A the first R rows of the transposed V, in
     descending order of the singular values.
@@ -78,10 +78,10 @@ def product_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> 
 
 
 def level_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Factors:
-    """Return the best approximation of the sum of averaged rank levels, as factors of rank R.
+    """Return the best rank-R approximation of the sum of the averaged rank levels, as factors.
 
-    The clients' ranks divide an adapter into levels. Each level is averaged over the clients whose
-    rank includes it, so clients with small ranks do not shrink it.
+    The clients' ranks divide an adapter into levels. Each level is averaged only over the clients
+    whose rank includes it, so that clients with lower ranks do not shrink the average.
     """
     largest = before[1].shape[0]
     ends = sorted({a.shape[0] for (_, a), _ in parts} | {largest})
@@ -97,7 +97,7 @@ def level_average(parts: Sequence[tuple[Factors, float]], before: Factors) -> Fa
 
 
 def truncated(terms: Sequence[Factors], before: Factors) -> Factors:
-    """Return U Sigma [P, R] and V' [R, Q] for the sum of products, as float32.
+    """Return the truncated SVD of a sum of products, as factors U Sigma [P, R] and V' [R, Q].
 
     Computes the SVD of the small matrix between the QR factors of the stacked terms, instead of the
     SVD of the product [P, Q]. If the rank of the sum is less than R, the missing rows of A are

@@ -230,7 +230,7 @@ class VariedTeacher(Teacher):
     """
 
     def __init__(self, teacher: Teacher, generator: torch.Generator) -> None:
-        """Wrap a teacher with features [C, S, D], from which `generator` draws."""
+        """Wrap a teacher with features [C, S, D]; `generator` draws the features of each sample."""
         super().__init__(teacher.features, teacher.log_probabilities, teacher.known, teacher.scale)
         choices = teacher.features.shape[1]
         self._picks = Numbers(
@@ -302,7 +302,7 @@ def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> T
 
     This is the mean, over the known classes in the batch, of the Euclidean distance between the
     mean features of the class in the batch and the teacher's features. It is 0 if the batch has no
-    known class. The gradient of a distance has length 1, or 0 if both vectors coincide.
+    known class. The gradient of a distance has length 1, or 0 if the two vectors are equal.
     """
     member = F.one_hot(labels, len(teacher.known)).T.float()
     with torch.autocast(member.device.type, enabled=False):

@@ -5,7 +5,7 @@ Reciprocity Learning (FedType), Section 3.2 and Appendix B. RAPS: Angelopoulos e
 Sets for Image Classifiers using Conformal Prediction.
 
 Shapes: N samples, n held-out samples, C classes, P classes in the client's label set. Logits,
-probabilities and sets are tensors [N, C], labels [N]; sets are bool masks.
+probabilities and sets have the shape [N, C], and labels have the shape [N]. Sets are Boolean masks.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def calibrate(
 def fit_temperature(logits: Tensor, labels: Tensor) -> Tensor:
     """Fit the temperature T, a scalar, with gradient steps on the likelihood.
 
-    This is Platt scaling as in Appendix F, with 10 iterations of SGD that start from T = 1.3 with
-    the learning rate 0.01. Unlike in the paper, every iteration uses all n samples. With p =
+    This is Platt scaling as in Appendix F, with 10 iterations of SGD at a learning rate of 0.01,
+    starting from T = 1.3. Unlike in the paper, every iteration uses all n samples. With p =
     softmax(z / T), the gradient of the mean negative log-likelihood is the mean of (z_y - sum_k p_k
     z_k) / T^2.
     """
@@ -90,8 +90,8 @@ def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) 
     If `corrected` is set, tau is the ceil((n + 1)(1 - theta)) / n quantile, as printed (Appendix B,
     step 3). It is infinite if this level exceeds 1, because then only the set of all classes is
     valid. If `corrected` is not set, tau is the (1 - theta) quantile, rounded up to the higher of
-    two neighbors, as in RAPS' published code. This quantile is always finite, and differs only for
-    small n.
+    two neighbors, as in RAPS' published code. This quantile is always finite, and differs
+    noticeably from the corrected quantile only for small n.
     """
     rank = _quantile_rank(len(scores), theta, corrected=corrected)
     if rank > len(scores):
@@ -112,7 +112,7 @@ def _quantile_rank(count: int, theta: float, *, corrected: bool) -> int:
 
 
 def unpenalized_ranks(labels: int) -> int:
-    """Return the default of k_reg for a number of labels.
+    """Return the default value of k_reg for the given number of labels.
 
     The default is 1 for up to 10 labels, 5 for 100 or more labels, and interpolated in between. The
     papers of FedType and RAPS only state the value 5.
@@ -167,13 +167,13 @@ def prediction_sets(
 ) -> Tensor:
     """Return the prediction sets (Eq. 6) as a mask [N, C].
 
-    An empty set is replaced by the set of the most likely label.
+    An empty set is replaced with a set that contains the most likely label.
 
     Args:
         logits: Logits, of shape [N, C].
         calibration: Temperature and threshold, as scalars or tensors of shape [N, 1].
         u: Random factors, of shape [N].
-        penalty: g(delta, lambda), as a number or a tensor of shape [N, 1].
+        penalty: Penalty g(delta, lambda), as a number or a tensor of shape [N, 1].
         k_reg: Number of ranks without penalty.
     """
     probabilities = (logits.float() / calibration.temperature).softmax(1)
@@ -240,7 +240,7 @@ def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool 
 
 
 class Imitation:
-    """Imitation in one round: each epoch's prediction sets, and the private model's loss."""
+    """Imitation of the proxy in one round: the prediction sets, and the private model's loss."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class Imitation:
 
         Args:
             settings: Settings of FedType.
-            labels: Columns of the logits that sets may contain, ascending, of shape [P].
+            labels: Classes (columns of the logits) that sets may contain, ascending, of shape [P].
             noise: Random generator of the factors u.
             accuracy: Last measured accuracy of the proxy on the held-out samples, or None.
         """
@@ -268,7 +268,8 @@ class Imitation:
         self.calibrations: tuple[Calibration, ...] = ()
         """Conformal models of the proxy and of the private model (Eq. 5)."""
         self._parameters: tuple[Tensor, ...] = ()
-        """Temperatures, thresholds and penalties, each [2], of the private model and the proxy."""
+        """Temperatures, thresholds and penalties [2] of the private model and the proxy, in this
+        order."""
         self._random_factors = Numbers(
             lambda count: torch.rand(count, generator=noise), labels.device
         )
@@ -372,7 +373,7 @@ class Imitation:
         return means if tau == torch.inf else {**means, "tau": tau}
 
     def _factors(self, count: int) -> Tensor:
-        """Draw the factors u [count] for Eq. 6."""
+        """Return the factors u [count] for Eq. 6, which are random or constant."""
         if isinstance(u := self.settings.u, str):
             return self._random_factors.take(count)
         return torch.full((count,), u, device=self.labels.device)

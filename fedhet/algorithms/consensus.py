@@ -24,7 +24,8 @@ DEVIATIONS = 3.0
 """Number of standard deviations that the filter tolerates. The published code filters if the
 variance exceeds 9 and assumes sigma = 1."""
 MAJORITY = 0.5
-"""Minimum fraction of the clients' weight that the filter keeps, because a majority is honest."""
+"""Minimum fraction of the clients' weight that the filter keeps, because most clients are
+honest."""
 BLOCK = 1024
 """Number of samples to filter at the same time, which bounds the memory."""
 
@@ -59,8 +60,9 @@ def median_scores(probabilities: Array) -> Array:
 def trimmed_scores(probabilities: Array, fraction: float) -> Array:
     """Return the normalized coordinate-wise trimmed mean [R, C] of probabilities [K, R, C].
 
-    For each coordinate, the lowest and the highest values are removed. The number removed at each
-    end is `fraction` of the clients, rounded up, but at least one or two values remain.
+    For each coordinate, the lowest and the highest values are removed. At each end, ceil(`fraction`
+    * K) values are removed, but at least one value remains if K is odd, and at least two if K is
+    even.
     """
     clients = len(probabilities)
     cut = min(math.ceil(fraction * clients), (clients - 1) // 2)
@@ -98,7 +100,7 @@ def filter_weights(points: Array, sigma: float) -> Array:
 
 
 def _largest_variance(x: Array, weights: Array) -> tuple[Array, Array]:
-    """Return the largest variance along any direction v [R], and the distances along v [R, K].
+    """Return the largest variance [R] along any direction v, and the distances [R, K] along v.
 
     The distances are squared distances from the mean, and 0 for points without weight. The
     eigenvalues are computed from the K x K matrix of inner products, which has the same nonzero
@@ -147,7 +149,7 @@ class Vote:
     """Vote of one participant.
 
     Attributes:
-        predictions: Predicted class of each instance, of shape [N]; C is an abstention.
+        predictions: Predicted class of each instance, of shape [N]; C means an abstention.
         space: Label space of the participant, of shape [P].
         weight: Credibility weight (Section 4.6).
     """
@@ -160,10 +162,11 @@ class Vote:
 def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
     """Count the votes, and return the pseudolabeled sets (Algorithm 1).
 
-    Instance x joins P_k if more than a fraction `threshold` of the participants with class c_k
-    predicts c_k for x, by weight (Eq. 18). An instance can join several sets. A participant that
-    abstains counts in the denominator, because line 5 counts the label spaces before the votes. The
-    order of the votes does not affect the result if the weights are integers or equal.
+    Instance x joins the set P_k if more than a fraction `threshold` of the participants with class
+    c_k, counted by weight, predict c_k for x (Eq. 18). An instance can join several sets. A
+    participant that abstains counts in the denominator, because line 5 counts the label spaces
+    before the votes. The order of the votes does not affect the result if the weights are integers
+    or equal.
 
     Args:
         votes: Votes of the participants.
@@ -171,7 +174,7 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
         threshold: Fraction alpha.
 
     Returns:
-        A mask of shape [C, N], whose row k is P_k.
+        A mask of shape [C, N]; row k is the set P_k.
     """
     instances = len(votes[0].predictions) if votes else 0
     # TOTAL is the total weight of the participants with each class (line 5).

@@ -12,8 +12,8 @@ The teacher is:
 
 Shapes: N samples, C classes, K clients; logits are [N, C] or [K, N, C].
 
-Losses with arguments `loss_of` and `divergence_of` also support other tasks, whose outputs [N, C]
-take the place of the logits; see `fedhet.data.tasks.Task`.
+Losses with arguments `loss_of` and `divergence_of` also support other tasks (see
+`fedhet.data.tasks.Task`). The outputs [N, C] of these tasks take the place of the logits.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def mutual_loss(
     """Return FML's loss, weight CE(own) + (1 - weight) KL(peer || own), as a scalar.
 
     `own` and `peer` are logits [N, C], and the labels have the shape [N]. No gradient flows into
-    the peer. Another task has other functions than CE and KL (not in the paper).
+    the peer. For other tasks, `loss_of` and `divergence_of` replace CE and KL (not in the paper).
     """
     supervised = loss_of(own.float(), labels)
     return weight * supervised + (1 - weight) * divergence_of(peer, own)
@@ -169,9 +169,10 @@ def mutual_losses(
         mentee: Outputs of the mentee.
         labels: Labels, of shape [N].
         options: Options of the distillation intensity.
-        loss_of: Loss of another task (not in the paper), by sample [N] or as the mean of a batch,
-            according to `options`. The default is the cross-entropy.
-        divergence_of: Loss of each sample [N] from a teacher's and a student's outputs.
+        loss_of: Loss of another task (not in the paper): the loss of each sample [N] if
+            `options.by_sample` is set, otherwise the mean of the batch. The default is the
+            cross-entropy.
+        divergence_of: Loss of each sample [N], given a teacher's and a student's outputs.
     """
     if loss_of is None:
         loss_of = partial(F.cross_entropy, reduction="none" if options.by_sample else "mean")
@@ -271,7 +272,7 @@ def reliability(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Selection:
-    """Functions with which FedGEMS selects knowledge, from predictions and labels of samples."""
+    """Rules for selecting knowledge in FedGEMS, based on the predictions and labels of samples."""
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mask [N] of the samples that are predicted correctly."""
@@ -312,7 +313,8 @@ class SelectionByError(Selection):
     def reliability(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weights [K, N] of the clients' outputs [K, N, C].
 
-        They are computed in float64, with errors of at least a thousandth of the tolerance.
+        The weights are computed in float64. Errors are clamped to at least a thousandth of the
+        tolerance.
         """
         errors = torch.stack([self.errors(own.float(), labels) for own in logits]).double()
         precision = errors.clamp_min(self.tolerance / 1000).reciprocal()
@@ -323,7 +325,7 @@ class SelectionByError(Selection):
     def loss(
         self, logits: Tensor, labels: Tensor, teacher: Tensor, known: Tensor, epsilon: float
     ) -> Tensor:
-        """Return the mean loss of a batch, with a teacher's outputs for the `known` samples."""
+        """Return the mean loss of a batch, including distillation for the samples in `known`."""
         supervised = self.losses(logits.float(), labels)
         distilled = self.divergences(teacher.detach().float(), logits.float())
         mixed = epsilon * supervised + (1 - epsilon) * distilled
@@ -375,8 +377,8 @@ def select_targets(
 ) -> Targets:
     """Select the targets of the samples in S1, S2 and S3.
 
-    Samples in S1 have no target. The targets in S2 are `recalled` (Eq. 2), and the targets in S3
-    are the known targets in `fused` (Eq. 5).
+    Samples in S1 have no target. Samples in S2 have the targets in `recalled` (Eq. 2), and samples
+    in S3 have the targets in `fused` (Eq. 5), if these targets exist.
     """
     _, second, third = parts
     logits = torch.where(second.unsqueeze(1), recalled.logits, fused.logits)

@@ -281,7 +281,7 @@ class Cvae(nn.Module):
         return mean, log_variance
 
     def decode(self, latent: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean of p(s | z, y), of shape [N, D], in standardized features."""
+        """Return the mean of p(s | z, y), of shape [N, D], on the standardized scale."""
         decoded: Tensor = self.decoder(self._join(latent, labels))
         return decoded
 
@@ -355,7 +355,7 @@ def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
     Args:
         synthetic: S synthetic features of each class, of shape [P, S, D].
         classes: Row of `means` that belongs to each class, of shape [P].
-        means: Means of all classes in the raw scale, of shape [M, D].
+        means: Means of all classes on the raw scale, of shape [M, D].
 
     Raises:
         ValueError: If there are no synthetic features.
@@ -371,7 +371,7 @@ def separation(synthetic: Tensor, classes: Tensor, means: Tensor) -> float:
 def synthesize(model: Cvae, labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Generate `count` synthetic features [P, count, D] for each class in `labels` [P].
 
-    The features are means of p(s | z, y) for z ~ N(0, I), in the raw scale.
+    The features are means of p(s | z, y) for z ~ N(0, I), on the raw scale.
     """
     rows = labels.repeat_interleave(count)
     latent = torch.randn(len(rows), model.latent, generator=generator)
@@ -386,7 +386,7 @@ class Generator(nn.Module):
     """
 
     def __init__(self, classes: int, noise: int, hidden: int, width: int) -> None:
-        """Create a generator from noise of width E = `noise` to features of width D = `width`."""
+        """Create a generator with noise of width E = `noise` and features of width D = `width`."""
         super().__init__()
         self.classes, self.noise = classes, noise
         self.hidden = nn.Sequential(
@@ -416,7 +416,7 @@ class Head:
     """Ensemble of linear heads, stored as one averaged head per generated class.
 
     Attributes:
-        weight: Weights, of shape [C, C, D], whose first axis is the generated class.
+        weight: Weights, of shape [C, C, D]; the first axis is the generated class.
         bias: Biases, of shape [C, C].
     """
 

@@ -119,7 +119,7 @@ class VariationalModel(LocalModel):
     """
 
     noise = 1.0
-    """Factor by which the noise is multiplied when weights are sampled; 1 samples from q."""
+    """Factor for the noise of sampled weights; with the factor 1, weights are sampled from q."""
 
     def __init__(
         self, model: nn.Module, anchor: Weights, scale: Weights, zeta: float, seed: int

@@ -24,7 +24,7 @@ clients at the typical distance. The published filter tolerates nine times a kno
 MIN_WEIGHT = 0.5
 """Weight below which the filter excludes a client."""
 ROUNDING = 1e-12
-"""Mean squared differences up to this multiple of the mean square count as rounding errors."""
+"""Mean squared differences of at most this multiple of the mean square are rounding errors."""
 MAX_RELATIVE = 100.0
 """Maximum squared distance, relative to the typical distance, so that no distance dominates."""
 
@@ -32,13 +32,13 @@ MAX_RELATIVE = 100.0
 def max_malicious(clients: int, fraction: float) -> int:
     """Return the number f of malicious clients that a robust average over `clients` must tolerate.
 
-    f is the given fraction of the clients, rounded up, but always less than half of them.
+    f is the given fraction of the clients, rounded up, but always less than half of the clients.
     """
     return max(min(math.ceil(fraction * clients - 1e-9), (clients - 1) // 2), 0)
 
 
 def min_replies(average: str, malicious: int) -> int:
-    """Return the number of replies that a rule needs to tolerate `malicious` clients.
+    """Return the number of replies that an aggregation rule needs to tolerate malicious clients.
 
     A majority must be honest. Krum needs two more replies (Blanchard et al., Proposition 4.2).
     """
@@ -117,11 +117,11 @@ def relative_distances(squared: Array, fraction: float) -> Array:
 
 
 def geometric_weights(squared: Array) -> Array:
-    """Return normalized weights [K] with which the clients' mean is the geometric median.
+    """Return normalized weights [K] for which the clients' weighted mean is their geometric median.
 
     Uses Weiszfeld's iterations with the smoothing from Pillutla, Kakade and Harchaoui, Robust
     Aggregation for Federated Learning (RFA), IEEE Transactions on Signal Processing 2022, Algorithm
-    2. The clients' squared distances [K, K] determine their distances from a weighted mean.
+    2. The distances from the weighted mean are computed from the clients' squared distances [K, K].
     """
     lower_bound = SMOOTHING * math.sqrt(squared[squared > 0].min(initial=np.inf))
     weights = np.full(len(squared), 1 / len(squared))

@@ -96,7 +96,8 @@ def honest_majority(run: RunSettings) -> tuple[int, int, int]:
     count = min(clients_to_sample(needed, run.pace.over_selection), members)
     if defense.average == "mean":
         return 0, count, 1
-    # Unless clients are selected at random, malicious clients can influence the selection.
+    # Unless clients are selected at random, malicious clients can influence the selection, so that
+    # all of them may be in the round.
     among = count if run.pace.select == "random" else members
     malicious = min(max_malicious(among, defense.malicious_fraction), count)
     required = min(min_replies(defense.average, malicious), count) if malicious else 1
@@ -125,8 +126,8 @@ def closing(
 def closing_of_evaluation(pace: PaceSettings, calls: int, durations: Iterable[float]) -> Closing:
     """Return the closing rule of an evaluation.
 
-    After enough replies have arrived, an evaluation continues for as long as they took, but at
-    least MIN_GRACE seconds, because a client that misses the evaluation is not called again.
+    After enough replies have arrived, an evaluation continues for as long as these replies took,
+    but at least MIN_GRACE seconds, because a client that misses the evaluation is not called again.
     """
     rule = closing(pace, calls, calls, durations)
     return replace(rule, grace=max(pace.grace, MIN_GRACE), patience=1.0)
@@ -160,7 +161,7 @@ def fedbuff_rate(samples: Sequence[float], ages: Sequence[int], server_lr: float
 
 
 def rebase(current: Array, trained: Array, start: Array, rate: float, low: float | None) -> Array:
-    """Apply a client's update to the current tensor, although it was computed from an older tensor.
+    """Apply a client's update, which was computed from an older tensor, to the current tensor.
 
     Args:
         current: The server's current tensor.
@@ -183,7 +184,7 @@ def rebase(current: Array, trained: Array, start: Array, rate: float, low: float
 MILESTONES = (0.5, 0.75)
 """Default milestones, as fractions of the rounds (He et al., Deep Residual Learning, 2016)."""
 MIN_CHANGE = 1e-4
-"""Minimum relative improvement, which is the default of ReduceLROnPlateau."""
+"""Minimum relative improvement (the default of ReduceLROnPlateau)."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ NO_PLATEAU = Plateau()
 def rate_factor(
     settings: TrainingSettings, round: int, rounds: int, plateau: Plateau = NO_PLATEAU
 ) -> float:
-    """Return the factor for the learning rate in `round`, in (0, 1]; rounds start at 1."""
+    """Return the factor, in (0, 1], for the learning rate in `round` (counted from 1)."""
     warm_up = settings.warm_up_rounds
     factor = min(1.0, round / (warm_up + 1))  # The factor is linear during the warm-up, then 1.
     # The factor is 1 in the first round after the warm-up and near 0 at the end.

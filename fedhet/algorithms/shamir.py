@@ -15,11 +15,11 @@ from itertools import combinations
 PRIME = 2**521 - 1
 SECRET_BYTES, SHARE_BYTES = 32, 66
 MAX_WRONG = 2
-"""Maximum number of wrong shares that are detected, if enough right shares remain."""
+"""Maximum number of wrong shares that are detected, if enough correct shares remain."""
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """Split a secret of 32 bytes into `count` shares, any `threshold` of which determine it.
+    """Split a secret of 32 bytes into `count` shares; any `threshold` shares determine it.
 
     Returns:
         The shares 1 to `count`, of 66 bytes each.
@@ -41,11 +41,11 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 
 
 def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
-    """Reconstruct the secret from shares, keyed by their numbers from 1; two of them may be wrong.
+    """Reconstruct the secret from shares, keyed by number (from 1). Up to two shares may be wrong.
 
     A value computed from too few shares or from wrong shares exceeds 32 bytes, except with
-    probability 2^-265. If the value of all shares does, shares are left out, until the other shares
-    determine a secret.
+    probability 2^-265. If the value computed from all shares exceeds 32 bytes, one or two shares
+    are excluded such that the remaining shares determine a secret.
 
     Returns:
         The secret, and the numbers of wrong shares.
@@ -78,7 +78,7 @@ def join(shares: Mapping[int, bytes]) -> tuple[bytes, tuple[int, ...]]:
 
 @lru_cache(maxsize=8)
 def _weights(numbers: tuple[int, ...]) -> list[int]:
-    """Return the weights of shares in the value at 0 of the polynomial through them (Lagrange)."""
+    """Return the Lagrange weights of shares; the weighted sum is the polynomial's value at 0."""
     weights = []
     for number in numbers:
         numerator = denominator = 1

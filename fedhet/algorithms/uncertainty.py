@@ -48,7 +48,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def dropping(model: nn.Module) -> Iterator[None]:
-    """Enable dropout in evaluation mode, in which batch norms use their running statistics."""
+    """Enable dropout, while all other layers, such as batch norms, are in evaluation mode."""
     with evaluating(model):
         for part in model.modules():
             if isinstance(part, DROPOUTS):
@@ -118,7 +118,7 @@ def most_certain(predictions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def certainty(entropies: Tensor, classes: int) -> float:
-    """Return H-bar (Eq. 14), from 0 to 1, for the entropies [N] of one model.
+    """Return the certainty H-bar (Eq. 14), from 0 to 1, for the entropies [N] of one model.
 
     This uses the mean instead of the sum in Eq. 12, because the paper requires 0 <= H-bar <= 1.
     Returns 0 if there are no samples.
@@ -129,7 +129,7 @@ def certainty(entropies: Tensor, classes: int) -> float:
 
 
 def relation(certainty: float, accuracy: float, labeled: float, kind: RelationKind) -> float:
-    """Return Corr(k|j), from 0 to 1 (Eq. 13).
+    """Return the relation Corr(k|j), from 0 to 1 (Eq. 13).
 
     Args:
         certainty: Certainty H-bar (Eq. 14).
@@ -249,7 +249,7 @@ class Plan:
 
 
 def ranked(helpers: Iterable[Helper]) -> list[Helper]:
-    """Sort helpers by their relation, with the lowest relation first."""
+    """Sort helpers by relation, then by number, lowest first."""
     return sorted(helpers, key=lambda helper: (helper.relation, helper.number))
 
 

@@ -104,7 +104,7 @@ class RunningAverage:
         self._total = 0.0
 
     def add(self, weights: Arrays, weight: float) -> None:
-        """Add a model. Use a sorted order, because the order may affect the last bit."""
+        """Add a model. Pass models in sorted order, because the order may affect the last bit."""
         for name, value in weights.items():
             if first := name not in self._sums:
                 self._sums[name] = np.empty(value.shape)
@@ -171,7 +171,7 @@ class SubModel:
     head: str = "classifier."
 
     def region(self, name: str) -> tuple[Any, ...]:
-        """Return the index of a global tensor's elements that the client trained."""
+        """Return the index of the elements of a global tensor that the client trained."""
         region: tuple[Any, ...] = tuple(map(slice, self.weights[name].shape))
         if self.labels is not None and name.startswith(self.head):
             return (self.labels, *region[1:])
@@ -277,7 +277,7 @@ def largest(values: Array, count: int) -> Array:
 
 
 def energy_kept(round: int, rounds: int, start: float, end: float) -> float:
-    """Return the energy T(t) = T_start + (T_end - T_start) t, with t = round / rounds.
+    """Return the energy fraction T(t) = T_start + (T_end - T_start) t, with t = round / rounds.
 
     According to FedKD's Eq. 9, updates in late rounds are approximated more precisely.
     """

@@ -32,10 +32,10 @@ MIN_BATCH, MAX_BATCH_CPU, MAX_BATCH_ACCELERATOR = 32, 1024, 8192
 
 
 class _DeferredCompiler(ModuleType):
-    """Placeholder for `torch._dynamo` that imports it when an undefined attribute is first used.
+    """Placeholder for `torch._dynamo`: imports the real module when an undefined attribute is used.
 
     PyTorch's optimizers and torchvision import PyTorch's compiler, although only compiled graphs
-    need it, and the import takes longer than a small run.
+    need the compiler. The import takes longer than a small run.
     """
 
     @classmethod
@@ -47,7 +47,7 @@ class _DeferredCompiler(ModuleType):
             torch._dynamo = sys.modules["torch._dynamo"]
 
     def __getattr__(self, name: str) -> Any:
-        """Import the compiler, and return its attribute."""
+        """Import the compiler, and return its attribute `name`."""
         is_package = self.__name__ == "torch._dynamo"
         if name.startswith("__") and not (is_package and name in ("__path__", "__all__")):
             raise AttributeError(name)  # `inspect` requests `__file__` from every module.
@@ -82,7 +82,7 @@ class Compute:
 
     device: torch.device
     autocast_dtype: torch.dtype | None = None
-    """Data type of mixed precision; None = float32 without autocast."""
+    """Data type for mixed precision, or None for float32 without autocast."""
     channels_last: bool = False
     """Whether images and convolutions use the channels-last memory format."""
     eval_batch: int | None = None
@@ -132,8 +132,9 @@ class Compute:
     def fit_on_device(self, *parts: Tensor) -> list[Tensor]:
         """Copy samples [N, ...] to the device if all of them fit; otherwise return them unchanged.
 
-        They fit if the total size of samples on the device does not exceed `sample_bytes`, and if
-        they need at most half of the free memory. Otherwise, batches are copied one by one.
+        The samples fit if they need at most half of the free memory, and if the total size of all
+        samples on the device does not exceed `sample_bytes`. Samples that do not fit are copied
+        batch by batch.
         """
         if self.device.type == "cpu":
             return list(parts)
@@ -141,7 +142,7 @@ class Compute:
         _on_accelerators[:] = map(weakref.ref, alive)
         size = sum(part.nbytes for part in parts)
         used = sum(x.nbytes for x in alive if x.device.type == self.device.type)
-        # Other accelerators do not report their free memory.
+        # Query the free memory only on CUDA, because other accelerators do not report it.
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2**62
         if used + size > self.sample_bytes or size > free // 2:
             return list(parts)
@@ -173,8 +174,8 @@ def scaled(x: Tensor) -> Tensor:
 def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
     """Return the evaluation batch size for `model` on samples x [N, ...].
 
-    If 'engine.eval-batch-size' is not set, the batch size limits the largest layer output, whose
-    size is measured with a forward pass of one sample.
+    If 'engine.eval-batch-size' is not set, the batch size is chosen to limit the largest layer
+    output, which is measured with a forward pass of one sample.
     """
     if compute.eval_batch:
         return compute.eval_batch
@@ -198,7 +199,7 @@ def evaluation_batch(model: nn.Module, x: Tensor, compute: Compute) -> int:
 
 
 def compute_for(settings: ComputeSettings) -> Compute:
-    """Create the `Compute` for engine settings.
+    """Create the `Compute` object for engine settings.
 
     Raises SettingsError if the device or the precision is unavailable.
     """
@@ -209,7 +210,7 @@ def compute_for(settings: ComputeSettings) -> Compute:
         )
     if precision == "auto":
         # On CPUs, bfloat16 is faster with AMX; with AVX-512 alone, some methods gain nothing
-        # (docs/performance.md). PyTorch 2.11 may lack this function.
+        # (docs/performance.md). PyTorch 2.11 may lack `get_capabilities`.
         capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
         on_gpu, on_cpu = device.type == "cuda", device.type == "cpu"
         is_faster = (
@@ -242,9 +243,9 @@ def compute_for(settings: ComputeSettings) -> Compute:
 
 
 def resolve_precision(settings: EngineSettings) -> EngineSettings:
-    """Replace the value `auto` of precision and memory format with the choice for this machine.
+    """Replace `auto` in the precision and the memory format with the values for this machine.
 
-    Raises SettingsError if the device is not found.
+    Raises SettingsError if the device or the precision is unavailable.
     """
     compute = compute_for(settings)
     name = str(compute.autocast_dtype or torch.float32).removeprefix("torch.")

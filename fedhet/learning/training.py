@@ -22,10 +22,9 @@ from fedhet.learning.devices import CPU, Compute, evaluation_batch
 from fedhet.settings.run import TrainingSettings
 
 BatchLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function from a batch x [N, ...], y [N] to its mean loss, a scalar with gradient."""
+"""Function that maps a batch x [N, ...], y [N] to its mean loss, a scalar with gradient."""
 Penalty = Callable[[], Tensor | float]
-"""Function that returns a loss term that depends only on the weights: a scalar with gradient, or
-0.0."""
+"""Function that returns a penalty on the weights alone: a scalar with gradient, or 0.0."""
 Augment = Callable[[Tensor], Tensor]
 """Function that randomly augments images [N, C, H, W] or tokens [N, L]."""
 
@@ -138,7 +137,7 @@ class Optimization:
         }
 
     def load_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `state` if it matches the parameters of `model`."""
+        """Restore an optimizer state from `state` if it matches the parameters of `model`."""
         parameters = dict(model.named_parameters())
         entries = [(*name.rpartition("/")[::2], value) for name, value in state.items()]
         for name, _, value in entries:
@@ -220,7 +219,7 @@ def train_epochs(
     """Train with mini-batches, and return the mean loss over the last epoch.
 
     Args:
-        x: Samples [N, ...] on the device, or on the host. Bytes are scaled batch by batch.
+        x: Samples [N, ...] on the device or on the host. uint8 images are scaled batch by batch.
         y: Labels [N] on the device.
         loss_of: Function that returns the mean loss of a batch.
         optimizing: Optimizer for the trained parameters.
@@ -232,7 +231,7 @@ def train_epochs(
         after_batch: Called after the steps on each batch.
         before_epoch: Called with the number of each epoch, from 0.
         augment: Function that augments the samples in each batch.
-        penalty: Function that returns a loss term that depends only on the weights.
+        penalty: Function that returns a penalty on the weights alone.
     """
     loss_of = compute.compiled(loss_of) if optimizing.compiles else loss_of
     mean = math.nan
@@ -267,7 +266,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics by name; see `fedhet.models.evaluate_model`."""
     majority: float = math.nan
-    """Headline score from always predicting a constant: the most frequent class, or the mean."""
+    """Headline score of a constant prediction: the most frequent class, or the mean."""
 
 
 @torch.inference_mode()
@@ -282,7 +281,8 @@ def evaluate(
 
     If `all_logits` is not None, the logits of each batch are appended to it.
     """
-    # Copy the labels first, so that the copy does not wait for batches.
+    # Read the count before the batches are queued, so that its copy to the host does not wait for
+    # them.
     most_frequent = int(torch.bincount(y).max())
     correct = torch.zeros((), device=compute.device)
     loss = torch.zeros((), device=compute.device)

@@ -91,7 +91,7 @@ EXTERNAL = (
     (is_encoder, check_encoder, assemble_encoder),
     (is_timm, check_timm, assemble_timm),
 )
-"""For each family of custom or library models, functions that match a name, check it, and build the
+"""Functions for each family of custom or library models: match a name, check it, and build the
 model."""
 NO_SAMPLE_GRADIENTS = frozenset(
     {"signal-gru", "text-gru", "text-lstm", "text-transformer", "ft-transformer"}
@@ -259,7 +259,7 @@ def build_any(
     kind: str = "",
     task: Task = CLASSIFICATION,
 ) -> HetModel | Refitted:
-    """Build a model with or without gradients. Its weights depend only on the seed and the name.
+    """Build a model with or without gradients. The weights depend only on the seed and the name.
 
     Raises ModelError if the model has no gradients, but the task requires them.
     """
@@ -302,7 +302,7 @@ def build(
         shape: Shape of a sample.
         classes: Number of classes.
         seed: Seed for the initial weights.
-        feature_dim: Feature width D between extractor and classifier; None = the native width.
+        feature_dim: Feature width D between extractor and classifier, or None for the native width.
         kind: Sample kind, or "" for the kind that the model supports (numbers if it supports
             several).
 
@@ -324,8 +324,7 @@ def shapes(
 ) -> Shapes:
     """Return the shape and NumPy dtype name of each tensor in a part of a model's state dict.
 
-    This does not allocate registered models, but builds and discards custom models. Results are
-    cached.
+    Registered models are not allocated. Custom models are built and discarded. Results are cached.
     """
     return dict(_shapes(name, tuple(shape), classes, feature_dim, kind, part))
 
@@ -367,10 +366,10 @@ def _assemble(
 def _native_width(name: str, shape: Shape) -> int:
     """Compute the feature width D of a registered extractor with a forward pass of two samples.
 
-    The meta device is used for large shapes, because a shape claimed by a client must not allocate
-    memory, and for pretrained networks, to avoid loading weights. For other models, the meta device
-    would be slower, because it imports PyTorch's compiler. Text models need the CPU to read text
-    lengths.
+    The meta device is used for large samples, because a shape reported by a client must not
+    allocate memory, and for pretrained networks, to avoid loading weights. For other models, the
+    meta device would be slower, because it imports PyTorch's compiler. Text models need the CPU to
+    read text lengths.
     """
     on_meta = prod(shape) > MAX_COMPUTED or is_pretrained(name)
     info = find(name)
@@ -435,7 +434,7 @@ class AllocationLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in self._factories and args and isinstance(args[0], list | tuple):
             device = (kwargs or {}).get("device") or "cpu"
             if torch.device(device).type != "meta":  # Tensors on the meta device use no memory.
-                self._remaining -= 4 * prod(args[0])  # Compute the size in float32.
+                self._remaining -= 4 * prod(args[0])  # Assume elements of 4 bytes (float32).
                 if self._remaining < 0:
                     raise ModelError(f"the model would need more than {self._max_bytes:,} bytes")
         return func(*args, **(kwargs or {}))

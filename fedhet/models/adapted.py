@@ -7,8 +7,8 @@ A [r, Q]. The scaling factor s is 2, or the number after `-scale`, as in
 `encoder-1-lora8-scale4:NAME`.
 
 The base model is frozen. It is neither sent nor saved, and a process keeps one copy per device and
-precision. Adapters are nested by rank: in a new model of rank 8, A has the first 8 rows of A in a
-model of rank 16.
+precision. Adapters are nested by rank: in a new model of rank 8, A equals the first 8 rows of A in
+a new model of rank 16.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from fedhet.models.base import HetModel
 from fedhet.models.libraries import TextEncoder, config_size, with_layers
 
 SCALE = 2.0
-"""Default scaling factor s. It is the same for all ranks, so that a part of an adapter contributes
-a part of its product. With s = alpha / r for a fixed alpha, s would differ between clients whose
-adapters are averaged."""
+"""Default scaling factor s. It is the same for all ranks, so that clients of different ranks scale
+the same rows of A and columns of B equally. With s = alpha / r for a fixed alpha, s would differ
+between these clients."""
 TARGETS = frozenset({"query", "value", "q_proj", "v_proj", "q_lin", "v_lin"})
 """Names of the layers that get an adapter, i.e. the projections to queries and values."""
 UNUSED = ("pooler.",)
@@ -55,11 +55,11 @@ class AdapterName:
     """Parsed name of a model with adapters."""
 
     layers: int
-    """Number of linear layers after the encoder, of which the last is the classifier."""
+    """Number of linear layers after the encoder, including the classifier."""
     rank: int
     scale: float
     base: str
-    """Name of the base model, which is a directory in $FEDHET_ENCODERS."""
+    """Name of the base model, i.e. of its directory in $FEDHET_ENCODERS."""
 
     @classmethod
     def of(cls, name: str) -> AdapterName | None:
@@ -147,7 +147,8 @@ class ImageReader:
             raise ModelError(f"model '{model}': expected {channels} channels, got {shape[0]}")
 
     def features(self, network: nn.Module, x: Tensor) -> Tensor:
-        """Return the last state of the class token or, without such a token, the mean state."""
+        """Return the last hidden state of the class token, or the mean state if there is no such
+        token."""
         x = x.expand(-1, self.channels, -1, -1)
         if tuple(x.shape[2:]) != self.size:
             x = F.interpolate(x, size=self.size, mode="bilinear")
@@ -218,7 +219,7 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the features [N, D]. Under autocast, the base model has autocast's dtype."""
         # Handle empty batches here, because transformers' attention does not support them. Skip
-        # the check during export, because an exported program must not depend on it.
+        # the check during export, because an exported program must not depend on the batch size.
         if not torch.compiler.is_exporting() and not len(x):
             return x.new_zeros((0, self._width), dtype=torch.float32)
         dtype = next(self.parameters()).dtype
@@ -227,7 +228,7 @@ class Adapted(nn.Module):
         return self._features(self.network(x.device, dtype), x)
 
     def network(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Return the base model with its adapters. Its frozen weights are on `device`."""
+        """Return the base model with its adapters, and with its frozen weights on `device`."""
         (network,) = self._hidden
         if self._bound != (device, dtype):
             tensors = _base(self.folder, device, dtype)
@@ -268,7 +269,7 @@ def merged_base(model: Adapted) -> nn.Module:
 
 
 def peft_config(model: Adapted) -> dict[str, Any]:
-    """Return the adapter_config.json from which the library peft loads the adapters."""
+    """Return the content of adapter_config.json, with which the library peft loads the adapters."""
     rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
     return {
         "peft_type": "LORA",
@@ -395,7 +396,8 @@ def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 def _loaded(folder: str) -> nn.Module:
     """Read a base model from safetensors, in float32. Raises ModelError if weights are missing."""
     transformers, name = _transformers(folder), Path(folder).name
-    # Missing weights are checked below. The library would also print a report on unused weights.
+    # Silence the library, because it would also report unused weights. Missing weights are checked
+    # below.
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

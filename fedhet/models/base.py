@@ -1,9 +1,9 @@
 """Code that all models share: registry entries, the model interface, and evaluation.
 
 A torch model consists of an extractor and a classifier (head). Methods that exchange features
-(Felo, Velo) use the two parts separately. They require the same feature width on all clients, which
-a linear adapter provides. Weights are sent and stored as named arrays, for the entire model or a
-part.
+(Felo, Velo) use the two parts separately. They require the same feature width on all clients, so a
+linear adapter is added if necessary. Weights are sent and stored as named arrays, for the entire
+model or a part.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class ModelInfo:
     source: str
     """Paper or library."""
     min_side: int | None
-    """Minimum image side, or number of time steps of a signal; None = any shape."""
+    """Minimum image side or number of time steps of a signal, or None for any shape."""
     extractor: Callable[..., nn.Module] = field(repr=False, compare=False)
-    """Function from a shape to an extractor [N, *shape] -> [N, D], where D is its native width. If
-    `narrows` is set, it also has an argument `width`."""
+    """Function that maps a shape to an extractor [N, *shape] -> [N, D], where D is the native
+    width. If `narrows` is set, the function also has an argument `width`."""
     narrows: bool = False
     """Whether the model supports other widths, with names such as cnn2-x0.5."""
     takes: Kind | None = None
-    """Supported sample kind; None = images, or any kind if `min_side` is None."""
+    """Supported sample kind. None means images, or any kind if `min_side` is None."""
 
     def check(self, shape: Shape, kind: Kind | None = None) -> None:
         """Check the samples. Raises ModelError if the model does not support their shape and kind.
@@ -89,7 +89,7 @@ class DrawnInfo:
     line: str
     source: str
     draw: Callable[[int, int], str] = field(repr=False, compare=False)
-    """Function from a seed and a client index to a model name, which is a key of `models`."""
+    """Function that maps a seed and a client index to a model name (a key of `models`)."""
     models: Mapping[str, ModelInfo] = field(repr=False, compare=False)
 
 
@@ -139,7 +139,7 @@ def output_shape(
     """Return the output shape of `module` in evaluation mode for two samples of `shape`.
 
     If `kind` is None, the samples are numbers. The forward pass runs on torch's default device,
-    which may be "meta" except for texts, because text models read the lengths of texts.
+    which may be "meta", but not for texts, because text models read the lengths of texts.
     """
     with evaluating(module), torch.no_grad():
         return tuple(module((kind or IMAGE).blank(2, tuple(shape))).shape)
@@ -273,7 +273,7 @@ class Dropout(nn.Dropout):
 def random_bytes(like: Tensor) -> Tensor:
     """Return random integers from 0 to 255 with the shape, dtype, and layout of `like`.
 
-    They are drawn from torch's global generator, eight at a time.
+    The integers are drawn from torch's global generator, eight at a time.
     """
     drawn = torch.empty(-(-like.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
     values = torch.empty_like(like, requires_grad=False)

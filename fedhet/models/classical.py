@@ -2,7 +2,7 @@
 
 A custom estimator is any object with `fit` and `predict`, returned by a user's function. Estimators
 are never pickled, but refitted when they are restored. If a classifier has `predict_proba`, its
-probabilities are used. In regression, each target has its own regressor.
+probabilities are used. In regression, each target has a separate regressor.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ class Refitted(nn.Module):
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def fit(self, x: Tensor, y: Tensor) -> None:
-        """Fit a new classifier to x [N, ...] and y [N]. Raises ModelError if it fails."""
+        """Fit a new classifier to x [N, ...] and y [N]. Raises ModelError if this fails."""
         self._pending = None
         labels = y.cpu().numpy()
         if len(np.unique(labels)) == 1:
-            # scikit-learn does not support training data with a single class, so always predict it.
+            # scikit-learn does not support training data with a single class, so always predict
+            # this class.
             self._fitted = int(labels[0])
             return
         with _reproducible(self._seed):
@@ -141,8 +142,8 @@ class Refitted(nn.Module):
     def probabilities(self, x: Tensor) -> Tensor:
         """Return the class probabilities [N, C] for x [N, ...].
 
-        Uses the classifier's `predict_proba`. A classifier without this method, such as an SVM, has
-        the probability 1 for its prediction. Raises ModelError if a class or a probability is
+        Uses the classifier's `predict_proba`. For a classifier without this method, such as an SVM,
+        the predicted class has probability 1. Raises ModelError if a class or a probability is
         invalid.
         """
         one_hot: Tensor = self(x)
@@ -187,16 +188,16 @@ class Refitted(nn.Module):
 
 
 class RefittedRegressor(Refitted):
-    """Variant of `Refitted` for numbers, with a regressor for each target.
+    """Variant of `Refitted` for regression, with a separate regressor for each target.
 
-    The forward pass returns standardized predictions [N, K]. Before the model is fitted, they are
-    0, i.e. the mean of the target.
+    The forward pass returns standardized predictions [N, K]. Before the model is fitted, the
+    predictions are 0, i.e. the mean of each target.
     """
 
     _regressors: Sequence[Classifier] = ()
 
     def fit(self, x: Tensor, y: Tensor) -> None:
-        """Fit new regressors to x [N, ...] and y [N, K]. Raises ModelError if one fails."""
+        """Fit new regressors to x [N, ...] and y [N, K]. Raises ModelError if a regressor fails."""
         self._pending = None
         with _reproducible(self._seed):
             try:
@@ -254,7 +255,7 @@ def numeric_columns(x: Array) -> Array:
 
 
 def _scikit_learn(name: str, seed: int, numbers: bool) -> Any:
-    """Return a new classifier or regressor, whose pipeline leaves one-hot columns unchanged."""
+    """Return a new classifier or regressor, which does not standardize one-hot columns."""
     if name == "sk-tree":
         from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 

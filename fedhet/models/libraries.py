@@ -4,8 +4,8 @@
   preprocessed as the weights require: grayscale images get three channels, small images are
   enlarged, and all images are normalized. The weights are loaded from the local cache of torch;
   nothing is downloaded.
-- `encoder-2:NAME`, `encoder-2-frozen:NAME`: pretrained text encoders with 1 to 5 linear layers, the
-  last of which is the classifier. NAME is a directory in $FEDHET_ENCODERS with `config.json` and
+- `encoder-2:NAME`, `encoder-2-frozen:NAME`: pretrained text encoders with 1 to 5 linear layers,
+  including the classifier. NAME is a directory in $FEDHET_ENCODERS with `config.json` and
   `model.safetensors`, as saved by `transformers`.
 - `timm:NAME`: networks from timm, without pretrained weights.
 
@@ -229,7 +229,7 @@ def assemble_encoder(
 def with_layers(
     encoder: nn.Module, width: int, layers: int, classes: int, feature_dim: int | None
 ) -> HetModel:
-    """Append linear layers, the last of which is the classifier, to an encoder."""
+    """Append linear layers, including the classifier, to an encoder."""
     widths = [width] + [HIDDEN_WIDTH] * (layers - 1)
     hidden: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
@@ -240,7 +240,8 @@ def with_layers(
 class TextEncoder(nn.Module):
     """Encoder of texts: tokens [N, L] -> mean of the last hidden states [N, D].
 
-    With `last`, the features are the state of the last token, as in causal language models.
+    If `last` is set, the features are the hidden state of the last token, as in causal language
+    models.
     """
 
     def __init__(self, name: str, frozen: bool, *, last: bool = False) -> None:
@@ -285,7 +286,7 @@ class TextEncoder(nn.Module):
 
 
 def config_size(config: dict[str, Any], name: str, *keys: str) -> int:
-    """Return the first integer among `keys` of a configuration. Raises ModelError if absent."""
+    """Return the first integer among the values of `keys`. Raises ModelError if there is none."""
     for key in keys:
         if isinstance(config.get(key), int):
             return int(config[key])

@@ -1,8 +1,8 @@
 """Small networks that map signals [N, C, T], texts [N, L], or tables [N, F] to features [N, D].
 
 Token 0 is padding. Batches are trimmed to their longest text. The features of a text do not depend
-on padding: its embeddings are zero and are excluded from means, maxima, and attention. A text
-without tokens is treated as a single zero vector.
+on padding, because padding has zero embeddings and is excluded from means, maxima, and attention. A
+text without tokens is treated as a single zero vector.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DeterministicAvgPool1d(nn.AdaptiveAvgPool1d):
 
 
 def adaptive_means(x: Tensor, pieces: int) -> Tensor:
-    """Average x [..., T] over P intervals, from floor(p T / P) to ceil((p + 1) T / P)."""
+    """Average x [..., T] over P intervals; interval p is [floor(p T / P), ceil((p + 1) T / P))."""
     length = x.shape[-1]
     bounds = [(p * length // pieces, -(-(p + 1) * length // pieces)) for p in range(pieces)]
     return torch.stack([x[..., start:end].mean(-1) for start, end in bounds], -1)
@@ -126,7 +126,7 @@ def trim_padding(x: Tensor) -> Tensor:
 
 
 def token_mask(x: Tensor) -> Tensor:
-    """Return a boolean mask [N, L] of non-padding tokens and of each row's first token."""
+    """Return a Boolean mask [N, L] of non-padding tokens and the first position of empty texts."""
     mask = x != PADDING
     mask[:, 0] |= ~mask.any(1)
     return mask

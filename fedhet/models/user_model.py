@@ -134,7 +134,7 @@ def no_gradients(name: str) -> str:
 def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:
     """Check that a model's state can be sent and saved. Raises ModelError if it cannot.
 
-    A model may have lazy parameters before its first forward pass (`is_built` is false).
+    Lazy parameters are accepted only if `is_built` is false, i.e. before the first forward pass.
     """
     state = model.state_dict()
     parameters = dict(model.named_parameters(remove_duplicate=False))

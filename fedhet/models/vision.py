@@ -1,9 +1,9 @@
 """Networks for images, and multilayer perceptrons for samples of any shape.
 
 The module contains small networks (CNNs, LeNet-5, ResNet-9), FedGEMS' bottleneck ResNets,
-MobileNet-V1, and torchvision networks without pretrained weights. The extractor is the network
-without its last linear layer, including dropout. torchvision is imported lazily, because a deployed
-run starts a process for every message.
+MobileNet-V1, and torchvision networks without pretrained weights. An extractor consists of all
+layers before the last linear layer, including dropout. torchvision is imported lazily, because a
+deployed run starts a process for every message.
 
 Networks in torchvision downsample a 224-pixel image by 4 before the first stage and by 32 overall,
 which is too much for an 8-pixel image. Here, small images (with a side below 64) are downsampled by
@@ -90,7 +90,7 @@ def lenet5(shape: Shape) -> nn.Module:
 
 
 def cofed_cnn(shape: Shape, widths: Sequence[int]) -> nn.Module:
-    """Build a CoFED CNN, with pooling after two convs: [N, C, H, W] -> [N, widths[-1]].
+    """Build a CoFED CNN with pooling after the first two convs: [N, C, H, W] -> [N, widths[-1]].
 
     The widths are from the paper; batch norm, max-pooling, and global average pooling follow the
     authors' published code.
@@ -116,8 +116,9 @@ class Residual(nn.Module):
 def resnet9(shape: Shape, dropout: float = 0.5) -> nn.Module:
     """Build DAVIDNet's ResNet-9 with dropout, for MC dropout: [N, C, H, W] -> [N, 256].
 
-    UM-pFSSL, section VI-A: dropout 0.5 after the last two batch norms and every fully connected
-    layer except the output. The width of the hidden layer (256) is not in the paper.
+    As in UM-pFSSL, section VI-A, dropout (0.5 in the paper) follows the last two batch norms and
+    every fully connected layer except the output. The width of the hidden layer (256) is not in the
+    paper.
     """
     return nn.Sequential(
         *(conv_bn(shape[0], 64), conv_bn(64, 128, pool=True)),
@@ -135,7 +136,7 @@ def is_small(shape: Shape) -> bool:
 
 
 def he_init(module: nn.Module) -> None:
-    """Initialize every convolution in `module` as torchvision does (He et al. 2015, fan out)."""
+    """Initialize each convolution in `module` like torchvision (He et al. 2015, fan-out mode)."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
@@ -144,9 +145,9 @@ def he_init(module: nn.Module) -> None:
 
 
 def first_conv(conv: nn.Conv2d, shape: Shape, *, small_stem: bool = True) -> nn.Conv2d:
-    """Adapt a first convolution to images of `shape`, and return it or a new convolution.
+    """Adapt the first convolution to images of `shape`, and return `conv` or a new convolution.
 
-    With `small_stem`, the layer for small images has a 3x3 kernel and stride 1.
+    If `small_stem` is set, the convolution for small images has a 3x3 kernel and stride 1.
     """
     small = small_stem and is_small(shape)
     if not small and conv.in_channels == shape[0]:
@@ -288,8 +289,8 @@ def inverted(shape: Shape, name: str) -> nn.Module:
 def vgg(shape: Shape, layout: str) -> nn.Module:
     """Build a VGG with batch norm, without its last linear layer: [N, C, H, W] -> [N, 4096].
 
-    For small images, it has no hidden linear layers (output [N, 512]), and no max-pooling once a
-    side is 1 pixel long.
+    For small images, the network has no hidden linear layers, so the output is [N, 512].
+    Max-pooling is omitted once the smaller side is 1 pixel long.
     """
     from torchvision.models import vgg as tv_vgg
 

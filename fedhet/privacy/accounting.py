@@ -4,8 +4,8 @@ The accounting uses Renyi differential privacy (Mironov 2017; for Poisson sampli
 and Zhang 2019), with one accountant for all of a client's mechanisms.
 
 Two datasets are adjacent if one sample is replaced by a null sample, which contributes to no
-gradient, sum or count (zero-out adjacency, Kairouz et al. 2021). The number of rows is the same.
-The bounds for adding or removing a sample also hold for this adjacency.
+gradient, sum or count (zero-out adjacency, Kairouz et al. 2021). Both datasets have the same number
+of rows. The bounds for adding or removing a sample also hold for this adjacency.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ MAX_COUNT = 10**15
 MIN_SAMPLING = 1e-6
 """Minimum sampling rate for accounting, relative to the noise.
 
-For a lower rate, the accountant uses this rate, which gives an upper bound. The Renyi divergence of
-a step is about (sampling / noise)^2, and below 1e-12 rounding errors could make it negative.
+Lower rates are replaced with this minimum, which gives an upper bound on epsilon. The Renyi
+divergence of a step is about (sampling / noise)^2. Below 1e-12, rounding errors could make the
+divergence negative.
 """
 
 
@@ -43,7 +44,7 @@ class Release:
     noise: float
     """Noise multiplier, i.e. the standard deviation relative to the L2 sensitivity."""
     sampling: float = 1.0
-    """Probability that a row is in the Poisson sample; 1 = all rows."""
+    """Probability that a row is in the Poisson sample; with probability 1, all rows are used."""
     count: int = 1
 
 
@@ -105,7 +106,7 @@ def epsilon_of(releases: Iterable[Release], delta: float) -> float:
     """
     counted: Counter[tuple[float, float]] = Counter()
     for each in releases:
-        # Comparisons with NaN are False.
+        # The condition also rejects NaN, because comparisons with NaN are false.
         if not (
             MIN_NOISE <= each.noise <= 2 * MAX_NOISE
             and 0 < each.sampling <= 1
@@ -191,7 +192,7 @@ def _min_noise(releases: Callable[[float], list[Release]], epsilon: float, delta
 
 @contextlib.contextmanager
 def root_handlers_kept() -> Iterator[None]:
-    """Remove handlers that the block adds to Python's root logger, as Opacus and absl do."""
+    """Remove handlers that the block (e.g. an import of Opacus or absl) adds to the root logger."""
     handlers = list(logging.root.handlers)
     try:
         yield

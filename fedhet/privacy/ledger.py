@@ -49,11 +49,12 @@ class Entry(BaseModel):
     sampling: float
     count: int
     source: str = ""
-    """Source of the noise; empty in entries from versions whose noise an attacker can remove."""
+    """Source of the noise; empty in entries from old versions, whose noise an attacker can
+    remove."""
 
     @property
     def release(self) -> Release:
-        """The release that the entry records, with zero noise if an attacker can remove its noise.
+        """The recorded release, with zero noise if an attacker can remove the noise.
 
         Invalid values such as NaN are kept, because `epsilon_of` returns infinity for them.
         """

@@ -1,8 +1,8 @@
 """Noise mechanisms for differential privacy: Gaussian noise, Poisson samples, and class means.
 
-All bits come from AES-256 in counter mode, with a fresh key from the operating system. Thus the
-noise cannot be removed by searching for the seed. PyTorch's generators are not cryptographic, and
-the CPU generator uses only 32 bits of its seed.
+All bits come from AES-256 in counter mode, with a fresh key from the operating system. Therefore,
+an attacker cannot remove the noise by searching for the seed. PyTorch's generators are not
+cryptographic, and the CPU generator uses only 32 bits of its seed.
 
 Noise is added on a grid, because the last bits of a floating-point sum of value and noise reveal
 information about both (Ilya Mironov, On Significance of the Least Significant Bits for Differential
@@ -10,7 +10,7 @@ Privacy, CCS 2012). `SecretNoise.add` rounds the values to multiples of a power 
 noise to the same grid, and adds both without rounding error. For values q on the grid and Gaussian
 noise Z, q + round(Z) = round(q + Z), so rounding the noise is a postprocessing step of the Gaussian
 mechanism. Rounding the values increases the L2 sensitivity of d values by at most sqrt(d) grid
-widths, for which a larger standard deviation compensates.
+widths. A larger standard deviation compensates for this increase.
 
 Felo, Velo, FedHe and FedProto send private class means, computed from clipped and noised sums. For
 every class c, present or not, S_c = sum of f min(1, R / |f|) + N(0, z_f^2 R^2 I) and n_c = count +
@@ -65,7 +65,7 @@ class SecretNoise:
         flat = torch.cat([value.flatten() for value in values])
         root = math.sqrt(len(flat))
         grid = 2.0 ** math.floor(math.log2(norm / (GRID * root)))
-        width = noise * (norm / grid + root)  # The values are now in units of the grid.
+        width = noise * (norm / grid + root)  # The standard deviation is in units of the grid.
         # MPS does not support float64.
         device = flat.device if flat.device.type in ("cpu", "cuda") else torch.device("cpu")
         for part in torch.split(flat, HOST_PART if device.type == "cpu" else DEVICE_PART):

@@ -132,7 +132,8 @@ def check_supports_dp(
     errors = _opacus().validators.ModuleValidator.validate(model, strict=False)
     fault = str(errors[0]) if errors else ""
     if not fault and shape is not None and isinstance(model, HetModel):
-        # Modules of the same class with the same arguments compute the same function.
+        # Test each architecture once, because modules of the same class with the same arguments
+        # compute the same function.
         layout = tuple(each.is_contiguous() for each in model.parameters())
         key = (str(model), tuple(map(type, model.modules())), layout, kind, tuple(shape))
         if key not in _TESTED:
@@ -176,7 +177,7 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
             fault = _dependence_on_random_inputs(
                 tested, kind, shape, secret, torch.float64, tolerance
             )
-        except Exception:  # The model may only support float32.
+        except Exception:  # The model may support only float32.
             tested, tolerance = copy.deepcopy(model).cpu().float(), 1e-3
             buffers = [each.clone() for each in tested.buffers()]
             try:
@@ -199,7 +200,7 @@ def _dependence_on_random_inputs(
     dtype: torch.dtype,
     tolerance: float,
 ) -> str:
-    """Return a description of how random samples depend on other samples, or "" if they do not.
+    """Return a description of how random samples depend on each other, or "" if they do not.
 
     Compares the outputs of each sample alone, in batches of several sizes, in reverse order, next
     to other samples, and on a repeated call. The outputs must be equal up to rounding errors.
@@ -230,7 +231,7 @@ def _dependence_on_random_inputs(
         try:
             logits = model(x)
             weights = torch.arange(1.0, logits.shape[1] + 1, dtype=dtype)
-            # A single output, as in regression, has the log softmax 0, without a gradient.
+            # The log softmax of a single output, as in regression, is always 0 and has no gradient.
             losses = logits.log_softmax(1) if logits.shape[1] > 1 else logits.square()
             (losses * weights).sum().backward()
             per_sample = [getattr(p, "grad_sample", None) for p in model.parameters()]
