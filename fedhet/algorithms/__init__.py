@@ -14,7 +14,7 @@ ScoreKind = Literal["logits", "probabilities"]
 FeatureNorm = Literal["none", "rms", "unit"]
 """Scaling of features before they are compared; see `classwise.class_feature_loss`."""
 RelationKind = Literal["en+ta", "en", "ta"]
-"""Terms in UM-pFSSL's Eq. 13: entropy and test accuracy, or only one of them (Table III)."""
+"""Terms in UM-pFSSL's Eq. 13: entropy and test accuracy, or only one of the two (Table III)."""
 Divergence = Literal["forward", "reverse"]
 """Direction of the divergence in UM-pFSSL's Eq. 5: KL(pseudo-label || model), or the reverse."""
 Margin = Literal["largest", "nearest"]

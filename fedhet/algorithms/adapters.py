@@ -7,8 +7,8 @@ all clients, so it cancels. All sums are computed in float64.
 - `padded_average` implements FedIT (Zhang et al. 2024), with zero padding if ranks differ.
 - `product_norm` computes HetLoRA's weights (Cho et al. 2024), which replace p_k.
 - `product_average` implements FlexLoRA (Bai et al. 2024), with an SVD of the averaged products.
-- `level_average` implements raFLoRA (Wu et al. 2026, from third-party code), which averages each
-  rank level over the clients that have it.
+- `level_average` implements raFLoRA (Wu et al. 2026, based on third-party code), which averages
+  each rank level over the clients that have this level.
 
 Unlike in the papers, a rank level that no reply contains keeps its previous value. FFA-LoRA (Sun et
 al. 2024) freezes A, so the padded average of B is exact.

@@ -276,7 +276,7 @@ def class_feature_loss(
 
     This is the mean over the D components of the squared difference between the sample's features
     and the teacher's features of its class, or 0 if the teacher does not know the class. FedHe,
-    FedProto, and FedTGP with `distance = mse` also use it.
+    FedProto, and FedTGP with `distance = mse` also use this loss.
 
     Architectures differ in the scale of their features, and class means have smaller norms than the
     features. With the norm "none", the loss is as printed. The other two norms are not in the

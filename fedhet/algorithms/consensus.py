@@ -71,13 +71,14 @@ def trimmed_scores(probabilities: Array, fraction: float) -> Array:
 
 
 def filter_weights(points: Array, sigma: float) -> Array:
-    """Return the weight of each client on each sample, of shape [K, R], in [0, 1].
+    """Return the weight of each client for each sample, of shape [K, R], in [0, 1].
 
     This is the filter for distributions with bounded second moments from Diakonikolas, Kamath,
-    Kane, Li, Moitra and Stewart, Being Robust (in High Dimensions) Can Be Practical, ICML 2017. It
-    is applied to each sample's K vectors in R^C. Let v be the direction of the largest variance.
-    While the variance along v exceeds 9 sigma^2, the weight of a client at x is multiplied by 1 - d
-    / max d, where d = (v . (x - mean))^2. The farthest client therefore loses all weight.
+    Kane, Li, Moitra and Stewart, Being Robust (in High Dimensions) Can Be Practical, ICML 2017. The
+    filter is applied to each sample's K vectors in R^C. Let v be the direction of the largest
+    variance. While the variance along v exceeds 9 sigma^2, the weight of a client at x is
+    multiplied by 1 - d / max d, where d = (v . (x - mean))^2. The farthest client therefore loses
+    all weight.
 
     Unlike the published filter, which removes the clients beyond a random threshold, this filter is
     deterministic. It also stops if less than half of the weight would remain, because then no

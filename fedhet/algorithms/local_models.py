@@ -163,7 +163,7 @@ class VariationalModel(LocalModel):
         return dict(zip(self.raw, scales, strict=True))
 
     def _scales(self) -> list[Tensor]:
-        """Return the standard deviations of q in the model's order, as grouped by `joined`."""
+        """Return the standard deviations of q in the model's order, grouped by `joined`."""
         return scales_of([self.raw[name] for name, _ in self.model.named_parameters()])
 
 
@@ -238,7 +238,7 @@ def squared_distance(model: nn.Module, anchor: Weights) -> Tensor:
 
 
 def scales_of(raw: Sequence[Tensor]) -> list[Tensor]:
-    """Convert unconstrained values, grouped as by `joined`, to standard deviations."""
+    """Convert unconstrained values to standard deviations, grouped by `joined`."""
     return [F.softplus(values).clamp_min(MIN_SCALE) for values in joined(raw)]
 
 

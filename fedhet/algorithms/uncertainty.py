@@ -244,7 +244,7 @@ class Plan:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the client has nothing to do in the round, and is thus not called."""
+        """Whether the client has nothing to do in the round, and is therefore not called."""
         return not (self.train or self.warm_up or self.models)
 
 
@@ -254,28 +254,28 @@ def ranked(helpers: Iterable[Helper]) -> list[Helper]:
 
 
 def replaceable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return the set Re (Algorithm 3): the `replace` lowest-ranked helpers, except the client."""
+    """Return the set Re (Algorithm 3): the `replace` lowest-ranked helpers, except model `own`."""
     return [helper for helper in ranked(helpers)[:replace] if helper.number != own]
 
 
 def refreshable(helpers: Sequence[Helper], own: int, replace: int) -> list[Helper]:
-    """Return the set Up (Algorithm 2): the higher-ranked helpers, except the client."""
+    """Return the set Up (Algorithm 2): the higher-ranked helpers, except model `own`."""
     return [helper for helper in ranked(helpers)[replace:] if helper.number != own]
 
 
 def replaced(
     helpers: Sequence[Helper], candidates: Iterable[Helper], own: int, replace: int
 ) -> list[Helper]:
-    """Replace helpers by candidates (Algorithm 3), and return the ranked list.
+    """Replace helpers with candidates (Algorithm 3), and return the ranked list.
 
     Each candidate is compared with the replaceable helper that has the lowest relation, and
-    replaces it if the candidate's relation is higher. Candidates that are already in the list are
-    skipped.
+    replaces this helper if the candidate's relation is higher. Candidates that are already in the
+    list are skipped.
 
     Args:
         helpers: Current list.
         candidates: Candidates with their relations.
-        own: Number of the client.
+        own: Number of the client's model.
         replace: Number of lowest ranks that can be replaced.
     """
     slots = replaceable(helpers, own, replace)

@@ -89,7 +89,7 @@ class Optimization:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     clip: float = 0.0
-    """Maximum L2 norm of the gradient of all parameters; 0 = unlimited."""
+    """Maximum L2 norm of the gradient of all parameters, or 0 for no limit."""
     compiles: ClassVar[bool] = True
     """Whether the loss may be compiled."""
 
@@ -176,9 +176,9 @@ def batches(
 ) -> list[Tensor]:
     """Shuffle the sample indices of one epoch and split them into batches.
 
-    No batch has a single sample, because batch normalization cannot train on it. The minimum batch
-    size is 2, and a single remaining sample is added to the last batch. Raises DataError if there
-    are fewer than two samples.
+    No batch has a single sample, because batch normalization cannot train on a single sample. The
+    minimum batch size is 2, and a single remaining sample is added to the last batch. Raises
+    DataError if there are fewer than two samples.
     """
     if samples < 2:
         raise DataError(f"training requires at least 2 samples, got {samples}")

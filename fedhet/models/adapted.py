@@ -147,8 +147,8 @@ class ImageReader:
             raise ModelError(f"model '{model}': expected {channels} channels, got {shape[0]}")
 
     def features(self, network: nn.Module, x: Tensor) -> Tensor:
-        """Return the last hidden state of the class token, or the mean state if there is no such
-        token."""
+        """Return the last hidden state of the class token or, without a class token, the mean
+        state."""
         x = x.expand(-1, self.channels, -1, -1)
         if tuple(x.shape[2:]) != self.size:
             x = F.interpolate(x, size=self.size, mode="bilinear")
@@ -193,7 +193,7 @@ class Adapted(nn.Module):
     def __init__(
         self, name: AdapterName, width: int, features: Callable[[nn.Module, Tensor], Tensor]
     ) -> None:
-        """Add adapters to a base model; `features` computes its features [N, `width`]."""
+        """Add adapters to a base model; `features` computes the model's features [N, `width`]."""
         super().__init__()
         self.name, self._width, self._features = name, width, features
         self.folder = encoder_directory(name.base)
@@ -269,7 +269,7 @@ def merged_base(model: Adapted) -> nn.Module:
 
 
 def peft_config(model: Adapted) -> dict[str, Any]:
-    """Return the content of adapter_config.json, with which the library peft loads the adapters."""
+    """Return the content of adapter_config.json, the configuration file of the library peft."""
     rank, paths = model.name.rank, sorted(factors_of(model.state_dict()))
     return {
         "peft_type": "LORA",

@@ -84,7 +84,7 @@ class Refitted(nn.Module):
         """Create an unfitted module.
 
         Args:
-            name: Model name, for messages.
+            name: Model name, for error messages.
             make: Function that returns a new, unfitted classifier.
             classes: Number of classes C.
             seed: Seed for the global random state while the classifier is used.

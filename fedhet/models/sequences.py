@@ -21,7 +21,7 @@ from fedhet.models.base import Dropout, ModelInfo, scale_channels
 
 SIGNAL_DROPOUT = 0.25
 PIECES = 4
-"""Number of time intervals for which the CNNs average their last layer."""
+"""Number of time intervals over which the CNNs average the outputs of the last convolution."""
 HIDDEN = 64
 
 
@@ -197,7 +197,7 @@ class TextCnn(nn.Module):
         channels = vectors.transpose(1, 2)
         maxima = []
         for size, conv in zip(KERNELS, self.convs, strict=True):
-            padded = F.pad(channels, (0, size - 1))  # Each position sees itself and later tokens.
+            padded = F.pad(channels, (0, size - 1))  # Kernels cover a token and later tokens.
             maxima.append(masked_max(F.relu(conv(padded)).transpose(1, 2), mask))
         # Interleave the kernels, so that a narrower model has the first features of a wider model.
         features: Tensor = self.dropout(torch.stack(maxima, 2).flatten(1))

@@ -1,8 +1,8 @@
 """Custom models, named by an import path "package.module:function".
 
 The function is called with (shape, classes). It returns a HetModel, or two modules: an extractor
-[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]. For methods that support any model, it may
-also return an object with `fit` and `predict`.
+[N, *shape] -> [N, D] and a classifier [N, D] -> [N, C]. For methods that support any model, the
+function may also return an object with `fit` and `predict`.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def vision_resnet(
 ) -> nn.Module:
     """Build a torchvision ResNet without its head: [N, C, H, W] -> [N, 512 or 2048].
 
-    For small images, the first convolution is 3x3 with stride 1, without max-pooling. `width`
-    scales all numbers of channels, rounded up.
+    For small images, the first convolution has a 3x3 kernel and stride 1, and no max-pooling
+    follows. `width` scales all numbers of channels, rounded up.
     """
     from torchvision.models import resnet
 
@@ -414,7 +414,7 @@ TORCHVISION: Mapping[str, str] = MappingProxyType(
         "efficientnet-b0": "efficientnet_b0",
     }
 )
-"""Names of torchvision networks, each of which is also available with pretrained weights."""
+"""Names of torchvision networks, which are also available with pretrained weights."""
 SMALL_DROPOUT = 0.25
 """Dropout rate of small networks; ResNet-9's rate of 0.5 is too high for 16 and 32 filters
 (docs/results.md)."""

@@ -1,9 +1,9 @@
 """Ledger of a client: a record of the privacy budget that each run has consumed.
 
 The ledger is a file with one JSON object per line, in the client's private state and outside the
-directories of runs. A line is written and synced to disk before the corresponding step begins. The
-ledger is therefore complete even if the process is killed, and may include releases that were never
-sent. A site also records runs without privacy, because they void the guarantee of all runs.
+directories of runs. A line is written and synced to disk before the corresponding release begins.
+The ledger is therefore complete even if the process is killed, and may include releases that were
+never sent. A site also records runs without privacy, because they void the guarantee of all runs.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class SecretNoise:
         self._stream = cipher.encryptor()
 
     def add(self, values: Sequence[Tensor], noise: float, norm: float) -> list[Tensor]:
-        """Add Gaussian noise of std `noise * norm` to `values`, whose L2 sensitivity is `norm`.
+        """Add Gaussian noise of std `noise * norm` to `values` with the L2 sensitivity `norm`.
 
         The standard deviation is increased by a factor of at most 1 + 1 / GRID to compensate for
         rounding. Random bits are drawn on the host and transformed on the values' device.

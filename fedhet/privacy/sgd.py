@@ -31,7 +31,7 @@ class PrivateOptimization(Optimization):
     compiles = False  # torch.compile would skip Opacus' hooks.
 
     def __init__(self, plain: Optimization, noise: float, norm: float, batch_size: int) -> None:
-        """Wrap the optimizer `plain`; `noise` is relative to the gradient norm limit `norm`."""
+        """Wrap the optimizer `plain`; `noise` is relative to `norm`, the maximum gradient norm."""
         super().__init__(plain.optimizer, plain.scaler)
         self._secret = SecretNoise()
         self._noise, self._norm, self._batch_size = noise, norm, batch_size
