@@ -130,7 +130,7 @@ def top_energy(factors: Sequence[Factors], rank: int) -> float:
     """Return the fraction of the products' energy in their first `rank` singular directions.
 
     The result is the mean over the layers whose product is not zero, or 1 if all products are zero.
-    It approaches 1 if the ranks collapse.
+    The fraction approaches 1 if the ranks collapse.
     """
     squares = [np.square(singular_values(b, a)) for b, a in factors]
     shares = [float(each[:rank].sum() / each.sum()) for each in squares if each.sum() > 0]

@@ -301,8 +301,8 @@ def class_mean_distance(features: Tensor, labels: Tensor, teacher: Teacher) -> T
     """Return the distance term in FedTGP's Eq. 11, as a scalar.
 
     This is the mean, over the known classes in the batch, of the Euclidean distance between the
-    mean features of the class in the batch and the teacher's features. It is 0 if the batch has no
-    known class. The gradient of a distance has length 1, or 0 if the two vectors are equal.
+    mean features of the class in the batch and the teacher's features. The term is 0 if the batch
+    has no known class. The gradient of a distance has length 1, or 0 if the two vectors are equal.
     """
     member = F.one_hot(labels, len(teacher.known)).T.float()
     with torch.autocast(member.device.type, enabled=False):

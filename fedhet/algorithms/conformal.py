@@ -88,7 +88,7 @@ def conformal_quantile(scores: Tensor, theta: float, *, corrected: bool = True) 
     """Return the threshold tau, a quantile of scores [n].
 
     If `corrected` is set, tau is the ceil((n + 1)(1 - theta)) / n quantile, as printed (Appendix B,
-    step 3). It is infinite if this level exceeds 1, because then only the set of all classes is
+    step 3). tau is infinite if this level exceeds 1, because then only the set of all classes is
     valid. If `corrected` is not set, tau is the (1 - theta) quantile, rounded up to the higher of
     two neighbors, as in RAPS' published code. This quantile is always finite, and differs
     noticeably from the corrected quantile only for small n.
@@ -312,8 +312,8 @@ class Imitation:
     def is_skipped(self, held_out: int) -> bool:
         """Return whether imitation is skipped because there are too few held-out samples.
 
-        With `infinite = skip`, imitation is skipped if the threshold would be infinite. It is
-        always skipped if there are no held-out samples, e.g. for a client with only two samples.
+        With `infinite = skip`, imitation is skipped if the threshold would be infinite. Without
+        held-out samples, e.g. for a client with only two samples, imitation is always skipped.
         """
         settings = self.settings
         if settings.backward == "topk":

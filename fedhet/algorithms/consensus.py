@@ -188,8 +188,8 @@ def aggregate(votes: Sequence[Vote], classes: int, threshold: float) -> Array:
     for start in range(0, instances, step):
         width = min(step, instances - start)
         # COUNT [C, block] is the weight of the participants that predict each class (lines 8 to
-        # 10); row C is for abstentions. A vote has one prediction per instance, so its indices are
-        # distinct.
+        # 10); row C contains abstentions. A vote has one prediction per instance, so its indices
+        # are distinct.
         counts, columns = np.zeros((classes + 1) * width), np.arange(width)
         for vote in votes:
             predicted = vote.predictions[start : start + width].astype(np.intp)

@@ -29,7 +29,8 @@ from torch.nn import functional as F
 from fedhet.algorithms import DigestLoss, ScoreKind
 
 PairLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function of outputs [N, C] and targets [N, ...], or of a teacher's and a student's outputs."""
+"""Loss function of outputs [N, C] and targets [N, ...], or of a teacher's and a student's
+outputs."""
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
@@ -122,7 +123,8 @@ def has_label(labels: Tensor) -> Tensor:
 
 MIN_TASK_LOSS = 1e-3
 """Lower bound of the sum of task losses by which the distillation losses are divided (not in the
-paper). Without it, distillation would dominate once both models classify all samples correctly."""
+paper). Without this bound, distillation would dominate once both models classify all samples
+correctly."""
 
 
 @dataclass(frozen=True)

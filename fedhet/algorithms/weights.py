@@ -116,7 +116,7 @@ class RunningAverage:
         self._total += weight
 
     def mean(self) -> dict[str, Array]:
-        """Return the average in the types of the models; integers are rounded.
+        """Return the average in the data types of the models; integers are rounded.
 
         Raises ValueError if there are no models, or if the weights sum to 0.
         """

@@ -43,7 +43,7 @@ between these clients."""
 TARGETS = frozenset({"query", "value", "q_proj", "v_proj", "q_lin", "v_lin"})
 """Names of the layers that get an adapter, i.e. the projections to queries and values."""
 UNUSED = ("pooler.",)
-"""Name prefixes of weights that do not affect the features, and that files may lack."""
+"""Name prefixes of weights that do not affect the features, and that may be missing from files."""
 _ADAPTED = re.compile(r"encoder-[1-5]-lora.*:")
 _NAME = re.compile(r"encoder-([1-5])-lora([1-9][0-9]{0,2})(?:-scale([0-9]+(?:\.[0-9]+)?))?:(.+)")
 _IGNORED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -147,8 +147,11 @@ class ImageReader:
             raise ModelError(f"model '{model}': expected {channels} channels, got {shape[0]}")
 
     def features(self, network: nn.Module, x: Tensor) -> Tensor:
-        """Return the last hidden state of the class token or, without a class token, the mean
-        state."""
+        """Return the features [N, D] of images.
+
+        The features are the last hidden state of the class token, or the mean state if the network
+        has no class token.
+        """
         x = x.expand(-1, self.channels, -1, -1)
         if tuple(x.shape[2:]) != self.size:
             x = F.interpolate(x, size=self.size, mode="bilinear")

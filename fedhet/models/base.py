@@ -41,7 +41,7 @@ class ModelInfo:
     line: str
     """One-line description."""
     source: str
-    """Paper or library."""
+    """Source of the architecture: a paper or a library."""
     min_side: int | None
     """Minimum image side or number of time steps of a signal, or None for any shape."""
     extractor: Callable[..., nn.Module] = field(repr=False, compare=False)
@@ -258,7 +258,7 @@ class Dropout(nn.Dropout):
     """Variant of `nn.Dropout` that is faster on CPUs, because it draws one byte per element.
 
     PyTorch draws a full random number per element, which takes several times as long as the layer
-    before it. On other devices, or if `p` is not a multiple of 1/256, it is the same as
+    before it. On other devices, or if `p` is not a multiple of 1/256, this layer is the same as
     `nn.Dropout`.
     """
 

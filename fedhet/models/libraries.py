@@ -139,7 +139,7 @@ def _weights(base: str) -> Mapping[str, Tensor]:
 
 
 def _weights_file(base: str) -> Path:
-    """Return the weights file in torch's cache. Raises ModelError if it is missing."""
+    """Return the path of the weights file in torch's cache. Raises ModelError if it is missing."""
     from torchvision.models import get_model_weights
 
     tv_name = TORCHVISION[base]
@@ -251,7 +251,7 @@ class TextEncoder(nn.Module):
         self.vocabulary = config_size(config, name, "vocab_size")
         self.max_tokens = config_size(config, name, "max_position_embeddings")
         self.padding = int(config.get("pad_token_id") or 0)
-        if self.padding:  # Positions then start after the padding token.
+        if self.padding:  # Positions start after the id of the padding token.
             self.max_tokens -= self.padding + 1
         self.name = name
         self.network = None if frozen else _encoder(name)
