@@ -47,7 +47,7 @@ REQUIRED = ("flwr", "torch", "torchvision", "pydantic", "sklearn", "safetensors"
 
 
 class ReachableClients(SimpleClientManager):
-    """Registry of a run's clients, each of which can be trained by any worker."""
+    """Registry of a run's clients. Any worker can train any client."""
 
     def __init__(self, pool: WorkerPool, clients: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class WorkerProxy(DirectProxy):
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
         """Call the client on a worker.
 
-        Raises ClientCallError if the call fails, and UserCodeError if the client's code does.
+        Raises ClientCallError if the call fails, and UserCodeError if user code fails.
         """
 
         def task(actor: Any, *, alone: bool = False) -> Any:
@@ -100,7 +100,7 @@ class ClientCallError(Exception):
 
 
 def fit(parts: ServerAppComponents) -> None:
-    """Run the server to the end. Raises FedhetError if no worker is left."""
+    """Run Flower's server until the run ends. Raises FedhetError if no worker is left."""
     server, rounds = parts.server, parts.config
     assert isinstance(server, Server)
     assert isinstance(rounds, ServerConfig)
@@ -146,7 +146,7 @@ class LocalCluster:
         return pool
 
     def run(self, parts: ServerAppComponents) -> None:
-        """Run a federation whose workers all map the same copy of the data.
+        """Run a federation. All workers map the same copy of the data.
 
         Raises FedhetError if the cluster did not start or no worker is left.
         """
@@ -249,9 +249,9 @@ def usable_machines(machines: Sequence[Machine], engine: EngineSettings) -> list
 def place_workers(
     machines: Sequence[Machine], engine: EngineSettings, clients: int, *, on_gpu: bool
 ) -> list[Machine]:
-    """Return the machine for each worker, round-robin, with at most one worker per client.
+    """Assign workers to machines round-robin, with at most one worker per client.
 
-    Raises FedhetError if no machine can run a worker.
+    Returns the machine of each worker. Raises FedhetError if no machine can run a worker.
     """
     limits = [machine.max_workers(engine, on_gpu=on_gpu) for machine in machines]
     turns = range(max(limits, default=0))
@@ -279,7 +279,7 @@ def start_workers(
     """Start as many workers as the machines can run.
 
     Args:
-        machines: The machines.
+        machines: Machines of the cluster.
         config: Configuration of the run, with absolute paths.
         states: Directory of the clients' states.
         notice: Function that shows a message to the user.
@@ -344,7 +344,7 @@ def check_machines(machines: Sequence[Machine], needs: Needs, timeout: float) ->
     """Check a run's requirements on every machine.
 
     Args:
-        machines: The machines.
+        machines: Machines of the cluster.
         needs: Requirements of the run.
         timeout: Maximum time to wait for the machines, in seconds.
 
@@ -355,7 +355,7 @@ def check_machines(machines: Sequence[Machine], needs: Needs, timeout: float) ->
     import ray
 
     directory = Path(needs.directory)
-    # The token identifies the directory on other machines.
+    # A machine that finds the token shares the directory.
     with Folder(directory).replacing(needs.token) as path:
         path.write_text(needs.token, encoding="utf-8")
     try:

@@ -1,4 +1,4 @@
-"""Checks of whether a machine in a cluster can take part in a run.
+"""Checks that a machine in a cluster can take part in a run.
 
 `faults` is sent to each machine and executed there. At module level, this module imports no package
 that a machine may lack. Ray itself rejects machines with another version of Python.
@@ -33,7 +33,7 @@ class Needs:
     torch: str
     """Major and minor version of PyTorch."""
     data: dict[str, Listing | None]
-    """Files and directories that the run reads, with their listings, or None if missing."""
+    """Files and directories that the run reads, each with its listing, or None if it is missing."""
     modules: tuple[str, ...]
     """Modules that the run imports."""
 

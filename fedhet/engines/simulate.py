@@ -95,8 +95,8 @@ def simulate(
 def train(config: Config, directory: Path, watchers: Iterable[Watcher] = ()) -> None:
     """Execute a run like `simulate`, but without a report.
 
-    Writing a report takes longer than a small run; `fedhet report` writes it from the files in
-    `directory`.
+    Writing a report takes longer than a small run; `fedhet report` writes the report from the
+    files in `directory`.
     """
     with _trained(config, directory, watchers, None, with_report=False):
         pass
@@ -230,8 +230,8 @@ def baseline_of(config: Config, directory: Path, method: str) -> Config:
 def resolve_auto(config: Config, directory: Path) -> Config:
     """Replace `auto` in the engine settings with values for this machine.
 
-    A resumed run keeps the values in its config.toml, which were chosen on the machine where it
-    started. A run can thus be repeated or resumed on another machine.
+    A resumed run keeps the values in its config.toml, which were chosen on the machine where the
+    run started. A run can thus be repeated or resumed on another machine.
     """
     config_file = directory / "config.toml"
     if not (config.run.resume and config_file.exists()):
@@ -389,7 +389,7 @@ def cluster_for(
     """Start a Ray cluster on this machine in the background, if the run needs one.
 
     Yields None if the run trains in this process or joins an existing cluster. Raises SettingsError
-    if the engine settings do not suit a cluster on this machine.
+    if the engine settings are unsuitable for a cluster on this machine.
     """
     engine = config.run.engine
     if backend == "ray" and engine.device.startswith("cuda:"):
@@ -496,7 +496,7 @@ class InlineProxy(DirectProxy):
         """Call the client's method `name`, without a time limit.
 
         If the client runs out of GPU memory, all clients release their memory, and the client is
-        called once more. Raises UserCodeError if the client's code fails.
+        called once more. Raises UserCodeError if user code fails.
         """
 
         def call_client() -> Any:
@@ -508,7 +508,7 @@ class InlineProxy(DirectProxy):
                     return call_client()
                 except torch.OutOfMemoryError:
                     self._notice(f"{self.cid} {RETRIED_ALONE}")
-                # Retry outside the handler, which refers to the failed client's tensors.
+                # Retry outside the handler, because its exception refers to the client's tensors.
                 release_memory()
                 try:
                     return call_client()

@@ -1,8 +1,9 @@
 """Ray workers of a run: the actor that trains clients, and a pool of actors.
 
-Flower's own pool of Ray actors keeps dead actors, whose later tasks all fail, and its simulation
-scans all messages for each client ten times a second. This pool removes a lost worker, starts a new
-worker if the machine is still available, and calls the client on another worker.
+Flower's own pool of Ray actors keeps dead actors, so all later tasks on these actors fail. Flower's
+simulation also scans all messages for each client ten times a second. This pool removes a lost
+worker, starts a new worker if the machine is still available, and calls the client on another
+worker.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fedhet.settings.engine import EngineSettings
 
 LOG = logging.getLogger("flwr")
 POLL_SECONDS = 0.5
-"""Seconds between two checks of whether a worker has started."""
+"""Interval between two checks for started workers, in seconds."""
 RELEASE_SECONDS = 30.0
 """Maximum time to wait for idle workers to release GPU memory, in seconds."""
 MAX_ATTEMPTS = 2
@@ -132,7 +133,7 @@ class LostError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class PlacedWorker:
-    """Worker with its machine."""
+    """Ray actor of a worker, and the machine on which it runs."""
 
     machine: Machine
     actor: Any
@@ -199,7 +200,7 @@ class WorkerPool:
         Args:
             client: Name of the client, for notices.
             task: The task.
-            timeout: Time limit in seconds, which includes waiting for a worker, or None.
+            timeout: Time limit in seconds, including the wait for a worker, or None for no limit.
             alone: Whether no other task may run on any worker. The other workers release their GPU
                 memory first.
 

@@ -40,7 +40,7 @@ MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 USUAL_HARDWARE = "Two cores of an AMD EPYC."
 """Default hardware, which docs/tables.md names once instead of in each section."""
 USUAL_SEEDS = [0, 1, 2]
-"""Default seeds. A section omits the command if it has no other seeds and no other settings."""
+"""Default seeds. A section omits its command if the table has default seeds and settings."""
 UNLISTED = {"engine.backend", "data.data-dir", "engine.precision"}
 """Settings that a section's command omits, because they do not change the numbers, or because the
 hardware line states their value (bfloat16)."""
@@ -85,7 +85,7 @@ class TestedClaim:
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Numbers of comparisons, by outcome."""
+        """Number of comparisons by outcome."""
         return Counter(each.outcome for each in self.comparisons)
 
     @property
@@ -118,8 +118,9 @@ class TestedClaim:
 def verdict_of(outcomes: Collection[str]) -> str:
     """Return the verdict on a claim from the outcomes of its comparisons.
 
-    A claim holds if it holds in all comparisons, and does not hold if it fails in one. Otherwise,
-    it is "not measured" if no comparison is measured, and "not told apart" if at least one is.
+    A claim holds if it holds in all comparisons, and does not hold if it fails in one comparison.
+    Otherwise, the claim is "not-measured" if no comparison was measured, and "not-told-apart"
+    (inconclusive) if at least one comparison was measured.
     """
     distinct = set(outcomes)
     if "does not hold" in distinct:
@@ -144,7 +145,7 @@ def claims_of(table: str) -> list[str]:
 
 
 def counted(claims: Sequence[TestedClaim]) -> Cells:
-    """Count the claims by verdict, with a row for each paper and size, and a row for each size."""
+    """Build a table of claims by verdict, with a row per paper and size, and a row per size."""
     papers = [*dict.fromkeys(paper_of(name) for name in table_names())]
     columns: dict[str, list[Cell]] = {
         name: [] for name in ("paper", "size", "tables", "claims", *WORDS.values())
@@ -226,7 +227,7 @@ def _tally(counts: Counter[str]) -> str:
 
 
 def tables_listed() -> list[tuple[str, str, str, str]]:
-    """Return the rows in the list of tables, with the number of runs per seed for each size."""
+    """Return the rows of the list of tables, with the number of runs per seed for each size."""
     rows = []
     for name in table_names():
         table = read_table(name)

@@ -15,7 +15,7 @@ from fedhet.cli.run import check_sweepable
 from fedhet.config.sources import parse_pairs
 
 LIST = resources.files("fedhet.experiments") / "list.json"
-"""Precomputed list of tables, because counting their runs takes seconds; see `make reference`."""
+"""List of tables, precomputed by `make reference` because counting the runs takes seconds."""
 TableName = Annotated[
     str | None,
     typer.Argument(

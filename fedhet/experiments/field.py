@@ -36,10 +36,11 @@ from fedhet.runs.records import NAN, PROTOCOLS
 from fedhet.runs.units import ABSENT, human_bytes, human_seconds, plural, plus_minus, position
 
 KINDS = {"personal": ("private", "global", "server"), "common": ("global", "server", "private")}
-"""Kinds of models, by protocol; the first kind that a method has determines its accuracy."""
+"""Kinds of models by protocol, in order of preference. The first kind that a method evaluates
+represents the method."""
 CEILING = "central"
 SHARE = 0.9
-"""Fraction of the accuracy of `CEILING`; the costs of reaching this accuracy are reported."""
+"""Fraction of the accuracy of `CEILING`. The table shows the costs of reaching this fraction."""
 ACCURACIES = ("personal", "worst client", "common", "common, own models")
 EVERYWHERE = "all"
 """Scope of ranks over all architectures."""
@@ -82,10 +83,10 @@ class Ranking:
     """Mean ranks of k methods over N cells; lower ranks are better."""
 
     ranks: pd.Series
-    """Mean rank of each method, ascending; tied methods share their mean rank."""
+    """Mean rank of each method, ascending. Methods that tie in a cell share their mean rank."""
     cells: int
     p: float
-    """p-value of Friedman's test of equal methods."""
+    """p-value of Friedman's test of the hypothesis that all methods are equal."""
     critical: float
     """Critical difference between two mean ranks (Demšar, Section 3.2.2)."""
     critical_by_seed: float
@@ -104,7 +105,7 @@ def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
         seeds: Number of runs over which each score is averaged.
 
     Returns:
-        The ranking, or None for fewer than three methods or two cells.
+        The ranking, or None for fewer than three methods or fewer than two cells.
     """
     from scipy import stats
 
@@ -118,9 +119,10 @@ def ranked(scores: pd.DataFrame, seeds: int = 1) -> Ranking | None:
 
 
 def critical(methods: int, cells: int) -> float:
-    """Return Nemenyi's critical difference: q sqrt(k (k + 1) / (6 N)).
+    """Return Nemenyi's critical difference for k methods and N cells: q sqrt(k (k + 1) / (6 N)).
 
-    q is the studentized range for k groups and infinite degrees of freedom, divided by sqrt(2).
+    q is the (1 - ALPHA) quantile of the studentized range distribution for k groups and infinite
+    degrees of freedom, divided by sqrt(2).
     """
     from scipy import stats
 
@@ -284,7 +286,7 @@ def write_latex(results: FieldResults, out: Path) -> Path:
 
 
 def as_markdown(results: FieldResults) -> str:
-    """Return the table as a section of Markdown."""
+    """Return the table of all methods as a Markdown section."""
     parts = [
         f"## {escape_markdown(results.plan.table.title)}\n",
         f"{escape_markdown(about(results.plan, results.finished))}\n",
@@ -301,7 +303,7 @@ def as_markdown(results: FieldResults) -> str:
 
 
 def matrix(results: FieldResults, measure: str) -> Cells:
-    """Return accuracies in percent, with one row per method and one column per cell."""
+    """Build a table of accuracies in percent, with one row per method and one column per cell."""
     methods = results.plan.methods
     columns = {
         ", ".join(place): [_accuracy(results.by_seed(name, place, measure)) for name in methods]
@@ -311,7 +313,10 @@ def matrix(results: FieldResults, measure: str) -> Cells:
 
 
 def every(results: FieldResults) -> Cells:
-    """Return one row per method and cell: all measurements, or the reason why they are missing."""
+    """Build a table with one row per method and cell.
+
+    A row contains all measurements, or the reason why the method does not support the cell.
+    """
     cells = results.plan.every
     columns: dict[str, Sequence[Cell]] = {
         "method": [Cell(each.method) for each in cells],
@@ -329,7 +334,11 @@ def every(results: FieldResults) -> Cells:
 
 
 def ranks(results: FieldResults) -> Cells:
-    """Return mean ranks by protocol and scope, sorted by the rank over all cells."""
+    """Build the table of the methods' mean ranks, with one column per protocol and scope.
+
+    A scope is all cells, or the cells of one set of architectures. The methods are sorted by their
+    mean ranks in the first column.
+    """
     found = results.rankings
     leading = next(iter(found.values())).ranks.index if found else []
     methods = sorted(results.ranked_methods, key=[*leading, *results.ranked_methods].index)
@@ -350,7 +359,7 @@ def ranks(results: FieldResults) -> Cells:
 
 
 def costs(results: FieldResults) -> Cells:
-    """Return the mean costs of a run by method, over the cells that the method supports."""
+    """Build a table of each method's costs, averaged over the method's finished runs."""
     methods, places = results.plan.methods, results.plan.cells
     columns = {
         measure: [
@@ -363,7 +372,10 @@ def costs(results: FieldResults) -> Cells:
 
 
 def refusals(results: FieldResults) -> Cells | None:
-    """Return the unsupported cells by method with the reasons, or None if there are none."""
+    """Build a table of unsupported cells by method, with the reasons.
+
+    Returns None if all methods support all cells.
+    """
     found: dict[tuple[str, str], list[Place]] = {}
     for each in results.plan.every:
         if each.refused:

@@ -74,7 +74,7 @@ class Wanted:
 def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
     """Train the missing runs for the tables that `word` selects, and print and write the tables.
 
-    If `rows` is not empty, only rows whose names start with one of its words are trained.
+    If `rows` is not empty, only rows whose names start with one of these words are trained.
     """
     plans = []
     for name in tables_of(word):
@@ -93,7 +93,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
             say(f"{found.name}: {notice}, as set with --set")
     runs = each_once(run for found in plans for run in found.runs_of(rows))
     for run in runs:
-        resolve(run.values)  # All tables are checked before the first run starts.
+        resolve(run.values)  # Check the settings of all runs before the first run starts.
     if wanted.dry_run:
         show_plan(runs)
         return
@@ -114,7 +114,7 @@ def make_tables(word: str, rows: Sequence[str], wanted: Wanted) -> None:
 
 
 def make_field(methods: Sequence[str], wanted: Wanted) -> None:
-    """Train the missing runs for the table of all methods, and write it after each seed.
+    """Train the missing runs for the table of all methods, and write the table after each seed.
 
     An empty list of methods means all methods.
     """
@@ -157,8 +157,9 @@ def show_result(result: paper.TableResult, table: PaperTable) -> None:
 def show_tables(word: str, directory: Path | None, default: Path) -> None:
     """Print finished tables in full: numbers, comparisons, the claims' verdicts, and notes.
 
-    The tables are read from `directory` or, if it is None, from `default` and from the tables
-    included in fedhet. Raises StateError if no table has been created.
+    The tables are read from `directory` or, if it is None, from `default`. If `default` contains
+    none of the tables, the tables included in fedhet are printed. Raises StateError if no finished
+    table is found.
     """
     names, source = tables_of(word), directory or default
     results = [each for each in claims.read_finished(source) if each.table in names]
@@ -182,10 +183,10 @@ def show_tables(word: str, directory: Path | None, default: Path) -> None:
 
 
 def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
-    """Count the claims of finished tables by verdict.
+    """Print the number of claims by verdict in the finished tables, or all claims as JSON.
 
     The tables are read from `folder` or, if it is None, from `usual`. If `usual` contains no
-    tables, the tables included in fedhet are counted. Raises StateError if `folder` contains no
+    tables, the tables included in fedhet are used. Raises StateError if `folder` contains no
     table.
     """
     found, where = claims.read_finished(folder or usual), f"the tables in {folder or usual}"

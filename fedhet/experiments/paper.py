@@ -55,7 +55,7 @@ class Comparison(BaseModel, frozen=True, extra="forbid"):
     above: str
     below: str
     outcome: Literal["holds", "within noise", "does not hold", "not measured"]
-    """Outcome, which is decided only if the difference exceeds two standard errors."""
+    """Outcome; "within noise" if the difference does not exceed two standard errors."""
     difference: float | None = None
     """Mean difference over the seeds, in the unit of the printed numbers, or None if not
     measured."""
@@ -146,7 +146,7 @@ class Results:
 
 
 def collect(plan: Plan) -> Results:
-    """Return the results of a plan's finished runs. Raises StateError for a damaged run."""
+    """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     cells = {}
     for cell in plan.cells:
         in_percent = plan.table.unit == "percent" and not is_amount(cell.metric)
@@ -191,7 +191,10 @@ def _rounded(value: float, digits: int = 4) -> float | None:
 def _compare(
     table: PaperTable, cells: Mapping[Place, tuple[PlannedCell, pd.Series]]
 ) -> list[Comparison]:
-    """Return a comparison for every claim, place, and pair of names that the claim compares."""
+    """Return one comparison per claim, place, and compared pair of names.
+
+    If a claim compares rows, its places are columns, and vice versa.
+    """
     comparisons = []
     for claim in table.claims:
         by_rows = claim.of == "rows"
@@ -296,7 +299,7 @@ def write_latex(results: Results, out: Path) -> Path:
     dagger marks differences beyond two standard errors.
     """
     plan, result = results.plan, results.result
-    # The value is 1 if higher numbers in a column are better, or -1 if lower numbers are.
+    # Map columns of scores to 1 if higher numbers are better, or to -1 if lower numbers are.
     scored = {}
     for column in plan.table.columns_in(plan.size):
         of_column = [cell for (_, name), (cell, _) in results.cells.items() if name == column.name]
@@ -319,7 +322,7 @@ def write_overview(tables: Sequence[Results], path: Path) -> None:
 
 
 def overview(tables: Sequence[Results]) -> Cells:
-    """Return one row per table, with its finished runs and the outcomes of its comparisons."""
+    """Build an overview with one row per table: finished runs, and outcomes of comparisons."""
     found = [each.result for each in tables]
     counts = [Counter[str](each.outcome for each in result.comparisons) for result in found]
     taus = [[tau for tau in result.agreement.values() if tau is not None] for result in found]
@@ -352,7 +355,7 @@ def as_markdown(result: TableResult, table: PaperTable) -> str:
 
 
 def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: bool = False) -> Cells:
-    """Return the measured and printed numbers, with Kendall's tau in the last row.
+    """Build the table of measured and printed numbers, with Kendall's tau in the last row.
 
     With `brief`, the table has no Kendall's tau, no standard deviations, and no rows without
     measurements.
@@ -383,7 +386,7 @@ def cells(result: TableResult, table: PaperTable, digits: int = 2, *, brief: boo
 
 
 def outcomes(result: TableResult) -> Cells:
-    """Return one row per claim, with the number of comparisons by outcome."""
+    """Build a table with one row per claim: the number of comparisons by outcome."""
     counts: dict[str, Counter[str]] = {}
     for each in result.comparisons:
         counts.setdefault(each.claim, Counter())[each.outcome] += 1
@@ -396,7 +399,7 @@ def outcomes(result: TableResult) -> Cells:
 
 
 def claims(result: TableResult) -> Cells:
-    """Return one row per comparison, with the claim, the place, the difference, and the outcome."""
+    """Build a table with one row per comparison: claim, place, difference, and outcome."""
     found = result.comparisons
     return Cells(
         {

@@ -2,7 +2,7 @@
 
 The file of a paper's table, `tables/NAME.toml`, declares rows, columns, sizes, printed numbers, and
 claims. A cell has one run per seed. The settings of the size are overridden by the settings of the
-column, the row, and the entry in `places` for this row and column, in this order. Each of them
+column, the row, and the entry in `places` for this row and column, in this order. Each entry
 applies its presets first. Cells with equal settings share their runs, so rows or columns can show
 different models from the same run. The table of all methods, `field.toml`, combines model
 architectures with splits of the data.
@@ -143,7 +143,7 @@ class Claim(_Part):
     of: Literal["rows", "columns"] = "rows"
     """Whether rows are compared within each column, or columns within each row."""
     where: list[str] = Field(default_factory=list)
-    """Columns (or rows) for which the paper makes the claim; empty = all."""
+    """Columns (or rows) for which the paper makes the claim; all if empty."""
 
 
 class PaperTable(_Part):
@@ -233,13 +233,13 @@ class FieldTable(_Part):
 
 
 def read_field() -> FieldTable:
-    """Return the table of all methods."""
+    """Read the declaration of the table of all methods."""
     file = resources.files("fedhet.experiments") / f"{FIELD}.toml"
     return FieldTable.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
 
 
 def table_names() -> list[str]:
-    """Return the names of all tables."""
+    """Return the names of all papers' tables."""
     return sorted(
         file.name.removesuffix(".toml") for file in FILES.iterdir() if file.name.endswith(".toml")
     )
@@ -310,7 +310,7 @@ class PlannedRun:
 
     @property
     def command(self) -> str:
-        """Command that makes only this run."""
+        """Command that executes only this run."""
         chosen = {k: v for k, v in self.values.items() if k not in (*PLACE, "method")}
         return " ".join(["fedhet run", str(self.values["method"]), *as_options(chosen)])
 
@@ -337,7 +337,7 @@ class Plan:
     seeds: tuple[int, ...]
     cells: tuple[PlannedCell, ...]
     over: Mapping[str, object] = field(default_factory=dict)
-    """Settings of all runs that override the table's."""
+    """Settings that override the table's settings in all runs."""
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -461,7 +461,7 @@ class FieldPlan:
     every: tuple[FieldCell, ...]
     """All cells, ordered by method."""
     over: Mapping[str, object] = field(default_factory=dict)
-    """Settings of all runs that override the table's."""
+    """Settings that override the table's settings in all runs."""
     name: str = FIELD
 
     @property
@@ -504,9 +504,10 @@ def plan_field(
 
 
 def _fitted(values: Values) -> tuple[Values, str]:
-    """Return the settings, adapted to the method, and an error message ("" if none).
+    """Adapt the settings to the method.
 
-    If the method fixes the number of rounds, the total number of local epochs is kept.
+    Returns the settings and an error message, which is "" if the method supports the settings. If
+    the method fixes the number of rounds, the total number of local epochs is preserved.
     """
     try:
         free = resolve({name: value for name, value in values.items() if name != "rounds"})
@@ -538,5 +539,5 @@ def command_of(plan: FieldPlan) -> str:
 
 @lru_cache(maxsize=4096)
 def finished_run(directory: Path) -> Run:
-    """Load a finished run, with a cache, because finished runs do not change."""
+    """Load a finished run. Loaded runs are cached, because finished runs do not change."""
     return load_run(directory)

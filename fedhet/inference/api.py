@@ -84,20 +84,20 @@ def run(
             function of (shape, classes) that returns an extractor and a classifier. Text such as
             "cnn2,mlp*3" is also supported.
         dataset: Name of a dataset, a `fedhet.Dataset`, a pair (x, y), a mapping from `train` and
-            `test` to such pairs, or a function that returns one of these.
+            `test` to such pairs, or a function that returns such data.
         seed: Seed for all random draws.
         backend: "auto", "ray" or "inline".
         out: Run directory; by default a new directory in `runs/`.
         preset: Comma-separated names of presets; later presets override earlier presets.
         config: TOML file with settings.
-        resume: Directory of a run to continue after its last complete round, with its own settings.
-            Arguments may add rounds and change the execution backend.
+        resume: Directory of a run to continue after its last complete round, with the settings of
+            that run. Arguments can add rounds and change the execution backend.
         trust: Comma-separated modules that the settings of a resumed run may import.
         settings: Any other settings, e.g. `{"training.lr": 0.01}`. A name may be abbreviated to its
             last part if that is unique.
         against: Baseline method, such as "local", to train afterwards in the same way. The report
             shows both runs, and `Result.baseline` returns the baseline's result.
-        progress: Whether to print a line per round.
+        progress: Whether to show the progress of the run.
         watchers: Additional observers of the run's events; see `fedhet.runs.log.Watcher`.
 
     Returns:
@@ -251,7 +251,7 @@ def _as_name(setting: str, value: Any, inline: bool) -> Any:
 
 
 class _Frame(pd.DataFrame):  # type: ignore[misc]
-    """Data frame whose text contains all columns; its operations return plain data frames."""
+    """Data frame that is printed with all columns; its operations return plain data frames."""
 
     def __repr__(self) -> str:
         with pd.option_context("display.max_columns", None):
@@ -291,7 +291,7 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Mean accuracy of the private models in the last evaluation, or NaN before it.
+        """Mean accuracy of the private models in the last evaluation, or NaN if there is none.
 
         The method determines the test set (`headline`). The accuracy is NaN if the task is not
         classification.

@@ -1,4 +1,4 @@
-"""Trained clients of a run: loading of their models from disk, and predictions."""
+"""Restore a run's trained clients from disk, and predict the classes or targets of samples."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class Predictions:
     labels: NDArray[np.int64]
     """Index of the most probable class of each sample, of shape [N]."""
     probabilities: NDArray[np.float32]
-    """Class probabilities, of shape [N, C], which are 0 for classes outside the client's label
-    space."""
+    """Class probabilities, of shape [N, C]; 0 for classes outside the client's label space."""
     classes: tuple[str, ...]
     """Class names."""
 
@@ -212,8 +211,8 @@ class TrainedClient:
         """Return the run's metrics of the model, by test set and name.
 
         The test sets are the client's local test split and the common test set. Loads the data that
-        the run's settings name. Raises DataError if it is not found, and SettingsError if it is a
-        function in an untrusted module.
+        the run's settings name. Raises DataError if the data is not found, and SettingsError if a
+        function in an untrusted module would provide the data.
         """
         check_trusted(self.record.settings, self._trust, Path(self.record.client))
         saved = self._client.node

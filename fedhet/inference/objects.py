@@ -133,7 +133,7 @@ def _loader(data: Any) -> Callable[[], Any]:
 
 
 def _module_with(classes: list[type]) -> ModuleType:
-    """Return the registered module that contains a method's classes, or create it."""
+    """Return the registered module that contains a method's classes, or a new module."""
     for module in _registry.values():
         if isinstance(module, ModuleType) and set(classes) <= set(vars(module).values()):
             return module

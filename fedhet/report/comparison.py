@@ -141,7 +141,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def load_runs(directories: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
-    """Load the runs found in the directories by `find_runs`.
+    """Load the runs that `find_runs` finds in the directories.
 
     Returns the runs, and a note for each run that cannot be read. Raises StateError if a directory
     contains no run, or if no run can be read.
@@ -167,8 +167,9 @@ def load_runs(directories: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     """Group runs that differ only in their seeds. Return the groups, and notes on skipped runs.
 
-    Unfinished runs are skipped if their group has finished runs. If several runs have the same
-    seed, they are one sample, so only the longest and then the latest run is kept.
+    Unfinished runs are skipped if their group has finished runs. Several runs with the same seed
+    are one sample, so only the run with the most rounds is kept. Among equally long runs, the
+    latest run is kept.
     """
     ignored = where_it_ran() | {"seed"}
     by_settings: dict[tuple[tuple[str, str], ...], list[Run]] = {}
@@ -363,9 +364,8 @@ def compare(
 
     Args:
         dirs: Run directories, or directories up to two levels above run directories.
-        target: Score for which to report the bytes needed to reach it, as a fraction, or as a
-            percentage if above 1. The default is 90 % of the lowest last score, which all runs
-            reach.
+        target: Score for the bytes-to-target column. For metrics that are fractions, a value above
+            1 is a percentage. The default is 90 % of the lowest last score, which all runs reach.
         kind: Kind of models whose score determines the groups' order; the default is `private`.
         protocol: Test set for this score; the default is the headline protocol of most runs.
         figures: Comma-separated method metrics to plot over rounds.
@@ -377,7 +377,7 @@ def compare(
         The comparison.
 
     Raises:
-        StateError: If no run can be read, or none was evaluated.
+        StateError: If no run can be read, or if no run was evaluated.
         SettingsError: If an argument is invalid, or no run has the kind, protocol, metric or
             baseline.
 
@@ -486,7 +486,7 @@ def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> f
     """Return 90 % of the lowest last score of any run, so that all runs reach the target.
 
     If lower scores are better, returns 110 % of the highest last score. The percentage is relative
-    to the metric's lowest possible value, or to 0 if it has none.
+    to the metric's lowest possible value, or to 0 if the metric has no lower bound.
     """
     last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
     if not last.count():
@@ -536,10 +536,10 @@ def pair_groups(
 ) -> tuple[Pair, ...]:
     """Pair each group with its baseline, in the order of the groups.
 
-    `against` is the label or method of the baseline, or "NAME:KIND" to use its models of another
-    kind. The default is `local` or, if absent, the first group. If several groups have the method,
-    each group is paired with the group that shares the most settings. Raises SettingsError if the
-    baseline does not exist.
+    `against` is the label or method of the baseline, or "NAME:KIND" to compare with its models of
+    another kind. The default is `local` or, if absent, the first group. If several groups have the
+    method, each group is paired with the group that shares the most settings. Raises SettingsError
+    if the baseline does not exist.
     """
     baselines, baseline_column = _baselines(groups, column, against)
     pairs = []
@@ -597,7 +597,7 @@ def p_value(differences: Sequence[float], test: str) -> float:
 
     Returns NaN if it cannot be computed. The t-test assumes a normal distribution, and the Wilcoxon
     signed-rank test assumes a symmetric distribution. With n seeds, the p-value of the Wilcoxon
-    test is at least 2^(1-n), i.e. 0.25 for three seeds and 0.0625 for five seeds.
+    test is at least 2^(1-n), e.g. 0.25 for three seeds and 0.0625 for five seeds.
     """
     from scipy import stats
 

@@ -43,7 +43,7 @@ from fedhet.runs.units import (
 )
 
 MAX_CURVES = 12
-"""Maximum number of curves to plot, for the best groups."""
+"""Maximum number of curves in a plot; only the best groups are shown."""
 COST_AXES = {
     "bytes": ("costs", "bytes sent", "by bytes sent", "bytes sent, up and down", "bytes"),
     "epsilon": (
@@ -51,8 +51,8 @@ COST_AXES = {
     ),
     "clock": ("clock", "simulated time", "by simulated time", "simulated hours", "seconds"),
 }  # fmt: skip
-"""Cumulative costs to plot the accuracy against: name of the figure, name in the alternative text,
-end of the title, axis label, and unit."""
+"""Cumulative costs against which the score is plotted, each with the name of its figure, its name
+in the alternative text, the end of the title, the axis label, and the unit."""
 COSTS = ("bytes_up", "bytes_down", "seconds", "start")
 TAIL_OF = "tail: mean over the last fifth of the rounds, for"
 PAIRED = (
@@ -69,7 +69,7 @@ MAX_COLUMNS = 6
 def write_comparison(comparison: Comparison, out_dir: Path | str) -> list[Path]:
     """Write compare.png, .html, .md and .json, and a figure for each requested method metric.
 
-    Each figure is also written as SVG. Returns the paths of all other files.
+    Each figure is also written as SVG. Returns the paths of all files except the SVG files.
     """
     out = Path(out_dir)
     figures = drawings(comparison)
@@ -288,7 +288,7 @@ def paired_cells(comparison: Comparison) -> Cells | None:
             for d, absent in values
         ]
 
-    against = [  # Name the baseline's kind of model if it differs.
+    against = [  # Name the baseline's kind of model if it differs from the group's kind.
         pair.baseline.label
         + (f" ({pair.baseline_column[1]})" if pair.baseline_column != pair.column else "")
         for pair in pairs
@@ -448,9 +448,9 @@ def _method_metric(ax: Axes, comparison: Comparison, name: str) -> None:
 def _draw(
     ax: Axes, comparison: Comparison, curve_of: Callable[[Group], pd.DataFrame], x: str = ""
 ) -> list[int]:
-    """Draw a curve with a band over seeds for each group, over rounds or the column `x`.
+    """Draw a curve with a band over seeds for each group.
 
-    Returns the rounds that the curves cover.
+    The x-axis shows the rounds or the column `x`. Returns the rounds that the curves cover.
     """
     rounds, names = [1], _names(comparison)
     for number, group in enumerate(comparison.groups[:MAX_CURVES]):

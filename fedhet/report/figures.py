@@ -218,7 +218,7 @@ def _loss(run: Run) -> Drawing | None:
 
 
 def _by_cost(run: Run, cost: str) -> Drawing | None:
-    """Draw the headline accuracy over epsilon or simulated time (`clock`), if available."""
+    """Draw the headline score over epsilon or simulated time (`clock`), if available."""
     total = float(run.totals[cost])
     if math.isnan(total) or not run.columns:
         return None
@@ -406,7 +406,7 @@ def _by_model(run: Run, values: Mapping[str, float]) -> pd.DataFrame:
 
 
 def _rows(figure: Figure, scores: pd.DataFrame, title: str, metric: str) -> None:
-    """Draw a row for each client."""
+    """Draw the score of each client in a separate row, colored by model."""
     ax = figure.subplots()
     mean = float(scores["value"].mean())
     ax.axvline(mean, color=style.MUTED, zorder=1, **style.DASHED)
@@ -437,7 +437,7 @@ def _models(figure: Figure, scores: pd.DataFrame, title: str) -> None:
     pool = {str(model): clients["value"] for model, clients in scores.groupby("model")}
     for column, (model, values) in enumerate(pool.items()):
         color, mark = style.mark(column)
-        # Spread the markers in a bin horizontally, and more widely if the bin has more values.
+        # Spread the markers of similar values horizontally, so that they do not overlap.
         span = values.max() - values.min() or 1.0
         bins = values.groupby((values - values.min()) // (span / 24))
         number, size = bins.cumcount(), bins.transform("size")

@@ -64,8 +64,8 @@ def write_report(run: Run) -> Path:
 def render(template: str, package: str = "fedhet.report", **content: object) -> str:
     """Render a package's template to HTML, with all text escaped.
 
-    Templates may extend or include templates of `fedhet.report`. File names end in `.md`, because a
-    Flower app bundle (FAB) contains no .html, .css or .js files.
+    Templates can extend or include templates of `fedhet.report`. Their file names end in `.md`,
+    because a Flower app bundle (FAB) contains no .html, .css or .js files.
     """
 
     def read(name: str) -> str:
@@ -169,7 +169,7 @@ def _sparkline(
 ) -> dict[str, str]:
     """Return the last value and the range of a metric, and its sparkline as SVG paths.
 
-    NaN values are gaps in the curve. `chart` describes the curve for tooltips (see `style.Canvas`).
+    NaN values appear as gaps. `chart` describes the curve for tooltips (see `style.Canvas`).
     """
 
     # Scale the values to [0, 1]; the range is positive, because the values are not all equal.

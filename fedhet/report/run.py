@@ -1,7 +1,8 @@
 """Results of a run, read from its directory.
 
 In an interrupted run, `summary.json` may be missing, and the last line of `metrics.jsonl` may be
-truncated. If any other file is missing or malformed, a StateError with its path is raised.
+truncated. A StateError that names the file is raised if any other required file is missing, or if a
+file is malformed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Run:
     planned: int
     """Planned number of rounds."""
     models: Mapping[str, str]
-    """Model of each client, which may be incomplete if the run is unfinished."""
+    """Model of each client. If the run is unfinished, clients may be missing."""
     metric: str = ACCURACY
     """Metric for `scores` and all derived values; see `with_metric`."""
 
@@ -126,7 +127,7 @@ class Run:
 
     @cached_property
     def headline_metric(self) -> str:
-        """Name of the headline metric: accuracy, or the first metric of another task."""
+        """Name of the headline metric: accuracy, or the first metric if there is no accuracy."""
         evaluated = (record.metric for record in reversed(self.records) if record.scores)
         return next(evaluated, ACCURACY)
 
@@ -141,7 +142,10 @@ class Run:
 
     @cached_property
     def extra_metrics(self) -> tuple[tuple[str, Run], ...]:
-        """Titles of the other metrics to display, each with a copy of the run for the metric."""
+        """Metrics to display in addition to the headline metric, as pairs (title, run).
+
+        Each run is a copy of this run with the scores for the metric.
+        """
         shown = filter(is_shown, self.metrics)
         return tuple((metric_of(name).title, self.with_metric(name)) for name in shown)
 
@@ -154,7 +158,7 @@ class Run:
 
     @property
     def headline(self) -> str:
-        """Protocol of the headline score, or "" if nothing was evaluated."""
+        """Protocol of the headline score, or "" if the run was not evaluated."""
         return next(iter(self.protocols), "")
 
     def kinds(self, protocol: str) -> tuple[str, ...]:
@@ -164,12 +168,15 @@ class Run:
 
     @property
     def columns(self) -> tuple[tuple[str, str], ...]:
-        """All (protocol, kind) pairs in the last round, with the headline first."""
+        """All (protocol, kind) pairs with scores, with the headline pair first."""
         return tuple((name, kind) for name in self.protocols for kind in self.kinds(name))
 
     @property
     def relative(self) -> tuple[str, Ratio] | None:
-        """Protocol (preferably the headline protocol) and its last ratios to the local accuracy."""
+        """Protocol, and its ratios of private to local accuracy in the last evaluated round.
+
+        The headline protocol is preferred. The result is None if there are no ratios.
+        """
         ratios = self.last_evaluated.relative if self.last_evaluated else {}
         return next(((name, ratios[name]) for name in self.protocols if name in ratios), None)
 
@@ -189,7 +196,7 @@ class Run:
     def tail(self, protocol: str, kind: str) -> Tail:
         """Return the mean scores over the last fifth of the recorded rounds.
 
-        This is computed from the records, because summaries from older versions lack it.
+        The mean is computed from the records, because summaries from older versions lack it.
         """
         return tail_of(self.records, protocol, kind, self.metric)
 
@@ -352,13 +359,19 @@ def load_run(path: Path | str, *, with_baseline: bool = True) -> Run:
 
 
 def lowest(values: Mapping[str, float]) -> str:
-    """Return the client with the lowest value (the first in natural order), or "" if none."""
+    """Return the client with the lowest value, or "" if there is no valid value.
+
+    Ties are resolved by the natural order of the names.
+    """
     valid = pd.Series(values, index=sorted(values, key=natural), dtype=float).dropna()
     return str(valid.idxmin()) if len(valid) else ""
 
 
 def highest(values: Mapping[str, float]) -> str:
-    """Return the client with the highest value (the first in natural order), or "" if none."""
+    """Return the client with the highest value, or "" if there is no valid value.
+
+    Ties are resolved by the natural order of the names.
+    """
     return lowest({name: -value for name, value in values.items()})
 
 

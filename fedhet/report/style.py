@@ -128,7 +128,7 @@ class Canvas(Figure):
         )
 
     def series_number(self, series: str) -> int:
-        """Return the number of a series, and assign one to a new name."""
+        """Return the number of a series. A new series receives the next number."""
         if series not in self.series:
             self.series.append(series)
         return self.series.index(series)
@@ -166,8 +166,8 @@ def record(
 ) -> None:
     """Record the values of a curve, indexed by x, for tooltips.
 
-    `name` is the name of the curve, by default the series, and `names` contains the names of the
-    points.
+    `name` is the name of the curve, by default the name of the series, and `names`
+    contains the names of the points.
     """
     if isinstance(ax.figure, Canvas):
         curve = _curve(ax.figure.series_number(series), name or series, values)
@@ -225,7 +225,7 @@ class Drawing:
             for artist in figure.findobj():
                 artist.set_gid(None)  # Ids must be unique, but artists may share a series.
             self._save(figure, folder, "png", dpi=dpi, metadata={"Software": "fedhet"})
-            # Keep the layout, because computing it takes half of the time.
+            # Keep the layout, because computing it again would take half of the time.
             figure.set_layout_engine("none")
             self._save(figure, folder, "svg", metadata={"Date": None})
         return folder.path / f"{self.name}.png"
@@ -381,7 +381,7 @@ def log_bytes(ax: Axes, axis: Literal["x", "y"] = "y") -> None:
     ax.set(**{f"{axis}scale": "log"})
     chosen = ax.yaxis if axis == "y" else ax.xaxis
     low, high = chosen.get_view_interval()
-    if high < 10 * low:  # Extend the range to a power of ten, so that it contains a tick.
+    if high < 10 * low:  # Extend the range to a factor of ten, so that it contains a tick.
         middle = math.sqrt(low * high)
         ax.set(**{f"{axis}lim": (middle / math.sqrt(10), middle * math.sqrt(10))})
     chosen.set_major_locator(LogLocator(numticks=6))
@@ -401,7 +401,7 @@ def in_hours(seconds: float) -> str:
 
 
 def mark(number: int) -> tuple[str, str]:
-    """Return the color and marker of a series. Pairs repeat only after many series."""
+    """Return the color and the marker of a series. Their combination repeats after 64 series."""
     cycle, index = divmod(number, len(SERIES))
     return SERIES[index], MARKERS[(index + cycle) % len(MARKERS)]
 
@@ -417,7 +417,7 @@ def line(
 ) -> None:
     """Draw a curve of values over their index, with markers if there are few values.
 
-    `name` is the name of the curve in tooltips, by default the series.
+    `name` is the name of the curve in tooltips, by default the name of the series.
     """
     marker = "o" if len(values) <= 25 else ""
     artists = ax.plot(values.index, values, color=color, marker=marker, markersize=size, **look)

@@ -1,4 +1,4 @@
-"""Results of a sweep over values of one or more settings, as table, figure and HTML report."""
+"""Results of a sweep over values of one or more settings: table, figure, and HTML report."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from fedhet.settings.text import as_text
 TAIL = ", tail"
 """Suffix of quantities that are means over the last fifth of the rounds."""
 MAX_CURVES = 12
-"""Maximum number of curves in a panel. Each combination of the settings except the first has a
-curve."""
+"""Maximum number of curves in a panel. Each combination of values of the second and later settings
+has a curve."""
 Point = tuple[object, ...]
 """Point of a sweep: a value for each swept setting."""
 
@@ -50,10 +50,10 @@ class Sweep:
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """Final value of each quantity (column) in each run (row), indexed by the point's number.
+        """Final value of each quantity (column) in each run (row).
 
-        Quantities are headline scores, their means over the last fifth of the rounds, and all
-        metrics.
+        The index contains the number of each run's point. Quantities are headline scores, their
+        means over the last fifth of the rounds, and all metrics.
         """
         index, rows = [], []
         for number, runs in enumerate(self.runs.values()):
@@ -203,7 +203,10 @@ def _cells(results: Sweep, quantities: Sequence[str]) -> Cells:
 
 
 def drawing(results: Sweep, names: Sequence[str]) -> Drawing:
-    """Plot each quantity over the first setting, with a curve per combination of other settings."""
+    """Plot each quantity over the first setting.
+
+    There is a curve for each combination of values of the other settings.
+    """
 
     def draw(figure: Figure) -> None:
         grid = figure.subplots(1, len(names), squeeze=False)

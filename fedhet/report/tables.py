@@ -32,7 +32,7 @@ MAX_ROWS, ENDS = 30, 5
 """Maximum number of clients to list on the terminal, and the number of best and of worst clients to
 show if the run has more clients."""
 MIN_TEXT = 14
-"""Minimum width of a text column that is shrunk."""
+"""Minimum width to which a text column is shrunk."""
 
 SPECIAL = str.maketrans(
     {
@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def key(self) -> float | str:
-        """Sort key: the number, or else the text."""
+        """Sort key: the number ("" if it is not finite), or the text if there is no number."""
         if self.value is None:
             return self.text
         return self.value if math.isfinite(self.value) else ""
@@ -90,9 +90,9 @@ class Cells:
 
 
 def client_cells(run: Run, *, extra_metrics: bool = True) -> Cells:
-    """Build a table with a row per client: owner, model, samples, and last scores by column.
+    """Build the table of a run's clients: owners, models, samples, and last scores.
 
-    Set `extra_metrics` to include metrics other than accuracy.
+    With `extra_metrics`, the table includes metrics other than the headline metric.
     """
     properties = {"client": [Cell(printable(name)) for name in run.clients]}
     if run.partition and (owners := run.partition.owners):
@@ -143,9 +143,10 @@ def mean_cell(spread: Spread, shown: Callable[[float], str], runs: int = 0) -> C
 
 
 def label_cells(run: Run) -> Cells | None:
-    """Build a table of the metrics of each class, label, or target, or return None without them.
+    """Build a table of the metrics of each class, label, or target.
 
-    The score of a class is averaged over the clients whose test data contain the class.
+    Returns None if the run has no such metrics. The score of a class is averaged over the clients
+    whose test data contain the class.
     """
     names = [name for name in run.metrics if not is_shown(name)]
     if not names:
@@ -153,7 +154,8 @@ def label_cells(run: Run) -> Cells | None:
     metrics = [metric_of(name.partition(".")[0]) for name in names]
     labels = [int(name.rpartition(".")[2]) for name in names]
     noun, classes = metrics[0].noun, run.origin.classes
-    if run.partition and noun == "class":  # For other tasks, the partition has other groups.
+    # In tasks other than classification, the groups of a partition are not labels.
+    if run.partition and noun == "class":
         classes = run.partition.classes
     views = [run.with_metric(name) for name in names]
     columns: dict[str, list[Cell]] = {
@@ -276,8 +278,9 @@ def tabular(
     """Return a table as LaTeX.
 
     `better` contains the headers of the columns to highlight, with 1 if higher values are better or
-    -1 if lower values are better. The best value of such a column is bold, and the second-best
-    value is underlined. Rows with an index in `marked` have a dagger in the first such column.
+    -1 if lower values are better. In each of these columns, the best value is bold, and the
+    second-best value is underlined. Rows with an index in `marked` have a dagger in the first of
+    these columns.
     """
     better = better or {}
     columns = []
@@ -409,7 +412,10 @@ def final_table(run: Run) -> Blocks:
 
 
 def metric_table(run: Run) -> Blocks | None:
-    """Build the terminal table of the other metrics, or return None if there are none."""
+    """Build the terminal table of the metrics other than the headline metric.
+
+    Returns None if there are no such metrics.
+    """
     rows = [
         (title, column, view.last(*column), view.tail(*column).mean)
         for title, view in run.extra_metrics

@@ -45,7 +45,8 @@ MAX_ADDED_PARTS = 20
 LOCK = "run.lock"
 """Name of the file that a run's process locks."""
 LOCK_PAUSES = (0.05, 0.05, 0.0)
-"""Seconds to wait after each failed attempt to lock the file; a status query locks it briefly."""
+"""Seconds to wait after each failed attempt to lock the file, because a status query may hold the
+lock briefly."""
 MODEL_DIRECTORIES = ("state", "checkpoints", "inbox", "late", "pool")
 """Subdirectories with models or replies, which use most of a run's disk space."""
 
@@ -148,7 +149,7 @@ def reading(path: Path) -> Iterator[None]:
 def read_validated(path: Path, schema: type[T]) -> T:
     """Read and validate a JSON file.
 
-    Raises StateError, which names the file and the field, if it is invalid.
+    Raises StateError, which names the file and the field, if the file is invalid.
     """
     with reading(path):
         content = read_json(path)

@@ -211,7 +211,7 @@ def print_line(console: Console, text: str) -> None:
 def round_lines(console: Console, seconds: float = 10.0) -> Progress:
     """Return a `Progress` that prints the states of the clients during long rounds.
 
-    Prints at most one line every `seconds` seconds; this is meant for the log of a deployment.
+    Prints at most one line every `seconds` seconds. This display is for the log of a deployment.
     """
 
     def show() -> None:

@@ -1,5 +1,7 @@
 """Log of a run: writes the run's files and notifies watchers, such as displays and trackers.
 
+Files in the run's directory:
+
 config.toml  run.json  partition.json  metrics.jsonl (one record per round)  summary.json
 tensorboard/  checkpoints/ (server states of the last rounds, from which a run can be resumed)
 
@@ -87,7 +89,7 @@ class Watcher:
         """Called when the run starts. `models` maps client names to model names."""
 
     def clients_excluded(self, clients: Mapping[str, str]) -> None:
-        """Called before a round with the excluded clients, each with a `State` as the reason."""
+        """Called before a round. `clients` maps each excluded client to its `State`."""
 
     def round_started(self, number: int, asked: Sequence[str]) -> None:
         """Called when a round starts. `asked` lists the sampled clients."""
@@ -214,7 +216,7 @@ class RunLog:
 
     @property
     def best_round_config(self) -> dict[str, Scalar]:
-        """Config entry that requests clients to keep their models from the best round.
+        """Config entry that makes clients keep their models from the best round.
 
         The best round has the best headline score so far; it is 0 if no round was evaluated.
         Without `keep-best`, the result is empty.
@@ -223,7 +225,10 @@ class RunLog:
         return {"best": best} if self.config.run.keep_best else {}
 
     def with_last_round(self, run: RunSettings) -> RunSettings:
-        """Return the settings. If the run stopped early, reduce `rounds` and show a notice."""
+        """Return the settings of the run, with fewer `rounds` if the run ends early.
+
+        In this case, watchers also receive a notice.
+        """
         if (last := self.last_round) >= run.rounds:
             return run
         metric = metric_of(run.metrics[0])
@@ -240,7 +245,7 @@ class RunLog:
         return last_round(self._history, self.config)
 
     def begin(self, clients: Iterable[ClientInfo], classes: Sequence[str] = ()) -> None:
-        """Record the clients with which the run starts, and the class names if known."""
+        """Record the initial clients and, if known, the class names, and notify watchers."""
         initial = list(clients)
         self.clients_joined(initial)
         self._origin.own_data = any(client.own_data for client in initial)
@@ -399,7 +404,7 @@ class RunLog:
                 for name, epsilon in last.epsilon.items()
             },
             history=[PastRound.of(record) for record in history],
-            # The sums may exceed the limit if someone has changed the records.
+            # The sums may exceed the limit if a user has edited the records.
             bytes_up=min(sum(each.bytes_up for each in history), MAX_BYTES),
             bytes_down=min(sum(each.bytes_down for each in history), MAX_BYTES),
             bytes_evaluation=min(sum(each.bytes_evaluation for each in history), MAX_BYTES),
@@ -466,7 +471,7 @@ TRACKERS: Mapping[str, tuple[Callable[[Any, Config, Path], Opened], str]] = {
     "mlflow": (mlflow, "mlflow"),
     "prometheus": (prometheus, "prometheus_client"),
 }
-"""Function that opens a run and its required package, by value of `engine.track`."""
+"""Function that opens a run, and the package that it requires, by value of `engine.track`."""
 
 
 class Tracker(Watcher):

@@ -1,6 +1,7 @@
 """Client measurements, and their statistics over clients and over rounds.
 
-Clients send their measurements under flat metric names, which this module validates.
+This module validates the metrics that clients send under flat names, such as
+`accuracy.common.private`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MAX_REPORTED = 1e15
 """Maximum loss, time or size that a client may report. With this limit, sums and squares are
 finite."""
 ScoreKey = tuple[str, str, str]
-"""Metric, protocol of the test split, and kind of model."""
+"""Key of a score: metric, protocol (test set), and kind of model."""
 BUDGET_EXHAUSTED = "spent"
 """Metric that accompanies an error if the client's privacy budget is exhausted."""
 MISSING_BASE = "lacks"
@@ -56,15 +57,15 @@ WORK = "work"
 """Metric for a simulated clock: number of training samples processed; a sample counts once per
 epoch."""
 MAJORITY = "majority"
-"""Prefix of a metric's name, followed by the protocol. The metric is the headline score from always
-predicting a constant, such as the most frequent class."""
+"""Prefix of the metric for the headline score from always predicting a constant, such as the most
+frequent class. The protocol follows the prefix."""
 MEASURES = (
     "loss", "epsilon", "seconds.train", "seconds.evaluate", "memory", WORK, *SEMI_METRICS,
     *(f"{MAJORITY}.{protocol}" for protocol in PROTOCOLS),
 )  # fmt: skip
 """Metric names written by `write_measures`, other than scores."""
 TAIL = 5
-"""Ratio of the number of rounds to the length of a run's tail, which is its last fifth."""
+"""Inverse of the fraction of a run's rounds that form its tail (the last fifth)."""
 
 
 def mean_metrics(reported: Sequence[Mapping[str, bool | int | float | str]]) -> dict[str, float]:
@@ -102,7 +103,7 @@ class Measured:
     """A client's measurements in one message."""
 
     scores: dict[ScoreKey, float]
-    """Scores of the models; each evaluated model has a value of the headline metric."""
+    """Scores of the evaluated models. Each model has a score for the headline metric."""
     loss: float | None = None
     train_seconds: float = 0.0
     evaluate_seconds: float = 0.0
@@ -121,7 +122,7 @@ def by_score_key(scores: Mapping[tuple[str, str], Evaluation]) -> dict[ScoreKey,
         (metric, *place): value
         for place, score in scores.items()
         for metric, value in (score.metrics | {ACCURACY: score.accuracy}).items()
-        if metric != ACCURACY or not math.isnan(value)  # Other tasks have no accuracy.
+        if metric != ACCURACY or not math.isnan(value)  # Only classification has accuracy.
     }
 
 
@@ -198,14 +199,14 @@ def _number(
 
 @dataclass(frozen=True)
 class Tail:
-    """Mean accuracy over the last rounds of a run, and the numbers of these rounds."""
+    """Mean score over the last rounds of a run, and the numbers of these rounds."""
 
     mean: float = NAN
     rounds: tuple[int, ...] = ()
 
 
 def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) -> Score:
-    """Compute the mean, standard deviation and worst value over clients with equal weights."""
+    """Compute the mean, standard deviation and worst value over equally weighted clients."""
     values = np.array([per_client[name] for name in sorted(per_client)])
     return Score(
         mean=float(values.mean()),
@@ -218,7 +219,7 @@ def spread(per_client: Mapping[str, float], *, lower_is_better: bool = False) ->
 def summarize(
     values: ByPlace, without: Collection[str] = (), *, lower_is_better: bool = False
 ) -> Scores:
-    """Compute `spread` for each protocol and kind, ignoring the clients in `without`."""
+    """Compute the `spread` of each protocol and kind, ignoring the clients in `without`."""
     scores: Scores = {}
     for protocol, kinds in sorted(values.items()):
         for kind, per_client in sorted(kinds.items()):
@@ -229,7 +230,7 @@ def summarize(
 
 
 def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Ratio]:
-    """Compute statistics of each client's ratio of private to local accuracy, by protocol.
+    """Compute statistics over clients of the ratio of private to local accuracy, by protocol.
 
     Omits clients that did not report both accuracies, and clients whose local accuracy is zero or
     lower than any possible positive accuracy.
@@ -267,7 +268,7 @@ def headline_mean(record: RoundRecord, protocol: str) -> float | None:
 
 
 def best_round(records: Sequence[RoundRecord], protocol: str) -> int:
-    """Return the first round with the best headline score, or 0 if none was evaluated."""
+    """Return the first round with the best headline score, or 0 if no round was evaluated."""
     means = {record.round: headline_mean(record, protocol) for record in records}
     valid = {number: mean for number, mean in means.items() if mean is not None and mean == mean}
     lower = any(metric_of(record.metric).lower_is_better for record in records)
@@ -319,7 +320,10 @@ def final_scores(records: Sequence[RoundRecord]) -> dict[str, FinalScores]:
 def scalars(
     record: RoundRecord, method: str, *, clients: bool = False
 ) -> Iterator[tuple[str, float]]:
-    """Yield a round's metrics by TensorBoard name; `clients` includes each client's metrics."""
+    """Yield the TensorBoard name and the value of each metric in a round.
+
+    With `clients`, also yields the scores of each client.
+    """
     for metric in record.scores:
         for protocol, kind, score in record.each(metric):
             name = f"{metric}-{protocol}-{kind}"

@@ -32,8 +32,8 @@ from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecor
 from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
 
 SLOW_CALL, MAX_LOAD = 0.05, 0.02
-"""Duration in seconds above which a call is slow (with thousands of clients), and maximum fraction
-of time for slow calls."""
+"""CPU time in seconds above which `Throttled` treats a call as slow, and maximum fraction of time for
+slow calls. Calls are slow with thousands of clients."""
 RECENT = 5
 """Number of recent rounds from which the remaining time is estimated."""
 MAX_NOTICES = 6
@@ -162,11 +162,11 @@ class Progress(Watcher):
         self.asked = 0
         """Number of clients sampled in this round."""
         self.protocol = "common"
-        """Preferred protocol for the displayed accuracies."""
+        """Preferred protocol for the displayed scores."""
         self.ended: RoundRecord | None = None
         """Record of the last finished round, or None before the first round has finished."""
         self.last: RoundRecord | None = None
-        """Last record with accuracies, or None if there is none."""
+        """Last record with scores, or None before the first evaluation."""
         self.means: list[float] = []
         """Mean score in each evaluated round."""
         self.metric = metric_of(ACCURACY)
@@ -352,8 +352,8 @@ class Progress(Watcher):
     def clients_to_show(self, max_rows: int) -> list[ClientStatus]:
         """Return the clients to show in at most `max_rows` rows.
 
-        If not all clients fit, alternates between failed, training, least accurate and slowest
-        clients, and sorts the selected clients by state and accuracy.
+        If not all clients fit, selects failed, training, least accurate and slowest clients in
+        turn, and sorts the selected clients by state and accuracy.
         """
         clients = list(self.clients.values())
         if len(clients) <= max_rows:

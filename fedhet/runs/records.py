@@ -25,7 +25,7 @@ from fedhet.base.errors import one_line
 from fedhet.base.metrics import ACCURACY
 
 LARGEST = 1e18
-"""Largest permitted number in a run's files, which exceeds any sum of values that clients may
+"""Largest permitted number in a run's files. It exceeds any sum of values that clients may
 report."""
 ByPlace = dict[str, dict[str, dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]]]]
 """Values by protocol ("personal", "common"), kind ("private", "proxy", …), and client."""
@@ -36,7 +36,7 @@ PROTOCOLS = ("personal", "common")
 """Protocols, i.e. test sets: a client's personal test split, and the test set common to all
 clients."""
 HELD_OUT, HELD_OUT_EPOCH = "unseen", "unseen-epoch"
-"""Kinds of the model offered to held-out clients: unchanged, and after one local epoch."""
+"""Kinds of models offered to held-out clients: unchanged, and after one local epoch."""
 KINDS = ("private", "local", "proxy", "global", "server", HELD_OUT, HELD_OUT_EPOCH)
 """Kinds of models; `local` is the private model before any exchange of knowledge."""
 MAX_ROUNDS = 1_000_000
@@ -56,7 +56,7 @@ def _bounded(value: float) -> float:
 
 
 def _numbers(values: object) -> object:
-    """Drop strings and tables from metrics, because other versions may have recorded them."""
+    """Drop strings and tables from metrics, because other versions of fedhet may record them."""
     if not isinstance(values, Mapping):
         return values
     return {key: each for key, each in values.items() if not isinstance(each, str | dict | list)}
@@ -110,7 +110,10 @@ Loss = Annotated[
 
 
 class Seconds(BaseModel):
-    """Seconds by stage: for `train` and `evaluate`, sums over clients; otherwise, wall time."""
+    """Duration of each stage, in seconds.
+
+    `train` and `evaluate` are sums over clients; all other durations are wall time.
+    """
 
     model_config = READING
 
@@ -131,10 +134,13 @@ class Seconds(BaseModel):
 
 
 class RunSeconds(Seconds):
-    """Seconds of a run, by stage; `total` starts with the command, before the first round."""
+    """Duration of each stage of a run, in seconds.
+
+    `total` is measured from the start of the command, and includes the time before the first round.
+    """
 
     start: Number = NAN
-    """Part of `total` before the first round or, if resumed, before the next round."""
+    """Part of `total` before the first round or, in a resumed run, before the next round."""
 
 
 @pydantic.dataclasses.dataclass(config=READING)
@@ -178,7 +184,7 @@ class RoundRecord:
     peak_memory_mb: Number = 0.0
     """Highest memory usage reported by a client's process so far, in MB."""
     epsilon: dict[Text, Number] = field(default_factory=dict)
-    """Privacy budget consumed by the run so far, by client with differential privacy."""
+    """Privacy budget that the run has consumed so far, by client with differential privacy."""
 
     @property
     def scores(self) -> dict[str, Scores]:
@@ -187,17 +193,17 @@ class RoundRecord:
 
     @property
     def metric(self) -> str:
-        """Name of the headline metric: accuracy, or the first metric of another task."""
+        """Name of the headline metric: accuracy, or the first metric if there is no accuracy."""
         return next(iter(self.scores), ACCURACY)
 
     def each(self, metric: str = ACCURACY) -> Iterator[tuple[str, str, Score]]:
-        """Yield (protocol, kind, score) for a metric."""
+        """Yield (protocol, kind, score) for each score of a metric."""
         for protocol, kinds in self.scores.get(metric, {}).items():
             for kind, score in kinds.items():
                 yield protocol, kind, score
 
     def score(self, metric: str, protocol: str, kind: str) -> Score | None:
-        """Return the score for a metric, or None if it was not evaluated."""
+        """Return the score for a metric, protocol and kind, or None if it was not evaluated."""
         return self.scores.get(metric, {}).get(protocol, {}).get(kind)
 
     def set_scores(self, metric: str, scores: Scores) -> None:
@@ -319,7 +325,7 @@ class Origin(BaseModel):
     classes: list[Text] = []
     """Class names, or empty if the server does not know them."""
     fault: Text = ""
-    """Reason for the failure of the run; empty if it is running or was interrupted."""
+    """Reason for the failure of the run, or "" if the run has not failed."""
 
 
 class Partition(BaseModel):

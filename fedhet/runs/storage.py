@@ -111,9 +111,10 @@ class Checkpoints:
     def write(
         self, round: int, tensors: Mapping[str, Array], metadata: Metadata, best_round: int = 0
     ) -> None:
-        """Save the checkpoint of `round`, and delete all but the last two and `best_round`.
+        """Save the checkpoint of `round`, and delete old checkpoints.
 
-        Raises StateError if the checkpoint cannot be written.
+        Keeps the last two checkpoints and the checkpoint of `best_round`. Raises StateError if the
+        checkpoint cannot be written.
         """
         writable = {
             name: torch.from_numpy(np.require(value, requirements="W"))
@@ -128,7 +129,7 @@ class Checkpoints:
     def read(self, round: int) -> Checkpoint:
         """Read the checkpoint of `round`.
 
-        Raises StateError if it is invalid or from another run.
+        Raises StateError if the checkpoint is invalid or from another run.
         """
         path = path_in(self._folder, round)
         tensors, metadata = load(path)
@@ -256,7 +257,7 @@ def save(
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous CPU tensors that share no memory, as copies where necessary."""
+    """Convert tensors to contiguous CPU tensors that share no memory, with copies if necessary."""
     result: dict[str, Tensor] = {}
     pointers: set[int] = set()
     for name, tensor in all_to_device(tensors, HOST).items():
@@ -269,7 +270,7 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(path: Path) -> Loaded:
-    """Load the tensors of `path` onto the CPU, and its metadata.
+    """Load the tensors (onto the CPU) and the metadata of `path`.
 
     Raises StateError if the file is invalid.
     """
@@ -288,7 +289,7 @@ def load_metadata(path: Path) -> dict[str, int | float | str]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, dict[str, int | float | str]]]:
-    """Open a state and read its metadata."""
+    """Open a state file, and read its metadata."""
     try:
         check_mappable(path)
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -174,7 +174,7 @@ codecs.register_error("fedhet.lenient", _replacement)
 
 
 def _log_form() -> tuple[bool, int]:
-    """Return a pair: whether the log is written as JSON, and the minimum level.
+    """Return whether the log is written as JSON, and the minimum level.
 
     Raises SettingsError if FEDHET_LOG or FEDHET_LOG_LEVEL is invalid.
     """
