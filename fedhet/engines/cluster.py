@@ -285,7 +285,7 @@ def start_workers(
         notice: Function that shows a message to the user.
         decoded: Directory from which workers map the run's data, or None.
     """
-    # Import Ray after `connect` or `start`, which set the environment variables that it reads.
+    # Import Ray after `connect` or `start`, which set the environment variables that Ray reads.
     import ray
 
     engine = config.run.engine

@@ -1,4 +1,4 @@
-"""Ray clusters, started here or joined, and environment variables for training processes.
+"""Start or join a Ray cluster, and set environment variables for training processes.
 
 In every step of a training loop, glibc returns the pages of freed memory to the system and then
 requests them again. The threshold adapts to the sizes of freed blocks, but only up to 32 MiB, and
@@ -82,7 +82,7 @@ def for_workers() -> dict[str, str]:
     """Return the environment variables of workers on all machines of a cluster.
 
     PYTHONPATH starts with the directories of the user's modules, because a module that is sent to a
-    machine may import other modules. It ends with the machine's own PYTHONPATH.
+    machine may import other modules. The machine's original PYTHONPATH follows.
     """
     forwarded = {k: v for k, v in os.environ.items() if k in FORWARDED or k.startswith("FEDHET_")}
     path = os.pathsep.join([*user_paths(), "${PYTHONPATH}"])
@@ -139,7 +139,7 @@ _directories: list[tempfile.TemporaryDirectory[str]] = []
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Start a Ray cluster in the background; in the block, `start` waits for it.
+    """Start a Ray cluster in the background; in the block, `start` waits for the cluster.
 
     The cluster is stopped after the block if `start` was not called. If the block raises an error
     while the cluster is starting, the caller can use `abandon` to end the process without waiting.
@@ -216,10 +216,11 @@ def _start() -> None:
 
 @contextlib.contextmanager
 def _private_directory() -> Iterator[str]:
-    """Provide a directory for a cluster that is started in the block, on loopback with a token.
+    """Provide a private directory for a Ray cluster that is started in the block.
 
-    Ray's processes inherit the token from the environment, so it does not appear on a command line.
-    This process keeps the token until it leaves the cluster.
+    The cluster uses the loopback interface and requires a token. Ray's processes inherit the token
+    from the environment, so it does not appear on a command line. This process keeps the token
+    until it leaves the cluster.
     """
     from ray._private import ray_constants
 
@@ -251,7 +252,7 @@ def connect(address: str, modules: Iterable[str]) -> None:
 
     Args:
         address: HOST:PORT of the cluster, or "auto".
-        modules: Modules that workers import, in their version on this machine.
+        modules: Modules that workers import. The versions on this machine are sent.
 
     Raises:
         FedhetError: If no cluster runs at the address, or if this machine is not part of it.

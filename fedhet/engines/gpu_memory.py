@@ -59,7 +59,7 @@ def with_gpu_share(config: Config, data: RunData) -> Config:
 
 
 def gpu_fraction(needed: int, total: int) -> float:
-    """Return the fraction 1/k of a GPU for each worker, where k workers fit into its memory.
+    """Return the fraction 1/k of a GPU for each worker if k workers fit into the GPU's memory.
 
     Args:
         needed: Memory that a worker needs, in bytes.
@@ -76,7 +76,7 @@ def training_bytes(model: nn.Module, kind: Kind, shape: Shape, batch: int) -> in
     The estimate includes the weights with their gradients and optimizer state, and the output of
     each layer with its gradient.
     """
-    if isinstance(model, Refitted):  # This model is fitted on the CPU.
+    if isinstance(model, Refitted):  # Refitted models use only the CPU.
         return 0
     outputs = [0]
 

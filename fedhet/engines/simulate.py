@@ -354,7 +354,7 @@ def _seconds_per_sample(name: str, data: RunData, config: Config) -> float:
     batch_size = run.training.batch_size
     batch_size = max(batch_size) if isinstance(batch_size, tuple) else batch_size
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # Use one thread, so that its CPU time is the total.
+    torch.set_num_threads(1)  # Use one thread, because `thread_time` measures only this thread.
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_any(

@@ -1,8 +1,8 @@
 """Verdicts on the papers' claims, and the documentation pages that show finished tables.
 
 `python -m fedhet.experiments.claims`, run in the project's root, writes the generated parts of
-docs/results.md and docs/tables/*.md from the files in fedhet/experiments/measured,
-and list.json, the list of tables that `fedhet table` prints.
+docs/results.md and docs/tables/*.md from the files in fedhet/experiments/measured. It also writes
+list.json, the list of tables that `fedhet table` prints.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TestedClaim:
 
     @property
     def paper(self) -> str:
-        """Short name of the paper, as accepted by `fedhet table` for all tables of the paper."""
+        """Short name of the paper. `fedhet table` accepts this name for all tables of the paper."""
         return paper_of(self.result.table)
 
     @cached_property
@@ -185,8 +185,8 @@ def pages(root: Path, folder: Path = MEASURED) -> dict[Path, str]:
 def paper_part(results: Sequence[TableResult]) -> str:
     """Return a section for each table in a paper: numbers and verdicts on claims.
 
-    The section shows the largest size for which the table was created. It has a command only if
-    the defaults do not create the table.
+    The section shows the largest size for which the table was created. The section has a command
+    only if the table does not have the default seeds and settings.
     """
     largest = {result.table: result for result in results}
     return "\n".join(_section(result) for result in largest.values())

@@ -233,7 +233,7 @@ def _kendall(cells: Mapping[Place, tuple[PlannedCell, pd.Series]], column: str) 
 
 
 def is_amount(metric: str) -> bool:
-    """Return whether a metric has its own unit, unlike accuracies and ratios of accuracies."""
+    """Return whether a metric is an amount, unlike accuracies and ratios of accuracies."""
     return metric.startswith(("figure/", "bytes/"))
 
 
@@ -316,7 +316,7 @@ def write_latex(results: Results, out: Path) -> Path:
 
 
 def write_overview(tables: Sequence[Results], path: Path) -> None:
-    """Write several tables to one Markdown file, after the outcomes of all claims."""
+    """Write an overview of all claims, and several tables, to one Markdown file."""
     sections = "\n".join(as_markdown(each.result, each.plan.table) for each in tables)
     write_text(path, f"{markdown(overview(tables))}\n{sections}")
 

@@ -441,13 +441,13 @@ def seeded(label: str, values: Values, seeds: Iterable[int], out: Path) -> dict[
 
 @dataclass(frozen=True)
 class FieldCell:
-    """Cell of the table of all methods, with its runs by seed or the reason why it has none."""
+    """Cell of the table of all methods, with its runs by seed or the reason for missing runs."""
 
     method: str
     cell: Place
     runs: Mapping[int, PlannedRun]
     refused: str = ""
-    """Reason why the method does not support this cell, or "" if it does."""
+    """Reason why the method does not support this cell, or "" if the method supports it."""
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ def run(
         resume: Directory of a run to continue after its last complete round, with the settings of
             that run. Arguments can add rounds and change the execution backend.
         trust: Comma-separated modules that the settings of a resumed run may import.
-        settings: Any other settings, e.g. `{"training.lr": 0.01}`. A name may be abbreviated to its
-            last part if that is unique.
+        settings: Any other settings, e.g. `{"training.lr": 0.01}`. A name can be abbreviated to its
+            last part if this part is unique.
         against: Baseline method, such as "local", to train afterwards in the same way. The report
             shows both runs, and `Result.baseline` returns the baseline's result.
         progress: Whether to show the progress of the run.
@@ -144,8 +144,8 @@ def load(
     Args:
         directory: Run directory.
         objects: Python objects that were passed to `fedhet.run` in another process, by name, e.g.
-            `{"tiny": tiny}` for a model "fedhet.inference.objects:tiny". They are needed only to
-            use the trained models.
+            `{"tiny": tiny}` for a model "fedhet.inference.objects:tiny". The objects are needed
+            only to use the trained models.
         trust: Comma-separated modules, such as "mymodels", that the run's settings may import to
             restore its models. By default, only fedhet's modules may be imported.
 

@@ -150,7 +150,7 @@ class TrainedClient:
     participations: int
     """Number of rounds in which the client trained."""
     _client: Any
-    """Client object of the method."""
+    """Instance of the method's client class."""
     _trust: str = ""
     """Comma-separated modules that the settings may import."""
 
@@ -162,9 +162,9 @@ class TrainedClient:
     def model(self, kind: str = "private") -> nn.Module:
         """Return a model in evaluation mode.
 
-        The model maps scaled inputs of shape [N, *shape] to logits of shape [N, C], which are -inf
-        for classes outside the client's label space, or to standardized targets [N, K]. Raises
-        StateError if the client does not store this kind of model.
+        The model maps scaled inputs of shape [N, *shape] to logits of shape [N, C], or to
+        standardized targets of shape [N, K]. Logits of classes outside the client's label space are
+        -inf. Raises StateError if the client does not store this kind of model.
         """
         if kind not in self.kinds:
             raise StateError(
@@ -404,7 +404,7 @@ def read_inputs(
     Args:
         paths: Image or text files, directories of such files, a single table, or a single .npz file
             with an array `x`.
-        record: Record of the client, whose model determines the kind and the shape of samples.
+        record: Record of the client. It contains the kind and the shape of the model's inputs.
         resize: Whether to resize images of another size; `data.image-size` implies it.
         max_bytes: Maximum size of the samples in memory. It replaces the run's `data.max-bytes`,
             because the run's settings may be untrusted.

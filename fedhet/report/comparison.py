@@ -202,8 +202,8 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
 def _labels(settings: pd.DataFrame, methods: Sequence[str]) -> list[str]:
     """Label each row with its method and the settings that vary among the method's rows.
 
-    A setting's name is shortened to its last part if that is unique, and paths are shortened to
-    file names if the file names are still distinct.
+    A setting's name is shortened to its last part if this part is unique, and paths are shortened
+    to file names if the file names are still distinct.
     """
 
     def file_names(values: pd.Series[str]) -> pd.Series[str]:
@@ -538,8 +538,8 @@ def pair_groups(
 
     `against` is the label or method of the baseline, or "NAME:KIND" to compare with its models of
     another kind. The default is `local` or, if absent, the first group. If several groups have the
-    method, each group is paired with the group that shares the most settings. Raises SettingsError
-    if the baseline does not exist.
+    baseline's method, each group is paired with the group that shares the most settings. Raises
+    SettingsError if the baseline does not exist.
     """
     baselines, baseline_column = _baselines(groups, column, against)
     pairs = []
@@ -595,9 +595,9 @@ def _baselines(
 def p_value(differences: Sequence[float], test: str) -> float:
     """Return the two-sided p-value of the hypothesis that the differences are centered at 0.
 
-    Returns NaN if it cannot be computed. The t-test assumes a normal distribution, and the Wilcoxon
-    signed-rank test assumes a symmetric distribution. With n seeds, the p-value of the Wilcoxon
-    test is at least 2^(1-n), e.g. 0.25 for three seeds and 0.0625 for five seeds.
+    Returns NaN if the p-value cannot be computed. The t-test assumes a normal distribution, and the
+    Wilcoxon signed-rank test assumes a symmetric distribution. With n seeds, the p-value of the
+    Wilcoxon test is at least 2^(1-n), e.g. 0.25 for three seeds and 0.0625 for five seeds.
     """
     from scipy import stats
 

@@ -391,7 +391,7 @@ def drawings(comparison: Comparison) -> list[Drawing]:
 
 
 def overview(comparison: Comparison) -> Drawing:
-    """Draw two panels: the score over rounds, and the scores in the last round."""
+    """Create a figure with two panels: scores over rounds, and scores in the last round."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)

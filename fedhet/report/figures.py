@@ -29,7 +29,7 @@ STAGE_NAMES = {
     "train": "training", "evaluate": "evaluation", "server": "server", "overhead": "overhead",
 }  # fmt: skip
 MAX_PANELS, PANELS_PER_ROW = 12, 3
-"""Maximum number of method metrics to plot, and of panels in a row."""
+"""Maximum number of method metrics to plot, and maximum number of panels in a row."""
 MAX_NAMED = 30
 """Maximum number of clients that are labeled with their names."""
 

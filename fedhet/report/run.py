@@ -70,7 +70,7 @@ class Run:
     origin: Origin
     notes: tuple[str, ...]
     baseline: Run | None
-    """Baseline: run of another method that was trained together with this run."""
+    """Baseline run of another method that was trained together with this run, or None."""
     method: str
     dataset: str
     seed: int | None
@@ -194,7 +194,7 @@ class Run:
         return self.scores.get(protocol, {}).get(kind, Score())
 
     def tail(self, protocol: str, kind: str) -> Tail:
-        """Return the mean scores over the last fifth of the recorded rounds.
+        """Return the mean score over the last fifth of the recorded rounds.
 
         The mean is computed from the records, because summaries from older versions lack it.
         """

@@ -64,7 +64,7 @@ RC: Any = {
 }  # fmt: skip
 """Style of all figures. In reports, CSS variables replace these colors (see `VARIABLES`)."""
 COLUMN_WIDTH, TEXT_WIDTH = 3.25, 6.75
-"""Widths of figures in a paper, in inches: with one Axes object, and with several."""
+"""Widths of a paper's figures with one and with several Axes objects, in inches."""
 PAPER_RC: Any = {
     "font.family": "serif",
     # Both fonts resemble Times, and matplotlib includes them.

@@ -85,7 +85,7 @@ class Cells:
 
     @property
     def rows(self) -> list[Row]:
-        """Cells by row."""
+        """Rows of cells."""
         return list(zip(*self.columns.values(), strict=True))
 
 
@@ -317,7 +317,7 @@ class Blocks:
     parts: Sequence[Sequence[Row]] | None = None
     """Sections of rows to show, or None to show all rows."""
     between: str = ""
-    """Line between two sections."""
+    """Text of the row between two sections."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a table for each block of columns; each table repeats the text columns."""
@@ -340,8 +340,8 @@ class Blocks:
     def _table(self, columns: Sequence[int], width: int) -> Table:
         """Build a table of the given columns. Text columns may wrap, and numbers are right-aligned.
 
-        The width of text columns is fixed, because Rich might otherwise shrink them to nothing.
-        Together, they use at most half of `width`.
+        The width of text columns is fixed, because Rich might otherwise shrink a column to zero
+        width. All text columns together use at most half of `width`.
         """
         cells, all_columns = self.cells, list(self.cells.columns.items())
         widths = [

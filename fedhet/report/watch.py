@@ -76,8 +76,8 @@ class Pages:
     def page(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
         """Return the content of a page and its MIME type.
 
-        Raises KeyError if the page does not exist, and FedhetError or OSError if it cannot be
-        created.
+        Raises KeyError if the page does not exist, and FedhetError or OSError if the page
+        cannot be created.
         """
         section, _, name = path.lstrip("/").partition("/")
         if section == "status" and name:

@@ -1,6 +1,6 @@
 """Directory of a run: files, lock, and checks before a run is resumed.
 
-Records, summaries and partitions are JSON files, whose schemas are in `fedhet.runs.records`.
+`fedhet.runs.records` contains the schemas of the JSON files.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def check_same(config: Config, directory: Path) -> None:
 def is_complete(config: Config, directory: Path) -> bool:
     """Return whether `directory` contains a complete run of the same experiment.
 
-    Raises StateError if it contains another experiment, or a run with more rounds.
+    Raises StateError if the directory contains another experiment, or a run with more rounds.
     """
     if not (directory / "config.toml").exists():
         return False
@@ -267,10 +267,10 @@ def is_complete(config: Config, directory: Path) -> bool:
 
 
 def last_round(records: Sequence[RoundRecord], config: Config) -> int:
-    """Return the number of a run's last round, given the records so far.
+    """Return the number of a run's last round, computed from the records so far.
 
-    If the headline score has not improved for `early-stopping` evaluations, the run ends one
-    round later. This depends only on the records, so that a resumed run ends at the same round.
+    If the headline score has not improved for `early-stopping` evaluations, the run ends one round
+    later. The number depends only on the records, so that a resumed run ends at the same round.
     """
     rounds, patience = config.run.rounds, config.run.early_stopping
     best, waited = -math.inf, 0

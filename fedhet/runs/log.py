@@ -218,8 +218,8 @@ class RunLog:
     def best_round_config(self) -> dict[str, Scalar]:
         """Config entry that makes clients keep their models from the best round.
 
-        The best round has the best headline score so far; it is 0 if no round was evaluated.
-        Without `keep-best`, the result is empty.
+        The entry contains the round with the best headline score so far, or 0 if no round was
+        evaluated. Without `keep-best`, the result is empty.
         """
         best = best_round(self._history, self.config.method.spec.headline)
         return {"best": best} if self.config.run.keep_best else {}
@@ -241,7 +241,7 @@ class RunLog:
 
     @property
     def last_round(self) -> int:
-        """Number of the last round, which early stopping may reduce during the run."""
+        """Number of the last round. Early stopping can reduce this number during the run."""
         return last_round(self._history, self.config)
 
     def begin(self, clients: Iterable[ClientInfo], classes: Sequence[str] = ()) -> None:
@@ -380,7 +380,8 @@ class RunLog:
         scores = final_scores(history)
         headline: str = self.config.method.spec.headline
         evaluated = last.scores.get(last.metric, {})
-        if evaluated and headline not in evaluated:  # Only the other protocol has test samples.
+        # Without test samples for the headline protocol, use the other protocol.
+        if evaluated and headline not in evaluated:
             headline = min(evaluated)
         partition = None
         with contextlib.suppress(StateError):  # A damaged file must not prevent the summary.

@@ -141,10 +141,10 @@ def write_measures(measured: Measured) -> dict[str, float]:
 def read_measures(
     sender: str, metrics: Mapping[str, object], kinds: Sequence[str], score_names: Sequence[str]
 ) -> Measured:
-    """Validate the metrics in a client's message. Raises KnowledgeError if one is invalid.
+    """Validate the metrics in a client's message. Raises KnowledgeError if a metric is invalid.
 
-    `kinds` contains the kinds of models that the method evaluates, and `score_names` the run's
-    score metrics, with the headline metric first. Any other metric is rejected.
+    `kinds` contains the kinds of models that the method evaluates, and `score_names` the names of
+    the run's score metrics, with the headline metric first. All other metrics are rejected.
     """
     number = partial(_number, sender, metrics)
     if WORK in metrics:
@@ -232,8 +232,8 @@ def summarize(
 def relative(accuracy: ByPlace, without: Collection[str] = ()) -> dict[str, Ratio]:
     """Compute statistics over clients of the ratio of private to local accuracy, by protocol.
 
-    Omits clients that did not report both accuracies, and clients whose local accuracy is zero or
-    lower than any possible positive accuracy.
+    Omits clients that did not report both accuracies, and clients whose local accuracy is zero
+    (below `MIN_ACCURACY`).
     """
     statistics: dict[str, Ratio] = {}
     for protocol, kinds in sorted(accuracy.items()):

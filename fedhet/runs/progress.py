@@ -1,8 +1,9 @@
 """Progress of a run, as tracked for displays and for status.json.
 
 Displays on the terminal, in log lines and in notebooks show `Progress` (`fedhet.runs.display`).
-`status_file` writes it to status.json for `fedhet status` and `fedhet watch`. The run's lock shows
-whether the run's process is still alive, because a killed process cannot update the file.
+`status_file` writes the progress to status.json for `fedhet status` and `fedhet watch`. The run's
+lock shows whether the run's process is still alive, because a killed process cannot update the
+file.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from fedhet.runs.records import LARGEST, NAN, READING, Number, Round, RoundRecor
 from fedhet.runs.units import human_bytes, human_seconds, natural, plural, score, time_left
 
 SLOW_CALL, MAX_LOAD = 0.05, 0.02
-"""CPU time in seconds above which `Throttled` treats a call as slow, and maximum fraction of time for
-slow calls. Calls are slow with thousands of clients."""
+"""CPU time in seconds above which `Throttled` treats a call as slow, and maximum fraction of time
+for slow calls. Calls are slow with thousands of clients."""
 RECENT = 5
 """Number of recent rounds from which the remaining time is estimated."""
 MAX_NOTICES = 6
@@ -74,7 +75,7 @@ class ClientStatus(BaseModel):
     state: Text = ""
     """A `State`, or an unknown state from another version of fedhet."""
     accuracy: Number = NAN
-    """Last value of the headline metric, which need not be the accuracy."""
+    """Last value of the headline metric (see `Status.metric`)."""
     loss: Number = NAN
     seconds: Number = NAN
     """Duration of the client's last training or, in the file, of its current training so far."""
@@ -417,7 +418,7 @@ def accuracies_of(record: RoundRecord, protocol: str) -> str:
 
 
 class Throttled:
-    """Wrapper that calls a function after changes, at most once per interval, in its own thread.
+    """Wrapper that calls a function after changes, at most once per interval, in a separate thread.
 
     The pause after a slow call is proportional to the duration of the call.
     """

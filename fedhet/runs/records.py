@@ -1,6 +1,6 @@
 """Schemas of a run's files, mainly metrics.jsonl (one record per round) and summary.json.
 
-Unknown fields in a file are ignored. NaN, which JSON does not support, is written as null.
+Unknown fields in a file are ignored. NaN is written as null, because JSON does not support NaN.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class RoundRecord:
     bytes_up: Integer = 0
     bytes_down: Integer = 0
     bytes_evaluation: Integer = 0
-    """Bytes of models sent for evaluation, which `evaluate-every` can reduce."""
+    """Bytes of models sent for evaluation; `evaluate-every` can reduce this number."""
     seconds: Seconds = field(default_factory=Seconds)
     method: Metrics = field(default_factory=dict)
     """Metrics of the method in this round."""
