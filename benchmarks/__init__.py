@@ -1,1 +1,1 @@
-"""Measurements, as ratios within one run. `make bench` runs them."""
+"""Benchmarks that report ratios measured within one run. `make bench` runs them."""

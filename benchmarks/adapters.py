@@ -1,9 +1,10 @@
-"""Memory of a process by number of clients with adapters, and step time compared with peft.
+"""Memory of a process by number of clients with adapters, and step time relative to peft.
 
     FEDHET_ENCODERS=bases python -m benchmarks.adapters minilm [--clients 10] [--tokens 64]
 
-The clients have ranks 2, 4, 8, 16, and 32, and one training step each with Adam. The step time is
-CPU time for 16 texts and rank 8. Bounds: 1.3 × the memory of one client, and 1.1 × peft's step.
+The clients have the ranks 2, 4, 8, 16, and 32 in turn, and each makes one training step with Adam.
+The step time is the CPU time for 16 texts at rank 8. Bounds: 1.3 times the memory of one client,
+and 1.1 times the step time of peft.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def step_of(
 
 
 def client(base: str, rank: int, tokens: int) -> Callable[[], None]:
-    """Return a training step of a new client."""
+    """Return a function that makes one training step of a new client."""
     vocabulary = int(configuration(base)["vocab_size"])
     name = f"encoder-1-lora{rank}:{base}"
     model = models.build(name, (0, tokens, vocabulary), CLASSES, seed=0).train()
@@ -54,7 +55,7 @@ def client(base: str, rank: int, tokens: int) -> Callable[[], None]:
 
 
 def megabytes(base: str, clients: int, tokens: int) -> float:
-    """Return the resident memory of this process after one step of each client."""
+    """Return the resident memory of this process after one step of each client, in MB."""
     torch.set_num_threads(1)
     steps = [client(base, RANKS[number % len(RANKS)], tokens) for number in range(clients)]
     for step in steps:
@@ -63,7 +64,8 @@ def megabytes(base: str, clients: int, tokens: int) -> float:
 
 
 def peft_step(base: str, rank: int, tokens: int) -> Callable[[], None]:
-    """Return a training step of the same model in peft, with mean features and a linear head."""
+    """Return a function that makes one step of the same model in peft, with a head on mean
+    features."""
     import peft
     import transformers
 
@@ -83,7 +85,7 @@ def peft_step(base: str, rank: int, tokens: int) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Print the memory and the ratio of step times."""
+    """Print the ratio of memory use and the ratio of step times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", help="directory of a BERT-like model in $FEDHET_ENCODERS")
     parser.add_argument("--clients", type=int, default=10)

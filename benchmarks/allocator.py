@@ -1,10 +1,10 @@
-"""What freed memory costs a training loop: page faults, processor time and memory by allocator.
+"""Page faults, CPU time and memory of a training loop, by allocator settings.
 
     python -m benchmarks.allocator [--steps 60]
 
-A small CNN takes steps on batches of 64 images of 28 × 28, in the main thread and in another one,
-with glibc's defaults and with what fedhet sets for them (`fedhet.engines.connection`).
-Page faults and seconds of the processor hardly depend on what else a machine does.
+A small CNN is trained on batches of 64 images of 28 × 28 pixels, in the main thread and in another
+thread. The allocator uses glibc's defaults, or settings of fedhet (`fedhet.engines.connection`).
+Page faults and CPU time hardly depend on other load of the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ TRIED = {
 
 
 def measured(steps: int) -> dict[str, float]:
-    """Train here; return what a step costs, and the peak of resident memory in MB."""
+    """Train in this process, and return measurements by name.
+
+    `faults` is the number per step, `user` and `system` are the CPU time per step in milliseconds,
+    and `peak` is the peak resident memory in MB.
+    """
     import torch
     from torch.nn import functional as F
 
@@ -57,7 +61,7 @@ def measured(steps: int) -> dict[str, float]:
 
 
 def child(place: str, steps: int) -> None:
-    """Print what is measured, in the main thread or in another one."""
+    """Measure in the main thread or in another thread, and print the measurements as JSON."""
     if place == "main":
         print(json.dumps(measured(steps)))
     else:
@@ -67,7 +71,7 @@ def child(place: str, steps: int) -> None:
 
 
 def main() -> None:
-    """Print a line for each allocator and thread."""
+    """Print a line for each thread and allocator setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--child", choices=["main", "other"])

@@ -1,10 +1,11 @@
-"""A client's whole round over a plain loop on the same tensors: processor time, one thread.
+"""CPU time of a client's full round, relative to a plain PyTorch loop on the same tensors.
 
     python -m benchmarks.client_round [--models cnn2,cnn3] [--precision float32] [--rounds 8]
 
-The round: the state restored, an epoch of 640 made-up images of 28 x 28 in batches of 64, the state
-saved, and 128 images evaluated. The loop has the scaled images in memory, in the same format, and
-neither state nor messages. They take turns; the first two rounds are left out. Goal: 1.15.
+A round restores the client's state, trains for one epoch on 640 synthetic images of 28 x 28 pixels
+in batches of 64, saves the state, and evaluates 128 images. The plain loop has scaled images in
+memory, in the same format, and uses neither states nor messages. Round and loop alternate in one
+thread, and the first two rounds are excluded. Goal: a ratio of at most 1.15.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def client_of(model: str, precision: str, folder: Path) -> HetClient:
 
 
 def parts_of(client: HetClient, round: int) -> dict[str, Callable[[], object]]:
-    """Return what a client does in a round."""
+    """Return the steps of a client's round, by name."""
     return {
         "restore": lambda: client.state.restore("benchmark", round),
         "train": lambda: client._train(round, Knowledge()),
@@ -51,7 +52,7 @@ def parts_of(client: HetClient, round: int) -> dict[str, Callable[[], object]]:
 
 
 def plain(client: HetClient, name: str) -> Callable[[], None]:
-    """Return the same epoch and evaluation as anyone would write them."""
+    """Return a function that runs the same epoch and evaluation in a plain PyTorch loop."""
     model = client.compute.place(build(name, SHAPE, CLASSES, seed=0))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     test = client.tests["personal"]
@@ -77,7 +78,7 @@ def plain(client: HetClient, name: str) -> Callable[[], None]:
 
 
 def compare(chosen: argparse.Namespace) -> None:
-    """Print the milliseconds of each part, and the ratios."""
+    """Print the ratios, and the milliseconds of each step of a round."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         write_images(Path(name) / "data", 1, SAMPLES, SHAPE)
@@ -94,7 +95,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print the ratios, in a process that keeps its pages as Ray's workers do."""
+    """Print the ratios, measured in a process with the memory settings of Ray's workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="cnn2,cnn3,cnn4,cofed-cnn1")
     parser.add_argument("--precision", default="float32")

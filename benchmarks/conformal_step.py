@@ -1,14 +1,17 @@
-"""FedType's conformal step: the epoch with it over the same epoch with symmetric distillation.
+"""Time of an epoch with FedType's conformal step, relative to symmetric distillation.
 
     python -m benchmarks.conformal_step [--samples 280] [--pairs 5] [--device cpu]
 
-The whole step (calibration of both models, prediction sets, eta) is bounded by 1.05, on a
-ResNet-18 private model and a ShuffleNet-V2 proxy at 32 x 32, batches of 16 and 128. Training and
-calibration data are in the method's proportion of 7 to 1. It is measured in two ways: an epoch over
-a symmetric one, in turn, whose spread on a busy machine is larger than the bound; and an epoch over
-the same epoch without the time of the step in it. On a processor the time is this process's own, of
-one thread. Then: milliseconds for the sets of both models and eta of a batch of 1024 samples with
-100 classes.
+Bound: the full step (calibration of both models, prediction sets, and eta) increases the time of an
+epoch by at most a factor of 1.05. The private model is a ResNet-18 and the proxy a ShuffleNet-V2,
+for images of 32 x 32 pixels in batches of 16 and 128. Training and calibration data have the
+method's proportion of 7 to 1.
+
+The benchmark measures two ratios. The first is the time of an epoch relative to a symmetric epoch,
+in alternation; on a busy machine, its spread exceeds the bound. The second is the time of an epoch
+relative to the same epoch without the time of the step. On a CPU, both use the CPU time of one
+thread. The benchmark also prints the milliseconds for the prediction sets of both models and eta,
+for a batch of 1024 samples with 100 classes.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from fedhet.config.resolve import resolve
 
 
 def fedtype_client(folder: Path, batch: int, backward: str, device: str) -> FedTypeClient:
-    """Return a FedType client on these images."""
+    """Return a FedType client with the images in `folder`."""
     config = resolve(
         {
             "method": "fedtype",
@@ -51,17 +54,18 @@ def fedtype_client(folder: Path, batch: int, backward: str, device: str) -> FedT
 
 
 class TimedReciprocity(Reciprocity):
-    """Sums the time of the conformal step: the calibration, and the private model's loss."""
+    """Training that sums the time of the conformal step: calibration, and the private model's
+    loss."""
 
     clock: Clock
     spent = 0.0
 
     def calibrate(self) -> None:
-        """Calibrate, and count its time."""
+        """Calibrate both models, and add the time to `spent`."""
         self.spent += seconds(super().calibrate, self.clock)
 
     def backward_loss(self, x: Tensor, private: Tensor, proxy: Tensor) -> Tensor:
-        """Return the loss, and count its time but for that of its gradient."""
+        """Return the loss, and add its time, without the backward pass, to `spent`."""
         started = self.clock()
         loss = super().backward_loss(x, private, proxy)
         self.spent += self.clock() - started
@@ -69,7 +73,7 @@ class TimedReciprocity(Reciprocity):
 
 
 def with_over_without(client: FedTypeClient, epochs: int, clock: Clock) -> list[float]:
-    """Return epochs over the same epochs without the conformal step in them; sorted."""
+    """Return the sorted ratios of epoch times with and without the conformal step."""
     model = client.models["proxy"]
     learning = TimedReciprocity(client, LocalModel(model, model.state_dict()), 1)
     learning.clock = clock
@@ -77,20 +81,21 @@ def with_over_without(client: FedTypeClient, epochs: int, clock: Clock) -> list[
     for epoch in range(epochs + 1):
         learning.spent = 0.0
         whole = seconds(lambda: learning.run_epoch(0), clock)
-        if epoch:  # the first one warms up
+        if epoch:  # the first epoch warms up
             found.append(whole / (whole - learning.spent))
     return sorted(found)
 
 
 def one_epoch(client: FedTypeClient) -> Callable[[], object]:
-    """Return one epoch of Algorithm 1 at a client."""
+    """Return a function that trains a client for one epoch of Algorithm 1."""
     model = client.models["proxy"]
     learning = Reciprocity(client, LocalModel(model, model.state_dict()), 1)
     return lambda: learning.run_epoch(0)
 
 
 def sets_of_a_batch(device: str) -> float:
-    """Return the median milliseconds for both models' sets and eta, 1024 x 100."""
+    """Return the median milliseconds for the sets of both models and eta, for logits [1024,
+    100]."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 1024, 100, generator=generator).to(device)
     labels = torch.randint(0, 100, (1024,), generator=generator).to(device)
@@ -108,8 +113,8 @@ def sets_of_a_batch(device: str) -> float:
 def measure(samples: int, pairs: int, device: str, batches: Sequence[int] = (16, 128)) -> None:
     """Print the ratios and the milliseconds.
 
-    The step's own time is measured on a processor alone: an accelerator works on while the
-    processor's clock is read.
+    The time of the step alone is measured only on a CPU, because an accelerator works
+    asynchronously.
     """
     print(f"sets and eta, 1024 x 100: {sets_of_a_batch(device):.1f} ms a batch")
     clock = time.process_time if device == "cpu" else time.perf_counter
@@ -127,7 +132,7 @@ def measure(samples: int, pairs: int, device: str, batches: Sequence[int] = (16,
 
 
 def main() -> None:
-    """Measure what the arguments say."""
+    """Parse the arguments, and print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=280)
     parser.add_argument("--pairs", type=int, default=5)

@@ -1,10 +1,10 @@
-"""Velo's CVAE: a round's wall time with it over the same round less what it took.
+"""Wall time of a round with Velo's CVAE, relative to the same round without the CVAE's time.
 
     python -m benchmarks.cvae_share [--rounds 6] [--backend ray]
 
-Bound: 1.05, in the default set-up (ten clients, five architectures, digits). What Velo's server
-does beyond Felo's is timed inside the round: two runs side by side would differ by more. The first
-round, in which the workers load the data, is left out.
+Bound: 1.05, in the default setup (ten clients, five architectures, digits). The benchmark measures
+the additional time of Velo's server over Felo's within each round, because two separate runs would
+differ by more. The first round is excluded, because the workers load the data in it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fedhet.strategies.velo import VeloStrategy
 
 
 def watch(strategy: type[FeloStrategy], spent: dict[int, float], sign: int) -> None:
-    """Add the seconds of each aggregation, times `sign`, to those `spent` in its round."""
+    """Patch `strategy` to add the seconds of each aggregation, times `sign`, to `spent[round]`."""
     aggregate = strategy.aggregate
 
     def timed(self: FeloStrategy, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         results: list[Mapping[str, float]] = []
         took = seconds(lambda: results.append(aggregate(self, round, replies)))
-        spent[round] += sign * took  # Velo's aggregation calls Felo's, which is in `spent` by now
+        spent[round] += sign * took  # Velo calls Felo's aggregation, already subtracted
         return results[0]
 
-    setattr(strategy, "aggregate", timed)  # noqa: B010  mypy refuses the assignment
+    setattr(strategy, "aggregate", timed)  # noqa: B010  mypy rejects an assignment
 
 
 def main() -> None:
-    """Print the ratio of each round."""
+    """Print the median and the range of the rounds' ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--backend", default="ray")

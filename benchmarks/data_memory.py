@@ -1,10 +1,10 @@
-"""What Ray's workers take of memory for a dataset of CIFAR-10's size: 1, 2 and 8 of them.
+"""Memory of 1, 2 and 8 Ray workers with a dataset of CIFAR-10's size.
 
     python -m benchmarks.data_memory [--workers 1,2,8] [--images 50000]
 
-Ten clients of synthetic images [3, 32, 32] train an `mlp` for an epoch. A worker's memory is its
-proportional set size: a page that several processes map counts in parts. Beside it stands that of
-workers that have all that a client needs but the images: of a run of a few images.
+Ten clients with synthetic images [3, 32, 32] train an `mlp` for one epoch. A worker's memory is its
+proportional set size, in which a page mapped by several processes is divided among them. For
+comparison, the benchmark also measures workers in a run with only a few images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ IMAGES = "FEDHET_BENCHMARK_IMAGES"
 
 
 def images() -> dict[str, Any]:
-    """Return synthetic images as bytes, as many as the environment says, and a few to test on."""
+    """Return uint8 training images, whose number is an environment variable, and 100 test
+    images."""
     rng = np.random.default_rng(0)
     counts = {"train": int(os.environ[IMAGES]), "test": 100}
     return {
@@ -39,20 +40,20 @@ def images() -> dict[str, Any]:
 
 
 class WorkersMemory(Watcher):
-    """Measures the workers at the end of each round."""
+    """Watcher that measures the memory of all workers at the end of each round."""
 
     def __init__(self) -> None:
         self.megabytes: list[float] = []
 
     def round_finished(self, record: RoundRecord) -> None:
-        """Measure all workers of this machine."""
+        """Measure the memory of each worker on this machine, in MB."""
         every = psutil.Process().children(recursive=True)
         workers = [each for each in every if " ".join(each.cmdline()).startswith("ray::Worker")]
         self.megabytes = [each.memory_full_info().pss / 1e6 for each in workers]
 
 
 def measured(workers: int, count: int) -> list[float]:
-    """Run a federation on a number of workers; return the megabytes of each."""
+    """Run a federation with `count` images, and return the memory of each worker in MB."""
     os.environ[IMAGES] = str(count)
     memory = WorkersMemory()
     with tempfile.TemporaryDirectory() as name:
@@ -74,7 +75,7 @@ def measured(workers: int, count: int) -> list[float]:
 
 
 def main() -> None:
-    """Print the memory of all workers together, and what of it the images are."""
+    """Print the total memory of all workers, and the part of it that is due to the images."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="1,2,8")
     parser.add_argument("--images", type=int, default=50_000)

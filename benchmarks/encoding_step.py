@@ -1,9 +1,10 @@
-"""What a reply weighs under each encoding, and the processor's time to encode and to decode it.
+"""Size of a reply with each encoding, and the CPU time to encode and decode it.
 
     python -m benchmarks.encoding_step
 
-A model's weights, and the same after changes of a hundredth. Bytes are a share of float32's;
-milliseconds of one core for each million numbers, the least of five.
+The reply contains a model's weights, changed by random noise with a standard deviation of 0.01. The
+size is relative to float32. The times are in milliseconds of one core per million numbers, as the
+minimum of five repetitions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TRIES = 5
 
 
 def weights(model: str) -> tuple[Arrays, Arrays]:
-    """Return a model's weights before and after a client's training, so to speak."""
+    """Return a model's weights before and after random changes that imitate a client's training."""
     rng = np.random.default_rng(0)
     base = grouped("weights", to_arrays(build(model, MODELS[model], 10, seed=0)))
     own = {
@@ -51,7 +52,7 @@ def weights(model: str) -> tuple[Arrays, Arrays]:
 
 
 def step(coder: Coder, base: Arrays, own: Arrays) -> tuple[int, float, float]:
-    """Return a reply's bytes, and the seconds to encode and to decode it."""
+    """Return the size of a reply in bytes, and the seconds to encode and to decode it."""
     started = time.process_time()
     encoded, _ = coder.reply(("a", 1), own, base, {})
     message = encode(ENVELOPE, Knowledge(own), Packing(encoded, digest_of(base)))

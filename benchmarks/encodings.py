@@ -1,17 +1,18 @@
-"""What the encodings of messages save, and what they cost: accuracy, bytes and seconds.
+"""Accuracy, bytes and seconds of runs with each encoding of messages.
 
     python -m benchmarks.encodings --data DIR --out DIR [--datasets digits,fashion-mnist]
         [--methods a,b] [--seeds 3,4,5] [--encodings float32,float16,int8,top-k,top-k:0.1]
         [--rounds 15,10]
 
-Digits (all 1,797) and 2,000 images of Fashion-MNIST in DIR/FashionMNIST/raw; four clients,
-Dirichlet 0.5, one epoch a round. `top-k:0.1` is with 'wire.keep' = 0.1. A run that exists in --out
-is kept, so that the script can be stopped and started again.
+The datasets are digits (all 1,797 images) and 2,000 images of Fashion-MNIST in
+DIR/FashionMNIST/raw. Four clients (Dirichlet 0.5) train for one epoch per round. `top-k:0.1` sets
+'wire.keep' to 0.1. Existing runs in --out are reused, so that the script can be stopped and
+restarted.
 
-A cell is the mean accuracy of the last three rounds on the shared test set, of the model that the
-method is for, over the seeds; the difference to float32 of the same seed, with its standard error;
-all bytes (to train, to evaluate and back) and those of replies, as shares of float32's; and the
-seconds of a run as a ratio.
+The columns contain the mean accuracy of the method's main model on the common test set, over the
+last three rounds and the seeds; the paired difference to float32, with its standard error; the
+bytes of all messages (training and evaluation) and of replies, as fractions of float32's; and the
+seconds of a run, relative to float32.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from fedhet import report
 
 CLIENTS = 4
 LAST = 3
-"""Rounds whose accuracies are averaged."""
+"""Number of last rounds whose accuracies are averaged."""
 JUDGED = {
     "felo": "global",
     "fedavg": "global",
     "fedtype": "private",
     "fedgems": "server",
 }
-"""The kind of model whose accuracy counts."""
+"""Kind of model that is evaluated, by method."""
 PLAIN = "float32"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a run gives."""
+    """Results of a run."""
 
     accuracy: float
     bytes: float
@@ -53,7 +54,7 @@ class Found:
 
 
 def settings(method: str, dataset: str, encoding: str, data: str) -> dict[str, Any]:
-    """Return a run's settings besides its method and seed."""
+    """Return the settings of a run other than its method and seed."""
     name, _, keep = encoding.partition(":")
     chosen: dict[str, Any] = {
         "models.pool": ["cnn2"] if method == "fedavg" else ["mlp", "cnn2"],
@@ -72,7 +73,7 @@ def settings(method: str, dataset: str, encoding: str, data: str) -> dict[str, A
 
 
 def made(given: argparse.Namespace, method: str, dataset: str, encoding: str, seed: int) -> Found:
-    """Return what a run gives, which is made unless it is there."""
+    """Return the results of a run, which is executed unless it exists."""
     rounds = dict(zip(given.datasets.split(","), given.rounds.split(","), strict=False))[dataset]
     folder = given.out / f"{method}-{dataset}-{encoding.replace(':', '-')}-{rounds}-s{seed}"
     records = kept_run(
@@ -90,7 +91,7 @@ def made(given: argparse.Namespace, method: str, dataset: str, encoding: str, se
 
 
 def row(encoding: str, plain: list[Found], found: list[Found]) -> str:
-    """Return a table's row; both lists are by seed."""
+    """Format a row of the table. Each list contains one item per seed."""
     accuracies = [100 * each.accuracy for each in found]
     pairs = [100 * (one.accuracy - other.accuracy) for one, other in zip(found, plain, strict=True)]
     error = stdev(pairs) / sqrt(len(pairs)) if len(pairs) > 1 else 0.0
@@ -108,7 +109,7 @@ def row(encoding: str, plain: list[Found], found: list[Found]) -> str:
 
 
 def main() -> None:
-    """Make the runs, and print a table for each data set."""
+    """Execute the runs, and print a table for each dataset."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--encodings", default="float32,float16,int8,top-k")
     parser.add_argument("--rounds", default="15,10", help="for each data set")
     given = parser.parse_args()
-    for name in ("write_figures", "write_report"):  # they take longer than such a small run
+    for name in ("write_figures", "write_report"):  # Both take longer than a small run.
         assert hasattr(report, name), name
         setattr(report, name, lambda run: None)
     seeds = [int(each) for each in given.seeds.split(",")]

@@ -1,9 +1,9 @@
-"""A round's wall time on Ray over the clients' pure training times divided by the workers.
+"""Wall time of a round on Ray, relative to the clients' training time per worker.
 
     python -m benchmarks.engine_overhead [--clients 20] [--rounds 4] [--model resnet10]
 
-Bound: 1.25, with models that train for a second or more a round. The first round, in which the
-workers load the data, and the last, in which all clients are evaluated, are left out.
+Bound: 1.25, for models that train for at least a second per round. The first round is excluded,
+because the workers load the data in it, and the last round, because it evaluates all clients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedhet.engines.simulate import simulate
 
 
 def main() -> None:
-    """Print the ratio of each round."""
+    """Print the median and the range of the rounds' ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--method", default="felo")
     parser.add_argument("--clients", type=int, default=20)

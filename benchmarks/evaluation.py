@@ -1,8 +1,10 @@
-"""Evaluation in batches by the model's activations, over the same in fixed batches.
+"""Time of an evaluation with automatic batch sizes, relative to fixed batch sizes.
 
     python -m benchmarks.evaluation [--pairs 5] [--device cpu]
 
-1,024 synthetic images; with one torch thread, as a worker has. Bound: 1.1 against batches of 128.
+The automatic batch size depends on the size of the model's activations. The benchmark evaluates
+1,024 synthetic images with one PyTorch thread, like a worker. Bound: 1.1 relative to batches of
+128.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def compare(name: str, shape: tuple[int, ...], compute: Compute, pairs: int) -> 
 
 
 def main() -> None:
-    """Compare the models."""
+    """Print the ratios of all models."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--device", default="cpu")

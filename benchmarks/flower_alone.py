@@ -1,8 +1,9 @@
-"""What Flower itself takes for a payload both ways: `benchmarks.payload` without fedhet.
+"""Throughput and memory of Flower without fedhet, for a payload in both directions.
 
 python -m benchmarks.flower_alone [MB]
 
-The same deployment, whose apps do nothing but send one array and send it back.
+The deployment is the same as in `benchmarks.payload`, but its apps only send an array and return
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ client = ClientApp()
 
 @server.main()  # type: ignore[untyped-decorator]
 def send(grid: Grid, context: Context) -> None:
-    """Send the array to the one node twice, and print how fast it comes back."""
+    """Send the array to the only node twice, and print the throughput of each exchange."""
     while not (nodes := list(grid.get_node_ids())):
         time.sleep(1.0)
     mb = float(context.run_config["mb"])
@@ -46,12 +47,12 @@ def send(grid: Grid, context: Context) -> None:
 
 @client.train()  # type: ignore[untyped-decorator]
 def answer(message: Message, context: Context) -> Message:
-    """Send back what came."""
+    """Return the content of the message to the server."""
     return Message(message.content, reply_to=message)
 
 
 def main() -> None:
-    """Run the deployment and print the figures."""
+    """Run the deployment, and print the throughput and the peak memory."""
     mb = float(sys.argv[1]) if len(sys.argv) > 1 else 500.0
     os.environ |= {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     ours = "benchmarks.flower_alone"

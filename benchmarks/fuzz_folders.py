@@ -1,12 +1,13 @@
-"""Damages files of a run and of a client's state, and gives them to the commands that read them.
+"""Fuzz test of commands that read damaged files of a run and of a client's state.
 
     python -m benchmarks.fuzz_folders FOLDER [--count 1000] [--seed 0]
 
-Each case is a copy of a small run in which one file is damaged, or replaced by a link, a pipe or a
-folder. `report`, `compare`, `run --resume`, `predict` or `export` must end within 30 s and 2 GB,
-without a traceback, and write nowhere but into the case's own folder; seconds are of the processor.
-FOLDER/done says how many cases were tried, and a further call goes on from there;
-FOLDER/found.jsonl has the findings. `status` and the pages of `watch` read the files, too.
+Each case is a copy of a small run in which one file is damaged, or replaced by a symlink, a pipe or
+a directory. A command that reads this file (`report`, `compare`, `run --resume`, `predict`,
+`export`, `status`, or the pages of `watch`) must finish within 30 s of CPU time and 2 GB, without a
+traceback, and write only into the directory of the case. FOLDER/done contains the number of
+finished cases, so that a further call continues after them. FOLDER/found.jsonl contains the
+findings.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from fedhet.runs.log import Watcher
 
 LIMIT_BYTES, LIMIT_SECONDS, CHUNK = 2 * 2**30, 30, 250
 MEMORY = 3
-"""The status of a process that has taken more than the limit."""
+"""Exit status of a process that exceeded the memory limit."""
 DRAWN = 50
-"""One of so many reports is drawn too, which takes most of the time."""
+"""Only one in this many cases draws figures, because drawing takes most of the time."""
 SETTINGS: dict[str, object] = {
     "method": "fedavg", "clients": 2, "rounds": 3, "data.max-samples": 120,
     "data.max-test-samples": 40, "data.partition": "iid", "models.pool": ["mlp"],
@@ -67,7 +68,7 @@ BYTES = [
     b"1e999",
 ]
 INPUT = "x.npz"
-"""What is to be predicted: it lies in the run's folder, to be damaged as the others are."""
+"""File with the samples to predict, in the run's directory, so that it may be damaged as well."""
 FILES = (
     "config.toml", "run.json", "metrics.jsonl", "summary.json", "partition.json", "status.json",
     "state/*/client-0/client.json", "state/*/client-0/round-000002.safetensors",
@@ -86,7 +87,7 @@ class _CutOff(Watcher):
 
 
 def main() -> None:
-    """Try cases in chunks, each in a process of its own, and print how many were tried."""
+    """Test cases in chunks, each in a separate process, and print the number of findings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=1000)
@@ -96,11 +97,11 @@ def main() -> None:
 
 
 def tried(folder: Path, count: int, seed: int = 0) -> int:
-    """Try the cases up to `count` that were not tried yet; return the number of findings."""
+    """Test the remaining cases up to `count`, and return the number of findings of all cases."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # a child would wait for threads that only its parent has
-    # Typer builds all commands at each call, which would take a quarter of the time.
+    torch.set_num_threads(1)  # A child would wait for threads that exist only in its parent.
+    # Build the commands once; Typer would build them in each call, a quarter of the time.
     cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]
     whole, done = folder / "whole", folder / "done"
     if not whole.exists():
@@ -118,9 +119,13 @@ def tried(folder: Path, count: int, seed: int = 0) -> int:
 
 
 def _chunk(folder: Path, numbers: range, seed: int) -> None:
-    """Try cases in a child; one that ends it is a finding, and the next child goes on after it."""
+    """Test cases in a child process.
+
+    A case that ends the process is a finding, and a new child continues with the next case.
+    """
     if (child := os.fork()) == 0:
-        # Room beyond the limit: reserved memory counts here, and a case that takes more is found.
+        # Exceed the limit here, because this value includes reserved memory. `_tried_here` checks
+        # it.
         resource.setrlimit(resource.RLIMIT_DATA, (4 * LIMIT_BYTES, 4 * LIMIT_BYTES))
         status = 1
         try:
@@ -137,7 +142,7 @@ def _chunk(folder: Path, numbers: range, seed: int) -> None:
 
 
 def _tried_here(folder: Path, numbers: range, seed: int) -> int:
-    """Try cases in this process; return 0, or MEMORY after one that has taken too much."""
+    """Test cases in this process. Return 0, or MEMORY after a case that used too much memory."""
     for number in numbers:
         (folder / "now").write_text(str(number))
         if fault := case(folder, number, seed):
@@ -154,7 +159,7 @@ def _note(folder: Path, number: int, fault: str) -> None:
 
 
 def case(folder: Path, number: int, seed: int) -> str:
-    """Try one case; return what went wrong, or ""."""
+    """Test one case, and return a description of the fault, or "" if there is none."""
     draw, place = random.Random(f"{seed}-{number}"), folder / "case"
     shutil.rmtree(place, ignore_errors=True)
     run, mine = place / "run", place / "mine"
@@ -198,7 +203,7 @@ def _command(draw: random.Random, what: str, run: Path, out: Path) -> list[str]:
 
 
 def _damage(draw: random.Random, path: Path, mine: Path) -> str:
-    """Damage a file in one of several ways; return which."""
+    """Damage a file in a random way, and return the name of this way."""
     content = path.read_bytes()
     if draw.random() < 0.06:
         path.unlink()
@@ -235,7 +240,7 @@ def _in_bytes(draw: random.Random, content: bytes) -> bytes:
 
 
 def _in_values(draw: random.Random, path: Path, content: bytes) -> bytes:
-    """Put an odd value into the place of one of JSON, or of a safetensors header."""
+    """Replace a value in a JSON file, or in a safetensors header, with an odd value."""
     if path.suffix == ".safetensors":
         end = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:end])
@@ -255,7 +260,7 @@ def _in_values(draw: random.Random, path: Path, content: bytes) -> bytes:
 
 
 def _odd(draw: random.Random, value: Any) -> Any:
-    """Return a value of JSON in which one part is another."""
+    """Return a JSON value in which a random part is replaced with an odd value."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice(list(value))
         kept = {k: v for k, v in value.items() if k != name}
@@ -269,7 +274,7 @@ def _odd(draw: random.Random, value: Any) -> Any:
 
 
 def _call(words: list[str], place: Path, *, drawn: bool) -> str:
-    """Run a command in this process; return its traceback or what it wrote elsewhere, or ""."""
+    """Run a command in this process, and return its traceback, files written elsewhere, or ""."""
     sys.argv = ["fedhet", *words]
     said, found = io.StringIO(), ""
     with contextlib.ExitStack() as within:
@@ -291,12 +296,12 @@ def _call(words: list[str], place: Path, *, drawn: bool) -> str:
 
 
 def _page(run: Path) -> None:
-    """Make the pages of a run, and the list that it is in, as `fedhet watch` serves them."""
+    """Build the pages of a run, and the list of runs, as `fedhet watch` serves them."""
     for folder, path in ((run, "/"), (run, f"/status/{run.name}"), (run.parent, "/")):
         pages = Pages(folder)
         if path != "/" and not pages.single:
-            continue  # without its settings it is no run, and has no status
-        with contextlib.suppress(FedhetError, OSError):  # the server answers with their line
+            continue  # A directory without settings is not a run, and has no status.
+        with contextlib.suppress(FedhetError, OSError):  # The server replies with the message.
             pages.page(path, {})
 
 
@@ -319,7 +324,7 @@ def _alarm() -> Iterator[None]:
         raise TimeoutError("took too long")
 
     signal.signal(signal.SIGALRM, late)
-    signal.alarm(4 * LIMIT_SECONDS)  # for what waits; others may work on this machine too
+    signal.alarm(4 * LIMIT_SECONDS)  # Stop blocked cases, but allow for other load of the machine.
     try:
         yield
     finally:
@@ -331,7 +336,7 @@ _watching: list[Callable[[str, tuple[Any, ...]], None]] = []
 
 @contextlib.contextmanager
 def _watched(place: Path) -> Iterator[list[str]]:
-    """Yield a list of the files that are opened to write elsewhere than in `place`."""
+    """Yield a list that collects the files opened for writing outside `place`."""
     written: list[str] = []
     allowed = (str(place), "/proc/self/", "/dev/null")
 

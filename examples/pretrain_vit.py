@@ -5,8 +5,8 @@
 The first argument contains train/CLASS/IMAGE and test/CLASS/IMAGE, e.g. all images of CIFAR-10. The
 script writes two directories:
 
-- The second argument is an image folder for the federation. It has the last 1,000 training images
-  and the first 200 test images of each class, as links.
+- The second argument is an image folder for the federation. It contains hard links to the last
+  1,000 training images and the first 200 test images of each class.
 - The third argument is the base model. It is trained on the other training images of the first half
   of the classes. FEDHET_ENCODERS=bases makes it available as encoder-1-lora8:vit-cifar5.
 """
@@ -36,7 +36,7 @@ def as_inputs(x):
 
 
 def crop_and_flip(x):
-    """Shift each image by up to 4 pixels, and mirror half of the images."""
+    """Shift each image by up to 4 pixels, and mirror it with probability 0.5."""
     padded = F.pad(x, (4, 4, 4, 4))
     rows, columns = torch.randint(0, 9, (2, len(x)), device=x.device)
     i = (rows[:, None] + torch.arange(32, device=x.device))[:, None, :, None]

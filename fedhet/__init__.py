@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "Result", "Split", "__version__", "compare", "load", "run"]
 
-# Flower collects usage statistics unless this variable is set, and reads it only on import.
+# Flower collects usage statistics unless this variable is 0, and reads the variable only on import.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
 # Import these on first access, because PyTorch and Flower take seconds to load.

@@ -1,4 +1,4 @@
-"""Class prototypes (mean features), averaged; they attract each client's features.
+"""Method that averages class prototypes (mean features), which attract each client's features.
 
 Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
 """
@@ -30,7 +30,7 @@ FIELDS = Contract(
 
 
 class PrototypeSettings(MethodSettings):
-    """Settings of the method, for `--set prototypes.pull=0.5`."""
+    """Settings of the method, set with options such as `--set prototypes.pull=0.5`."""
 
     pull: NonNegative = Field(1.0, description="weight of the distance to the class's prototype")
     feature_dim: Count = Field(32, description="width of the exchanged features (D)")
@@ -69,7 +69,7 @@ class PrototypeStrategy(HetStrategy):
         return Knowledge({"classes": classes, "features": stacked})
 
     def aggregate(self, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
-        """Average each class over the clients that have it."""
+        """Average the features of each class over the clients that have the class."""
         seen: dict[int, list[Array]] = {}
         for reply in replies:
             sent = reply.knowledge.tensors
@@ -101,7 +101,7 @@ class NearestPrototype(nn.Module):
 
 
 class PrototypeClient(HetClient):
-    """Client side: cross-entropy plus the distance of features to their class's prototype."""
+    """Client side: minimizes cross-entropy plus the distance of features to class prototypes."""
 
     settings: PrototypeSettings
 
@@ -110,7 +110,7 @@ class PrototypeClient(HetClient):
         return {"private": self.build_model(self.settings.feature_dim)}
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs; reply with the class means of the last epoch."""
+        """Train for the local epochs, and return the class means of the last epoch."""
         model = self.network.train()
         prototypes, known = self.by_class(knowledge)
         sums = ClassSums(self.info.classes, self.settings.feature_dim, self.compute.device)
@@ -133,7 +133,7 @@ class PrototypeClient(HetClient):
         return Knowledge({"classes": means.classes, "features": means.features})
 
     def eval_models(self, knowledge: Knowledge) -> dict[str, nn.Module]:
-        """Evaluate the private model and, if prototypes exist, the nearest-prototype classifier."""
+        """Return the private model and, if prototypes exist, the nearest-prototype classifier."""
         models: dict[str, nn.Module] = {"private": self.private}
         if "classes" in knowledge.tensors and len(knowledge.tensors["classes"]):
             extractor = self.network.extractor

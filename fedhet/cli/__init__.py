@@ -1,8 +1,8 @@
 """Command line of fedhet.
 
-Importing PyTorch, Flower and Matplotlib takes seconds. Commands therefore import them only in their
-bodies, if needed and after a first check of the settings, so that help, lists and errors appear
-immediately.
+Importing PyTorch, Flower and Matplotlib takes seconds. Commands therefore import these libraries in
+their bodies, only if needed, and after a first check of the settings. Help, lists and errors thus
+appear immediately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Command(TyperCommand):
                 parameter.help = next(texts, None)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If an unknown option is a setting, the error explains `--set`."""
+        """Parse arguments. If an unknown option is the name of a setting, the error explains
+        `--set`."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

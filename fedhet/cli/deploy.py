@@ -154,7 +154,7 @@ def submit_command(
 
 @contextlib.contextmanager
 def connected(server: str, ca: Path) -> Iterator[Connection]:
-    """Connect to a server, with a temporary Flower configuration."""
+    """Connect to a server using a temporary Flower configuration."""
     from fedhet.deployment.control import Connection, interrupted_by_terminate
 
     with interrupted_by_terminate(), tempfile.TemporaryDirectory(prefix="fedhet-") as home:
@@ -434,7 +434,7 @@ def _site_fields(site: Any) -> dict[str, Any]:
 
 
 def authority_for(address: str, ca: Path | None) -> Path:
-    """Return the path of the CA certificate. Raises SettingsError if it is None."""
+    """Return `ca`, the path of the CA certificate. Raises SettingsError if `ca` is None."""
     if ca is None:
         raise SettingsError(f"--ca: not set, expected the CA certificate of server {address}")
     return ca

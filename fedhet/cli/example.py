@@ -1,7 +1,7 @@
 """Command `example-data`: writes synthetic texts, signals or tables for first trials.
 
-Texts consist of random words, some of which are typical of a topic. Signals are noisy waves with
-four shapes. Tables contain patients. The data is not suitable as a benchmark.
+Texts consist of random words, some of which are typical of a topic. Signals are noisy waves of
+four shapes. Tables describe patients. The data is not suitable as a benchmark.
 """
 
 from __future__ import annotations
@@ -46,22 +46,25 @@ CHANNELS, STEPS = 3, 96
 BY = "site"
 """Column or array with the site of each sample."""
 HOSPITALS = {"north": (62.0, 1.0, 1.0), "east": (45.0, 2.2046, 1.0), "south": (75.0, 1.0, 88.42)}
-"""Mean age, and the scales of weight and creatinine, of the hospitals in `regression`: north uses
-kg and mg/dL, east uses pounds, and south uses µmol/L."""
+"""Mean age, and scales of weight and creatinine, for each hospital in `regression`. North uses kg
+and mg/dL, east uses pounds, and south uses µmol/L."""
 SETTINGS = {
     "table": "felo --dataset table:{} --set target=outcome",
     "regression": "fml --dataset table:{} --set task=regression --set target=days --set by=site "
     "--clients 3",
 }
-"""Method and options of a run on an example dataset."""
+"""Method and options of a run, by kind of example dataset; {} stands for the directory."""
 
 
 def write_example(kind: str, directory: Path) -> None:
     """Write training and test data of the given kind to a new directory.
 
     Texts are CSV files with the columns text, label and site. Tables are CSV files of patients,
-    with missing values and the label column outcome. `regression` is a table with the column days,
-    a length of stay. Signals are .npz files with x [N, 3, 96], y [N] and site [N]. Raises
+    with missing values and the label
+    column outcome. Tables of the kind
+    `regression` have the target column
+    days (length of stay) instead.
+    Signals are .npz files with x [N, 3, 96], y [N] and site [N]. Raises
     DataError if the directory is not empty.
     """
     if directory.exists() and any(directory.iterdir()):
@@ -90,7 +93,10 @@ def write_example(kind: str, directory: Path) -> None:
 
 
 def _text(rng: np.random.Generator) -> tuple[str, str, str]:
-    """Return a text of 6 to 20 words, its topic, and its site. A quarter of the words match it."""
+    """Return a text of 6 to 20 words, its topic, and its site.
+
+    About a quarter of the words are typical of the topic.
+    """
     topics, label = list(TOPICS), int(rng.integers(len(TOPICS)))
     words = []
     for _ in range(int(rng.integers(6, 21))):
@@ -101,7 +107,7 @@ def _text(rng: np.random.Generator) -> tuple[str, str, str]:
 
 
 def _patient(rng: np.random.Generator) -> tuple[str, ...]:
-    """Return a patient's row. Age, blood pressure and emergencies raise the readmission risk."""
+    """Return a patient's row. The risk of readmission depends on age, blood pressure and ward."""
     site, age = int(rng.integers(OWNERS)), int(rng.integers(20, 90))
     ward = str(rng.choice(["cardiology", "surgery", "emergency"]))
     pressure = rng.normal(110 + age / 3 + site, 10)
@@ -115,7 +121,7 @@ def _patient(rng: np.random.Generator) -> tuple[str, ...]:
 
 
 def _stay(rng: np.random.Generator) -> tuple[str, ...]:
-    """Return a patient's row and length of stay, which age, creatinine, and CRP increase."""
+    """Return a patient's row. The length of stay increases with age, creatinine and CRP."""
     site = str(rng.choice(list(HOSPITALS), p=[0.5, 0.25, 0.25]))
     mean_age, weight_scale, creatinine_scale = HOSPITALS[site]
     age, weight = float(np.clip(rng.normal(mean_age, 14), 18, 99)), rng.normal(75, 14)
@@ -132,7 +138,7 @@ def _stay(rng: np.random.Generator) -> tuple[str, ...]:
 
 
 def _signal(rng: np.random.Generator, form: int, owner: int) -> npt.NDArray[np.float64]:
-    """Return a noisy wave [3, 96] with one shape and a frequency that depends on the owner."""
+    """Return a noisy wave [3, 96] of the given form. Its frequency depends on the owner."""
     wave = list(FORMS.values())[form]
     time = np.linspace(0, 2 * np.pi * (2 + 0.3 * owner), STEPS)
     starts = rng.uniform(0, 2 * np.pi, (CHANNELS, 1))

@@ -35,13 +35,13 @@ from fedhet.settings.run import RunSettings
 from fedhet.settings.text import as_text
 
 PIPED_WIDTH = 140
-"""Width of the output, in columns, if it is not a terminal and COLUMNS is not set."""
+"""Width in columns if the output is not a terminal and COLUMNS is not set."""
 
 for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
     # Ignore invalid sizes: Rich accepts 0 and fails on non-ASCII digits, and Typer fails on text.
     if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(_name, "1")):
         del os.environ[_name]
-# All figures are files, and Matplotlib would fail on an unknown backend.
+# Figures are only written to files, and Matplotlib would fail on an unknown backend.
 os.environ["MPLBACKEND"] = "agg"
 _IS_TERMINAL = sys.stdout is not None and sys.stdout.isatty()
 console = Console(width=None if _IS_TERMINAL or "COLUMNS" in os.environ else PIPED_WIDTH)
@@ -238,8 +238,8 @@ def gather(
 ) -> dict[str, object]:
     """Merge the settings from presets, a file, and options such as `--set`, in this order.
 
-    If `resume` is given, the settings of that run replace presets and file. Raises SettingsError if
-    a setting is unknown or invalid.
+    If `resume` is given, the settings of the run in this directory replace presets and the file.
+    Raises SettingsError if a setting is unknown or invalid.
     """
     options = [f"{FLAGS[k]}={as_text(value)}" for k, value in flags.items() if value is not None]
     pairs = [*(set_ or []), *options]

@@ -366,7 +366,8 @@ def privacy_command(
 def _consumed(path: Path, delta: float) -> list[dict[str, Any]]:
     """Return a row per dataset and run, and a row with the total.
 
-    `epsilon` is infinite for runs without privacy; `guarantee` is then False in every row.
+    `epsilon` is infinite for runs without privacy. If there is such a run, `guarantee` is False in
+    every row.
     """
     from fedhet.privacy.accounting import epsilon_of
     from fedhet.privacy.ledger import Entry, read_ledger

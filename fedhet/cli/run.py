@@ -1,7 +1,7 @@
 """Commands that train on this machine: `run` and `sweep`.
 
-They validate all settings before they import PyTorch. `fedhet.cli.training` implements the
-training.
+Both commands validate all settings before they import PyTorch. `fedhet.cli.training` executes the
+runs.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ PER_RUN_SETTINGS = {
 
 
 def check_sweepable(names: Iterable[str]) -> None:
-    """Check swept settings. Raises SettingsError if one of them is in `PER_RUN_SETTINGS`."""
+    """Raise SettingsError if a swept setting is in `PER_RUN_SETTINGS`."""
     for name in names:
         if name in PER_RUN_SETTINGS:
             hint = PER_RUN_SETTINGS[name]
@@ -256,7 +256,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
 def read_grid(texts: Sequence[str], method: str) -> dict[str, list[object]]:
     """Parse the settings of a sweep and their values; each combination becomes a run.
 
-    Raises SettingsError if the text is malformed, a setting is duplicate, or there are too many
+    Raises SettingsError if a text is malformed, a setting is duplicate, or there are too many
     combinations.
     """
     grid: dict[str, list[object]] = {}

@@ -44,7 +44,7 @@ T = TypeVar("T")
 RUNS_PER_PROCESS = 20
 """Number of runs after which a worker process is replaced, to free its caches.
 
-In a new process, imports take as long as a small run.
+A lower number would be slower, because the imports of a new process take as long as a small run.
 """
 STOP_SIGNALS = {
     signal.SIGINT: "interrupted",
@@ -56,7 +56,7 @@ STOP_SIGNALS = {
 
 @dataclass(frozen=True)
 class LabeledRun:
-    """Run with its label in the output, its directory, and its configuration."""
+    """Planned run, with a label for the output, a directory, and a configuration."""
 
     label: str
     directory: Path
@@ -64,7 +64,7 @@ class LabeledRun:
 
 
 def train_one(given: GivenSettings, against: str | None = None) -> None:
-    """Train one run and, if `against` is given, a baseline with this method. Show the results."""
+    """Train one run and, if `against` is given, a baseline with that method. Show the results."""
     config = complete(given)
     directory = run_directory(config)
     baselines = _baselines(config, directory, against)
@@ -157,7 +157,7 @@ def _train(run: LabeledRun) -> str:
 
 
 def _baselines(config: Config, directory: Path, against: str | None) -> list[LabeledRun]:
-    """Plan the same experiments with the method `against`, or none if it is None.
+    """Plan the same experiment with the method `against`, or return [] if `against` is None.
 
     Raises SettingsError if the method does not support the experiment.
     """
@@ -242,7 +242,8 @@ def run_parallel(
 
 
 def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
-    """Yield each item with a text that estimates the time left for the remaining items."""
+    """Yield (text, item) for each item. The text states the estimated time left, or is "" at the
+    end."""
     begun = time.monotonic()
     for number, item in enumerate(items, 1):
         left = (time.monotonic() - begun) / number * (total - number)
@@ -252,9 +253,10 @@ def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
 def error_of(
     config: Config, directory: Path, watchers: Sequence[Watcher] = (), *, report: bool = True
 ) -> str:
-    """Train a run, and return the error message or "". `report` states whether to write a report.
+    """Train a run, and return its error message, or "" if the run succeeds.
 
-    The traceback of an unexpected error is printed, and later runs still execute.
+    `report` determines whether a report is written. The traceback of an unexpected error is printed
+    instead of raised, so that later runs still execute.
     """
     try:
         (simulate if report else train)(config, directory, watchers)

@@ -201,7 +201,8 @@ def _short(values: str) -> str:
 
 
 def _own_settings(method: Method) -> str:
-    """Build the table of a method's settings, with the paper's values if they differ."""
+    """Build the table of a method's settings, with the paper's value if it differs from the
+    default."""
     name = method.name
     published = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
     rows = []
@@ -337,7 +338,7 @@ def paper_settings() -> dict[str, Any]:
 def differences(name: str) -> list[tuple[str, str, str, str]]:
     """Return (setting, default, value in the paper, reason) for each default that differs.
 
-    The file describes a value in words if the setting cannot express it.
+    If a setting cannot express the paper's value, the file describes the value in words.
     """
     # Import lazily, because the default models need PyTorch, which `fedhet methods` does not load.
     from fedhet.config.resolve import resolve

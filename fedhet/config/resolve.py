@@ -37,7 +37,7 @@ from fedhet.wire.identity import ClientInfo
 PUBLIC_FRACTION = 0.2
 """Default fraction of public training samples for methods that need public data."""
 LABELED_ALPHA = 0.5
-"""Default of `data.labeled-alpha` for methods that need unlabeled data (UM-pFSSL, VI-A)."""
+"""Default of `data.labeled-alpha` for methods that need unlabeled data (UM-pFSSL, Section VI-A)."""
 SUMMED: Mapping[str, tuple[object, ...]] = {
     "fraction": (1.0,),
     "data.held-out-clients": (0,),
@@ -210,9 +210,9 @@ def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
 
 
 def _task_settings(run: RunSettings, method: Method) -> dict[str, tuple[Any, ...]]:
-    """Return the values of the method's settings that suit the run's task, by field."""
+    """Return the allowed values of the method's settings for the run's task, by field."""
     suitable: dict[str, tuple[Any, ...]] = {}
-    for base in reversed(find_task(run.data.task).__mro__):  # also the tasks that it extends
+    for base in reversed(find_task(run.data.task).__mro__):  # including extended tasks
         suitable |= method.spec.task_settings.get(getattr(base, "name", ""), {})
     return suitable
 

@@ -37,8 +37,8 @@ MIN_PEERS, MAX_PEERS = 3, 1000
 """Minimum and maximum number of sites. With only two sites, each could subtract its own values from
 the sum."""
 SIMULATED = "_peers"
-"""Directory of the keys of simulated clients, within their private state. No client has this
-name."""
+"""Directory of the keys of simulated clients, within their private state directory. No client has
+this name."""
 _VERSION = 1
 _CLASS = re.compile("0|[1-9][0-9]{0,4}")
 _CLASS_RANGE = re.compile("([0-9]{1,5})(?:-([0-9]{1,5}))?")
@@ -54,7 +54,7 @@ class Peer:
     key: bytes
     """X25519 public key, 32 bytes."""
     classes: tuple[str, ...] = ()
-    """Numbers of the classes whose rows the site sends, as text; empty if it sends no rows."""
+    """Numbers of the classes whose means the site sends, as text; empty if it sends no means."""
 
     def __post_init__(self) -> None:
         if not is_name(self.name) or self.name == SERVER:
@@ -76,7 +76,7 @@ class Peers:
     colluding: int = 1
     """Number c of sites that may collude with the server without learning a site's values."""
     least: int = 0
-    """Minimum number of sites in a round; 0 = the smallest permitted number."""
+    """Minimum number of sites in a round; 0 is replaced by the smallest permitted number."""
     cap: int = 1
     """Number of samples above which a site's weight no longer increases."""
 
@@ -109,7 +109,7 @@ class Peers:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 over the version, the rules and all sites."""
+        """SHA-256 digest of the format version, the rules and all sites."""
         sites = [[peer.name, peer.key.hex(), list(peer.classes)] for peer in self.peers]
         rules = [_VERSION, self.colluding, self.least, self.cap, sites]
         return hashlib.sha256(b"fedhet peers\0" + json.dumps(rules).encode()).digest()
@@ -172,7 +172,7 @@ def read_public(path: str | Path) -> Peer:
 
 
 def read_key(path: str | Path) -> X25519PrivateKey:
-    """Read a site's private key. Raises SettingsError if it is invalid or others can read it."""
+    """Read a private key. Raises SettingsError if it is invalid or readable by other users."""
     file = Path(path)
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
@@ -238,7 +238,7 @@ def simulated_peers(
 ) -> tuple[Peers, dict[str, X25519PrivateKey]]:
     """Return new peers for simulated clients, and their private keys by name.
 
-    The keys come from the operating system, so that not even the run's seed reveals them.
+    The operating system generates the keys, so that the run's seed does not reveal them.
     """
     keys = {name: X25519PrivateKey.generate() for name in names}
     sites = [
@@ -293,7 +293,7 @@ def class_numbers(text: str) -> list[str]:
 
 
 def class_ranges(classes: Sequence[str]) -> str:
-    """Return class numbers as a list of ranges (inverse of `class_numbers`)."""
+    """Format class numbers as ranges such as "0-3,7" (inverse of `class_numbers`)."""
     ranges: list[list[int]] = []
     for number in map(int, classes):
         if ranges and ranges[-1][1] == number - 1:
@@ -347,7 +347,7 @@ def _peer(values: Any) -> Peer:
 @lru_cache(maxsize=MAX_PEERS)
 def _can_agree(key: bytes) -> bool:
     """Return whether a public key yields a different secret with each private key."""
-    if int.from_bytes(key, "little") >= _PRIME:  # This is a second encoding of another key.
+    if int.from_bytes(key, "little") >= _PRIME:  # The value is a second encoding of a smaller key.
         return False
     try:  # A point of low order yields the same secret with every key.
         X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))

@@ -36,8 +36,8 @@ from fedhet.settings.schema import nest
 from fedhet.settings.text import join_host_port, split_host_port
 
 CONNECTION = "fedhet-server"
-"""Name of the connection, which must not be the name of a directory, because Flower would run it as
-an app."""
+"""Name of the connection in Flower's configuration. It must not be the name of a directory, because
+Flower would run that directory as an app."""
 COMPLETED = "finished:completed"
 _FLOWER_LINE = re.compile(
     r"(INFO|DEBUG)\b|Using SuperLink|Success|ERROR\b.*(ServerApp raised|Exit Code: 201)"
@@ -223,9 +223,9 @@ class Connection:
 
 
 def filter_log(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a server's log without Flower's own lines and without some tracebacks.
+    """Yield the lines of a server's log without Flower's lines and tracebacks of fedhet's errors.
 
-    fedhet's errors are shortened to their messages. Tracebacks of other errors are unchanged.
+    An error of fedhet is shortened to its message. Tracebacks of other errors are unchanged.
     """
     trace: list[str] = []
     for line in lines:
@@ -244,7 +244,7 @@ def filter_log(lines: Iterable[str]) -> Iterator[str]:
 
 
 def submit(config: Config, connection: Connection, say: Callable[[str], None]) -> None:
-    """Execute a run on a deployment, and wait until it ends.
+    """Execute a run on a deployment, and wait until the run ends.
 
     The Flower app that is sent to the server contains only the settings and no code, because each
     site uses its own installation of fedhet.
@@ -443,7 +443,7 @@ def _public_key(path: Path) -> bytes:
 
 
 def unregister(connection: Connection, name: str) -> int:
-    """Unregister all sites with a name, and return their number.
+    """Unregister all sites named `name`, and return their number.
 
     Raises FedhetError if the request fails.
     """

@@ -33,8 +33,7 @@ P = ParamSpec("P")
 Level = Literal["ok", "warning", "error"]
 MIN_MEMORY, MIN_DISK = 2 * 2**30, 2 * 2**30
 MAX_SKEW = 60.0
-"""Maximum difference between two clocks in seconds, because Flower rejects messages that seem too
-old."""
+"""Maximum difference between two clocks in seconds. Flower rejects messages that seem too old."""
 PORTS = {8000: "the server's control API", 9092: "the server's port for sites", 9094: "a site"}
 
 
@@ -68,7 +67,7 @@ def _guarded(check: Callable[P, Iterator[Finding]]) -> Callable[P, Iterator[Find
 
 
 def check_machine(directory: Path) -> Iterator[Finding]:
-    """Check this machine and the disk that contains a directory."""
+    """Check this machine, and the disk that contains `directory`."""
     shared = Path("/dev/shm")  # noqa: S108
     space = {
         "memory": (lambda: psutil.virtual_memory().available, MIN_MEMORY, "", "few clients fit"),
@@ -86,7 +85,7 @@ def check_machine(directory: Path) -> Iterator[Finding]:
 
 
 def check_keys(directory: Path) -> Iterator[Finding]:
-    """Check the keys and certificates in a directory that `fedhet certs` has written."""
+    """Check the keys and certificates in a directory written by `fedhet certs`."""
     for path in sorted(directory.rglob("*")):
         is_pair = path.is_file() and path.with_name(f"{path.name}.pub").exists()
         if path.suffix in (".crt", ".pem"):
@@ -206,7 +205,7 @@ def _pair(path: Path) -> Iterator[Finding]:
 
 @_guarded
 def _authority_key(path: Path) -> Iterator[Finding]:
-    """Check that the CA's key belongs to root instead of a service that may be attacked."""
+    """Check that the CA's key belongs to root rather than to a service that may be attacked."""
     uid = path.stat().st_uid
     advice = f"expected root. Use `chown root: {path}`, or move it to an offline machine."
     try:
@@ -224,7 +223,7 @@ def _authority_key(path: Path) -> Iterator[Finding]:
 
 @_guarded
 def check_server(address: str, authority: Path) -> Iterator[Finding]:
-    """Check a server at HOST:PORT: whether it replies, its certificate, and its clock."""
+    """Check that the server at HOST:PORT replies, and check its certificate and clock."""
     try:
         host, port = split_host_port(address)
     except ValueError as fault:

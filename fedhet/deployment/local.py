@@ -1,7 +1,7 @@
 """Deployment on this machine, with Flower's SuperLink and SuperNodes as processes.
 
-It works like a deployment on separate machines (docs/deploy.md), with gRPC over TLS, authenticated
-nodes, and a separate state directory per node, but uses temporary keys.
+A local deployment works like a deployment on separate machines (docs/deploy.md), with gRPC over
+TLS, authenticated nodes, and a separate state directory per node, but uses temporary keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PORTS = range(20_000, 32_768)
 START_SECONDS = 120.0
 """Time limit for the start of the server, in seconds."""
 STOP_SECONDS = 10.0
-"""Time that processes have to terminate before they are killed, in seconds."""
+"""Time for processes to terminate before they are killed, in seconds."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class LocalDeployment:
         (self.root / "log").mkdir(exist_ok=True)
 
     def start_server(self) -> None:
-        """Start the SuperLink, and wait until it listens. The database outlives the process."""
+        """Start the SuperLink, and wait until it listens. An existing database is reused."""
         self._start(
             "server",
             "flower-superlink",
