@@ -1,11 +1,11 @@
-"""What an accelerator alone can show, in pieces of a few minutes that need nothing from outside.
+"""Benchmarks that need an accelerator. Each takes a few minutes, and none needs external data.
 
-    make gpu                                      # all of them, one after another
-    python -m benchmarks.gpu precision compile   # some
-    python -m benchmarks.gpu --device cpu --quick # small, on a processor: do they run?
+    make gpu                                      # all benchmarks, one after another
+    python -m benchmarks.gpu precision compile    # some benchmarks
+    python -m benchmarks.gpu --device cpu --quick # a short test on the CPU
 
-All runs are in this process (`inline`), on images that are made here: ten classes, each a pattern
-of its own in noise. Their accuracies compare settings with each other, and say nothing of CIFAR-10.
+All runs use the backend `inline` and synthetic images of ten classes, each with its own pattern in
+noise. The accuracies are comparable only with each other, not with results on CIFAR-10.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ SHAPE, CLASSES = (3, 32, 32), 10
 
 @dataclass(frozen=True)
 class Where:
-    """The device of all pieces, and whether they are cut to seconds."""
+    """Options of all benchmarks: the device, and whether each takes only seconds (`quick`)."""
 
     device: str
     quick: bool
     folder: Path
-    """Where runs leave their files, until the last piece has ended."""
+    """Temporary directory for the files of all runs."""
     seconds: float = 120.0
-    """How long a preset may run at its paper's size."""
+    """Time limit of a preset at the paper's size, in seconds."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds of the comparison of precisions."""
+    """Seeds for the comparison of precisions."""
     rounds: int = 4
-    """The rounds of the small federation."""
+    """Number of rounds of the small federation."""
 
     def choose(self, usual: Any, quick: Any) -> Any:
-        """Return the usual number, or the one for a quick look."""
+        """Return the value `quick` for quick benchmarks, otherwise `usual`."""
         return quick if self.quick else usual
 
     def wait(self) -> None:
-        """Wait until the accelerator has done what it was given."""
+        """Wait until the accelerator has finished all queued work."""
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
 
 
 def made_images(train: int, test: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return images uint8 [N, 3, 32, 32] and labels [N]: a pattern for each class, in noise."""
+    """Return uint8 images [N, 3, 32, 32] with a pattern for each class in noise, and labels [N]."""
     rng = np.random.default_rng(0)
     patterns = rng.integers(0, 256, (CLASSES, *SHAPE)).astype(np.float32)
 
@@ -91,7 +91,7 @@ def made_images(train: int, test: int) -> dict[str, tuple[np.ndarray, np.ndarray
 
 
 def settings_of(where: Where, method: str, **settings: Any) -> Config:
-    """Return the settings of a small federation of four architectures."""
+    """Return the settings of a small federation with four architectures."""
     images = made_images(*where.choose((4000, 1000), (200, 50)))
     usual = {
         "method": method,
@@ -107,18 +107,18 @@ def settings_of(where: Where, method: str, **settings: Any) -> Config:
 
 
 def finished(config: Config, folder: Path, *watchers: Watcher) -> fedhet.Result:
-    """Run a federation; return its result."""
+    """Run a federation, and return its result."""
     return fedhet.Result(simulate(config, folder, watchers))
 
 
 def common(result: fedhet.Result) -> float:
-    """Return the mean accuracy of the clients' own models on the common test set."""
+    """Return the mean accuracy of the clients' private models on the common test set."""
     assert result.summary is not None
     return result.summary.accuracy["common"]["private"].mean
 
 
 def methods(where: Where) -> None:
-    """Every method, small, here and on the processor: how far are the accuracies apart?"""
+    """Accuracies of small runs of every method on the device, compared with the CPU."""
     apart: list[float] = []
     for name in islice(sorted(shipped_names()), where.choose(None, 2)):
         options = shlex.split(OPTIONS.get(name) or models_of(name))
@@ -154,7 +154,7 @@ def methods(where: Where) -> None:
 
 
 def resume(where: Where) -> None:
-    """A run that is made twice, and one that is cut off and resumed: equal to the last bit?"""
+    """Whether a repeated run and a resumed run are bitwise equal to the first run."""
     config = settings_of(where, "felo", rounds=4)
     whole, again = (finished(config, where.folder / name) for name in ("whole", "again"))
     with contextlib.suppress(TimeIsUpError):
@@ -166,7 +166,7 @@ def resume(where: Where) -> None:
 
 
 def same(one: fedhet.Result, other: fedhet.Result) -> bool:
-    """Tell whether all clients' models have the same tensors."""
+    """Return whether all clients' models have equal tensors in both results."""
     assert one.summary is not None
     clients = sorted(one.summary.models)
     pairs = ((one.model(c).state_dict(), other.model(c).state_dict()) for c in clients)
@@ -174,7 +174,7 @@ def same(one: fedhet.Result, other: fedhet.Result) -> bool:
 
 
 def precision(where: Where) -> None:
-    """Felo in bfloat16 and float16 against float32, and channels-last: accuracy, and time."""
+    """Accuracy and time of Felo in bfloat16, float16 and channels-last, relative to float32."""
     seeds = where.choose(where.seeds, (0,))
     kinds = [{"engine.precision": p} for p in ("float32", "bfloat16", "float16")]
     kinds += [{"engine.precision": "float32", "engine.channels-last": "true"}]
@@ -201,7 +201,7 @@ def precision(where: Where) -> None:
 
 
 def trained_steps(name: str, batch: int, where: Where) -> Iterator[int]:
-    """Train a model step after step on random images; yield the samples of each step."""
+    """Train a model on random images, and yield the number of samples after each step."""
     compute = compute_for(ComputeSettings(device=where.device, precision="auto"))
     model = build(name, SHAPE, CLASSES, seed=0).train()
     compute.place(model)
@@ -218,7 +218,8 @@ def trained_steps(name: str, batch: int, where: Where) -> Iterator[int]:
 
 
 def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -> None:
-    """Train for a number of seconds, once all are ready; print the number of samples."""
+    """Train for `seconds` once all processes are ready, and put the number of samples on a
+    queue."""
     torch.set_num_threads(1)
     steps = trained_steps("resnet18", 16, where)
     for _ in islice(steps, 3):
@@ -233,9 +234,9 @@ def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -
 
 
 def deterministic(where: Where) -> None:
-    """What it costs that CUDA gives the same bits each time: `engine.deterministic`."""
+    """Time with deterministic CUDA algorithms (`engine.deterministic`), relative to without."""
     seconds = {}
-    for chosen in (True, False, True, False):  # the first of each warms up
+    for chosen in (True, False, True, False):  # the first run of each kind warms up
         if not chosen:
             torch.use_deterministic_algorithms(False)
         settings = {"engine.deterministic": chosen, "models.pool": ["resnet10"]}
@@ -252,11 +253,11 @@ ASKED = {
     "copies": ("MemcpyAsync",),
     "waits": ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize"),
 }
-"""What the host asks of CUDA, by parts of the functions' names."""
+"""Operations that the host requests from CUDA, each with parts of the functions' names."""
 
 
 def waits(where: Where) -> None:
-    """Launches, copies and waits in a step, by PyTorch's profiler; FedType / local, and so on."""
+    """Launches, copies and waits per step of several methods, counted by PyTorch's profiler."""
     if torch.device(where.device).type != "cuda" or torch.cuda.get_device_name() == PRETENDED:
         print("nothing to profile: not a GPU; python -m benchmarks.launches counts without one")
         return
@@ -277,7 +278,7 @@ def waits(where: Where) -> None:
 
 
 def shared(where: Where) -> None:
-    """1, 2, 4 and 8 clients that train at a time on one accelerator: samples a second in all."""
+    """Total samples per second if 1, 2, 4 or 8 clients train concurrently on one accelerator."""
     processes, seconds = multiprocessing.get_context("spawn"), where.choose(10.0, 1.0)
     alone = 0.0
     for clients in where.choose((1, 2, 4, 8), (1, 2)):
@@ -294,20 +295,20 @@ def shared(where: Where) -> None:
 
 
 def conformal(where: Where) -> None:
-    """FedType's conformal step, as `benchmarks.conformal_step` measures it."""
+    """Time of FedType's conformal step, as in `benchmarks.conformal_step`."""
     batches = where.choose((16, 128), (16,))
     conformal_step.measure(where.choose(2800, 24), where.choose(5, 1), where.device, batches)
 
 
 def compiled(where: Where) -> None:
-    """An epoch whose steps `torch.compile` makes (`engine.compile`), against one without."""
+    """Time of an epoch with `torch.compile` (`engine.compile`), relative to an epoch without."""
     for name in where.choose(("mlp", "cnn2", "resnet10"), ("mlp",)):
         epochs = {}
         for compiles in (True, False):
             settings = ComputeSettings(device=where.device, precision="float32", compile=compiles)
             try:
                 compute = compute_for(settings)
-            except SettingsError as error:  # without a compiler
+            except SettingsError as error:  # there is no compiler
                 print(error)
                 return
             epochs[compiles] = epoch_of(where, name, compute)
@@ -336,14 +337,14 @@ def epoch_of(where: Where, name: str, compute: Compute) -> Callable[[], None]:
 
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    """Do one step of training."""
+    """Make one training step."""
     optimizer.zero_grad()
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
 
 
 def memory(where: Where) -> None:
-    """The accelerator's memory while a model trains: the peak, in MB."""
+    """Peak memory of the accelerator while a model is trained, in MB."""
     if torch.device(where.device).type != "cuda":
         print("nothing to measure: not a GPU")
         return
@@ -367,7 +368,7 @@ def felo(where: Where) -> None:
 
 
 def as_many_rounds_as_fit(where: Where, preset: str) -> None:
-    """Run a preset for some minutes; print the seconds of each round."""
+    """Run a preset for a limited time, and compare its last round with a plain PyTorch loop."""
     images = made_images(*where.choose((50_000, 10_000), (400, 50)))
     values = read_preset(preset)
     if where.quick:
@@ -416,7 +417,7 @@ def plain_round(
 
 
 def plain_epoch(model: nn.Module, batches: Any, where: Where) -> float:
-    """Return the seconds of an epoch."""
+    """Return the seconds of one epoch of a plain PyTorch loop."""
     optimizer = torch.optim.Adam(model.parameters())
     started = time.perf_counter()
     for x, y in batches:
@@ -426,11 +427,11 @@ def plain_epoch(model: nn.Module, batches: Any, where: Where) -> float:
 
 
 class TimeIsUpError(Exception):
-    """A run has had its rounds, or its time."""
+    """Raised if a run has reached its maximum number of rounds, or its time limit."""
 
 
 class Until(Watcher):
-    """Prints what each round took, and ends the run after a number of rounds or seconds."""
+    """Watcher that prints each round's time, and ends the run after `rounds` or `seconds`."""
 
     def __init__(self, rounds: int = 1_000_000, seconds: float = 1e9) -> None:
         self.rounds, self.end = rounds, time.perf_counter() + seconds
@@ -446,7 +447,7 @@ class Until(Watcher):
         self.models = dict(models)
 
     def round_finished(self, record: RoundRecord) -> None:
-        """Print the round's time. Raises TimeIsUpError after the last that fits."""
+        """Print the round's time. Raises TimeIsUpError if a limit is reached."""
         self.seconds.append(record.seconds.total)
         self.last_models = [self.models[client] for client in record.answered]
         print(f"round {record.round}: {record.seconds.total:.1f} s", flush=True)
@@ -470,7 +471,7 @@ PIECES = {
 
 
 def main() -> None:
-    """Measure the pieces that are named, or all."""
+    """Run the named benchmarks, or all benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pieces", nargs="*", choices=[[], *PIECES], help="default: all")
     parser.add_argument("--device", default="auto", help="as engine.device; default: a GPU")

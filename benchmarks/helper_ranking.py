@@ -1,14 +1,15 @@
-"""How well UM-pFSSL's two terms rank helpers: the entropy of Eq. 12, the accuracy on own labels.
+"""Quality of UM-pFSSL's helper ratings by entropy (Eq. 12) and by accuracy on local labels.
 
     python -m benchmarks.helper_ranking [--seeds 0,1,2] [--least 2,10,30] [--warm-up 1,5,20]
         [--rounds 1] [--preset semi-digits] [--data-dir DIR]
 
-After so many rounds of UM-pFSSL (the first is the warm-up on labels alone), every client rates the
-models of all others on its own samples, as it would when it searches for helpers. What a rating is
-worth is measured by what the client cannot know: the models' accuracy on its own test split.
-Printed are, over clients, the mean of Spearman's correlation of rating and accuracy, and the mean
-accuracy of the three models that are rated highest; by the least number of labels that a client has
-(`data.min-labeled`) and by the epochs of the warm-up (`um-pfssl.warm-up`).
+After the given rounds of UM-pFSSL (the first is the warm-up on labeled samples only), every client
+rates the models of all other clients on its own samples, as in its search for helpers. The ratings
+are compared with the models' accuracy on the client's test split, which a client would not know.
+
+The columns are means over the clients: Spearman's correlation between rating and accuracy, and the
+accuracy of the three models with the highest ratings. The rows vary the minimum number of labels
+per client (`data.min-labeled`) and the epochs of the warm-up (`um-pfssl.warm-up`).
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from fedhet.learning.training import evaluate
 
 KINDS: tuple[RelationKind, ...] = ("en", "ta", "en+ta")
 BEST = 3
-"""Helpers that a client would take."""
+"""Number of helpers that a client would choose."""
 
 
 def clients_after(config: Config, folder: Path) -> list[HetClient]:
-    """Return the clients of a federation after its rounds."""
+    """Execute all rounds of a federation, and return its clients."""
     play, nodes = federation(config, folder)
     for _ in range(config.run.rounds):
         play()
@@ -50,7 +51,7 @@ def clients_after(config: Config, folder: Path) -> list[HetClient]:
 
 
 def ratings(client: HetClient, others: Sequence[HetClient]) -> dict[str, list[float]]:
-    """Return what a client makes of other clients' models by each term, and what they are worth."""
+    """Return a client's ratings of other models by kind, and as "worth" their test accuracy."""
     found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "worth")}
     x, test = client.unlabeled.x, client.samples.tests["personal"]
     share = len(client.y) / (len(client.y) + len(x))
@@ -67,7 +68,7 @@ def ratings(client: HetClient, others: Sequence[HetClient]) -> dict[str, list[fl
 
 
 def judged(config: Config) -> dict[str, tuple[float, float]]:
-    """Return, by term, the mean correlation with the worth, and the worth of the best rated."""
+    """Return (mean correlation, mean test accuracy of the best-rated models) by kind of rating."""
     with tempfile.TemporaryDirectory() as folder:
         every = clients_after(config, Path(folder))
         rated = [ratings(c, [other for other in every if other is not c]) for c in every]
@@ -81,7 +82,7 @@ def judged(config: Config) -> dict[str, tuple[float, float]]:
 
 
 def shown(values: list[float]) -> str:
-    """Return mean and standard deviation over seeds."""
+    """Format the mean and the standard deviation over seeds."""
     return f"{fmean(values):.2f} ± {stdev(values) if len(values) > 1 else math.nan:.2f}"
 
 

@@ -1,12 +1,12 @@
-"""How large honest replies are, in times of the other clients' median: what `clip-factor` allows.
+"""Magnitude of honest replies, as a multiple of the other clients' median.
 
     python -m benchmarks.honest_sizes [--methods a,b] [--seeds 0,1,2] [--device cpu]
 
-Every method makes small runs on the digits without an attack and without clipping: IID, and under
-Dirichlet concentrations of 0.5 and 0.1, with the method's own pool and with two of five
-and four architectures for eight clients, one with residual networks. The largest ratio of
-each part of a reply in any round is printed, and then the largest over all methods. A part that is
-above 'defense.clip-factor' would be scaled down.
+Every method trains small models on digits with eight clients, without an attack and without
+clipping. The data is IID or Dirichlet (concentrations 0.5 and 0.1). The pools are the method's
+default pool and two other pools, one of which contains residual networks. The benchmark prints the
+maximum ratio of each part of a reply over all rounds, and then the maximum over all methods. A part
+with a ratio above 'defense.clip-factor' would be scaled down.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SMALL: dict[str, object] = {
 
 
 def largest(method: str, settings: Mapping[str, object]) -> dict[str, float]:
-    """Run a method; return the largest ratio of each part of a reply."""
+    """Run a method, and return the maximum ratio of each part of its replies."""
     maxima: dict[str, float] = defaultdict(float)
 
     def measured(
@@ -73,7 +73,7 @@ def largest(method: str, settings: Mapping[str, object]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure the methods, and print a line for each run's pool and partition."""
+    """Print a line for each method, pool and partition."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", default=",".join(sorted(shipped_names())))
     parser.add_argument("--seeds", default="0,1,2")
@@ -91,7 +91,7 @@ def main() -> None:
             maxima: dict[str, float] = defaultdict(float)
             for seed in map(int, chosen.seeds.split(",")):
                 settings = {"models.pool": models, "seed": seed, "engine.device": chosen.device}
-                with contextlib.suppress(SettingsError):  # a pool that the method cannot have
+                with contextlib.suppress(SettingsError):  # the method does not support the pool
                     for part, ratio in largest(method, {**settings, **partition}).items():
                         maxima[part] = max(maxima[part], ratio)
                         all_ratios.append(ratio)

@@ -1,9 +1,9 @@
-"""Felo's class knowledge next to its weights: bytes of a client's reply, as they are sent.
+"""Size of Felo's class knowledge in a client's reply, relative to the size of the weights.
 
     python -m benchmarks.knowledge_share
 
-Bound: 0.05 % for ResNet-18, ten classes and its own 512 features (Section 4.3 of the paper:
-"smaller than 0.05% of the overheads in FedAvg", whose messages are the weights alone).
+Bound: 0.05 % for ResNet-18 with ten classes and its default 512 features (Section 4.3 of the paper:
+"smaller than 0.05% of the overheads in FedAvg"). FedAvg's messages contain only the weights.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from fedhet.wire.knowledge import Envelope, Knowledge, encode, payload_bytes
 
 BOUND = 0.0005
 SETUPS = (("resnet18", 512), ("resnet10", 512), ("resnet26", 512), ("resnet50", 512), ("cnn2", 64))
-"""Models with the width D of the features: of the paper's pools, and the smallest of the demo's."""
+"""Models with their feature width D: models of the paper's pools, and the demo's smallest model."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one reply: the features, logits and counts of all classes, and the weights."""
+    """Bytes of the class knowledge (features, logits and counts) and of the weights in a reply."""
 
     knowledge: int
     weights: int
 
     @property
     def share(self) -> float:
-        """Return the bytes of the class knowledge over those of the weights."""
+        """Bytes of the class knowledge, as a fraction of the bytes of the weights."""
         return self.knowledge / self.weights
 
 
 def reply_sizes(model: str, shape: tuple[int, ...], classes: int, width: int) -> Sizes:
-    """Return the bytes of a reply that has all classes, with features of `width`."""
+    """Return the sizes of a reply that contains all classes, with `width` features."""
     means = ClassMeans(
         np.arange(classes),
         np.zeros((classes, width), np.float32),
@@ -52,7 +52,7 @@ def reply_sizes(model: str, shape: tuple[int, ...], classes: int, width: int) ->
 
 
 def _message_bytes(tensors: dict[str, Array]) -> int:
-    """Return the bytes of a message with these tensors, its manifest included."""
+    """Return the size of a message with the given tensors in bytes, including its manifest."""
     arrays = encode(Envelope("run", "felo", 1, "client-0"), Knowledge(tensors))
     return payload_bytes(ndarrays_to_parameters(arrays))
 

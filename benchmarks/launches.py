@@ -1,12 +1,12 @@
-"""What a training step asks of a GPU, of each method: launches, copies, waits.
+"""Kernel launches, copies and waits per training step on a GPU, by method.
 
     python -m benchmarks.launches [--before CHECKOUT] [--only felo,fedtype] [--lines 10]
 
-They are counted on the pretended device of `benchmarks/pretended_gpu.py`, in a small run of two
-clients with `cnn2` and batches of 16: all that the run does on the device, evaluation and states
-too, divided by its optimizer steps. A launch takes a GPU's host some 5 microseconds; at a wait the
-host stops until the device has done everything. `--before` counts in another checkout too, and
-`--lines` says which lines of the project make the most copies and waits.
+The operations are counted on the simulated device of `benchmarks/pretended_gpu.py`, in a small run
+with two clients, `cnn2` and batches of 16. All operations of the run, including evaluation and
+states, are divided by the number of optimizer steps. A launch takes about 5 microseconds on the
+host; a wait blocks the host until the device has finished all work. `--before` also counts in
+another checkout, and `--lines` prints the lines of the project with the most copies and waits.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ COLUMNS = ("launches", "to the device", "to the host", "waits")
 
 
 def main() -> None:
-    """Count, and print a table."""
+    """Count the operations, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path)
     parser.add_argument("--only", default="")
@@ -104,7 +104,7 @@ def methods(only: str) -> dict[str, dict[str, object]]:
 
 
 def counted(checkout: Path, runs: dict[str, dict[str, object]]) -> dict[str, dict[str, Any]]:
-    """Make the runs in a checkout; return what was counted, by method."""
+    """Execute the runs in a checkout, and return the counts by method."""
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(HERE / "benchmarks")],
         input=json.dumps(runs), text=True, capture_output=True, cwd="/", check=False,
@@ -118,7 +118,7 @@ def counted(checkout: Path, runs: dict[str, dict[str, object]]) -> dict[str, dic
 
 
 def per_step(found: dict[str, Any]) -> dict[str, float]:
-    """Return the number of launches and copies per optimizer step."""
+    """Return the numbers of launches, copies and waits per optimizer step."""
     kinds = [kind for kind, _, _, times in found["counts"] for _ in range(times)]
     return {
         "launches": sum(kind != "up" for kind in kinds) / found["steps"],
@@ -129,13 +129,13 @@ def per_step(found: dict[str, Any]) -> dict[str, float]:
 
 
 def shown(values: list[float], column: str) -> str:
-    """Return numbers for a cell of the table: before and after, or one alone."""
+    """Format the numbers of a table cell: before and after, or a single number."""
     digits = 0 if column == "launches" else 2
     return " → ".join(f"{value:.{digits}f}" for value in values)
 
 
 def worst(found: dict[str, Any], most: int) -> list[str]:
-    """Return the lines of the project with the most copies and waits."""
+    """Format the `most` lines of the project with the most copies and waits."""
     slow = sorted((row for row in found["counts"] if row[0] != "launch"), key=lambda row: -row[3])
     return [f"    {row[3]:6} {row[0]:14} {row[1]:22} {row[2]}" for row in slow[:most]]
 

@@ -1,15 +1,18 @@
-"""What one malicious client of five costs the honest ones, with and without a robust average.
+"""Accuracy that honest clients lose if one of five clients is malicious, by average.
 
     python -m benchmarks.malicious --out DIR [--methods a,b] [--averages mean,filter]
         [--seeds 3,4,5] [--attacks none,flip] [--tables]
 
-Every method trains small models on the digits, without an attack and with one client whose replies
-are multiplied by -1, 10 or 900, by 3 and -3 by turns, or drift away; and with that client refused,
-as its replies are far beyond the others': what its data is worth. A run that exists in DIR is kept,
-so that the script can be stopped and started again; with --tables nothing is run. A cell is
-the honest clients' loss of accuracy, in points, against the same seed's run with the mean and
-without an attack: mean and standard error over the seeds. Of a method's kinds of models, the one
-that loses the most counts, under the method's headline protocol.
+Every method trains small models on digits, without an attack and with one malicious client. This
+client multiplies its replies by -1, 10 or 900, or alternately by 3 and -3, or lets them drift. In
+the column "refused", its replies are so large that they are rejected, which shows the value of its
+data. Existing runs in DIR are reused, so that the script can be stopped and restarted. With
+--tables, no run is executed.
+
+A cell is the loss of accuracy of the honest clients in percentage points, relative to the run of
+the same seed with the mean and without an attack: the mean over the seeds, with its standard error.
+If a method has several kinds of models, the cell shows the kind with the largest loss, under the
+method's headline protocol.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ OWN: dict[str, dict[str, object]] = {
 
 
 def config_of(method: str, attack: str, average: str, seed: int) -> Config:
-    """Return the settings of a run. Raises SettingsError for an average that it cannot have."""
+    """Return the settings of a run. Raises SettingsError if the average is unsupported."""
     own = {**SMALL, **OWN.get(method, {}), **ATTACKS[attack]}
     if len(pool := find_method(method).spec.pool(IMAGE)) == 1:
         own["models.pool"] = list(pool)
@@ -75,14 +78,14 @@ def config_of(method: str, attack: str, average: str, seed: int) -> Config:
 
 
 def can_be_struck(method: str, attack: str) -> bool:
-    """Tell whether an attack has anything to change in what the method's clients send."""
+    """Return whether an attack can change a tensor in the replies of the method's clients."""
     return attack == "none" or (
         bool(floating(find_method(method).spec.replies)) and method != "central"
     )
 
 
 def run(config: Config, directory: Path) -> None:
-    """Make a run unless it exists."""
+    """Execute a run unless it exists."""
     if (directory / "summary.json").exists():
         return
     shutil.rmtree(directory, ignore_errors=True)
@@ -100,7 +103,7 @@ def place(out: Path, method: str, attack: str, average: str, seed: int) -> Path:
 
 
 def honest(out: Path, method: str, attack: str, average: str, seed: int) -> dict[str, float] | None:
-    """Return the honest clients' mean accuracy in percent, by kind of model; None: no run."""
+    """Return the honest clients' mean accuracy in percent by kind, or None if there is no run."""
     file = place(out, method, attack, average, seed) / "summary.json"
     if not file.exists():
         return None
@@ -115,7 +118,7 @@ def honest(out: Path, method: str, attack: str, average: str, seed: int) -> dict
 
 
 def losses(out: Path, method: str, attack: str, average: str, seeds: Sequence[int]) -> list[float]:
-    """Return the seeds' losses in points of the kind of model that loses the most."""
+    """Return the loss of each seed in percentage points, for the kind with the largest loss."""
     pairs = [
         (honest(out, method, "none", "mean", seed), honest(out, method, attack, average, seed))
         for seed in seeds
@@ -127,7 +130,7 @@ def losses(out: Path, method: str, attack: str, average: str, seeds: Sequence[in
 
 
 def cell(values: Sequence[float]) -> str:
-    """Return the mean of losses, with its standard error."""
+    """Format the mean of the losses, with its standard error."""
     if not values:
         return "–"
     if len(values) == 1:
@@ -148,7 +151,7 @@ def table(
 
 
 def main() -> None:
-    """Make the runs that are missing, and print the table."""
+    """Execute the missing runs, and print the table."""
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("--out", type=Path, required=True)
     words.add_argument("--methods", default=",".join(method_names()))

@@ -1,12 +1,13 @@
-"""What a client costs where there are many: milliseconds of a round for each, at every count.
+"""Time per client and round in milliseconds, by number of clients.
 
     python -m benchmarks.many_clients [--counts 100,1000] [--backend inline] [--rounds 12]
         [--repeats 3]
 
-Clients of twenty synthetic images train an `mlp` for an epoch. A client's cost is that of the
-process's CPU with `inline`, and with `ray` the time on the clock times the workers, in the rounds
-after the first. The counts take turns, since a machine drifts; printed are the median over the
-repeats and the least and the most. Bound: 1.2 of the first count's. Besides: the peak memory.
+Clients with twenty synthetic images each train an `mlp` for one epoch. The time is the CPU time of
+the process with `inline`, and the wall time multiplied by the number of workers with `ray`; the
+first round is excluded. The numbers of clients alternate, because the speed of a machine drifts.
+The benchmark prints the median, minimum and maximum over the repeats, and the peak memory. Bound:
+1.2 times the time with the first number of clients.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ IMAGES, BOUND = 20, 1.2
 
 
 def write_images(folder: Path, clients: int) -> None:
-    """Write the images, uint8 [N, 28, 28], in one file; a few more are the common test set."""
+    """Write uint8 training images [N, 28, 28] to one file, and a few common test images."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     for part, count in (("train", IMAGES * clients), ("test", 50)):
@@ -38,7 +39,7 @@ def write_images(folder: Path, clients: int) -> None:
 
 
 def cost(clients: int, method: str, backend: str, rounds: int) -> dict[str, float]:
-    """Run a federation; return a client's milliseconds a round, and the peak memory in MB."""
+    """Run a federation, and return the milliseconds per client and round and the peak MB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_images(folder / "images", clients)
@@ -68,7 +69,7 @@ def cost(clients: int, method: str, backend: str, rounds: int) -> dict[str, floa
 
 
 def main() -> None:
-    """Print the costs, each count in a process of its own."""
+    """Print the time and memory for each number of clients, measured in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--counts", default="100,1000")
     parser.add_argument("--method", default="felo")

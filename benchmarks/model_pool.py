@@ -1,11 +1,12 @@
-"""UM-pFSSL's server alone: its memory with 20 and 100 clients, and what a run sends.
+"""Memory of UM-pFSSL's server with 20 and 100 clients, and the traffic of a run.
 
     python -m benchmarks.model_pool [--model resnet9] [--rounds 3]
 
-The clients are stubs that train nothing: they keep their lists by Algorithms 2 and 3 with synthetic
-relations and answer with models of the right size. Bound: the server's peak with 100 clients is
-1.5 times that with 20, while the pool is five times as large. Then bytes against Eqs. 27 and 28
-at the paper's setting (100 clients, 200 rounds), with a small model.
+The clients are stubs that do not train. They maintain their lists of helpers with Algorithms 2 and
+3, using synthetic relations, and reply with models of the right size. Bound: the server's peak
+memory with 100 clients is at most 1.5 times the peak with 20 clients, although the pool is five
+times as large. The benchmark then compares the traffic with Eqs. 27 and 28 in the paper's setting
+(100 clients, 200 rounds), using a small model.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SHAPE, CLASSES = (3, 32, 32), 10
 
 
 class Stub(ClientProxy):
-    """A client of UM-pFSSL that has a list of helpers, but no data."""
+    """UM-pFSSL client with a list of helpers, but without data."""
 
     def __init__(self, info: ClientInfo, settings: Any) -> None:
         super().__init__(info.name)
@@ -65,15 +66,15 @@ class Stub(ClientProxy):
         self.settings = settings
         self.helpers: list[Helper] = []
         self.received: list[tuple[int, int]] = []
-        """(number, version) of every model that came."""
+        """(number, version) of every received model."""
         self._version = 0
 
     def get_properties(self, ins: GetPropertiesIns, timeout: Any, group_id: Any) -> Any:
-        """Say who this is."""
+        """Return the client's properties."""
         return GetPropertiesRes(OK, {**self.info.properties()})
 
     def fit(self, ins: FitIns, timeout: Any, group_id: Any) -> FitRes:
-        """Take in the models, keep the list, and answer."""
+        """Receive models, update the list of helpers, and reply."""
         asked, message = decode(parameters_to_ndarrays(ins.parameters), "server")
         own, train = int(message.scalars["own"]), bool(message.scalars["train"])
         changes = train or self._version == 0
@@ -106,14 +107,14 @@ class Stub(ClientProxy):
         return Helper(number, version, float(relation))
 
     def evaluate(self, ins: Any, timeout: Any, group_id: Any) -> Any:
-        """Have nothing to evaluate."""
+        """Raise NotImplementedError, because a stub has nothing to evaluate."""
         raise NotImplementedError
 
     get_parameters = reconnect = evaluate
 
 
 def made_up(model: str, seed: int) -> dict[str, Any]:
-    """Return weights of a model's shapes; a variance is not negative."""
+    """Return random weights with a model's shapes, nonnegative because variances must be."""
     rng = np.random.default_rng(seed)
     return {
         name: np.abs(rng.normal(size=shape)).astype(dtype)
@@ -126,7 +127,7 @@ def _shapes(model: str) -> Shapes:
 
 
 class Pool:
-    """The server's half of a run, with stubs."""
+    """Server side of a run, with stubs as clients."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         self.config = config
@@ -146,7 +147,8 @@ class Pool:
         self.strategy.initialize_parameters(self.manager)
 
     def play(self, round: int) -> dict[str, int]:
-        """Play one round as Flower does; return what it sent."""
+        """Execute one round like Flower, and return the bytes sent and the number of clients
+        called."""
         asked = self.strategy.configure_fit(round, None, self.manager)
         results, failures = fit_clients(asked, self.config.run.clients, None, 0)
         assert not failures, failures
@@ -157,7 +159,7 @@ class Pool:
 
 
 def settings(model: str, clients: int, rounds: int, **own: int) -> Config:
-    """Return the paper's setting with another model, number of clients and rounds."""
+    """Return the paper's settings with another model and other numbers of clients and rounds."""
     method = {f"um-pfssl.{name}": value for name, value in own.items()}
     return resolve(
         {
@@ -173,7 +175,7 @@ def settings(model: str, clients: int, rounds: int, **own: int) -> Config:
 
 
 def greedy_cost(clients: int, fraction: float, rounds: int) -> float:
-    """Return Eq. 27, in models: every sampled client downloads all the others in every round."""
+    """Return the traffic in models if sampled clients download all models each round (Eq. 27)."""
     return fraction * clients**2 * rounds
 
 
@@ -187,7 +189,7 @@ def bounded_cost(
     search_rounds: int,
     refresh: int,
 ) -> float:
-    """Return Eq. 28, in models: the most that the helper protocol sends in a run."""
+    """Return the maximum traffic of the helper protocol in a run, in models (Eq. 28)."""
     refreshes = clients * helpers * rounds / refresh
     return refreshes + search_rounds * replace * clients + fraction * clients * rounds
 
@@ -205,7 +207,7 @@ def measure_memory(model: str, clients: int, rounds: int) -> None:
 
 
 def traffic(model: str, clients: int, rounds: int) -> tuple[float, float, float]:
-    """Return the bytes of a run of Algorithm 1, Eq. 28's bound and Eq. 27's, in models."""
+    """Return the traffic of a run of Algorithm 1 and the bounds of Eqs. 28 and 27, in models."""
     config = settings(model, clients, rounds + 1)  # the first round is the warm-up
     own: Any = config.method_settings
     fraction = config.run.fraction
@@ -230,7 +232,7 @@ def traffic(model: str, clients: int, rounds: int) -> tuple[float, float, float]
 
 
 def main() -> None:
-    """Print memory at 20 and 100 clients, and traffic at the paper's setting."""
+    """Print the memory with 20 and 100 clients, and the traffic in the paper's setting."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet9")
     parser.add_argument("--rounds", type=int, default=3)
@@ -242,7 +244,7 @@ def main() -> None:
         return
     peaks = []
     for clients in (20, 100):
-        # A process each: a peak does not go down again.
+        # Use a separate process for each number, because a peak never decreases.
         command = [sys.executable, "-m", "benchmarks.model_pool", f"--memory-of={clients}"]
         command += [f"--model={chosen.model}", f"--rounds={chosen.rounds}"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

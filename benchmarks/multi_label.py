@@ -1,16 +1,17 @@
-"""Macro AUC of the methods that support multi-label classification, relative to training alone.
+"""Macro AUC of the methods that support multi-label classification, relative to local training.
 
     python -m benchmarks.multi_label --out DIR [--methods fml,fedmd] [--seeds 1,2,3] [--tables]
 
 An image contains one to three of scikit-learn's handwritten digits of different classes, overlaid
-at random places of 12 x 12 pixels; its labels are the ten classes. Test images consist of digits
-that are in no training image. A tenth of the labels of the training images is missing. Three sites
-have an architecture each, or the first one if a method requires one architecture. The labels of the
+at random positions in 12 x 12 pixels; its labels are the ten classes. Test images consist of digits
+that are in no training image. A tenth of the labels of the training images is missing. The three
+sites have different architectures, or the first architecture if a method requires a single one. The
+labels of the
 sites differ (Dirichlet 0.5 over the rarest label), and a fifth of the training images is public.
 
 A cell is the paired difference to `local` of the macro AUC in percentage points: the mean over the
 seeds, with its standard error. The AUC is the mean over the sites under the method's headline
-protocol, after the last round. A run that exists in DIR is kept; with --tables nothing is run.
+protocol, after the last round. Existing runs in DIR are reused; with --tables, no run is executed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ POOL = ("cnn2", "cnn3", "mlp")
 
 
 def overlaid_digits() -> Dataset:
-    """Return the dataset."""
+    """Return the dataset of overlaid digits."""
     images, classes = load_digits(return_X_y=True)
     order = numpy_rng(0, "digits").permutation(len(images))
     splits = []
@@ -97,7 +98,7 @@ def score_of(directory: Path, protocol: str) -> float:
 
 
 def main() -> None:
-    """Make the runs that do not exist, and print the table."""
+    """Execute the runs that do not exist, and print the table."""
     able = [m for m in method_names()
             if "multi-label" in find_method(m).spec.tasks and m not in LEFT_OUT]  # fmt: skip
     words = argparse.ArgumentParser(description="multi-label tasks against training alone")

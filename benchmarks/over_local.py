@@ -1,10 +1,10 @@
-"""A client's round and the server's part of it, of a method over those of `local`.
+"""CPU time of a method's round (clients and server), relative to a round of `local`.
 
     python -m benchmarks.over_local [--methods fml,fedmrl,fedkd,fedgen] [--pairs 5]
 
-Three clients with an architecture each, digits, two epochs; in turn, in one process, in seconds of
-its own processor time. Rounds are from the second on, with all that a method learns from the
-server, and without evaluation.
+Three clients with different architectures train on digits for two epochs. Rounds of the method and
+of `local` alternate in one process. The first round is excluded, so that clients receive all
+knowledge that a method's server sends. There is no evaluation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS = "fml,lg-fedavg,fedmrl,fedkd,fedgen"
 
 
 def federation(config: Config, folder: Path) -> tuple[Callable[[], None], list[Node]]:
-    """Return a function that plays a federation's next round, without evaluation, and its nodes."""
+    """Return a function that executes the next round without evaluation, and the client nodes."""
     strategy = config.method.strategy(config, RunLog(config, folder, workers=1))
     manager, nodes = SimpleClientManager(), []
     for k in range(config.run.clients):
@@ -55,13 +55,13 @@ def federation(config: Config, folder: Path) -> tuple[Callable[[], None], list[N
 
 
 def rounds_of(method: str, folder: Path) -> Callable[[], None]:
-    """Return a function that plays the next round of a method's federation."""
+    """Return a function that executes the next round of a method's federation."""
     play, _ = federation(resolve({**SETTINGS, "method": method}), folder)
     return play
 
 
 def main() -> None:
-    """Measure, and print one line a method."""
+    """Print a line for each method."""
     words = argparse.ArgumentParser(description="a round over one of local")
     words.add_argument("--methods", default=METHODS)
     words.add_argument("--pairs", type=int, default=5)

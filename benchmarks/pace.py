@@ -1,18 +1,24 @@
-"""How long a federation takes, by a simulated clock, if it waits for all and if it does not.
+"""Simulated time of a federation that waits for all clients, and of three alternatives.
 
     python -m benchmarks.pace --out DIR [--methods a,b] [--seeds 3,4,5] [--rounds 30]
         [--dataset digits] [--slow 30] [--figure FILE.png]
 
-Twenty clients, of which half are wanted in a round. Speeds and bandwidths are log-normal (standard
-deviation of the logarithms 1), and one client is `--slow` times slower than the median. Four ways:
-`all` waits for all; `k of n` asks 0.3 more and closes with as many as are wanted, and late answers
-are lost; `late` is the same, and late answers count; `asynchronous` makes versions of five answers.
+A round requires half of the twenty clients. Speeds and bandwidths are log-normal (the standard
+deviation of the logarithms is 1), and one client is `--slow` times slower than the median. There
+are four modes:
 
-A row has the simulated hours until the mean of three evaluations reaches 98 % of what `all` has at
-its end (the mean of its last fifth), those hours as a share of `all`'s, what all rounds of the way
-took as a share of what `all`'s took, and the difference of their last fifths; each with the
-standard error over the seeds. Rounds that do not wait are shorter, so that a way makes more of them
-in less time. A run that exists in --out is kept: the script can be stopped and started again.
+- `all` waits for all sampled clients.
+- `k of n` samples 30 % more clients, closes with the required number of replies, and discards late
+  replies.
+- `late` differs from `k of n` in that late replies are used.
+- `asynchronous` creates a version of the model from every five replies.
+
+A row contains the simulated hours until the mean of three evaluations reaches 98 % of the final
+accuracy of `all` (the mean of its last fifth); these hours as a fraction of the hours of `all`; the
+time of all rounds, as a fraction of the time of `all`; and the difference between the final
+accuracies. Standard errors are over the seeds. Rounds that do not wait are shorter, so the other
+modes execute more rounds. Existing runs in --out are reused, so that the script can be stopped and
+restarted.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from fedhet.report import load_run
 CLIENTS, SPREAD, MEDIAN_MS, MEDIAN_MBIT = 20, 1.0, 100.0, 5.0
 METHODS = ("felo", "fedavg", "fedtype", "fedproto")
 KINDS = {"fedavg": "global", "felo": "global"}
-"""The kind of model that is judged; of other methods the clients' own."""
+"""Kind of model that is evaluated, by method; private models for other methods."""
 WAYS: dict[str, dict[str, Any]] = {
     "all": {},
     "k of n": {"pace.over-selection": 0.3, "pace.max-age": 0},
@@ -45,11 +51,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "asynchronous": {"pace.mode": "asynchronous", "pace.min-replies": 5.0},
 }
 LONGER = {"all": 1, "k of n": 5, "late": 5, "asynchronous": 10}
-"""By how many times more rounds a way makes than `all`, whose rounds take longer."""
+"""Number of rounds of each mode, as a multiple of `all`, whose rounds take longer."""
 
 
 def devices(folder: Path, seed: int, slow: float) -> Path:
-    """Write the clients' devices, and return the file."""
+    """Write the speed and bandwidth of each client to a file, and return its path."""
     rng = np.random.default_rng(seed)
     lines = ["client,sample-ms,mbit"]
     for k in range(CLIENTS):
@@ -62,7 +68,7 @@ def devices(folder: Path, seed: int, slow: float) -> Path:
 
 
 def made(given: argparse.Namespace, method: str, way: str, seed: int) -> pd.Series:
-    """Return the accuracy by simulated hours of a run, which is made unless it is there."""
+    """Return the accuracy of a run by simulated hours. The run is executed unless it exists."""
     folder = given.out / f"{method}-{way.replace(' ', '-')}-s{seed}"
     pool = ["cnn2"] if method == "fedavg" else ["cnn2", "mlp", "cnn3"]
     kept_run(
@@ -81,7 +87,7 @@ def made(given: argparse.Namespace, method: str, way: str, seed: int) -> pd.Seri
 
 
 def hours_to(curve: pd.Series, target: float) -> float:
-    """Return when the mean of three evaluations reaches a target first; NaN: it never does."""
+    """Return the hours until the mean of three evaluations reaches a target, or NaN if never."""
     smooth = curve.rolling(3, min_periods=1).mean()
     return float(smooth.index[smooth >= target][0]) if (smooth >= target).any() else math.nan
 
@@ -92,7 +98,7 @@ def level(curve: pd.Series) -> float:
 
 
 def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[str, Any]]:
-    """Return what each way takes and gains with a method, over the seeds."""
+    """Return the time and the accuracy gain of each mode with a method, over the seeds."""
     curves = {way: [made(given, method, way, seed) for seed in seeds] for way in WAYS}
     found = []
     for way, each in curves.items():
@@ -111,7 +117,7 @@ def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[s
 
 
 def draw(given: argparse.Namespace, methods: list[str], seeds: list[int], path: Path) -> None:
-    """Draw the accuracy of the first seed by simulated hours, a panel a method."""
+    """Plot the accuracy of the first seed over simulated hours, with a panel per method."""
     figure = Figure(figsize=(3.2 * len(methods), 3), layout="constrained")
     for ax, method in zip(figure.subplots(1, len(methods), squeeze=False)[0], methods, strict=True):
         for way in WAYS:
@@ -125,7 +131,7 @@ def draw(given: argparse.Namespace, methods: list[str], seeds: list[int], path: 
 
 
 def main() -> None:
-    """Make the runs, and print a table."""
+    """Execute the runs, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--methods", default=",".join(METHODS))

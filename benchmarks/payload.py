@@ -1,11 +1,11 @@
-"""A payload of 500 MB both ways over gRPC with TLS: MB/s, and peak memory over its size.
+"""Throughput and peak memory for 500 MB in both directions, over gRPC with TLS.
 
 python -m benchmarks.payload [MB]
 
-A real deployment on loopback, one site, Felo with its weights; the model is one wide layer, and
-it is trained on one batch. The second round carries the weights down and up. Time is a round's
-less training and evaluation; it includes serializing, validation, averaging, and the states that
-both sides write to disk.
+The benchmark starts a deployment on loopback with one site, and runs Felo with weights. The model
+has one wide layer, and is trained on one batch. From the second round on, the weights are sent in
+both directions. The time is the duration of a round without training and evaluation. It includes
+serialization, validation, averaging, and writing the states of both sides to disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH = 1000
 
 
 def wide(shape: tuple[int, ...], classes: int) -> tuple[nn.Module, nn.Module]:
-    """Return extractor and classifier with FEDHET_BENCH_MB megabytes of weights."""
+    """Return an extractor and a classifier with FEDHET_BENCH_MB megabytes of weights."""
     inputs = 1
     for side in shape:
         inputs *= side
@@ -47,7 +47,7 @@ def wide(shape: tuple[int, ...], classes: int) -> tuple[nn.Module, nn.Module]:
 
 
 def main() -> None:
-    """Run the deployment and print the figures."""
+    """Run the deployment, and print the throughput and the peak memory."""
     size = sys.argv[1] if len(sys.argv) > 1 else "500"
     root = str(Path(__file__).parent.parent)
     os.environ |= {"FEDHET_BENCH_MB": size, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -85,7 +85,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[str, float]]:
-    """Yield the peak memory of Flower's processes, by name, which grows during the block."""
+    """Yield the peak memory of Flower's processes by name, which is updated during the block."""
     peaks: dict[str, float] = {}
     over = threading.Event()
     watch = threading.Thread(target=_watch, args=(peaks, over))
@@ -98,7 +98,7 @@ def watched() -> Iterator[dict[str, float]]:
 
 
 def _watch(peaks: dict[str, float], over: threading.Event) -> None:
-    """Note the peak memory of the processes of Flower's that hold the payload."""
+    """Record the peak memory of Flower's processes that hold the payload."""
     while not over.wait(0.1):
         for process in psutil.process_iter(["name", "memory_info"]):
             name = process.info["name"] or ""

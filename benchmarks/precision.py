@@ -1,12 +1,12 @@
-"""A round in bfloat16 over the same round in float32, by method and network: processor time.
+"""CPU time of a round in bfloat16, relative to float32, by method and model.
 
     python -m benchmarks.precision [--methods felo,local] [--models mlp,cnn2] [--pairs 3]
         [--shape 28] [--samples 640] [--batch 64]
 
-Four clients train an epoch on made-up images in this process, with one thread, and are evaluated;
-the server's part of a round is in it too. The two precisions take turns, a run each, and of each
-run the median of its rounds but the first counts. Processor time hardly depends on what else the
-machine does. A network of a common architecture is FedType's proxy as well.
+Four clients train for one epoch on synthetic images in this process, with one thread, and are
+evaluated. The time includes the server's part of a round. Runs in the two precisions alternate, and
+the benchmark compares the median of all rounds but the first. CPU time hardly depends on other load
+of the machine. FedType also trains its default proxy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS = "cnn2,cnn3,resnet10,mlp"
 def round_seconds(
     method: str, model: str, precision: str, batch: int, images: str, public: str
 ) -> float:
-    """Return the processor seconds of a round, the median over all but the first."""
+    """Return the median CPU seconds of a round, excluding the first round."""
     times = ProcessTimes()
     needed = {"data.public-dataset": public} if find_method(method).spec.needs_public else {}
     config = resolve(
@@ -55,7 +55,7 @@ def round_seconds(
 
 
 def compare(chosen: argparse.Namespace) -> None:
-    """Print the ratios of every method and network."""
+    """Print the ratios of every method and model."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
         made = (chosen.samples, (1, chosen.shape, chosen.shape))
@@ -74,7 +74,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print the ratios, in a process that keeps its pages as Ray's workers do."""
+    """Print the ratios, measured in a process with the memory settings of Ray's workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--models", default=MODELS)
