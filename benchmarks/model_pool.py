@@ -195,7 +195,7 @@ def bounded_cost(
 
 
 def measure_memory(model: str, clients: int, rounds: int) -> None:
-    """Print, as JSON, the peak memory of this process over a run, in MB above its start."""
+    """Print the peak memory of this process before and after the rounds in MB, as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(settings(model, clients, rounds, refresh=4), Path(folder) / "run")
         size = sum(value.nbytes for value in made_up(model, 0).values())

@@ -1,22 +1,24 @@
-"""A CUDA device that is only pretended: it refuses what CUDA refuses, and counts what costs time.
+"""Simulated CUDA device that raises CUDA's errors, and counts launches, copies and waits.
 
     python -m benchmarks.pretended_gpu -m fedhet run felo --backend inline --set engine.device=cuda
 
-runs a module or a script as `python` does, on a machine without a GPU. The tensors of `cuda` lie
-in the processor's memory, but to PyTorch they are CUDA's: they have its dispatch keys, go through
-its autocast, and `.numpy()` refuses them. Every operator with a CUDA kernel gets another one here,
-in Python, which
+The command runs a module or a script like `python`, on a machine without a GPU. Tensors on `cuda`
+are stored in host memory, but PyTorch treats them as CUDA tensors: they have CUDA's dispatch keys
+and autocast, and `.numpy()` rejects them. Every operator with a CUDA kernel gets a kernel in
+Python, which
 
-- refuses tensors of two devices, but for what CUDA takes too: copies, indices of `x[index]`, and
-  scalars of the processor where the real kernel iterates (`device_check: NoCheck` in PyTorch's
-  native_functions.yaml); it also refuses a generator of the processor, more memory than there is,
-  and, if algorithms must be deterministic, those that on CUDA are not;
-- runs the processor's kernel on the same memory;
-- counts launches, copies between host and device, and waits, by the last line of this project.
+- rejects tensors on two devices, except where CUDA accepts them: in copies, as indices of
+  `x[index]`, and as CPU scalars where the real kernel iterates over elements (`device_check:
+  NoCheck` in PyTorch's native_functions.yaml);
+- rejects CPU generators, allocations that exceed the memory, and, if algorithms must be
+  deterministic, algorithms that are nondeterministic on CUDA;
+- runs the CPU kernel on the same memory;
+- counts launches, copies between host and device, and waits, by the innermost line of this project.
 
-It needs PyTorch's build for CUDA, whose list of kernels this is, but no driver, and no compiler.
-It cannot show kernels' own errors (an index out of range), races, the order of float sums, speed,
-streams (each operator ends before the next begins), cuDNN, fused attention, nor several GPUs.
+The device requires a CUDA build of PyTorch, which lists the CUDA kernels, but no driver and no
+compiler. It cannot detect errors within kernels (such as an index out of range) or races, and it
+does not reproduce the order of float sums, speed, streams (each operator ends before the next
+begins), cuDNN, fused attention, or several GPUs.
 """
 
 from __future__ import annotations
@@ -44,51 +46,51 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
 PROJECT = ("fedhet", "benchmarks")
-"""Packages whose lines are counted."""
+"""Packages whose lines appear in the counts."""
 PASSED_OVER = ("fedhet.base.transfer",)
-"""Modules of which it matters more who calls them."""
+"""Modules that are skipped in the counts, because the line of their caller is more informative."""
 PRETENDED = "Pretended GPU"
 KEPT = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "view_as_real", "view_as_complex"}
-"""Operators on shapes alone run as they are."""
+"""Operators that change only shapes, and therefore keep PyTorch's kernels."""
 COMPOSED = ("aten::copy_", "aten::convolution", "aten::convolution_backward")
-"""Operators that PyTorch composes, of other kernels than on a processor."""
+"""Operators that PyTorch composes from other kernels on CUDA than on the CPU."""
 INDEXING = re.compile(r"index(\.Tensor|_put)|_unsafe_index|_index_put_impl_")
 WAITING = re.compile(
     "_local_scalar_dense|nonzero|masked_select|_unique|unique_|bincount|equal$|"
     "repeat_interleave|histc|linalg_cholesky_ex"
 )
-"""Operators that wait for the device: the host reads a value or a size from it."""
+"""Operators that wait for the device, because the host reads a value or a size from it."""
 NOT_DETERMINISTIC = re.compile(
     "_adaptive_avg_pool[23]d_backward|adaptive_max_pool2d_backward|avg_pool3d_backward|"
     "upsample_.*_backward|re(flection|plication)_pad.*_backward|max_unpool|kthvalue|histc|put_|"
     "_embedding_bag_dense_backward|grid_sampler_2d_backward|cumsum|cumsum_"
 )
-"""What PyTorch calls so on CUDA; sums and counts of integers are exact in any order."""
+"""Operators that PyTorch considers nondeterministic on CUDA, for floats only."""
 
 
 @dataclass
 class Gpu:
-    """The pretended device: its memory, and what has been done on it."""
+    """Simulated device: its memory, and the counts of its operations."""
 
     memory: int = 16 * 2**30
-    """Its size in bytes; more raises OutOfMemoryError."""
+    """Size of the memory in bytes. Exceeding it raises OutOfMemoryError."""
     fraction: float = 1.0
-    """The part of it that this process may have."""
+    """Fraction of the memory that this process may use."""
     live: int = 0
-    """Bytes in use, with those of which it has not been seen yet that nobody uses them."""
+    """Bytes in use, including unused bytes that have not been reclaimed yet."""
     peak: int = 0
     counts: collections.Counter[tuple[str, str, str]] = field(default_factory=collections.Counter)
-    """Times by kind (launch, up, down, wait), operator, and line of the project."""
+    """Number of operations by kind (launch, up, down, wait), operator, and line of the project."""
     _held: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = field(default_factory=dict)
-    """Memory of the processor by address, and who is still using it."""
+    """Device storage (as a weak reference) and host storage, by memory address."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def total(self, *kinds: str) -> int:
-        """Return how often anything of these kinds happened."""
+        """Return the number of operations of the given kinds."""
         return sum(times for (kind, _, _), times in self.counts.items() if kind in kinds)
 
     def keep(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return the device's storage on memory of the processor. Raises OutOfMemoryError."""
+        """Return a device storage on host memory. Raises OutOfMemoryError if it does not fit."""
         address, size = storage.data_ptr(), storage.nbytes()
         found = torch._C._construct_storage_from_data_pointer(address, GPU, size)
         with self._lock:
@@ -104,22 +106,22 @@ class Gpu:
         return found
 
     def free(self) -> int:
-        """Return the bytes that are free."""
+        """Return the free memory in bytes."""
         with self._lock:
             self._sweep()
         return self.memory - self.live
 
     def forget(self, memory: int) -> None:
-        """Begin anew, with so much memory and nothing counted."""
+        """Set the memory size in bytes, and reset the counts and the peak."""
         self.memory, self.peak, self.fraction = memory, 0, 1.0
         self.counts.clear()
 
     def take_part(self, fraction: float, device: Any = None) -> None:
-        """Let this process have a part of the memory."""
+        """Limit this process to a fraction of the memory."""
         self.fraction = fraction
 
     def host_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return the processor's storage under one of the device's."""
+        """Return the host storage of a device storage."""
         address = storage.data_ptr()
         return self._held[address][1] if address else torch.UntypedStorage(0)
 
@@ -129,7 +131,7 @@ class Gpu:
         self.live = sum(host.nbytes() for _, host in self._held.values())
 
     def count(self, kind: str, operator: str) -> None:
-        """Count one event at the innermost line of the project; backward passes have none."""
+        """Count an operation at the innermost line of the project, or at "(backward)"."""
         frame: Any = sys._getframe()
         while frame is not None:
             name = frame.f_globals.get("__name__", "")
@@ -145,13 +147,13 @@ PLAIN = torch.Generator
 
 
 class Numbers(PLAIN):
-    """A generator of the device; its numbers are the processor's."""
+    """Random generator of the device, which draws the same numbers as a CPU generator."""
 
     known: ClassVar[set[int]] = set()
-    """Where those are that there are: a kernel gets another Python object for the same one."""
+    """Addresses of all generators, because kernels get a new Python object for each generator."""
 
     def __init__(self) -> None:
-        """Begin at the default seed."""
+        """Create a generator with the default seed."""
         self.known.add(self._cdata)
 
     def __del__(self) -> None:
@@ -159,34 +161,34 @@ class Numbers(PLAIN):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The pretended device."""
+        """The simulated device."""
         return GPU
 
 
 class Choosing(type(PLAIN)):
-    """The class of what stands for `torch.Generator`: it makes one of either device."""
+    """Metaclass of the replacement for `torch.Generator`, which supports both devices."""
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        """Return a generator of a device."""
+        """Create a generator for a device."""
         return Numbers() if torch.device(device).type == "cuda" else PLAIN(device)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        """Return whether it is a generator of any device."""
+        """Return whether an object is a generator for either device."""
         return isinstance(instance, PLAIN)
 
 
 class Call:
-    """One call of an operator: its tensors are lent to the processor, and taken back."""
+    """Call of an operator, which lends its device tensors to the CPU and takes them back."""
 
     def __init__(self, gpu: Gpu, name: str, *, iterates: bool) -> None:
         self.gpu, self.name, self.iterates = gpu, name, iterates
         self.copies = name in ("copy_", "_foreach_copy_")
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        """Tensors of the device, and the same memory as tensors of the processor."""
+        """Device tensors, each with a CPU tensor on the same memory."""
         self.masks = False
 
     def lend(self, value: Any, place: int = -1) -> Any:
-        """Return an argument for the processor's kernel. Raises RuntimeError as CUDA does."""
+        """Convert an argument for the CPU kernel. Raises RuntimeError if CUDA would reject it."""
         if isinstance(value, Tensor):
             return self._lend(value, place)
         if isinstance(value, list | tuple):
@@ -201,7 +203,7 @@ class Call:
         is_index = place == 1 and INDEXING.match(self.name) is not None
         self.masks |= is_index and given.dtype in (torch.bool, torch.uint8)
         if is_index and not given.is_cuda:
-            self.gpu.count("up, waiting", self.name)  # PyTorch copies it
+            self.gpu.count("up, waiting", self.name)  # PyTorch copies the index
         if given.is_cuda:
             for gpu, cpu in self.pairs:
                 if gpu is given:
@@ -221,7 +223,8 @@ class Call:
         return lent.set_(host, given.storage_offset(), given.shape, given.stride())
 
     def returned(self, value: Any) -> Any:
-        """Return a result as the device's: what was lent, a view of it, or something new."""
+        """Convert a result to the device: a lent tensor, a view of a lent tensor, or a new
+        tensor."""
         if isinstance(value, list | tuple):
             return type(value)(map(self.returned, value))
         if not isinstance(value, Tensor):
@@ -235,7 +238,7 @@ class Call:
         return placed(value, self.gpu.keep(storage))
 
     def take_back(self) -> None:
-        """Let tensors of the device have what a kernel has resized."""
+        """Update device tensors whose CPU tensors were resized by a kernel."""
         for gpu, cpu in self.pairs:
             mine, lent = gpu.untyped_storage(), cpu.untyped_storage()
             moved = mine.data_ptr() != lent.data_ptr() or mine.nbytes() != lent.nbytes()
@@ -245,7 +248,7 @@ class Call:
 
 
 def placed(like: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return a tensor of the device on `storage`, laid out as `like`."""
+    """Return a device tensor on `storage` with the layout of `like`."""
     layout = {
         "size": like.shape,
         "stride": like.stride(),
@@ -256,7 +259,7 @@ def placed(like: Tensor, storage: torch.UntypedStorage) -> Tensor:
 
 
 def kernel_of(gpu: Gpu, op: Any, iterates: bool) -> Callable[..., Any]:
-    """Return the device's kernel of an operator."""
+    """Return the simulated device's kernel for an operator."""
     name = op._schema.name.removeprefix("aten::") + f".{op._schema.overload_name}".rstrip(".")
     plain = name.partition(".")[0]
     draws = any(argument.name == "generator" for argument in op._schema.arguments)
@@ -273,7 +276,8 @@ def kernel_of(gpu: Gpu, op: Any, iterates: bool) -> Callable[..., Any]:
         if plain not in ("empty", "empty_strided"):
             gpu.count("wait" if waits else kind_of(call, given, named), plain)
         if plain.endswith("softmax") and len(values) == 3 and values[2] is True:
-            values[0], values[2] = values[0].float(), False  # half to float, as one kernel
+            values[0], values[2] = values[0].float(), False  # CUDA converts half to float in the
+            # kernel
         found = op(*values, **options)
         call.take_back()
         return given[0] if plain == "copy_" else call.returned(found)
@@ -282,7 +286,10 @@ def kernel_of(gpu: Gpu, op: Any, iterates: bool) -> Callable[..., Any]:
 
 
 def kind_of(call: Call, given: Any, named: Any) -> str:
-    """Return what a call costs: "launch", "up" or "down" (a copy), "wait", or both of the last."""
+    """Return the kind of a call: "launch", "wait", or "up" or "down" for a copy.
+
+    If the host waits for a copy, its kind ends with ", waiting".
+"""
     if call.name != "copy_":
         return "wait" if call.masks else "launch"
     to, source = given[0].is_cuda, given[1].is_cuda
@@ -293,7 +300,7 @@ def kind_of(call: Call, given: Any, named: Any) -> str:
 
 
 def refuse_unsteady(name: str, values: list[Any]) -> None:
-    """Raise RuntimeError as PyTorch does on CUDA, where the order of additions may vary."""
+    """Raise RuntimeError for float tensors, because the order of additions varies on CUDA."""
     if any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
         raise RuntimeError(f"{name} does not have a deterministic implementation (pretended)")
 
@@ -310,7 +317,7 @@ def gpu_numbers() -> Numbers:
 
 @functools.cache
 def free_of_check() -> frozenset[str]:
-    """Return the operators whose CUDA kernel takes a scalar of the processor."""
+    """Return the operators whose CUDA kernels accept CPU scalars."""
     spec = importlib.util.find_spec("torchgen")
     assert spec is not None
     assert spec.origin is not None
@@ -326,7 +333,7 @@ def free_of_check() -> frozenset[str]:
 
 @functools.cache
 def device() -> Gpu:
-    """Return the pretended device, with its kernels in PyTorch's table; there is one a process."""
+    """Return the simulated device of this process, and register its kernels with PyTorch."""
     gpu, library = Gpu(), torch.library.Library("aten", "IMPL")
     torch._C._ensureCUDADeviceGuardSet()
     say_that_no_driver_is_used()
@@ -341,17 +348,17 @@ def device() -> Gpu:
         library.impl(name, kernel_of(gpu, op, iterates), "CUDA", allow_override=True)
     for key in ("CUDA", "AutogradCUDA"):
         library.impl("_thnn_fused_gru_cell", gru_cell, key, allow_override=True)
-    sdp = lambda *given, **named: 0  # noqa: E731  by matrices
+    sdp = lambda *given, **named: 0  # noqa: E731  math backend
     library.impl("_fused_sdp_choice", sdp, "CUDA", allow_override=True)
     device.library = library  # type: ignore[attr-defined]
     return gpu
 
 
 def say_that_no_driver_is_used() -> None:
-    """Let autograd hear that CUDA has not been used on the device, when it asks.
+    """Make PyTorch's CUDA hooks report to autograd that CUDA has not been used on the device.
 
-    It asks by a virtual function, the fifth entry of its class: the object gets a copy of the
-    table of that class, with another function in it.
+    Autograd calls a virtual function, the fifth entry in the table of the hooks' class. The hooks
+    object gets a copy of this table in which the function is replaced.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so"))
     hooks = library["_ZN2at6detail12getCUDAHooksEv"]
@@ -370,7 +377,7 @@ def say_that_no_driver_is_used() -> None:
 def gru_cell(
     given: Tensor, hidden: Tensor, before: Tensor, b: Tensor | None = None, c: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a step of a GRU, which is one kernel on CUDA; gradients are those of its parts."""
+    """Compute a step of a GRU, one kernel on CUDA, from operators that have gradients."""
     x = (given if b is None else given + b).chunk(3, 1)
     h = (hidden if c is None else hidden + c).chunk(3, 1)
     reset, gate = (x[0] + h[0]).sigmoid(), (x[1] + h[1]).sigmoid()
@@ -379,7 +386,7 @@ def gru_cell(
 
 
 def answers(gpu: Gpu) -> dict[str, Any]:
-    """Return what `torch.cuda` says of the device."""
+    """Return replacements for functions of `torch.cuda`, by name."""
     numbers = gpu_numbers()
 
     properties = SimpleNamespace(name=PRETENDED, major=9, minor=0, total_memory=gpu.memory)
@@ -410,7 +417,7 @@ def answers(gpu: Gpu) -> dict[str, Any]:
 
 
 def clone_of(gpu: Gpu, plain: Any) -> Any:
-    """Return what copies a storage, as `copy.deepcopy` does with those of a model."""
+    """Return a replacement for a storage's `clone`, which `copy.deepcopy` calls on models."""
 
     def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         there = storage.device.type == "cuda"
@@ -421,7 +428,7 @@ def clone_of(gpu: Gpu, plain: Any) -> Any:
 
 @contextlib.contextmanager
 def pretended(memory: int = 16 * 2**30) -> Iterator[Gpu]:
-    """Let PyTorch find the device, with so many bytes, in the block."""
+    """Let PyTorch find the simulated device, with `memory` bytes, in the block."""
     gpu = device()
     gpu.forget(memory)
     with contextlib.ExitStack() as patches:
@@ -443,7 +450,7 @@ def pretended(memory: int = 16 * 2**30) -> Iterator[Gpu]:
 
 
 def main() -> None:
-    """Run a module or a script with the device; print its counts in the end."""
+    """Run a module or a script with the device, and print the counts at the end."""
     if sys.argv[1:2] == ["-m"]:
         sys.argv[:] = sys.argv[2:]
         run = functools.partial(runpy.run_module, sys.argv[0], alter_sys=True)
@@ -461,4 +468,4 @@ def main() -> None:
 if __name__ == "__main__":
     from benchmarks import pretended_gpu
 
-    pretended_gpu.main()  # of the module that others import, not of this copy of it
+    pretended_gpu.main()  # the module that others import, not this copy

@@ -1,15 +1,16 @@
-"""What differential privacy costs: accuracy at several epsilon.
+"""Accuracy with differential privacy, by method and epsilon.
 
     python -m benchmarks.privacy --data DIR --out DIR [--methods a,b] [--seeds 3,4,5]
         [--epsilons 0,8,4,2,1] [--samples 6000,30000] [--frozen]
 
-Fashion-MNIST in DIR/FashionMNIST/raw, three clients, Dirichlet 1.0, ten rounds of one epoch.
-Epsilon 0 is without privacy, on the same models, which have group norms. `--samples` are the
-training samples of all clients together. With `--frozen` the extractor is a fixed random one, of
-which nothing is learned from the clients' samples, and only the classifier is trained. A run that
-exists in --out is kept, so that the script can be stopped and started again. A cell is the accuracy
-on the shared test set of the method's best kind of model that a client can use, mean and standard
-deviation over the seeds.
+Three clients (Dirichlet 1.0) train on Fashion-MNIST in DIR/FashionMNIST/raw, for ten rounds of one
+epoch. Epsilon 0 means no privacy, with the same models, which have group norms. `--samples` is the
+number of training samples of all clients together. With `--frozen`, the extractor is random and
+fixed, and only the classifier is trained. Existing runs in --out are reused, so that the script can
+be stopped and restarted.
+
+A cell is the accuracy of the method's best client model on the common test set: the mean over the
+seeds, with the standard deviation.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ PROXIES = {"fedtype": "fedtype.proxy"}
 
 
 class Frozen(nn.Module):
-    """Random filters and pooling, which are never trained: [N, C, H, W] -> [N, D]."""
+    """Fixed random filters and pooling, [N, C, H, W] -> [N, D]."""
 
     def __init__(self, shape: tuple[int, ...], filters: int, side: int) -> None:
         super().__init__()
-        torch.manual_seed(0)  # public: it depends on no data
+        torch.manual_seed(0)  # The filters depend on no data.
         self.first = nn.Conv2d(shape[0], filters, 5, padding=2).requires_grad_(False)
         self.pool = nn.AdaptiveAvgPool2d(side)
         self.norm = nn.GroupNorm(1, filters, affine=False)
@@ -62,7 +63,7 @@ def frozen(shape: tuple[int, ...], classes: int) -> tuple[nn.Module, nn.Module]:
 def settings(
     method: str, epsilon: float, samples: int, is_frozen: bool, data: str
 ) -> dict[str, Any]:
-    """Return a run's settings besides its method and seed."""
+    """Return the settings of a run other than its method and seed."""
     pool = ["benchmarks.privacy:frozen"] if is_frozen else ["cnn2-gn"]
     if method not in ("fedavg", "local") and not is_frozen:
         pool = ["cnn2-gn", "cnn3-gn"]
@@ -88,7 +89,7 @@ def settings(
 
 
 def made(out: Path, method: str, seed: int, **chosen: Any) -> float | None:
-    """Return the accuracy of a run, which is trained unless it is there; None: it cannot be."""
+    """Return the accuracy of a run, or None if the run fails. It is executed unless it exists."""
     name = f"{method}-{chosen['epsilon']:g}-{chosen['samples']}-s{seed}"
     folder = out / (f"frozen-{name}" if chosen["is_frozen"] else name)
     try:
@@ -104,7 +105,7 @@ def made(out: Path, method: str, seed: int, **chosen: Any) -> float | None:
 
 
 def main() -> None:
-    """Make the runs, and print a table for each number of samples."""
+    """Execute the runs, and print a table for each number of samples."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, required=True)

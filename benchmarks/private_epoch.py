@@ -1,9 +1,9 @@
-"""The time of an epoch of DP-SGD over one of plain training, by model.
+"""Time of an epoch with DP-SGD, relative to an epoch without privacy, by model.
 
     python -m benchmarks.private_epoch [--models mlp,cnn2-gn] [--repeats 7]
 
-Images of 3 x 32 x 32, 512 of them, batches of 64, one thread; both kinds of epoch by turns, and the
-median ratio with its range.
+The epochs use 512 random images [3, 32, 32], batches of 64, and one thread. Both kinds of epoch
+alternate, and the table contains the median and the range of the ratios.
 """
 
 from __future__ import annotations

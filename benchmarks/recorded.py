@@ -1,4 +1,4 @@
-"""A server with clients that repeat what a real one has answered, so that they take no time."""
+"""Server whose clients repeat the recorded replies of a real client, which takes no time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedhet.wire.identity import client_name
 
 
 class Recording(InlineProxy):
-    """A real client whose description and first answers are written to a folder."""
+    """Real client whose properties and replies are written to a directory."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         node_config = {"partition-id": 0, "num-partitions": config.run.clients}
@@ -39,7 +39,7 @@ class Recording(InlineProxy):
         self.folder = folder
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Call the real client, and keep what it answers first."""
+        """Call the real client, and write its first reply."""
         result = super().call(name, instruction, timeout)
         said = result.properties if name == "get_properties" else result.metrics
         if not (path := self.folder / f"{name}.json").exists():
@@ -51,7 +51,7 @@ class Recording(InlineProxy):
 
 
 def record(config: Config, folder: Path) -> None:
-    """Let a real client of a federation train, and write what it answers into a folder."""
+    """Train a real client of a federation, and write its replies to `folder`."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     one = resolve({**config.flat(), "clients": 1, "rounds": 1})
     server = components(one, folder / "recorded", workers=1, watchers=[]).server
@@ -62,12 +62,12 @@ def record(config: Config, folder: Path) -> None:
 
 
 def parts_in(folder: Path) -> list[bytes]:
-    """Return the parts of the recorded reply, of which the first is its manifest."""
+    """Return the parts of the recorded reply, starting with its manifest."""
     return [path.read_bytes() for path in sorted(folder.glob("*.npy"))]
 
 
 class Repeating(DirectProxy):
-    """A client that answers at once what the recorded one has answered, in its own name."""
+    """Client that immediately returns the recorded replies under its own name."""
 
     def __init__(
         self, name: str, run: str, said: dict[str, Any], parts: Callable[[], list[bytes]]
@@ -76,7 +76,7 @@ class Repeating(DirectProxy):
         self.run, self.said, self.parts, self.round = run, said, parts, 0
 
     def call(self, name: str, instruction: Any, timeout: float | None) -> Any:
-        """Answer."""
+        """Return the recorded reply with this client's name and round."""
         said, done = self.said[name], Status(Code.OK, "")
         if name == "get_properties":
             return GetPropertiesRes(done, {**said, "name": self.cid})
@@ -99,7 +99,7 @@ def server_with(
     parts: Callable[[], list[bytes]],
     watchers: list[Watcher],
 ) -> FederationServer:
-    """Return a server in the directory `run` whose clients repeat the recorded one."""
+    """Return a server in the directory `run` whose clients repeat the replies in `recorded`."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     server = components(config, run, workers=1, watchers=watchers).server
     assert isinstance(server, FederationServer)

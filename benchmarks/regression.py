@@ -1,18 +1,18 @@
-"""Errors of the methods that support regression, relative to training alone.
+"""Errors of the methods that support regression, relative to local training.
 
     python -m benchmarks.regression --out DIR [--tasks diabetes,signal] [--methods fml,fedmd]
         [--seeds 1,2,3] [--tables]
 
-Three sites have an architecture each, or the first one if a method requires one architecture. The
-sites' targets differ (Dirichlet 0.5 over tenths of the target), and a fifth of the training rows is
-public. Tasks: scikit-learn's diabetes; its `make_friedman1`, because its California housing data
-must be downloaded; the frequency of a noisy wave in two channels; and the total area of the disks
-in an image of 16 x 16 pixels.
+The three sites have different architectures, or the first architecture if a method requires a
+single one. The sites' targets differ (Dirichlet 0.5 over tenths of the target), and a fifth of the
+training rows is public. The tasks are scikit-learn's diabetes data; its `make_friedman1`, because
+its California housing data must be downloaded; the frequency of a noisy wave in two channels; and
+the total area of the disks in an image of 16 x 16 pixels.
 
-A cell is the difference of the RMSE to that of `local` in percent: the mean over the seeds of the
-paired differences, with its standard error. The RMSE is the mean over the sites under the method's
-headline protocol, after the last round. A run that exists in DIR is kept, so that the script can be
-stopped and started again; with --tables nothing is run.
+A cell is the relative difference between the method's RMSE and the RMSE of `local` in percent: the
+mean of the paired differences over the seeds, with its standard error. The RMSE is the mean over
+the sites under the method's headline protocol, after the last round. Existing runs in DIR are
+reused, so that the script can be stopped and restarted; with --tables, no run is executed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ MADE: dict[str, tuple[str, Callable[[], Samples], tuple[str, ...]]] = {
     "signal": ("signal", _signal, ("signal-cnn2", "signal-cnn3", "signal-gru")),
     "image": ("image", _image, ("cnn2", "cnn3", "mlp")),
 }
-"""Kind of the samples, the samples, and the architectures of a task."""
+"""Kind of samples, function that creates the samples, and architectures, by task."""
 
 
 def dataset(name: str) -> Dataset:
@@ -158,7 +158,7 @@ def place(out: Path, method: str, task: str, seed: int, *, one: bool = False) ->
 
 
 def run(config: Config, directory: Path) -> None:
-    """Make a run unless it exists."""
+    """Execute a run unless it exists."""
     if (directory / "summary.json").exists():
         return
     shutil.rmtree(directory, ignore_errors=True)
@@ -171,7 +171,7 @@ def run(config: Config, directory: Path) -> None:
 
 
 def error_of(directory: Path, protocol: str, kind: str = "") -> tuple[float, str] | None:
-    """Return the mean RMSE after the last round and the kind of models; None: no run."""
+    """Return the mean RMSE after the last round and the kind of model, or None without a run."""
     if not (directory / "summary.json").exists():
         return None
     _, scores = shown_scores(read_records(directory / "metrics.jsonl")[0][-1], protocol)
@@ -180,7 +180,7 @@ def error_of(directory: Path, protocol: str, kind: str = "") -> tuple[float, str
 
 
 def cell(out: Path, method: str, task: str, seeds: Sequence[int]) -> str:
-    """Return the paired differences to `local` in percent: mean and standard error."""
+    """Format the mean paired difference to `local` in percent, with its standard error."""
     spec, found = find_method(method).spec, []
     for seed in seeds:
         one = spec.one_model or spec.submodels
@@ -214,7 +214,7 @@ def table(out: Path, tasks: Sequence[str], methods: Sequence[str], seeds: Sequen
 
 
 def main() -> None:
-    """Make the runs that do not exist, and print the table."""
+    """Execute the runs that do not exist, and print the table."""
     able = [m for m in method_names()
             if "regression" in find_method(m).spec.tasks and m not in LEFT_OUT]  # fmt: skip
     words = argparse.ArgumentParser(description="regression against training alone")

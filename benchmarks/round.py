@@ -1,17 +1,19 @@
-"""A round of this engine, of a plain PyTorch script, and of Flower with a bare client.
+"""Time of a round of fedhet, of a plain PyTorch script, and of Flower with a minimal client.
 
     python -m benchmarks.round [--samples 2600] [--pairs 3] [--precision bfloat16]
 
-Twenty clients with four CNNs train an epoch on images of 28 x 28 of their own, which are made up,
-and are then evaluated on a fifth as many. In turn, each in a process of its own:
+Twenty clients with four CNN architectures train for one epoch on their own synthetic images of 28 x
+28 pixels, and are then evaluated on a fifth as many images. The contenders alternate, each in a
+separate process:
 
-    fedhet     the method `local` on Ray, one torch thread for each worker
-    script     a loop over the clients, DataLoaders, two torch threads
-    flower     Flower's simulation of a bare NumPyClient around that loop
+    fedhet     the method `local` on Ray, with one PyTorch thread per worker
+    script     a loop over the clients with DataLoaders and two PyTorch threads
+    flower     Flower's simulation of a minimal NumPyClient with the same loop
 
-Bounds on two cores: a round takes at most 0.55 of the script's wall time and of Flower's, with
-`--precision` and `--channels-last` as given; and in float32 at most the core seconds of the script
-with a single thread. The first round, which loads and starts what the others find, is left out.
+Bounds on two cores: a round of fedhet takes at most 0.55 times the wall time of the script and of
+Flower, with the given `--precision` and `--channels-last`. In float32, it needs at most the core
+seconds of the script with a single thread. The first round is excluded, because it loads the data
+and starts processes.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ SHAPE, CLASSES, BATCH = (1, 28, 28), 10, 32
 WALL, CORE = 0.55, 1.0
 
 
-# The plain loop, as anyone would write it.
+# --- plain PyTorch loop
 
 
 def loader(folder: Path, name: str, client: int) -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Return a client's images of a split, scaled to -1 to 1."""
+    """Return a DataLoader of a client's images in a split, scaled to [-1, 1]."""
     with np.load(folder / name / f"{client}.npz") as found:
         images = torch.from_numpy(found["x"]).float() / 127.5 - 1
         labels = torch.from_numpy(found["y"])
@@ -82,7 +84,7 @@ def accuracy(model: nn.Module, batches: DataLoader[tuple[torch.Tensor, ...]]) ->
     return right / len(batches.dataset)  # type: ignore[arg-type]
 
 
-# The contenders: each returns the seconds of its rounds.
+# --- contenders; each function returns the seconds of its rounds
 
 
 def script(chosen: argparse.Namespace, folder: Path) -> list[float]:
@@ -104,7 +106,7 @@ def script(chosen: argparse.Namespace, folder: Path) -> list[float]:
 
 
 class BareClient(NumPyClient):
-    """A client that trains as the script does; its network stays in Flower's context."""
+    """Client that trains like the script, and keeps its network in Flower's context."""
 
     def __init__(self, context: Context, folder: Path) -> None:
         self.context, self.folder = context, folder
@@ -115,7 +117,7 @@ class BareClient(NumPyClient):
             self.model.load_state_dict(kept)
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        """Train an epoch."""
+        """Train the network for one epoch."""
         training = loader(self.folder, "train", self.client)
         train(self.model, training)
         kept = ArrayRecord(torch_state_dict=self.model.state_dict())
@@ -129,7 +131,7 @@ class BareClient(NumPyClient):
 
 
 class Watched(FedAvg):
-    """Flower's own strategy, without weights, that takes the time between rounds."""
+    """FedAvg strategy without weights that records the start and the end of each round."""
 
     def __init__(self, clients: int) -> None:
         super().__init__(
@@ -138,18 +140,18 @@ class Watched(FedAvg):
         self.moments: list[float] = []
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
-        """Note when a round begins."""
+        """Record the start of a round."""
         self.moments.append(time.perf_counter())
         return super().configure_fit(server_round, parameters, client_manager)
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
-        """Keep no weights: the clients' networks differ. Raises RuntimeError if a client failed."""
+        """Return no weights, because networks differ. Raises RuntimeError if a client failed."""
         if failures:
             raise RuntimeError(f"a client failed: {failures[0]}")
         return ndarrays_to_parameters([]), {}
 
     def aggregate_evaluate(self, server_round: int, results: Any, failures: Any) -> Any:
-        """Note when a round ends. Raises RuntimeError if a client failed."""
+        """Record the end of a round. Raises RuntimeError if a client failed."""
         self.moments.append(time.perf_counter())
         if failures:
             raise RuntimeError(f"a client failed: {failures[0]}")
@@ -157,7 +159,7 @@ class Watched(FedAvg):
 
 
 def flower(chosen: argparse.Namespace, folder: Path) -> list[float]:
-    """Train in Flower's simulation, with a processor for each client."""
+    """Train in Flower's simulation, with one CPU per client."""
     from flwr.simulation import run_simulation
 
     strategy = Watched(chosen.clients)
@@ -176,7 +178,7 @@ def flower(chosen: argparse.Namespace, folder: Path) -> list[float]:
 
 
 def fedhet(chosen: argparse.Namespace, folder: Path) -> list[float]:
-    """Train with the method `local`; in core seconds, count those of the clients."""
+    """Train with the method `local`. With --core, count the clients' seconds."""
     config = resolve(
         {
             "method": "local", "clients": chosen.clients, "rounds": chosen.rounds,
@@ -199,7 +201,7 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], list[float]]] = {
 
 
 def measured(chosen: argparse.Namespace, folder: Path, name: str, *options: str) -> float:
-    """Return the median seconds of a contender's rounds but the first, in a process of its own."""
+    """Return a contender's median round time in a separate process, without the first round."""
     command = [
         sys.executable, "-m", "benchmarks.round", "--only", name, "--data", str(folder),
         "--clients", str(chosen.clients), "--rounds", str(chosen.rounds), *options,
@@ -212,7 +214,7 @@ def measured(chosen: argparse.Namespace, folder: Path, name: str, *options: str)
 
 
 def compare(chosen: argparse.Namespace, folder: Path) -> None:
-    """Measure all in turn, and print the ratios."""
+    """Measure all contenders in turn, and print the ratios."""
     as_given = ("--precision", chosen.precision, "--channels-last", chosen.channels_last)
     of_script, of_flower, of_core = [], [], []
     for _ in range(chosen.pairs):

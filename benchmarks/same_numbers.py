@@ -1,12 +1,12 @@
-"""Do two checkouts of the project compute the same numbers, bit for bit?
+"""Check that two checkouts of the project compute bitwise equal numbers.
 
     python -m benchmarks.same_numbers OTHER [--backends inline,ray] [--only felo,texts] [--out DIR]
 
-OTHER is a checkout of another commit (`git worktree add ../before COMMIT`). Every method makes a
-small run in both, and so do the kinds of data, partitions, attacks and ways of training below. What
-must be equal: each round's records without times and memory, the summary's accuracies, and every
-tensor of the server's checkpoints and of the clients' states. The exit status is 1 if anything
-differs. A run that exists is kept: with the same --out a third checkout is compared sooner.
+OTHER is a checkout of another commit (`git worktree add ../before COMMIT`). Both checkouts execute
+a small run of every method, and of the data kinds, partitions, attacks and training options below.
+Each round's records without times and memory, the summary's accuracies, and every tensor of the
+server's checkpoints and of the clients' states must be equal. The exit status is 1 if anything
+differs. Existing runs in --out are reused, so that comparing a third checkout takes less time.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ OPTIONS = {
     "ds-fl": f"{TWO} --set ds-fl.server-model=mlp",
     "fedgkt": f"{TWO} --set fedgkt.server-epochs=1",
 }
-"""Of the methods whose defaults take long, or leave out what is to be compared."""
+"""Options of methods whose defaults take long, or skip code that is to be compared."""
 
 
 def models_of(name: str) -> str:
-    """Return the models of a method's run: one architecture if it must be, or two."""
+    """Return the models of a method's run: two, or one if the method requires one architecture."""
     spec = find_method(name).spec
     return ONE if spec.one_model or spec.submodels else TWO
 
 
 RUNS = {
     **{name: f"{name} {OPTIONS.get(name) or models_of(name)}" for name in sorted(shipped_names())},
-    # Kinds of data, and where they come from.
+    # Kinds and sources of data.
     "tables": "felo --dataset breast-cancer --models mlp,mlp2 --set data.min-samples=10",
     "classical": "cofed --dataset breast-cancer --set cofed.search=none",
     "generated": "cofed --dataset breast-cancer --models mlp,mlp2 "
@@ -81,7 +81,7 @@ RUNS = {
     "lie": f"fedmd {TWO} --set fedmd.public-epochs=1 --set attack.kind=lie",
     "ofom": f"fedavg {ONE} --set attack.kind=ofom",
     "faults": f"felo {TWO} --rounds 4 --set pace.drop-outs=0.3 --set fraction=0.7",
-    # Ways of training and of judging.
+    # Training and evaluation options.
     "semi": f"fedavg {ONE} --set training.semi=fixmatch --set training.semi-threshold=0.3",
     "assigned": f"felo {TWO} --set training.lr=0.01,0.001 --set training.batch-size=16,32",
     "schedule": f"fedavg {ONE} --rounds 3 --set training.schedule=step "
@@ -93,7 +93,7 @@ RUNS = {
     "--set training.lr=1e-6",
 }
 UNEQUAL = {"seconds", "peak_memory_mb", "versions"}
-"""What of the records depends on the machine."""
+"""Fields of the records that depend on the machine."""
 PROGRAM = """
 import json, sys
 import fedhet.report
@@ -110,7 +110,7 @@ for words in json.load(sys.stdin):
 
 
 def main() -> None:
-    """Make the runs of both checkouts, and print what differs."""
+    """Execute the runs of both checkouts, and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path)
     parser.add_argument("--backends", default="inline,ray")
@@ -132,10 +132,10 @@ def main() -> None:
 
 
 def make(checkout: Path, out: Path, backend: str, names: list[str]) -> Path:
-    """Make those runs of a checkout that are not there yet; return the folder that holds them."""
+    """Execute the missing runs of a checkout, and return the directory that contains all runs."""
     folder = out / f"{_commit(checkout)}-{backend}"
     missing = [name for name in names if not (folder / name / "summary.json").exists()]
-    for name in missing:  # what a failed run has left
+    for name in missing:  # remove the files of failed runs
         shutil.rmtree(folder / name, ignore_errors=True)
     data = _example_data(out)
     each = [_words(name, data, backend, folder / name) for name in missing]
@@ -157,7 +157,7 @@ def _words(name: str, data: Path, backend: str, out: Path) -> list[str]:
 
 
 def _without_doubles(words: list[str]) -> list[str]:
-    """Return pairs of option and value; of several for one setting the last."""
+    """Return pairs of option and value, with only the last pair for each setting."""
     last: dict[str, tuple[str, str]] = {}
     for option, value in zip(words[::2], words[1::2], strict=True):
         last[value.partition("=")[0] if option == "--set" else option] = (option, value)
@@ -165,7 +165,7 @@ def _without_doubles(words: list[str]) -> list[str]:
 
 
 def _example_data(out: Path) -> Path:
-    """Return a folder with a small data set of texts and one of signals."""
+    """Return a directory with a small dataset of texts and a small dataset of signals."""
     for kind in ("text", "signal"):
         folder = out / "data" / kind
         if not folder.exists():
@@ -182,7 +182,7 @@ def _commit(checkout: Path) -> str:
 
 
 def differences(before: Path, now: Path) -> Iterator[str]:
-    """Yield what differs between two runs' directories."""
+    """Yield a line for each difference between the directories of two runs."""
     for run in (before, now):
         if not (run / "summary.json").exists():
             yield f"{run} was not made"
@@ -219,7 +219,7 @@ def _kept(value: Any) -> Any:
 
 
 def _unequal(where: str, before: Any, now: Any) -> Iterator[str]:
-    """Yield the places at which two JSON values differ; NaN equals itself, the order counts."""
+    """Yield the differences of two JSON values. NaN equals NaN, and the order of keys matters."""
     if isinstance(before, dict) and isinstance(now, dict) and list(before) == list(now):
         for key in before:
             yield from _unequal(f"{where}.{key}", before[key], now[key])

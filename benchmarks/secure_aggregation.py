@@ -2,9 +2,10 @@
 
     python -m benchmarks.secure_aggregation --sites 10,50 --values 1,5
 
-A synthetic model of so many million weights passes through the code of sites and server: masked
-replies, which sites also write to disk, shares, and the unmasked average. Replies lie on disk, as
-on a server. Seconds of one core; bytes per site and round; the error of the average, and its bound.
+A synthetic model of --values million weights passes through the code of the sites and the server:
+masked replies, which sites also write to disk, shares, and the unmasked average. The replies are on
+disk, as on a real server. The table contains the seconds of one core, the bytes per site and round,
+and the error of the average with its bound.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Site:
         self.revealed_bytes, self.seconds = 0, 0.0
 
     def weights(self, values: int) -> dict[str, Array]:
-        """Return the site's weights, the same each time."""
+        """Return the site's weights, which are equal in each call."""
         rng, left = np.random.default_rng(self._index), range(0, values, TENSOR)
         return {
             f"weights/{start}": rng.normal(0, 0.1, min(TENSOR, values - start)).astype(np.float32)
@@ -136,7 +137,7 @@ def round_of(sites: int, values: int, lost: int, directory: Path) -> Cost:
     mean, found = plain.mean(), total.knowledge.tensors
     error = max(float(np.abs(found[name] - mean[name]).max()) for name in mean)
     fraction = NARROW_BITS - int(np.ceil(np.log2(sites)))
-    # Rounding to fixed point, plus that of both averages to float32.
+    # The maximum error of rounding to fixed point; rounding the averages to float32 adds to it.
     bound = len(replies) / 2 * 2.0**-fraction / (samples / CAP)
     extra = max(site.revealed_bytes for site in members.values())
     site_seconds = float(np.median(seconds)) + of_sites / len(replies)
@@ -157,7 +158,7 @@ def _on_disk(reply: Knowledge, folder: Path) -> Knowledge:
 
 
 def main() -> None:
-    """Print a row for each number of sites, of values, and of lost sites."""
+    """Print a row for each number of sites, of weights, and of lost sites."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sites", default="10", help="numbers of sites, comma-separated")
     parser.add_argument("--values", default="1", help="millions of weights, comma-separated")

@@ -1,12 +1,14 @@
-"""The server's peak memory as a multiple of the payload, for more and more clients.
+"""Peak memory of the server as a multiple of the payload, by number of clients.
 
 python -m benchmarks.server_memory [--mb 20] [--clients 2,10,50] [--methods fedavg,felo,fedtype]
 
-The whole: --mb 45 --clients 10,100,500; the replies of a round lie on disk, 22 GB of them.
+The full benchmark has the options --mb 45 --clients 10,100,500, and needs 22 GB of disk for the
+replies of a round.
 
-Each figure is that of a process of its own, in which the server trains with clients that answer in
-turn what a real one has answered in another process. What the process holds before the server
-starts is not counted. MALLOC_MMAP_THRESHOLD_ is set, because glibc otherwise keeps what is freed.
+Each number is measured in a separate process, in which the server trains with clients that repeat,
+one after another, the replies of a real client from another process. Memory in use before the
+server starts is not counted. MALLOC_MMAP_THRESHOLD_ is set, because glibc would otherwise keep
+freed memory.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def stack(shape: tuple[int, ...], classes: int) -> tuple[nn.Module, nn.Module]:
 
 
 def federation(method: str, clients: int, out: Path) -> Config:
-    """Return two rounds of a method whose clients send a model of that size."""
+    """Return the settings of two rounds of a method whose clients send the model `stack`."""
     fedtype = {"fedtype.proxy": MODEL, "models.pool": "mlp"}
     own = fedtype if method == "fedtype" else {"models.pool": MODEL}
     return resolve(
@@ -62,15 +64,15 @@ def federation(method: str, clients: int, out: Path) -> Config:
 
 
 def record_client(method: str, clients: int, folder: Path) -> None:
-    """Let a real client train, and write what it answers into a folder."""
+    """Train a real client, and write its replies to `folder`."""
     record(federation(method, clients, folder / "recorded"), folder)
 
 
 def measure(method: str, clients: int, folder: Path) -> tuple[float, float]:
-    """Return the payload in MB and the growth of this process's peak memory, over the payload."""
+    """Return the payload in MB, and the growth of peak memory as a multiple of the payload."""
     config = federation(method, clients, folder / "run")
     payload = sum(path.stat().st_size for path in folder.glob("*.npy"))
-    # PyTorch imports its compiler, some 150 MB, when the shapes of a built-in model are looked up.
+    # Look up shapes before measuring, because PyTorch then imports its compiler (150 MB).
     shapes("mlp", (1, 8, 8), 10)
     server = server_with(config, folder / "run", folder, lambda: parts_in(folder), [])
     before = psutil.Process().memory_info().rss

@@ -1,13 +1,13 @@
-"""What a client costs the server alone: milliseconds of a round for each, at every count.
+"""CPU time of the server per client and round in milliseconds, by number of clients.
 
     python -m benchmarks.server_scale [--counts 100,1000,5000,10000] [--methods felo,fedavg]
         [--rounds 4] [--repeats 3]
 
-The clients answer at once what a real one has answered, in their own names; so nothing is left of
-a round but the server's own work, of which a cost that grows with the square of the clients shows.
-Processor time; the counts take turns, each in a process of its own; printed are the median over
-the repeats and the least and the most. Bound: 1.2 of the first count's. Besides: how long the
-clients' introductions and the end of the run take for each, and the peak memory.
+The clients immediately return the recorded replies of a real client under their own names. A round
+thus contains only the server's work, and a cost that is quadratic in the number of clients is
+visible. The numbers of clients alternate, each in a separate process. The benchmark prints the
+median, minimum and maximum over the repeats, the time per client of the introductions and of the
+end of the run, and the peak memory. Bound: 1.2 times the time with the first number of clients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOUND, MODEL = 1.2, "mlp"
 
 
 def cost(clients: int, method: str, rounds: int) -> dict[str, float]:
-    """Return a client's milliseconds of the server: in a round, before, after; the memory in MB."""
+    """Return the server's milliseconds per client, by stage, and its peak memory in MB."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = {
@@ -58,7 +58,7 @@ def cost(clients: int, method: str, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the costs by method and count."""
+    """Print the times by method and number of clients."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--counts", default="100,1000,5000,10000")
     parser.add_argument("--methods", default="felo,fedavg,fedproto,fedhe,local")
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def line_of(method: str, count: int, found: list[dict[str, float]], first: float) -> str:
-    """Return what a count costs, in one line."""
+    """Format the measurements for a number of clients as one line."""
     times = sorted(each["round"] for each in found)
     ratio = median(times) / first
     middle = {name: median(each[name] for each in found) for name in found[0]}

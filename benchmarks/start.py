@@ -1,10 +1,10 @@
-"""CPU seconds of commands that train nothing, and the seconds from Enter to a first round.
+"""CPU time of commands that do not train, and wall time until the first round of a run.
 
     python -m benchmarks.start [--repeats 3] [--run]
 
-Bound: 0.7 s of CPU, user and system, each command in a process of its own; the least of the
-repeats, as other work on the machine can only add to it. With --run, the demo's first round on Ray
-too, of which the time on the clock counts: at most 8 s on a machine that does nothing else.
+Each command runs in a separate process. Bound: 0.7 s of CPU time (user and system), as the minimum
+over the repeats, because other load can only increase the time. With --run, the benchmark also
+measures the wall time until the first round of the demo on Ray: at most 8 s on an idle machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def cpu_seconds(words: list[str], environment: dict[str, str]) -> float:
-    """Return the user and system time of a command, its process's start included."""
+    """Return the user and system time of a command, including the start of its process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = "import sys; sys.argv[0] = 'fedhet'; from fedhet.cli import main; main()"
     subprocess.run(
@@ -71,7 +71,7 @@ def cpu_seconds(words: list[str], environment: dict[str, str]) -> float:
 
 
 def seconds_to_the_first_round() -> float:
-    """Return the seconds by the clock from the start of `fedhet run` to its first round."""
+    """Return the wall time from the start of `fedhet run` to its first round, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         words = ["run", "felo", "--preset", "demo", "--rounds", "1", "--backend", "ray"]

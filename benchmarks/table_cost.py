@@ -1,12 +1,12 @@
-"""What the papers' tables compute in a size, and their hours on a device that sustains so much.
+"""Floating-point operations of the papers' tables, and their hours on a device of given speed.
 
     python -m benchmarks.table_cost [--size paper] [--seeds 3] [--tflops 10]
 
-Floating-point operations of a forward and a backward pass are measured, by torch's counter, for
-every network of a table's runs. They are multiplied by the passes over samples that the settings
-say: of the clients' own models and those that a method adds to them, and one pass over public
-samples a round for each client asked, and for the server's model. Evaluation and what else a server
-trains are left out, and so are models without gradients, and the table of texts.
+The operations of a forward and a backward pass are measured with PyTorch's counter, for every model
+of a table's runs. They are multiplied by the number of samples in all passes: the passes of the
+private models and of the models that a method adds to clients, and one pass over public samples per
+round for each sampled client and for the server's model. Evaluation, other training on the server,
+models without gradients, and the table of texts are excluded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ DATA = {
     "medmnist:data/pathmnist.npz": (100_000, (3, 28, 28), 9),
     "medmnist:data/organamnist.npz": (41_052, (1, 28, 28), 11),
 }  # fmt: skip
-"""Training samples, shape and classes of the tables' data; CINIC-10 is a tree of images."""
+"""Training samples, shape and classes of each dataset; `imagefolder` is CINIC-10."""
 OF_TEXTS = "fedtype-8"
-"""Its models are of an encoder, whose files are needed to build them."""
+"""Excluded table, because its models can be built only with the files of an encoder."""
 BATCH = 8
 
 
@@ -80,7 +80,7 @@ def of_run(run: PlannedRun) -> float:
 
 
 def _added(config: Config, shape: tuple[int, ...], classes: int) -> tuple[float, float]:
-    """Return the operations of the models that a method adds at the clients, at the server."""
+    """Return the operations of the models that a method adds to clients and to the server."""
     named = {
         name: str(getattr(config.method_settings, name))
         for name in config.method.spec.model_settings
@@ -91,7 +91,7 @@ def _added(config: Config, shape: tuple[int, ...], classes: int) -> tuple[float,
 
 
 def main() -> None:
-    """Print a row for each table, and one for all, whose runs tables share."""
+    """Print a row for each table, and a row for all tables, with shared runs counted once."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", default="paper", choices=SIZES)
     parser.add_argument("--seeds", type=int, default=3)

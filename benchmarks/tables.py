@@ -1,9 +1,10 @@
-"""Where a table's time goes, and what of it is not training: as tables are made, over as they were.
+"""Time of a table's runs other than training, relative to runs with all evaluations and reports.
 
     python -m benchmarks.tables [--table felo-2] [--runs 2] [--pairs 3]
 
-Before, every run evaluated every round and had figures and a page of its own. Both ways give the
-same numbers, which is checked. Bound: 0.5 of what is not training.
+The runs of a table evaluate only the required rounds, and write no figures or reports of their own.
+The benchmark checks that both kinds of runs produce the same numbers. Bound: 0.5 times the time
+other than training.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STAGES = ("train", "evaluate", "server", "overhead", "start")
 def made(
     run: PlannedRun, folder: Path, work: Callable[[Config, Path], object], **settings: int
 ) -> tuple[Parts, FinalScores]:
-    """Make a run in a folder of its own; return its seconds by part, and its scores."""
+    """Execute a run in a separate directory, and return its seconds by part and its scores."""
     values = {**run.values, **{name.replace("_", "-"): each for name, each in settings.items()}}
     directory = folder / run.directory.parent.name
     config = PlannedRun(run.label, values, directory).config
@@ -43,7 +44,7 @@ def made(
 
 
 def pair(run: PlannedRun) -> tuple[Parts, Parts]:
-    """Make a run as tables are made, and as they were; return the seconds of both."""
+    """Execute a run as part of a table and in full, and return the seconds of both by part."""
     with tempfile.TemporaryDirectory() as name:
         before, theirs = made(run, Path(name) / "before", simulate, evaluate_from=1)
         after, ours = made(run, Path(name) / "after", train)
@@ -52,7 +53,7 @@ def pair(run: PlannedRun) -> tuple[Parts, Parts]:
 
 
 def besides(parts: Parts) -> float:
-    """Return the seconds that are not training."""
+    """Return the seconds other than training."""
     return sum(parts.values()) - parts["train"]
 
 
@@ -65,7 +66,7 @@ def main() -> None:
     asked = parser.parse_args()
     runs = plan(asked.table, read_table(asked.table), "tiny", [0], Path()).runs
     chosen = runs[:: max(1, len(runs) // asked.runs)][: asked.runs]
-    pair(chosen[0])  # what is imported and drawn for the first time
+    pair(chosen[0])  # warms up imports and plots
     found = [pair(run) for run in chosen for _ in range(asked.pairs)]
     for name, side in (("after", 0), ("before", 1)):
         sums = {part: statistics.median(each[side][part] for each in found) for part in found[0][0]}

@@ -1,4 +1,4 @@
-"""What benchmarks share: synthetic images, a client alone, processes, and timing in turn."""
+"""Helpers of the benchmarks: synthetic images, single clients, processes, and timing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def seconds(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    """Return how long `work` takes, in seconds of a clock."""
+    """Return the duration of `work` in seconds, measured with a clock."""
     started = clock()
     work()
     return clock() - started
@@ -42,9 +42,9 @@ def ratios(
     pairs: int,
     clock: Clock = time.perf_counter,
 ) -> list[float]:
-    """Return ours over theirs, pair by pair, after one warm-up of each; sorted.
+    """Return the sorted ratios of the times of `ours` and `theirs`, after one warm-up of each.
 
-    The two alternate, so that a drift of the machine affects both alike.
+    The two functions alternate, so that a drift of the machine's speed affects both equally.
     """
     ours(), theirs()
     found = []
@@ -65,7 +65,7 @@ def show(name: str, values: list[float], bound: float | None = None) -> None:
 
 
 def verdict(holds: bool) -> str:
-    """Return whether a bound holds, in words."""
+    """Return whether a bound holds, as text."""
     return "holds" if holds else "DOES NOT HOLD"
 
 
@@ -82,20 +82,20 @@ class ProcessTimes(Watcher):
         self.at: list[float] = []
 
     def round_started(self, *args: Any) -> None:
-        """Note the time of the first round."""
+        """Record the start time of the first round."""
         if not self.at:
             self.at.append(time.process_time())
 
     def round_finished(self, record: RoundRecord) -> None:
-        """Note the time; no client may have failed."""
+        """Record the time. Raises AssertionError if a client failed."""
         assert not record.failed, record.failed
         self.at.append(time.process_time())
 
 
 def write_images(folder: Path, clients: int, samples: int, shape: tuple[int, ...]) -> str:
-    """Write each client's synthetic images [N, *shape], and a fifth as many to test on.
+    """Write synthetic images [N, *shape] for each client, and a fifth as many test images.
 
-    Returns the name of that dataset.
+    Returns the name of the dataset.
     """
     for part, count in (("train", samples), ("test", samples // 5)):
         (folder / part).mkdir(parents=True)
@@ -107,9 +107,9 @@ def write_images(folder: Path, clients: int, samples: int, shape: tuple[int, ...
 
 
 def kept_run(folder: Path, method: str, **options: Any) -> list[dict[str, Any]]:
-    """Return the records of a run's rounds; the run is made in this process unless it exists."""
+    """Return the records of a run's rounds. The run is executed here unless it exists."""
     if not (folder / "summary.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # remove an interrupted run
         fedhet.run(method, backend="inline", out=folder, progress=False, **options)
     return records_of(folder)
 
@@ -128,12 +128,12 @@ def open_client(config: Config, folder: Path) -> HetClient:
 
 
 def apart(work: Callable[..., T], *args: Any) -> T:
-    """Return what `work` returns, in a process of its own."""
+    """Call `work` in a separate process, and return its result."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, args)
 
 
 def again_as_a_worker(module: str) -> None:
-    """Run this command again with --here, in a process that keeps its pages as Ray's workers do."""
+    """Run this command again with --here, with the memory settings of Ray's workers."""
     command = [sys.executable, "-m", module, *sys.argv[1:], "--here"]
     raise SystemExit(subprocess.run(command, env={**os.environ, **for_training()}).returncode)

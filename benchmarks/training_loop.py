@@ -1,10 +1,10 @@
-"""One client's training loop over the same epochs in a plain PyTorch loop with a DataLoader.
+"""Time of a client's training loop, relative to a plain PyTorch loop with a DataLoader.
 
     python -m benchmarks.training_loop [--pairs 7] [--device cpu] [--ag-news FILE]
 
-Networks of images on digits, and `text-cnn` on synthetic texts or on rows of AG News in FILE.
-Bound: 1.0 for the loop with cross-entropy. Felo's line, which also trains on the two distillation
-terms and gathers class means, is compared with the same plain cross-entropy loop.
+Image models are trained on digits, and `text-cnn` on synthetic texts or on rows of AG News in FILE.
+Bound: 1.0 for the loop with cross-entropy. Felo, which also trains on two distillation terms and
+gathers class means, is compared with the same plain cross-entropy loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIGITS = ("mlp", "cnn2", "cnn3", "resnet10")
 def open_new(
     method: str, model: str, device: str, directory: Path, data: Mapping[str, object]
 ) -> HetClient:
-    """Return a client of `method` with all the data but its test split, and its models set up."""
+    """Return a client of `method` that has all training data, with new models."""
     config = resolve(
         {
             "method": method,
@@ -47,13 +47,13 @@ def open_new(
 
 
 def our_epochs(client: HetClient, knowledge: Knowledge) -> Callable[[], object]:
-    """Return the client's own training of one round."""
+    """Return a function that trains the client for one round."""
     client.state.metadata["participations"] = 1
     return lambda: client.train(2, knowledge)
 
 
 def plain_epochs(client: HetClient, model_name: str) -> Callable[[], object]:
-    """Return the same epochs as anyone would write them."""
+    """Return a function that trains for the same epochs in a plain PyTorch loop."""
     device = client.compute.device
     model = build(model_name, client.info.shape, client.info.classes, seed=0).to(device)
     data = TensorDataset(client.x.cpu(), client.y.cpu())
@@ -82,7 +82,7 @@ def teaching(client: HetClient) -> Knowledge:
 
 
 def texts_in(folder: Path, ag_news: str | None) -> dict[str, object]:
-    """Return the settings of AG News, or of texts made in `folder`."""
+    """Return the data settings for AG News, or for synthetic texts written to `folder`."""
     if ag_news:
         columns = {"data.label-column": "1", "data.text-column": ["2", "3"]}
         return {"data.dataset": f"text:{ag_news}", "data.max-samples": 7600, **columns}

@@ -1,10 +1,10 @@
-"""CoFED's vote, Algorithm 1: seconds and memory, and how both grow.
+"""Time and memory of CoFED's vote (Algorithm 1), and their growth.
 
     python -m benchmarks.voting [--clients 100] [--instances 50000] [--classes 20] [--runs 5]
 
-Bound: 1 s and 500 MB for 100 clients, 50,000 instances and 20 classes on one core, with what the
-clients sent and each client's own pseudolabels. Then twice and four times as many clients,
-instances and classes.
+Bound: 1 s and 500 MB for 100 clients, 50,000 instances and 20 classes on one core, including the
+clients' predictions and each client's pseudo-labels. The benchmark then doubles and quadruples the
+numbers of clients, instances and classes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedhet.algorithms.consensus import Vote, aggregate, labels_in_space
 
 
 def draw(clients: int, instances: int, classes: int) -> list[Vote]:
-    """Return random votes of clients that hold six to eight classes each."""
+    """Return random votes of clients that have six to eight classes each."""
     rng = np.random.default_rng(0)
     votes = []
     for _ in range(clients):
@@ -32,7 +32,7 @@ def draw(clients: int, instances: int, classes: int) -> list[Vote]:
 
 
 def vote(votes: list[Vote], classes: int) -> Callable[[], object]:
-    """Return the server's whole work: the vote, and what each client is sent."""
+    """Return a function that executes the vote and selects the labels for each client."""
 
     def work() -> None:
         joined = aggregate(votes, classes, 0.3)
@@ -43,7 +43,7 @@ def vote(votes: list[Vote], classes: int) -> Callable[[], object]:
 
 
 def measure(clients: int, instances: int, classes: int, runs: int) -> tuple[float, float]:
-    """Return the median seconds, and the most MB held besides the interpreter: the votes too."""
+    """Return the median seconds, and the peak memory in MB, including the votes."""
     tracemalloc.start()
     votes = draw(clients, instances, classes)
     work = vote(votes, classes)
@@ -55,7 +55,7 @@ def measure(clients: int, instances: int, classes: int, runs: int) -> tuple[floa
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print the time and the memory for each size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--instances", type=int, default=50_000)
