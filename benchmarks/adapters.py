@@ -64,8 +64,7 @@ def megabytes(base: str, clients: int, tokens: int) -> float:
 
 
 def peft_step(base: str, rank: int, tokens: int) -> Callable[[], None]:
-    """Return a function that makes one step of the same model in peft, with a head on mean
-    features."""
+    """Return a training step of the same model in peft, with a linear head on mean features."""
     import peft
     import transformers
 

@@ -54,8 +54,7 @@ def fedtype_client(folder: Path, batch: int, backward: str, device: str) -> FedT
 
 
 class TimedReciprocity(Reciprocity):
-    """Training that sums the time of the conformal step: calibration, and the private model's
-    loss."""
+    """Training that sums the time of the conformal step: calibration and the private loss."""
 
     clock: Clock
     spent = 0.0
@@ -94,8 +93,7 @@ def one_epoch(client: FedTypeClient) -> Callable[[], object]:
 
 
 def sets_of_a_batch(device: str) -> float:
-    """Return the median milliseconds for the sets of both models and eta, for logits [1024,
-    100]."""
+    """Return the median milliseconds for both models' sets and eta, with logits [1024, 100]."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 1024, 100, generator=generator).to(device)
     labels = torch.randint(0, 100, (1024,), generator=generator).to(device)

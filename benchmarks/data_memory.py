@@ -29,8 +29,7 @@ IMAGES = "FEDHET_BENCHMARK_IMAGES"
 
 
 def images() -> dict[str, Any]:
-    """Return uint8 training images, whose number is an environment variable, and 100 test
-    images."""
+    """Return FEDHET_BENCHMARK_IMAGES uint8 training images, and 100 test images."""
     rng = np.random.default_rng(0)
     counts = {"train": int(os.environ[IMAGES]), "test": 100}
     return {

@@ -218,8 +218,7 @@ def trained_steps(name: str, batch: int, where: Where) -> Iterator[int]:
 
 
 def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -> None:
-    """Train for `seconds` once all processes are ready, and put the number of samples on a
-    queue."""
+    """Train for `seconds` once all processes are ready, and report the number of samples."""
     torch.set_num_threads(1)
     steps = trained_steps("resnet18", 16, where)
     for _ in islice(steps, 3):

@@ -6,8 +6,8 @@ An image contains one to three of scikit-learn's handwritten digits of different
 at random positions in 12 x 12 pixels; its labels are the ten classes. Test images consist of digits
 that are in no training image. A tenth of the labels of the training images is missing. The three
 sites have different architectures, or the first architecture if a method requires a single one. The
-labels of the
-sites differ (Dirichlet 0.5 over the rarest label), and a fifth of the training images is public.
+labels of the sites differ (Dirichlet 0.5 over the rarest label), and a fifth of the training images
+is public.
 
 A cell is the paired difference to `local` of the macro AUC in percentage points: the mean over the
 seeds, with its standard error. The AUC is the mean over the sites under the method's headline

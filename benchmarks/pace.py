@@ -5,7 +5,7 @@
 
 A round requires half of the twenty clients. Speeds and bandwidths are log-normal (the standard
 deviation of the logarithms is 1), and one client is `--slow` times slower than the median. There
-are four modes:
+are four ways to run a round:
 
 - `all` waits for all sampled clients.
 - `k of n` samples 30 % more clients, closes with the required number of replies, and discards late
@@ -17,7 +17,7 @@ A row contains the simulated hours until the mean of three evaluations reaches 9
 accuracy of `all` (the mean of its last fifth); these hours as a fraction of the hours of `all`; the
 time of all rounds, as a fraction of the time of `all`; and the difference between the final
 accuracies. Standard errors are over the seeds. Rounds that do not wait are shorter, so the other
-modes execute more rounds. Existing runs in --out are reused, so that the script can be stopped and
+ways execute more rounds. Existing runs in --out are reused, so that the script can be stopped and
 restarted.
 """
 
@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "asynchronous": {"pace.mode": "asynchronous", "pace.min-replies": 5.0},
 }
 LONGER = {"all": 1, "k of n": 5, "late": 5, "asynchronous": 10}
-"""Number of rounds of each mode, as a multiple of `all`, whose rounds take longer."""
+"""Number of rounds of each way, as a multiple of `all`, whose rounds take longer."""
 
 
 def devices(folder: Path, seed: int, slow: float) -> Path:
@@ -98,7 +98,7 @@ def level(curve: pd.Series) -> float:
 
 
 def row(given: argparse.Namespace, method: str, seeds: list[int]) -> list[dict[str, Any]]:
-    """Return the time and the accuracy gain of each mode with a method, over the seeds."""
+    """Return the time and the accuracy gain of each way with a method, over the seeds."""
     curves = {way: [made(given, method, way, seed) for seed in seeds] for way in WAYS}
     found = []
     for way, each in curves.items():

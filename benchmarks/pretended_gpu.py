@@ -223,8 +223,7 @@ class Call:
         return lent.set_(host, given.storage_offset(), given.shape, given.stride())
 
     def returned(self, value: Any) -> Any:
-        """Convert a result to the device: a lent tensor, a view of a lent tensor, or a new
-        tensor."""
+        """Convert a result to the device: a lent tensor, a view of one, or a new tensor."""
         if isinstance(value, list | tuple):
             return type(value)(map(self.returned, value))
         if not isinstance(value, Tensor):
@@ -289,7 +288,7 @@ def kind_of(call: Call, given: Any, named: Any) -> str:
     """Return the kind of a call: "launch", "wait", or "up" or "down" for a copy.
 
     If the host waits for a copy, its kind ends with ", waiting".
-"""
+    """
     if call.name != "copy_":
         return "wait" if call.masks else "launch"
     to, source = given[0].is_cuda, given[1].is_cuda

@@ -54,8 +54,7 @@ class Command(TyperCommand):
                 parameter.help = next(texts, None)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If an unknown option is the name of a setting, the error explains
-        `--set`."""
+        """Parse arguments. If an unknown option names a setting, the error explains `--set`."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

@@ -242,8 +242,7 @@ def run_parallel(
 
 
 def with_time_left(items: Iterable[T], total: int) -> Iterator[tuple[str, T]]:
-    """Yield (text, item) for each item. The text states the estimated time left, or is "" at the
-    end."""
+    """Yield (text, item) for each item. The text states the estimated time left, if any."""
     begun = time.monotonic()
     for number, item in enumerate(items, 1):
         left = (time.monotonic() - begun) / number * (total - number)

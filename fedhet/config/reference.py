@@ -201,8 +201,7 @@ def _short(values: str) -> str:
 
 
 def _own_settings(method: Method) -> str:
-    """Build the table of a method's settings, with the paper's value if it differs from the
-    default."""
+    """Build the table of a method's settings, with the paper's values that differ."""
     name = method.name
     published = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
     rows = []
