@@ -30,7 +30,8 @@ def watch(strategy: type[FeloStrategy], spent: dict[int, float], sign: int) -> N
     def timed(self: FeloStrategy, round: int, replies: Sequence[Reply]) -> Mapping[str, float]:
         results: list[Mapping[str, float]] = []
         took = seconds(lambda: results.append(aggregate(self, round, replies)))
-        spent[round] += sign * took  # Velo calls Felo's aggregation, already subtracted
+        # Velo's aggregation calls Felo's, whose time the other patch subtracts.
+        spent[round] += sign * took
         return results[0]
 
     setattr(strategy, "aggregate", timed)  # noqa: B010  mypy rejects an assignment

@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--encodings", default="float32,float16,int8,top-k")
     parser.add_argument("--rounds", default="15,10", help="for each data set")
     given = parser.parse_args()
-    for name in ("write_figures", "write_report"):  # Both take longer than a small run.
+    for name in ("write_figures", "write_report"):  # They take longer than a small run.
         assert hasattr(report, name), name
         setattr(report, name, lambda run: None)
     seeds = [int(each) for each in given.seeds.split(",")]

@@ -101,7 +101,7 @@ def tried(folder: Path, count: int, seed: int = 0) -> int:
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # A child would wait for threads that exist only in its parent.
-    # Build the commands once; Typer would build them in each call, a quarter of the time.
+    # Build the commands once, because Typer would spend a quarter of each call on building them.
     cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]
     whole, done = folder / "whole", folder / "done"
     if not whole.exists():
@@ -124,8 +124,7 @@ def _chunk(folder: Path, numbers: range, seed: int) -> None:
     A case that ends the process is a finding, and a new child continues with the next case.
     """
     if (child := os.fork()) == 0:
-        # Exceed the limit here, because this value includes reserved memory. `_tried_here` checks
-        # it.
+        # Allow more than LIMIT_BYTES, because RLIMIT_DATA also counts reserved memory.
         resource.setrlimit(resource.RLIMIT_DATA, (4 * LIMIT_BYTES, 4 * LIMIT_BYTES))
         status = 1
         try:
@@ -301,7 +300,7 @@ def _page(run: Path) -> None:
         pages = Pages(folder)
         if path != "/" and not pages.single:
             continue  # A directory without settings is not a run, and has no status.
-        with contextlib.suppress(FedhetError, OSError):  # The server replies with the message.
+        with contextlib.suppress(FedhetError, OSError):  # The server shows the message.
             pages.page(path, {})
 
 

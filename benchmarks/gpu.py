@@ -233,7 +233,7 @@ def one_of_many(where: Where, ready: Any, samples: Queue[int], seconds: float) -
 
 
 def deterministic(where: Where) -> None:
-    """Time with deterministic CUDA algorithms (`engine.deterministic`), relative to without."""
+    """Time of a run with `engine.deterministic`, relative to a run with other algorithms."""
     seconds = {}
     for chosen in (True, False, True, False):  # the first run of each kind warms up
         if not chosen:
@@ -252,7 +252,7 @@ ASKED = {
     "copies": ("MemcpyAsync",),
     "waits": ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize"),
 }
-"""Operations that the host requests from CUDA, each with parts of the functions' names."""
+"""Operations that the host requests from CUDA, with parts of the names of CUDA's functions."""
 
 
 def waits(where: Where) -> None:
@@ -300,14 +300,14 @@ def conformal(where: Where) -> None:
 
 
 def compiled(where: Where) -> None:
-    """Time of an epoch with `torch.compile` (`engine.compile`), relative to an epoch without."""
+    """Time of an epoch with `torch.compile` (`engine.compile`), relative to an uncompiled epoch."""
     for name in where.choose(("mlp", "cnn2", "resnet10"), ("mlp",)):
         epochs = {}
         for compiles in (True, False):
             settings = ComputeSettings(device=where.device, precision="float32", compile=compiles)
             try:
                 compute = compute_for(settings)
-            except SettingsError as error:  # there is no compiler
+            except SettingsError as error:  # No compiler is installed.
                 print(error)
                 return
             epochs[compiles] = epoch_of(where, name, compute)

@@ -1,4 +1,4 @@
-"""Accuracy that honest clients lose if one of five clients is malicious, by average.
+"""Accuracy that honest clients lose if one of five clients is malicious, by aggregation rule.
 
     python -m benchmarks.malicious --out DIR [--methods a,b] [--averages mean,filter]
         [--seeds 3,4,5] [--attacks none,flip] [--tables]
@@ -103,7 +103,7 @@ def place(out: Path, method: str, attack: str, average: str, seed: int) -> Path:
 
 
 def honest(out: Path, method: str, attack: str, average: str, seed: int) -> dict[str, float] | None:
-    """Return the honest clients' mean accuracy in percent by kind, or None if there is no run."""
+    """Return honest clients' mean accuracy in percent by kind of model, or None without a run."""
     file = place(out, method, attack, average, seed) / "summary.json"
     if not file.exists():
         return None

@@ -147,7 +147,7 @@ class Pool:
         self.strategy.initialize_parameters(self.manager)
 
     def play(self, round: int) -> dict[str, int]:
-        """Execute one round like Flower, and return its traffic and number of called clients."""
+        """Execute one round like Flower; return its traffic and the number of called clients."""
         asked = self.strategy.configure_fit(round, None, self.manager)
         results, failures = fit_clients(asked, self.config.run.clients, None, 0)
         assert not failures, failures

@@ -66,7 +66,7 @@ def overlaid_digits() -> Dataset:
 
 
 def config_of(method: str, seed: int, *, one: bool = False) -> Config:
-    """Return the settings of a run, with one architecture if `one` or if the method requires it."""
+    """Return the settings of a run, with one architecture if `one` is set or required."""
     spec = find_method(method).spec
     changes: dict[str, object] = {
         "method": method,
@@ -84,7 +84,7 @@ def config_of(method: str, seed: int, *, one: bool = False) -> Config:
         "engine.precision": "float32",
         "models.pool": list(POOL[:1] if one or spec.one_model or spec.submodels else POOL),
     }
-    for name in spec.model_settings:  # shared models and models of the server
+    for name in spec.model_settings:  # models shared by clients or used by the server
         changes[f"{method}.{name.replace('_', '-')}"] = POOL[0]
     return resolve(changes)
 

@@ -223,7 +223,7 @@ class Call:
         return lent.set_(host, given.storage_offset(), given.shape, given.stride())
 
     def returned(self, value: Any) -> Any:
-        """Convert a result to the device: a lent tensor, a view of one, or a new tensor."""
+        """Convert a result to the device: a lent tensor, a view of it, or a new tensor."""
         if isinstance(value, list | tuple):
             return type(value)(map(self.returned, value))
         if not isinstance(value, Tensor):
@@ -275,8 +275,7 @@ def kernel_of(gpu: Gpu, op: Any, iterates: bool) -> Callable[..., Any]:
         if plain not in ("empty", "empty_strided"):
             gpu.count("wait" if waits else kind_of(call, given, named), plain)
         if plain.endswith("softmax") and len(values) == 3 and values[2] is True:
-            values[0], values[2] = values[0].float(), False  # CUDA converts half to float in the
-            # kernel
+            values[0], values[2] = values[0].float(), False  # half to float, as in CUDA's kernel
         found = op(*values, **options)
         call.take_back()
         return given[0] if plain == "copy_" else call.returned(found)

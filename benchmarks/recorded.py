@@ -1,4 +1,4 @@
-"""Server whose clients repeat the recorded replies of a real client, which takes no time."""
+"""Server whose clients immediately repeat the recorded replies of a real client."""
 
 from __future__ import annotations
 

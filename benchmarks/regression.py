@@ -129,7 +129,7 @@ def image() -> Dataset:
 
 
 def config_of(method: str, task: str, seed: int, *, one: bool = False) -> Config:
-    """Return the settings of a run, with one architecture if `one` or if the method requires it."""
+    """Return the settings of a run, with one architecture if `one` is set or required."""
     spec, pool = find_method(method).spec, MADE[task][2]
     changes: dict[str, object] = {
         "method": method,
@@ -147,7 +147,7 @@ def config_of(method: str, task: str, seed: int, *, one: bool = False) -> Config
         "engine.precision": "float32",
         "models.pool": list(pool[:1] if one or spec.one_model or spec.submodels else pool),
     }
-    for name in spec.model_settings:  # shared models and models of the server
+    for name in spec.model_settings:  # models shared by clients or used by the server
         changes[f"{method}.{name.replace('_', '-')}"] = pool[0]
     return resolve(changes)
 

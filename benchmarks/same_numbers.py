@@ -51,7 +51,7 @@ OPTIONS = {
 
 
 def models_of(name: str) -> str:
-    """Return the models of a method's run: two, or one if the method requires one architecture."""
+    """Return the models option of a method's run: two models, or one if the method requires it."""
     spec = find_method(name).spec
     return ONE if spec.one_model or spec.submodels else TWO
 

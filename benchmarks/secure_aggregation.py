@@ -74,7 +74,7 @@ class Site:
 
     def get_properties(self, ins: Any, timeout: float, group: int) -> GetPropertiesRes:
         """Return the shares that unmask the sum."""
-        started = time.thread_time()  # the server calls its sites from several threads
+        started = time.thread_time()  # The server calls sites from several threads.
         answer = self.masking.revealed(ins.config)
         self.seconds += time.thread_time() - started
         sizes = (len(each) for each in (*ins.config.values(), *answer.values()))

@@ -40,7 +40,7 @@ BATCH = 8
 
 @cache
 def operations(name: str, shape: tuple[int, ...], classes: int) -> float:
-    """Return the operations of a forward and a backward pass of a model, for one sample."""
+    """Return the operations per sample of a forward and a backward pass of a model."""
     if name in WITHOUT_GRADIENTS:
         return 0.0
     if name in DRAWN:

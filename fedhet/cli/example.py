@@ -60,12 +60,9 @@ def write_example(kind: str, directory: Path) -> None:
     """Write training and test data of the given kind to a new directory.
 
     Texts are CSV files with the columns text, label and site. Tables are CSV files of patients,
-    with missing values and the label
-    column outcome. Tables of the kind
-    `regression` have the target column
-    days (length of stay) instead.
-    Signals are .npz files with x [N, 3, 96], y [N] and site [N]. Raises
-    DataError if the directory is not empty.
+    with missing values and the label column outcome. Tables of the kind `regression` have the
+    target column days (length of stay) instead. Signals are .npz files with x [N, 3, 96], y [N]
+    and site [N]. Raises DataError if the directory is not empty.
     """
     if directory.exists() and any(directory.iterdir()):
         raise DataError(f"{directory}: expected a new or empty directory")

@@ -201,7 +201,7 @@ def _short(values: str) -> str:
 
 
 def _own_settings(method: Method) -> str:
-    """Build the table of a method's settings, with the paper's values that differ."""
+    """Build the table of a method's settings, and paper values that differ from the defaults."""
     name = method.name
     published = {row[0]: row[2] for row in differences(name)} if name in paper_settings() else {}
     rows = []

@@ -130,9 +130,8 @@ def parse_pairs(pairs: Iterable[str], method: str | None = None) -> dict[str, ob
 def expand_names(given: Iterable[tuple[str, object]], method: str | None) -> dict[str, object]:
     """Return settings by full name.
 
-    A name may be abbreviated to its last part if this part is unique
-    among the shared settings and the
-    settings of `method`. Raises SettingsError if a name is unknown, ambiguous, or duplicate.
+    A name may be abbreviated to its last part if this part is unique among the shared settings and
+    the settings of `method`. Raises SettingsError if a name is unknown, ambiguous, or duplicate.
     """
     known = settings_of(*([method] if method else []))
     values: dict[str, object] = {}
@@ -269,7 +268,7 @@ def imported_code(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             source, _, place = str(value).partition(":")
             if source in SOURCES and SOURCES[source].imports:
                 yield setting, place
-        elif kind in ("", A_MODEL):  # Text of an undeclared meaning might name a model.
+        elif kind in ("", A_MODEL):  # Text in other settings might name a model.
             yield from ((setting, name) for name in _texts(value) if is_user_model(name))
 
 
