@@ -91,7 +91,7 @@ def main() -> None:
             maxima: dict[str, float] = defaultdict(float)
             for seed in map(int, chosen.seeds.split(",")):
                 settings = {"models.pool": models, "seed": seed, "engine.device": chosen.device}
-                with contextlib.suppress(SettingsError):  # unsupported pools
+                with contextlib.suppress(SettingsError):  # skip unsupported pools
                     for part, ratio in largest(method, {**settings, **partition}).items():
                         maxima[part] = max(maxima[part], ratio)
                         all_ratios.append(ratio)
