@@ -821,7 +821,7 @@ def test_a_method_is_shown_with_its_tasks():
     assert shown["cofed"] == (
         "Tasks (`data.task`): classification; no other task, because its clients vote on classes."
     )
-    required = "requires ds-fl.loss=mse or mae, ds-fl.aggregation=sa"
+    required = "requires ds-fl.loss=mse or mae, ds-fl.aggregation=sa, ds-fl.temperature=0.1"
     assert shown["ds-fl"].endswith(f"; regression {required}; multi-label {required}.")
 
 
