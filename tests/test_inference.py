@@ -139,7 +139,7 @@ def test_a_state_of_before_there_were_records(trained, tmp_path):
         path.unlink()
     scores = summary["accuracy"]["common"]["private"]["per_client"]
     assert open_client(copy, CNN).accuracy()["common"] == scores[CNN]
-    with pytest.raises(StateError, match="Use the run directory"):
+    with pytest.raises(StateError, match="Pass the directory of the run"):
         open_client(copy / "state", CNN)
 
 

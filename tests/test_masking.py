@@ -538,7 +538,7 @@ def test_a_round_survives_losses_before_or_after_the_replies_but_not_both(tmp_pa
     assert len(total.clients) == 6
     kit.state.start(3)
     assert not kit.sums(sent, 3, lost=["site-02"], silent=["site-03"])
-    assert "site-02 did not reply, and site-03 did not reveal its secrets" in kit.notices[-1]
+    assert "no reply from site-02, and no shares of their secrets from site-03" in kit.notices[-1]
     kit.state.start(4)
     assert not kit.sums(sent, 4, silent=["site-03", "site-04"])
     assert "the mask of site-00 is unknown: 4 shares do not determine" in kit.notices[-1]

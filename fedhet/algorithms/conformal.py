@@ -240,7 +240,7 @@ def imitation_loss(logits: Tensor, sets: Tensor, eta: Tensor, *, averaged: bool 
 
 
 class Imitation:
-    """Imitation of the proxy in one round: the prediction sets, and the private model's loss."""
+    """Loss with which the private model learns from the proxy's prediction sets in a round."""
 
     def __init__(
         self,

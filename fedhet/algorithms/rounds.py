@@ -140,10 +140,10 @@ def median_duration(durations: Iterable[float]) -> float:
 
 
 def staleness_weight(age: int) -> float:
-    """Return s(tau) = (1 + tau)^(-1/2), the weight of a reply that is `age` rounds old.
+    """Return (1 + age)^(-1/2), the weight of a reply that is `age` rounds old.
 
-    This is the polynomial weight with a = 1/2 in Section 5.1 of FedBuff (Nguyen et al., AISTATS
-    2022).
+    This is the polynomial weight s(tau) with a = 1/2 in Section 5.1 of FedBuff (Nguyen et al.,
+    AISTATS 2022).
     """
     return float((1 + age) ** -0.5)
 

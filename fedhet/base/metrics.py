@@ -130,7 +130,7 @@ def mae(predictions: Predictions) -> float:
 def r2(predictions: Predictions) -> float | None:
     """Return the coefficient of determination, averaged over the target columns.
 
-    Returns None if a column is constant. The result is limited to at least -`MAX_ERROR`.
+    Returns None if a column is constant. The result is clipped to at least -`MAX_ERROR`.
     """
     truth, errors = predictions.truth, predictions.truth - predictions.predicted
     if (truth.min(0) == truth.max(0)).any():

@@ -271,7 +271,7 @@ def peers_command(
         int,
         typer.Option(
             min=0,
-            help="Number of samples from which on all sites have the same weight; choose a number "
+            help="Maximum number of samples that count toward a site's weight; choose a number "
             "near the size of the largest site.",
         ),
     ] = 0,

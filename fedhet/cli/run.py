@@ -246,7 +246,7 @@ def read_sweep(text: str, method: str) -> tuple[str, list[object]]:
             )
         parts = [str(start + n * step) for n in range(int((stop - start) / step) + 1)]
     parsed = [read_text(name, known[name], part.strip()) for part in parts]
-    # Replace a list that has a single item with the item, which the setting also accepts.
+    # Unwrap lists with a single item, because the setting also accepts the item itself.
     values = [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in parsed]
     if len(set(map(str, values))) != len(values):
         raise SettingsError(f"sweep '{text}': duplicate value")

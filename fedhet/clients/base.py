@@ -401,7 +401,7 @@ class HetClient(NumPyClient):
     def fit(
         self, parameters: NDArrays, config: dict[str, Scalar]
     ) -> tuple[NDArrays, int, dict[str, Scalar]]:
-        """Train in one round, evaluate if requested, and return the reply."""
+        """Train for one round, evaluate if requested, and return the reply."""
         best = config.get("best", 0)
         evaluate = self.evaluation if config.get("evaluate", True) else lambda _: Evaluations()
         try:

@@ -28,14 +28,14 @@ class FedAvgClient(HetClient):
         return models
 
     def train(self, round: int, knowledge: Knowledge) -> Knowledge:
-        """Train for the local epochs, starting from the averages."""
+        """Train for the local epochs, starting from the averaged weights."""
         self.start(knowledge.group("weights"))
         local = self.local_model(round, knowledge)
         self._learn(round, local)
         return Knowledge(self.reply(local))
 
     def start(self, weights: Arrays) -> HetModel:
-        """Load the averages into the private model, and return it."""
+        """Load the averaged weights into the private model, and return it."""
         return self._joined(self.network, weights)
 
     def local_model(self, round: int, knowledge: Knowledge) -> LocalModel:

@@ -132,7 +132,7 @@ class Peers:
 
     @cached_property
     def holders(self) -> dict[int, set[str]]:
-        """Names of the sites that list each class, by the number of the class."""
+        """Names of the sites that list each class, by class number."""
         holders: dict[int, set[str]] = {}
         for peer in self.peers:
             for label in map(int, peer.classes):
@@ -251,7 +251,10 @@ def own_key(peers: Peers, name: str, path: str | Path) -> X25519PrivateKey:
     """Read a site's private key. Raises SettingsError unless it matches the peers file."""
     key = read_key(path)
     if peers.peer(name).key != _public(key):
-        raise SettingsError(f"{path}: expected the key of '{name}' in the peers file, got another")
+        rule = (
+            f"expected the private key of '{name}' in the peers file, got the key of another site"
+        )
+        raise SettingsError(f"{path}: {rule}")
     return key
 
 

@@ -306,7 +306,7 @@ class Cells:
 
     @cached_property
     def decimal_sign(self) -> str:
-        """Decimal sign in the columns, or "" if no sign or both signs are recognized."""
+        """Decimal separator in the columns, or "" if none or both are recognized."""
         return self._agreed(decimal_sign)
 
     @cached_property

@@ -327,8 +327,8 @@ def assign(dataset: Dataset, spec: DataSpec) -> Assignment:
     """
     if dataset.task.name != CLASSIFICATION.name:
         raise SettingsError(
-            f"data.partition: expected dirichlet, iid, shards, or classes with data.task = "
-            f"{dataset.task.name!r}, got 'superclasses'"
+            f"data.partition: with data.task = {dataset.task.name!r}, expected dirichlet, iid, "
+            "shards, or classes, got 'superclasses'"
         )
     labels = dataset.train.y.numpy()
     subclasses = dataset.subclasses if dataset.subclasses is not None else labels

@@ -507,7 +507,7 @@ def public_source(spec: DataSpec) -> DataSpec | None:
         return spec.replace(max_samples=0)
     if spec.public_dataset in ("", GENERATED):
         return None
-    # Files that contain whole clients are read completely, and samples are drawn later.
+    # A file may contain all samples of a client, so it is read completely before samples are drawn.
     whole_clients = find_source(spec.public_dataset, "data.public-dataset")[0].whole_clients
     return spec.replace(
         dataset=spec.public_dataset,

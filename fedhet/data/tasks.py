@@ -156,7 +156,10 @@ class Task(ABC):
         """
 
     def errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the error [N] of each sample by which FedGEMS selects; the default is the loss."""
+        """Return the error [N] of each sample, which decides whether FedGEMS counts it as correct.
+
+        The default is the loss.
+        """
         return self.loss("none")(outputs, targets)
 
     @abstractmethod
@@ -329,9 +332,9 @@ class Classification(Task):
 class Regression(Task):
     """Prediction of one or several numbers for each sample.
 
-    Targets [N, K] float32 are standardized: (number - mean) / deviation, with the mean and the
-    deviation of their column in the schema. Scores are in the target's unit. With the quantile
-    loss, a model has an output for each of the Q quantiles of each target, in the order [K, Q].
+    Targets [N, K] float32 are standardized with the mean and the standard deviation of their column
+    in the schema. Scores are in the target's unit. With the quantile loss, a model has one output
+    for each of the Q quantiles of each target, in the order [K, Q].
 
     Raises ValueError if a field is invalid.
     """
@@ -403,7 +406,7 @@ class Regression(Task):
         if len(self.means) != len(self.deviations) or min((*self.deviations, self.delta)) <= 0:
             raise ValueError(
                 "expected a positive deviation for each mean, and a positive delta, got "
-                f"{self.means}, {self.deviations}, and {self.delta}"
+                f"means = {self.means}, deviations = {self.deviations}, delta = {self.delta}"
             )
         levels, needed = self.quantiles, self.loss_name == QUANTILE
         is_ascending = all(low < high for low, high in pairwise((0, *levels, 1)))
@@ -683,7 +686,7 @@ class MultiLabel(Task):
         metrics: Sequence[str],
         probabilities: Callable[[Tensor], Tensor] | None = None,
     ) -> Evaluation:
-        """Compute the loss and `metrics`; an undefined probability counts as wrong."""
+        """Compute the loss and `metrics`. A probability of NaN counts as a wrong prediction."""
         from fedhet.learning.training import Evaluation, logits_of
 
         outputs, truth = logits_of(model, split.x, compute), split.y.double().cpu().numpy()

@@ -469,8 +469,8 @@ def merge_spellings(texts: Sequence[str], counts: Sequence[int], *, exact: bool)
     if not exact and len(groups) > 2 and groups.keys() <= _YES | _NO:
         mixed = ", ".join(repr(word) for word in sorted(texts))
         raise UnclearError(
-            f"several words for yes or no: {mixed}. Use one word for each, or name the column in "
-            "data.categories if all of them are distinct categories."
+            f"several words for yes or no: {mixed}. Use one word for yes and one for no, or name "
+            "the column in data.categories if all words are different categories."
         )
     words: dict[str, str] = {}
     for key, spellings in groups.items():

@@ -229,7 +229,7 @@ def _private_directory() -> Iterator[str]:
     _directories.append(tempfile.TemporaryDirectory("", "fedhet-ray-", parent, True))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = ray_constants.ENABLE_RAY_CLUSTER
-    # Make Ray use the loopback interface, which Ray's option for an address does not ensure.
+    # Make Ray use the loopback interface; Ray's address option alone does not ensure this.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         with inherited({**token, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):

@@ -165,11 +165,11 @@ class PaperTable(_Part):
     claims: list[Claim] = Field(default_factory=list)
 
     def rows_in(self, size: Size) -> list[Row]:
-        """Return the rows that the table has at a size."""
+        """Return the table's rows for a size."""
         return [row for row in self.rows if size in row.sizes]
 
     def columns_in(self, size: Size) -> list[Line]:
-        """Return the columns that the table has at a size."""
+        """Return the table's columns for a size."""
         return [column for column in self.columns if size in column.sizes]
 
     def changes(self, row: Row, column: Line, size: Size) -> list[Change]:

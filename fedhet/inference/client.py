@@ -300,7 +300,7 @@ def _rebuild_record(directory: Path, store: ClientStore, trust: str) -> ClientRe
     Raises StateError if `directory` is not a run directory.
     """
     if not (directory / "config.toml").exists():
-        raise StateError(f"{store.folder / FILE} not found. Use the run directory instead.")
+        raise StateError(f"{store.folder / FILE} not found. Pass the directory of the run instead.")
     config = _config_of(directory, trust)
     clients = config.run.clients
     names = [client_name(index, clients) for index in range(clients)]

@@ -23,8 +23,8 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     )
     beta: NonNegative = Field(
         10.0,
-        description="weight beta of the divergence from the head's output for generated "
-        "features; 0 = no such loss",
+        description="weight beta of distilling the head's output for generated features into the "
+        "model; 0 = no distillation",
     )
     decay: Annotated[float, Field(gt=0, le=1)] = Field(
         0.98,

@@ -21,7 +21,7 @@ class FedTypeSettings(MethodSettings):
 
     proxy: ModelName = Field("cnn2", description="proxy model, the same on all clients")
     aggregation: Literal["fedavg", "fedprox", "pfedme", "pfedbayes"] = Field(
-        "fedavg", description="method with which the proxies are trained and averaged"
+        "fedavg", description="method of training and averaging the proxies"
     )
     moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="with pFedMe: weight of the new average in the server's proxy"

@@ -230,7 +230,7 @@ def evaluate_models(
     metrics: Sequence[str],
     task: Task = CLASSIFICATION,
 ) -> Evaluations:
-    """Evaluate models (by kind) on test splits (by protocol)."""
+    """Evaluate each of the `models`, by kind, on each of the test `splits`, by protocol."""
     return {
         (protocol, kind): evaluate_model(model, split, compute, metrics, task)
         for protocol, split in splits.items()

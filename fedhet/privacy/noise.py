@@ -1,4 +1,4 @@
-"""Noise mechanisms for differential privacy: Gaussian noise, Poisson samples, and class means.
+"""Randomness for differential privacy: Gaussian noise, Poisson sampling, and noised class means.
 
 All bits come from AES-256 in counter mode, with a fresh key from the operating system. Therefore,
 an attacker cannot remove the noise by searching for the seed. PyTorch's generators are not

@@ -203,9 +203,9 @@ def _cells(results: Sweep, quantities: Sequence[str]) -> Cells:
 
 
 def drawing(results: Sweep, names: Sequence[str]) -> Drawing:
-    """Plot each quantity over the first setting.
+    """Plot each quantity against the first setting.
 
-    There is a curve for each combination of values of the other settings.
+    Each curve belongs to one combination of the other settings' values.
     """
 
     def draw(figure: Figure) -> None:

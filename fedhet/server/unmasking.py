@@ -141,8 +141,8 @@ class Unmasking:
                     else:
                         self._state.notice(
                             f"round {round}: {', '.join(lane.fields)} of {', '.join(names)} are "
-                            f"not summed, because {len(names)} clients"
-                            f"{f' with model {model}' if model else ''} are fewer than {MIN_SUMMED}"
+                            f"not summed: expected at least {MIN_SUMMED} clients"
+                            f"{f' with model {model}' if model else ''}, got {len(names)}"
                         )
             self._requests[round] = RoundRequest(secrets.token_hex(16), groups)
             for old in [number for number in self._requests if number <= round - KEPT_STATES]:
@@ -174,8 +174,8 @@ class Unmasking:
         for reply in replies:
             if reply.age:
                 self._state.notice(
-                    f"client {reply.client.name}'s late reply is not used, because its cohort is "
-                    "already summed"
+                    f"client {reply.client.name}: the late reply is not used, because the sum of "
+                    "its round is already complete"
                 )
             else:
                 by_name[reply.client.name] = reply
@@ -283,7 +283,8 @@ class Unmasking:
         while len(answers) < len(names):
             sender, answer = arrived.get()
             answers[sender] = answer
-            # Wait for clients that are not nodes, so that a simulation always counts all messages.
+            # Stop waiting early only if all pending clients are deployed nodes. In a simulation,
+            # wait for all clients, so that the counted messages do not depend on timing.
             if not all(may_restart(self._members[n].proxy) for n in names if n not in answers):
                 continue
             for group in (each for each in groups if each not in seeds):
@@ -327,8 +328,8 @@ class Unmasking:
         missing = [name for name in survivors if name not in revealed]
         if lost and missing:
             raise ValueError(
-                f"{', '.join(lost)} did not reply, and {', '.join(missing)} did not reveal its "
-                "secrets shared with them"
+                f"no reply from {', '.join(lost)}, and no shares of their secrets from "
+                f"{', '.join(missing)}"
             )
         seeds: list[tuple[bytes, int]] = []
         for position, name in enumerate(survivors):

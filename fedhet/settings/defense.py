@@ -110,14 +110,14 @@ class PrivacySettings(Schema):
     )
     class_noise: NonNegative = Field(
         0.0,
-        description="methods based on class means: noise of the sum of each class in units of "
-        "'class-clip', at least 1; 0 = derived from a quarter of 'epsilon', or 4 if "
+        description="methods based on class means: noise added to the sum of each class, in units "
+        "of 'class-clip', at least 1; 0 = derived from a quarter of 'epsilon', or 4 if "
         "'noise-multiplier' is set",
     )
     count_noise: NonNegative = Field(
         0.0,
-        description="methods based on class means: noise of the sample count of each class, at "
-        "least 1; 0 = twice 'class-noise'",
+        description="methods based on class means: noise added to the sample count of each class, "
+        "in samples, at least 1; 0 = twice 'class-noise'",
     )
     secure_aggregation: bool = Field(
         False,

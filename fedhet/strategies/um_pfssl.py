@@ -130,7 +130,11 @@ class UmPfsslStrategy(HetStrategy):
         self.versions.pop(self.numbers.get(client, -1), None)
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the index of the pool and the helper lists. The models are stored separately."""
+        """Return the state of the pool without the models, which are stored separately.
+
+        The state contains the models' numbers and versions, the versions that each client has, and
+        the helper lists.
+        """
         state = grouped("number", {name: np.array(n) for name, n in self.numbers.items()})
         state["versions"] = _pairs(self.versions)
         state |= grouped("sent", {name: _pairs(sent) for name, sent in self.sent.items()})

@@ -331,7 +331,10 @@ class Coder:
         return encode_tensor(encoding, value, self._rng(key, name))
 
     def _encodable(self, tensors: Arrays) -> Iterator[tuple[str, Array]]:
-        """Yield tensors that are large enough, and that satisfy the contract after encoding."""
+        """Yield the float32 tensors to encode.
+
+        Small tensors, and tensors whose values are constrained by the contract, are not encoded.
+        """
         for name, value in tensors.items():
             field = self._field(name)
             if isinstance(field, WeightsField):

@@ -254,7 +254,7 @@ def read_sites(place: str, spec: DataSpec, form: SitesForm) -> Dataset:
 
 
 def _rows(selected: Any, labels: Any, size: int, seed: int, use: str) -> Any:
-    """Return the selected rows, or a stratified subset of `size` rows (0 = all)."""
+    """Return the selected rows, reduced to a stratified subset of `size` rows if it is not 0."""
     rows = np.flatnonzero(selected)
     return rows[subset_rows(labels[rows], size, numpy_rng(seed, use))]
 
