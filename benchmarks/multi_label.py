@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 
-from benchmarks.regression import LEFT_OUT, run
+from benchmarks.malicious import run
+from benchmarks.regression import LEFT_OUT
 from benchmarks.timing import mean_and_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve

@@ -18,12 +18,9 @@ reused, so that the script can be stopped and restarted; with --tables, no run i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -32,12 +29,12 @@ import torch
 from numpy.typing import NDArray
 from sklearn.datasets import load_diabetes, make_friedman1
 
+from benchmarks.malicious import run
 from benchmarks.timing import mean_and_error
 from fedhet.base.seeding import numpy_rng
 from fedhet.config.resolve import Config, resolve
 from fedhet.data.spec import Dataset, Split
 from fedhet.data.tasks import Regression
-from fedhet.engines.simulate import simulate
 from fedhet.methods.registry import find_method, method_names
 from fedhet.runs.directory import read_records
 from fedhet.runs.measures import shown_scores
@@ -155,19 +152,6 @@ def config_of(method: str, task: str, seed: int, *, one: bool = False) -> Config
 def place(out: Path, method: str, task: str, seed: int, *, one: bool = False) -> Path:
     """Return the directory of a run."""
     return out / f"{method}{'-one' if one else ''}-{task}-{seed}"
-
-
-def run(config: Config, directory: Path) -> None:
-    """Execute a run unless it exists."""
-    if (directory / "summary.json").exists():
-        return
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.ExitStack() as without:
-        for name in ("write_figures", "write_report"):
-            without.enter_context(patch(f"fedhet.report.{name}", lambda run: None))
-        simulate(config, directory)
-    for name in ("checkpoints", "state", "tensorboard", "pool"):
-        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def error_of(directory: Path, protocol: str, kind: str = "") -> tuple[float, str] | None:

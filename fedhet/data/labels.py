@@ -188,7 +188,7 @@ def _read_part(path: Path, files: Files, spec: DataSpec) -> tuple[list[str], Cel
     folder.others = [name for name in folder.others if name != path.name]
     for name in [each for each in folder.folders if each.lower() in UNLABELED]:
         scan.unused.add(f"{files.noun} in {name}", count=len(folder.folders.pop(name).samples()))
-    found = {os.path.relpath(each, root): each for each in scan.samples_of([folder])}
+    present = {os.path.relpath(each, root): each for each in scan.samples_of([folder])}
     scan.unused.report(root, files)
     rows: dict[str, int] = {}
     for row, name in enumerate(cells.columns[FILE]):
@@ -196,13 +196,13 @@ def _read_part(path: Path, files: Files, spec: DataSpec) -> tuple[list[str], Cel
         if key in rows:
             line = cells.lines[rows[key]]
             raise cells.fault(FILE, row, f"{name!r} is already in line {line}. Remove one row.")
-        if key not in found:
-            close = nearest(key, found)
+        if key not in present:
+            close = nearest(key, present)
             raise cells.fault(FILE, row, f"{name!r} not found among the {files.noun}{close}")
         rows[key] = row
-    if absent := sorted(found.keys() - rows.keys()):
+    if absent := sorted(present.keys() - rows.keys()):
         raise DataError(
-            f"{path}: expected a row for each of the {len(found)} {files.noun} in {root}, got none "
+            f"{path}: expected a row for each of the {len(present)} {files.noun} in {root}, got none "
             f"for {absent[0]!r}. Add the row, or remove the file."
         )
-    return [found[os.path.normpath(name)] for name in cells.columns[FILE]], cells
+    return [present[os.path.normpath(name)] for name in cells.columns[FILE]], cells
