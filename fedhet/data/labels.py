@@ -202,7 +202,7 @@ def _read_part(path: Path, files: Files, spec: DataSpec) -> tuple[list[str], Cel
         rows[key] = row
     if absent := sorted(present.keys() - rows.keys()):
         raise DataError(
-            f"{path}: expected a row for each of the {len(present)} {files.noun} in {root}, got none "
-            f"for {absent[0]!r}. Add the row, or remove the file."
+            f"{path}: expected a row for each of the {len(present)} {files.noun} in {root}, got "
+            f"none for {absent[0]!r}. Add the row, or remove the file."
         )
     return [present[os.path.normpath(name)] for name in cells.columns[FILE]], cells
