@@ -35,7 +35,7 @@ from fedhet.inference.client import open_client, read_inputs
 from fedhet.inference.export import export
 from fedhet.learning.devices import CPU
 from fedhet.learning.training import SupervisedLoss, optimization_for
-from fedhet.methods.registry import all_methods
+from fedhet.methods.registry import all_methods, find_method, method_names
 from fedhet.models import evaluate_model
 from fedhet.privacy import sgd
 from fedhet.report.tables import baseline_line
@@ -703,6 +703,40 @@ class AbsoluteRegression(Regression):
     def loss(self, reduction="mean"):
         l1_loss = torch.nn.functional.l1_loss
         return lambda outputs, y: l1_loss(outputs, y, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("properties", "able"),
+    [
+        ({}, {*REGRESSION} - {"pfedbayes"}),
+        ({"has_likelihood": True}, {*REGRESSION}),
+        ({"has_distribution": True}, {*method_names()} - {"pfedbayes"}),
+        ({"has_distribution": True, "has_likelihood": True}, {*method_names()}),
+    ],
+)
+def test_the_properties_of_a_new_task_decide_which_methods_support_it(
+    properties, able, monkeypatch
+):
+    hooks = dict.fromkeys(tasks.Task.__abstractmethods__)
+    members = {"name": "new", "metrics": ("accuracy",), **hooks, **properties}
+    monkeypatch.setitem(tasks.TASKS, "new", type("New", (tasks.Task,), members))
+    for name in method_names():
+        values = {"method": name, "data.dataset": "table:a.csv", "data.task": "new"}
+        if name not in able:
+            with pytest.raises(
+                SettingsError, match=rf"unsupported by {name}, because .*\(central,"
+            ):
+                resolve(values)
+            continue
+        settings = resolve(values).method_settings
+        if name == "heterofl":
+            assert settings.masked == ("has_distribution" in properties)
+        if name == "ds-fl":
+            era = "has_distribution" in properties
+            assert settings.loss == ("cross-entropy" if era else "mse")
+            assert settings.aggregation == ("era" if era else "sa")
+    assert "new" in find_method("local").spec.tasks
+    assert ("new" in find_method("felo").spec.tasks) == ("has_distribution" in properties)
 
 
 def test_a_task_of_another_package_is_found_by_its_entry_point(tmp_path, monkeypatch):

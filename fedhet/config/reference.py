@@ -27,6 +27,7 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from fedhet.config.sources import CLIENTS, FOLLOW, defaults, to_flower
+from fedhet.data.tasks import LIKELIHOOD, LOSS, TASKS
 from fedhet.kinds import IMAGE, KINDS
 from fedhet.methods.registry import Method, find_method, shipped_names
 from fedhet.methods.spec import Late, MethodSpec
@@ -279,13 +280,18 @@ def _summed(method: Method) -> str:
 
 def tasks(method: Method) -> str:
     """Return a sentence about the tasks that a method supports, and the settings they require."""
-    parts = [", ".join(method.spec.tasks)]
-    if len(method.spec.tasks) == 1:
-        parts.append(f"no other task, because {method.spec.only_tasks}")
-    for task, needs in method.spec.task_settings.items():
-        parts.append(f"{task} requires {_requirements(method, needs)}")
-    if losses := method.spec.losses:
-        parts.append(f"data.loss must be {' or '.join(losses)}, because {method.spec.only_losses}")
+    spec = method.spec
+    losses = " or ".join(
+        dict.fromkeys(loss for t in spec.tasks for loss in spec.losses(TASKS[t]()))
+    )
+    parts = [", ".join(spec.tasks)]
+    if spec.needs_task != LOSS:
+        parts.append(f"no other task, because {spec.only_tasks}")
+    if spec.needs_task == LIKELIHOOD:
+        parts.append(f"data.loss must be {losses}")
+    for needs, which in ((spec.with_classes, "with"), (spec.without_classes, "without")):
+        if needs:
+            parts.append(f"tasks {which} classes require {_requirements(method, needs)}")
     return f"Tasks (`data.task`): {'; '.join(parts)}."
 
 

@@ -23,7 +23,7 @@ from fedhet.config.sources import GivenSettings, from_flower, validate
 from fedhet.data import sources
 from fedhet.data.spec import Dataset
 from fedhet.data.store import DERIVED, GENERATED, RunData
-from fedhet.data.tasks import CLASSIFICATION, find_task, task_for
+from fedhet.data.tasks import find_task, task_for
 from fedhet.kinds import KINDS, augmentation
 from fedhet.learning.devices import compute_for
 from fedhet.methods.registry import Method, all_methods
@@ -130,7 +130,8 @@ def complete(given: GivenSettings) -> Config:
     run, method, settings = given.run, given.method, given.method_settings
     spec, is_private, kind = method.spec, run.privacy.is_on, sources.sample_kind(run.data)
     defaults, initial = spec.defaults(kind), type(settings)()
-    suitable = _task_settings(run, method)
+    has_classes = find_task(run.data.task).has_distribution
+    suitable = spec.with_classes if has_classes else spec.without_classes
     unsuitable = {k: v for k, v in suitable.items() if getattr(initial, k) not in v}
     defaults |= {k: v[0] for k, v in unsuitable.items()}
     defaults = {
@@ -162,7 +163,7 @@ def complete(given: GivenSettings) -> Config:
         data["labeled_alpha"] = LABELED_ALPHA
     changes["data"] = run.data.model_copy(update=data)
     if run.models.pool == RunSettings().models.pool:
-        pool = spec.pool(kind, find_task(run.data.task).name)
+        pool = spec.pool(kind, run.data.task)
         pool = models.private_pool(pool) if is_private else pool
         changes["models"] = run.models.model_copy(update={"pool": pool})
     if is_private and run.engine.precision == "auto":
@@ -187,34 +188,24 @@ def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
     Checks that the method supports the task, and that the task has the metrics.
     """
     task, spec = task_for(run.data), method.spec
-    # Include the tasks that this task extends.
-    names = {getattr(base, "name", "") for base in type(task).__mro__}
-    if names.isdisjoint(spec.tasks):
-        every = all_methods()[0].items()
-        able = ", ".join(name for name, each in every if names & {*each.spec.tasks})
+    if spec.needs_task not in task.properties:
         problem = f"unsupported by {method.name}, because {spec.only_tasks}"
-        expected = f"{' or '.join(spec.tasks)}, or another method ({able})"
+        if losses := spec.losses(task):
+            raise invalid_setting("data.loss", run.data.loss, " or ".join(losses), problem)
+        every = all_methods()[0].items()
+        able = ", ".join(n for n, each in every if each.spec.needs_task in task.properties)
+        supported = " or ".join(spec.tasks)
+        expected = f"{supported and f'{supported}, or '}another method ({able})"
         raise invalid_setting("data.task", run.data.task, expected, problem)
-    if run.data.loss not in (spec.losses or (run.data.loss,)):
-        problem = f"unsupported by {method.name}, because {spec.only_losses}"
-        raise invalid_setting("data.loss", run.data.loss, " or ".join(spec.losses), problem)
     if run.metrics == RunSettings().metrics:
         return tuple(filter(task.defines, task.metrics))
-    of_task = [name for name, metric in METRICS.items() if metric.task in names]
+    of_task = [name for name, metric in METRICS.items() if metric.task in task.properties]
     known = list(filter(task.defines, of_task))
     if odd := [name for name in run.metrics if name not in known]:
         expected, problem = f"names from {', '.join(known)}", f"the task is {task.name}"
         problem += f" with 'data.loss' = {run.data.loss!r}" if odd[-1] in of_task else ""
         raise invalid_setting("metrics", odd[-1], expected, problem)
     return tuple(dict.fromkeys([task.metrics[0], *run.metrics]))
-
-
-def _task_settings(run: RunSettings, method: Method) -> dict[str, tuple[Any, ...]]:
-    """Return the allowed values of the method's settings for the run's task, by field."""
-    suitable: dict[str, tuple[Any, ...]] = {}
-    for base in reversed(find_task(run.data.task).__mro__):  # including extended tasks
-        suitable |= method.spec.task_settings.get(getattr(base, "name", ""), {})
-    return suitable
 
 
 def _check_models_and_data(config: Config) -> None:
@@ -338,7 +329,7 @@ def _check_secure_aggregation(config: Config) -> None:
 def _check_training_and_pool(config: Config) -> None:
     run, name, spec = config.run, config.method.name, config.method.spec
     semi, pool, task = run.training.semi, run.models.pool, task_for(run.data)
-    if task.name != CLASSIFICATION.name and semi != "none":
+    if not task.has_distribution and semi != "none":
         raise invalid_setting("training.semi", semi, "none", f"the task is {task.name}")
     if not task.any_model and not models.WITHOUT_GRADIENTS.keys().isdisjoint(pool):
         problem = f"the task is {task.name} with 'data.loss' = {run.data.loss!r}"

@@ -71,6 +71,8 @@ MAX_PREDICTION = 1e15
 """Maximum magnitude of predictions when scores are computed. Replaces undefined predictions."""
 NUM_STRATA = 10
 """Number of equally sized groups of samples that replace the classes if targets are numbers."""
+LOSS, CLASSES, LIKELIHOOD = "loss", "classes", "likelihood"
+"""Properties of tasks on which methods rely (see `Task.properties`)."""
 QUANTILE = "quantile"
 LOSSES = ("squared", "huber", "absolute", QUANTILE)
 """Losses of regression, as in `data.loss`."""
@@ -86,7 +88,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    """Name in `data.task` and in `MethodSpec.tasks`."""
+    """Name in `data.task`."""
     metrics: ClassVar[tuple[str, ...]]
     """Default metrics of a run, as names in `METRICS`. The first metric is the headline metric."""
     noun: ClassVar[str] = "classes"
@@ -97,6 +99,8 @@ class Task(ABC):
     """Minimum number of outputs."""
     has_distribution: ClassVar[bool] = False
     """Whether the softmax of a model's outputs is a distribution over classes."""
+    has_likelihood: ClassVar[bool] = False
+    """Whether the default loss is a negative log-likelihood of a sample, up to constants."""
     has_lists: ClassVar[bool] = False
     """Whether a value of the target column may be a list."""
     rule: ClassVar[str] = "prediction = output"
@@ -122,6 +126,19 @@ class Task(ABC):
     def any_model(self) -> bool:
         """Whether models without gradients can learn the targets."""
         return False
+
+    @property
+    def properties(self) -> frozenset[str]:
+        """Properties on which methods rely, as in `MethodSpec.needs_task`.
+
+        - `LOSS`: a loss and a divergence. All tasks have both.
+        - `CLASSES`: one class per sample (`has_distribution`).
+        - `LIKELIHOOD`: a loss that is a likelihood (`has_likelihood`).
+        - The names of the task and of the tasks that it extends.
+        """
+        names = {getattr(base, "name", "") for base in type(self).__mro__} - {""}
+        known = {LOSS: True, CLASSES: self.has_distribution, LIKELIHOOD: self.has_likelihood}
+        return frozenset(names | {name for name, holds in known.items() if holds})
 
     # Targets of a table. `Dataset.classes` and `TableSchema.outputs` name the outputs.
 
@@ -218,6 +235,7 @@ class Classification(Task):
     constant = ("majority", "always predicting the most frequent class of the test set")
     min_outputs = 2
     has_distribution = True
+    has_likelihood = True
 
     @property
     def any_model(self) -> bool:
@@ -353,6 +371,7 @@ class Regression(Task):
     metrics = (RMSE, "mae", R2, COVERAGE)
     noun = "target columns"
     constant = ("constant", "always predicting the mean target of the test set")
+    has_likelihood = True
     rule = "prediction = output * deviations + means, of task"
 
     @classmethod
@@ -420,6 +439,11 @@ class Regression(Task):
     def any_model(self) -> bool:
         """Whether the loss is squared; models without gradients support no other loss."""
         return self.loss_name == "squared"
+
+    @property
+    def properties(self) -> frozenset[str]:
+        """Properties on which methods rely. Only the squared loss is a (Gaussian) likelihood."""
+        return super().properties - ({LIKELIHOOD} if self.loss_name != "squared" else set())
 
     def with_settings(self, settings: DataSettings) -> Regression:
         """Return the task with the loss and the quantiles of a run."""

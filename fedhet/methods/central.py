@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from fedhet.methods.spec import ALL_TASKS, MethodSpec, Protection, Sums, model_shapes
+from fedhet.methods.spec import MethodSpec, Protection, Sums, model_shapes
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import MethodSettings, ModelName
 from fedhet.wire.contract import Contract, Sizes, WeightsField
@@ -53,7 +53,7 @@ def trainer(run: RunSettings) -> str:
 SPEC = MethodSpec(
     title="one model trained on all clients' data: the upper bound, simulation only",
     paper="no paper",
-    tasks=ALL_TASKS,
+    needs_task="loss",
     headline="common",
     settings=CentralSettings,
     kinds=("global",),

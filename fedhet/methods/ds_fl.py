@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import DigestLoss
 from fedhet.methods import fedmd
-from fedhet.methods.spec import ALL_TASKS, Sums
+from fedhet.methods.spec import Sums
 from fedhet.settings.schema import Count, ModelName, Positive
 from fedhet.wire.contract import Sum
 
@@ -45,10 +45,7 @@ SPEC = replace(
     paper="Itahara et al., Distillation-Based Semi-Supervised Federated Learning (DS-FL)",
     settings=DsFlSettings,
     model_settings={"server_model": "model"},
-    task_settings={
-        task: {"loss": ("mse", "mae"), "aggregation": ("sa",), "temperature": (0.1,)}
-        for task in ALL_TASKS[1:]
-    },
+    without_classes={"loss": ("mse", "mae"), "aggregation": ("sa",), "temperature": (0.1,)},
     instructions=fedmd.instructions("probabilities", "logits"),
     replies=fedmd.replies("probabilities", "logits"),
     sums=Sums(

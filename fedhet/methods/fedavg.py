@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from fedhet.algorithms import Part
 from fedhet.methods.spec import (
-    ALL_TASKS,
     DP_SGD,
     SUM_OF_WEIGHTS,
     MethodSpec,
@@ -47,7 +46,7 @@ REPLIES = Contract((WeightsField("weights", "tensors to average, after training"
 SPEC = MethodSpec(
     title="weighted average of one model",
     paper="McMahan et al., Communication-Efficient Learning of Deep Networks",
-    tasks=ALL_TASKS,
+    needs_task="loss",
     headline="common",
     late="averaged",
     settings=FedAvgSettings,

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from fedhet.methods.fedavg import REPLIES, FedAvgSettings, part_sizes
-from fedhet.methods.spec import ALL_TASKS, DP_SGD, MethodSpec, Sums
+from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, CountOrNone, Positive
 from fedhet.wire.contract import Contract, WeightsField
@@ -27,7 +27,7 @@ SPEC = MethodSpec(
     title="one average per architecture, distilled from the ensemble on public data",
     paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
     headline="common",
-    tasks=ALL_TASKS,
+    needs_task="loss",
     settings=FedDfSettings,
     sizes=part_sizes,
     kinds=("private", "global"),

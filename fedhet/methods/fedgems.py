@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from fedhet.data.tasks import Task
-from fedhet.methods.spec import ALL_TASKS, PUBLIC_PREDICTIONS, MethodSpec, Sums
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import Count, MethodSettings, ModelName, Positive, kebab
 from fedhet.wire.contract import Contract, TensorField
@@ -89,8 +89,8 @@ SPEC = MethodSpec(
     title="larger server model, selective distillation on labeled public data",
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
     headline="common",
-    tasks=ALL_TASKS,
-    task_settings={"classification": {"tolerance": (0.25,)}},
+    needs_task="loss",
+    with_classes={"tolerance": (0.25,)},
     settings=FedGemsSettings,
     needs_public=True,
     model_settings={"server_model": "large_model"},

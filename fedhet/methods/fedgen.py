@@ -78,7 +78,7 @@ SPEC = replace(
     lg_fedavg.SPEC,
     title="one head for all extractors, trained with a feature generator",
     paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
-    tasks=("classification",),
+    needs_task="classes",
     only_tasks="its generator draws features of classes",
     settings=FedGenSettings,
     sizes=gen_sizes,

@@ -10,7 +10,7 @@ from fedhet.algorithms import LORA_A, LORA_B, Aggregation
 from fedhet.base.arrays import Arrays, Shapes
 from fedhet.base.errors import KnowledgeError
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import ALL_TASKS, DP_SGD, MethodSpec, Sums
+from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import CHOOSING
 from fedhet.settings.schema import NonNegative
 from fedhet.wire.contract import MAX_MAGNITUDE, Contract, Sizes, WeightsField
@@ -109,7 +109,7 @@ SPEC = MethodSpec(
     title="LoRA adapters with different ranks",
     paper="Bai et al., Federated Fine-tuning of Large Language Models under Heterogeneous Tasks",
     headline="common",
-    tasks=ALL_TASKS,
+    needs_task="loss",
     late="kept",
     settings=FedLoraSettings,
     sizes=part_sizes,

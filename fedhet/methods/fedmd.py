@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from fedhet.algorithms import DigestLoss, ScoreKind
 from fedhet.data.tasks import Task
-from fedhet.methods.spec import ALL_TASKS, PUBLIC_PREDICTIONS, MethodSpec, Sums
+from fedhet.methods.spec import PUBLIC_PREDICTIONS, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Count, CountOrNone, MethodSettings
 from fedhet.wire.contract import Contract, Sum, TensorField
@@ -137,8 +137,8 @@ SPEC = MethodSpec(
     title="mean class scores on labeled public data",
     paper="Li and Wang, FedMD: Heterogenous Federated Learning via Model Distillation",
     headline="common",
-    tasks=ALL_TASKS,
-    task_settings={task: {"loss": ("mae", "mse")} for task in ALL_TASKS[1:]},
+    needs_task="loss",
+    without_classes={"loss": ("mae", "mse")},
     settings=FedMdSettings,
     needs_public=True,
     learns_last=True,

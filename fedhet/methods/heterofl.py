@@ -7,7 +7,7 @@ from pydantic import Field
 
 from fedhet.algorithms import Part
 from fedhet.methods.fedavg import FedAvgSettings, part_sizes
-from fedhet.methods.spec import ALL_TASKS, DP_SGD, MethodSpec, Sums
+from fedhet.methods.spec import DP_SGD, MethodSpec, Sums
 from fedhet.settings.defense import ROBUST
 from fedhet.settings.schema import Listed
 from fedhet.wire.contract import Contract, Sum, TensorField, WeightsField
@@ -58,8 +58,8 @@ SPEC = MethodSpec(
     title="submodels of several widths, averaged where they overlap",
     paper="Diao et al., HeteroFL: Computation and Communication Efficient Federated Learning",
     headline="common",
-    tasks=ALL_TASKS,
-    task_settings={task: {"masked": (False,)} for task in ALL_TASKS[1:]},
+    needs_task="loss",
+    without_classes={"masked": (False,)},
     late="averaged",
     settings=HeteroFlSettings,
     sizes=part_sizes,

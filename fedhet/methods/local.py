@@ -1,11 +1,11 @@
 """Declaration of local training, the baseline without communication."""
 
-from fedhet.methods.spec import ALL_TASKS, MethodSpec, Protection, Sums
+from fedhet.methods.spec import MethodSpec, Protection, Sums
 
 SPEC = MethodSpec(
     title="baseline: each client trains alone",
     paper="no paper",
-    tasks=ALL_TASKS,
+    needs_task="loss",
     headline="common",
     late="averaged",
     any_model=True,

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from fedhet.algorithms import MIN_SCALE
 from fedhet.methods import fedavg
-from fedhet.methods.spec import ALL_TASKS, Protection, Sums, model_shapes
+from fedhet.methods.spec import Protection, Sums, model_shapes
 from fedhet.settings.schema import Count, NonNegative
 from fedhet.wire.contract import Contract, Sizes, Sum, WeightsField
 from fedhet.wire.identity import ClientInfo
@@ -40,10 +40,8 @@ SPEC = replace(
     title="personal Gaussian weight distributions close to a shared distribution",
     paper="Zhang et al., Personalized Federated Learning via Variational Bayesian Inference",
     headline="personal",
-    tasks=ALL_TASKS[:2],
-    only_tasks="its likelihood is categorical or Gaussian",
-    losses=("auto", "squared"),
-    only_losses="its likelihood is Gaussian",
+    needs_task="likelihood",
+    only_tasks="the loss must be a negative log-likelihood",
     settings=PFedBayesSettings,
     sizes=gaussian_sizes,
     instructions=Contract(

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from fedhet.algorithms import Part
 from fedhet.base.arrays import Shapes
 from fedhet.base.errors import SettingsError
-from fedhet.base.metrics import CLASSIFICATION, MULTI_LABEL, REGRESSION
-from fedhet.data.tasks import AUTO, find_task
+from fedhet.data.tasks import AUTO, CLASSES, LOSSES, TASKS, Task, find_task
 from fedhet.kinds import Kind
 from fedhet.settings.defense import Average
-from fedhet.settings.run import TrainingSettings
+from fedhet.settings.run import DataSettings, TrainingSettings
 from fedhet.settings.schema import MethodSettings, build
 from fedhet.wire.contract import Contract, Sizes, Sum, require
 from fedhet.wire.identity import ClientInfo
 
 EMPTY = Contract()
 """Contract for empty messages."""
-ALL_TASKS = (CLASSIFICATION, REGRESSION, MULTI_LABEL)
-"""Tasks for methods that need only the loss and divergence of a task (see `fedhet.data.tasks`)."""
 
 COMMON_METRICS = {
     "poisoned": "malicious clients among the sampled clients",
@@ -176,18 +174,16 @@ class MethodSpec:
     """Titles of the metrics that the method records, in addition to `COMMON_METRICS`."""
     kinds: tuple[str, ...] = ("private",)
     """Kinds of models that the clients evaluate."""
-    tasks: tuple[str, ...] = ("classification",)
-    """Names of the supported tasks (see `fedhet.data.tasks`); tasks that extend them are supported,
-    too."""
+    needs_task: str = CLASSES
+    """Property that a task must have, as in `Task.properties`: "loss" if the method needs only the
+    loss and the divergence of a task, "classes", "likelihood", or the name of a task."""
     only_tasks: str = "its losses and messages are defined for classes"
-    """Reason why the method supports no other tasks, as shown to users."""
-    losses: tuple[str, ...] = ()
-    """Supported values of `data.loss`; empty if the method supports all losses of the tasks."""
-    only_losses: str = ""
-    """Reason why the method supports no other losses, as shown to users."""
-    task_settings: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
-    """Supported values of the method's settings, by task and by field of the settings. If a default
-    is not supported, the first supported value replaces it."""
+    """Reason for `needs_task`, as shown to users."""
+    with_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Supported values of the method's settings in tasks with classes, by field of the settings.
+    If a default is not supported, the first supported value replaces it."""
+    without_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Supported values of the method's settings in tasks without classes, as in `with_classes`."""
     needs_public: bool = False
     """Whether the method needs public data."""
     needs_unlabeled: bool = False
@@ -245,7 +241,8 @@ class MethodSpec:
         require(self, title=str, paper=str, instructions=Contract, replies=Contract, kinds=tuple)
         require(self, metrics=Mapping, models=Mapping, model_settings=Mapping, defenses=tuple)
         require(self, robustness=str, warning=str, privacy=Protection, sums=Sums)
-        require(self, tasks=tuple, only_tasks=str, task_settings=Mapping, losses=tuple)
+        require(self, needs_task=str, only_tasks=str)
+        require(self, with_classes=Mapping, without_classes=Mapping)
         if not (isinstance(self.settings, type) and issubclass(self.settings, MethodSettings)):
             raise TypeError(
                 f"MethodSpec: 'settings' must be a subclass of MethodSettings, got {self.settings}"
@@ -273,11 +270,25 @@ class MethodSpec:
         """
         return "global" if "global" in self.kinds else ""
 
-    def pool(self, kind: Kind, task: str = "classification") -> tuple[str, ...]:
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks of this package that the method supports."""
+        return tuple(name for name, task in TASKS.items() if self.needs_task in task().properties)
+
+    def losses(self, task: Task) -> tuple[str, ...]:
+        """Return the values of `data.loss` that the method and a task support."""
+        able = []
+        for loss in (AUTO, *LOSSES):
+            with suppress(SettingsError):
+                trained = task.with_settings(DataSettings.model_construct(loss=loss))
+                able += [loss] if self.needs_task in trained.properties else []
+        return tuple(able)
+
+    def pool(self, kind: Kind, task: str = AUTO) -> tuple[str, ...]:
         """Return the default pool of models for a kind of data and a task."""
         if one := self.models.get(kind.name) or (kind.model if self.one_model else ""):
             return (one,)
-        any_model = self.any_model and task == "classification"
+        any_model = self.any_model and find_task(task).has_distribution
         return (kind.pool_of_any if any_model else ()) or kind.pool
 
     def defaults(self, kind: Kind) -> dict[str, str]:
