@@ -247,18 +247,28 @@ def infer_schema(
 
 
 def infer_column(
-    name: str, cells: Cells, spec: DataSpec, report: Callable[[str], object]
+    name: str,
+    cells: Cells,
+    spec: DataSpec,
+    report: Callable[[str], object],
+    *,
+    target: bool = False,
 ) -> Column:
-    """Infer the encoding of a column. Raises DataError if it is ambiguous or unsuitable."""
+    """Infer the encoding of a feature or, with `target`, of a numeric target.
+
+    Raises DataError if the column is ambiguous or unsuitable.
+    """
     values, where = Distinct.of(cells.column(name)), f"{cells.path}: column {name!r}"
     if all(is_missing(text, spec.missing) for text in values.texts):
-        raise DataError(f"{where}: no values found. Exclude it with data.exclude.")
+        advice = "Set data.target to another column" if target else "Exclude it with data.exclude"
+        raise DataError(f"{where}: no values found. {advice}.")
     try:
         reading = recognize(
             values,
             marks=spec.missing,
             words=name in spec.categories,
             typed=name in cells.typed,
+            target=target,
             decimal=spec.decimal,
             order=spec.date_order,
             decimal_evidence=lambda: cells.decimal_sign,
@@ -268,6 +278,11 @@ def infer_column(
         if error.place is None:
             raise DataError(f"{cells.path}: column {name!r}: {error.fault}") from None
         raise cells.fault(name, values.row(error.place), error.fault) from None
+    if target and reading.kind != "number":
+        raise DataError(
+            f"{cells.path}: target column {name!r}: expected numbers, got values of type "
+            f"{reading.kind}. Set data.task to classification if they are classes."
+        )
     if len(reading.words) > MAX_CATEGORIES:
         raise DataError(
             f"{where}: expected at most {MAX_CATEGORIES} categories, got {len(reading.words)} "
@@ -278,7 +293,7 @@ def infer_column(
             f"{where}: expected categories, got a different word in each of {len(cells)} rows. "
             "Exclude it with data.exclude."
         )
-    if _may_identify(reading, values, cells):
+    if not target and _may_identify(reading, values, cells):
         LOG.warning(
             "%s: all %d values are different integers of equal length. If they identify a person "
             "or a sample, exclude the column with data.exclude.",

@@ -383,12 +383,7 @@ class Regression(Task):
 
         columns = []
         for name in target_names(cells, spec):
-            column = infer_column(name, cells, spec, report)
-            if column.kind != "number":
-                raise DataError(
-                    f"{cells.path}: target column {name!r}: expected numbers, got values of type "
-                    f"{column.kind}. Set data.task to classification if they are classes."
-                )
+            column = infer_column(name, cells, spec, report, target=True)
             columns.append(column.model_copy(update={"missing": False}))
         return {"task": cls.name, "targets": tuple(columns)}
 

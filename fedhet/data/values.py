@@ -552,6 +552,18 @@ def class_words(
     return tuple(sorted(classes, key=lambda name: (int(name), name) if integers else name)), words
 
 
+FEATURE_ADVICE = (
+    ". Correct such values, leave them empty, list them in data.missing, or name the column in "
+    "data.categories if its values are words."
+)
+"""Advice for a feature column that mixes numbers and words."""
+TARGET_ADVICE = (
+    ". Correct such values, or remove their rows. If the values are classes, set data.task to "
+    "classification."
+)
+"""Advice for a numeric target that contains words."""
+
+
 # --- columns ------------------------------------------------------------------------------------
 
 
@@ -561,6 +573,7 @@ def recognize(
     marks: Sequence[str] = (),
     words: bool = False,
     typed: bool = False,
+    target: bool = False,
     decimal: str = "auto",
     order: str = "auto",
     decimal_evidence: Callable[[], str] = str,
@@ -573,6 +586,7 @@ def recognize(
         marks: Custom markers of missing values.
         words: Whether the values are words even if all of them are numbers (`data.categories`).
         typed: Whether the file declares the column numeric.
+        target: Whether the column is a numeric target, whose values must not be missing.
         decimal: Setting `data.decimal`.
         order: Setting `data.date-order`.
         decimal_evidence: Function that returns the decimal sign in other columns, or "".
@@ -610,6 +624,7 @@ def recognize(
                 kind, np.isnan(full), why, full, "" if written == _POINT else written, unit
             )
         if error is None and (fault := _fault(attempt, unit, numbers, candidates, rows)):
+            fault += TARGET_ADVICE if target else FEATURE_ADVICE
             error = UnclearError(fault, places[int(odd.argmax())])
     if error is not None:
         raise error
@@ -631,7 +646,7 @@ def _fault(
     texts: Sequence[str],
     rows: npt.NDArray[np.int64],
 ) -> str:
-    """Return the error message for a column that mixes numbers (or dates) and words, or "".
+    """Return the problem of a column that mixes numbers (or dates) and words, or "".
 
     A few words among numbers are treated as mistakes. Many words are codes, and thus valid, if the
     column has few distinct integers that are all frequent (such as 1, 2, 3, X). Many words among
@@ -645,11 +660,7 @@ def _fault(
     noun = nouns.get(attempt, "time such as 12:30:00")
     examples = [repr(texts[place]) for place in np.flatnonzero(odd)[:3].tolist()]
     if num_odd < MAX_ODD * (num_numeric + num_odd):
-        return (
-            f"{examples[0]} is not a {noun}, unlike almost all other values. Correct it, leave it "
-            "empty, list it in data.missing, or name the column in data.categories if its values "
-            "are words."
-        )
+        return f"{examples[0]} is not a {noun}, unlike almost all other values"
     fractions = bool((numbers[~odd] % 1 != 0).any())
     if num_numeric < FEW or not (
         fractions or distinct > MANY_CLASSES or 2 * distinct > num_numeric
@@ -657,6 +668,5 @@ def _fault(
         return ""
     return (
         f"{num_odd} of {num_numeric + num_odd} values, such as {', '.join(examples)[:100]}, are "
-        f"not a {noun}, unlike the other values. Correct them, leave them empty, list them in "
-        "data.missing, or name the column in data.categories if its values are words."
+        f"not a {noun}, unlike the other values"
     )

@@ -280,7 +280,7 @@ class MethodSpec:
         able = []
         for loss in (AUTO, *LOSSES):
             with suppress(SettingsError):
-                trained = task.with_settings(DataSettings.model_construct(loss=loss))
+                trained = task.with_settings(DataSettings().model_copy(update={"loss": loss}))
                 able += [loss] if self.needs_task in trained.properties else []
         return tuple(able)
 
