@@ -39,6 +39,7 @@ OPTIONS = {
     "fedgems": f"{TWO} --set fedgems.server-model=mlp2",
     "um-pfssl": "--models cnn2-dropout --set um-pfssl.warm-up=1 --set um-pfssl.passes=3 --rounds 4",
     "fedbn": "--models resnet10 --set data.max-samples=200",
+    "fedlora": ONE,
     "pfedme": f"{ONE} --set pfedme.steps=2",
     "fedkd": f"{TWO} --rounds 3",
     "fedtgp": f"{TWO} --set fedtgp.server-epochs=3",

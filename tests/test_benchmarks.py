@@ -1,12 +1,60 @@
 """Check that benchmarks that are rarely run still work."""
 
+import json
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from bases import make_bases
 
+from benchmarks import same_numbers, tasks
 from benchmarks.gpu import PIECES
+from fedhet.config.resolve import resolve
+from fedhet.config.sources import parse_pairs
+
+
+@pytest.mark.parametrize("name", same_numbers.RUNS)
+def test_the_settings_of_a_compared_run_are_valid(name):
+    method, *words = same_numbers.RUNS[name].format(data="data").split()
+    pairs = [word for option, word in zip(words[::2], words[1::2], strict=True)
+             if option == "--set"]  # fmt: skip
+    pool = words[words.index("--models") + 1].split(",") if "--models" in words else []
+    values = {"models.pool": pool} if pool else {}
+    resolve({"method": method, **values, **parse_pairs(pairs, method)})
+
+
+def test_tasks_compares_each_method_with_local_training_on_the_same_models(tmp_path, monkeypatch):
+    make_bases(tmp_path)
+    (tmp_path / "vit").rename(tmp_path / "disks")
+    monkeypatch.setenv("FEDHET_ENCODERS", str(tmp_path))
+    methods = ["fedavg", "fedmd", "fedbn", "fedlora", "pfedbayes"]
+    runs = tasks.runs(["diabetes", "image", "digits"], methods, [1])
+    for method, pool, task, seed in runs:
+        assert ("local", pool, task, seed) in runs
+        config = tasks.config_of(method, pool, task, seed)
+        assert config.run.data.task == ("multi-label" if task == "digits" else "regression")
+    assert {task for method, _, task, _ in runs if method == "fedlora"} == {"image", "digits"}
+    assert {task for method, _, task, _ in runs if method == "pfedbayes"} == {"diabetes", "image"}
+
+
+def test_the_improvement_is_the_mean_of_paired_differences_with_its_standard_error(tmp_path):
+    scores = {"local": [4.0, 5.0, 2.0], "fedmd": [3.0, 4.0, 2.0]}
+    for method, values in scores.items():
+        for seed, value in enumerate(values):
+            folder = tmp_path / f"{method}-three-diabetes-{seed}"
+            folder.mkdir()
+            (folder / "summary.json").write_text("{}")
+            score = {"mean": value, "std": 0.0, "worst": value, "per_client": {"client-0": value}}
+            record = {"round": 1, "metrics": {"rmse": {"common": {"private": score}}}}
+            (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    gains = np.array([25.0, 20.0, 0.0])
+    expected = f"+{gains.mean():.1f} ± {gains.std(ddof=1) / np.sqrt(3):.1f}"
+    assert tasks.cell(tmp_path, "fedmd", "diabetes", [0, 1, 2]) == expected
+    assert tasks.cell(tmp_path, "fedmd", "diabetes", [0, 1, 2, 3]) == "–"
+    lines = list(tasks.table(tmp_path, ["diabetes"], ["fedmd"], [0, 1, 2]))
+    assert lines[2:] == ["| `local`, three | common | 3.67 |", f"| `fedmd` | common | {expected} |"]
 
 
 @pytest.mark.slow
