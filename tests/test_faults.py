@@ -81,15 +81,20 @@ def placed(config: Config, directory: Path, resume: bool = False) -> Config:
     return resolve({**config.flat(), "out": str(directory), "resume": resume})
 
 
-def training(deployment: LocalDeployment, index: int, seconds: float = 5.0) -> psutil.Process:
-    """Wait until a site's client process has run for some seconds, and return it."""
+def training(deployment: LocalDeployment, index: int) -> psutil.Process:
+    """Wait until a site's client process trains, and return it.
+
+    A client records each training in its privacy ledger before the first epoch.
+    """
+    ledger = deployment.root / "state" / site_name(index) / "_privacy" / f"client-{index}.jsonl"
 
     def at_work():
         node = deployment.processes[site_name(index)]  # anew: it may be restarted meanwhile
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, FileNotFoundError):
             for process in psutil.Process(node.pid).children(recursive=True):
                 alive = process.status() != psutil.STATUS_ZOMBIE
-                if alive and "clientapp" in process.name() and process.cpu_times().user > seconds:
+                began = ledger.stat().st_mtime > process.create_time()
+                if alive and "clientapp" in process.name() and began:
                     return process
         return None
 
@@ -192,22 +197,21 @@ def test_a_site_that_loses_power_comes_back_with_its_model(deployment, tmp_path)
     assert not any("left out" in line and "another task" in line for line in going.said)
 
 
-@pytest.mark.timeout(2700)
 def test_a_site_that_is_killed_and_restarted_at_once_stalls_no_round(deployment, tmp_path):
     """The server accepts the new session after up to 57 s.
 
     Flower may not notice the failure before.
     """
-    crashes, rounds = 10, 24  # after a crash a round may begin without it
+    crashes, rounds = 2, 7  # rounds may begin without it: it is away, or it backs off
     going = Run(deployment, tmp_path / "run", rounds=rounds, local_epochs=500, round_timeout=3600.0)
     going.wait_for_round(2)
     with restarted_at_once(deployment, 1):
         for _ in range(crashes):
-            training(deployment, 1, 12.0)  # the imports before it describes itself take some 6
+            training(deployment, 1)
             done = going.rounds_done()
             kill_tree(deployment.processes[site_name(1)])
             until(lambda done=done: going.rounds_done() > done)  # a crash a round
-        found = going.end(2400.0)
+        found = going.end()
     usual = found[0]["seconds"]["total"]
     waited = [record["seconds"]["total"] for record in found]
     assert len(found) == rounds
@@ -338,7 +342,7 @@ def test_a_site_that_stands_still_in_its_rounds_is_late_and_counts_later(deploym
     """Rounds close with two of three replies. Suspension for a minute costs no round."""
     going = Run(deployment, tmp_path / "run", rounds=14, min_replies=2.0, local_epochs=60)
     for _ in range(2):
-        process = training(deployment, 2, seconds=1.0)
+        process = training(deployment, 2)
         node = deployment.processes[site_name(2)]
         asleep = [node, *psutil.Process(node.pid).children(recursive=True)]
         for each in asleep:
