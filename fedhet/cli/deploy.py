@@ -17,7 +17,6 @@ from rich.text import Text
 
 from fedhet.base.errors import FedhetError, SettingsError
 from fedhet.cli.options import (
-    NONE,
     Clients,
     ConfigFile,
     Dataset,
@@ -32,6 +31,7 @@ from fedhet.cli.options import (
     gather,
     listing,
     loading,
+    option,
     say,
 )
 from fedhet.config.sources import validate
@@ -44,8 +44,7 @@ Server = Annotated[
 ]
 Authority = Annotated[Path, typer.Option("--ca", metavar="FILE", help="Certificate of the CA.")]
 AuthorityOfServer = Annotated[
-    Path | None,
-    typer.Option("--ca", metavar="FILE", show_default=NONE, help="Certificate of the server's CA."),
+    Path | None, option("FILE", "Certificate of the server's CA.", "--ca")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 RUNS = Path("runs")
@@ -66,10 +65,10 @@ def deploy_local_command(
     out: Out = None,
     keep: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default="a temporary directory",
-            help="Directory for keys, logs and the state of the sites.",
+        option(
+            "DIR",
+            "Directory for keys, logs and the state of the sites.",
+            default="a temporary directory",
         ),
     ] = None,
 ) -> None:
@@ -92,9 +91,7 @@ def register_command(
     keys: Annotated[list[Path], typer.Argument(metavar="FILE.pub…", help="Public keys of nodes.")],
     server: Server,
     ca: Authority,
-    name: Annotated[
-        str, typer.Option(metavar="NAME", show_default="the file name", help="Client name.")
-    ] = "",
+    name: Annotated[str, option("NAME", "Client name.", default="the file name")] = "",
     replace: Annotated[
         bool,
         typer.Option("--replace", help="Replace the key of an existing client."),
@@ -129,12 +126,7 @@ def submit_command(
     server: Server,
     ca: Authority,
     out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            show_default="a new one in runs/",
-            help="Run directory on the server.",
-        ),
+        str | None, option("DIR", "Run directory on the server.", default="a new one in runs/")
     ] = None,
 ) -> None:
     """Start a run on a deployed server and its nodes, and follow its log."""
@@ -168,16 +160,13 @@ def certs_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="HOST",
-            show_default="localhost",
-            help="Host name or IP address that nodes use to reach the server. Repeatable.",
+        option(
+            "HOST",
+            "Host name or IP address that nodes use to reach the server. Repeatable.",
+            default="localhost",
         ),
     ] = None,
-    node: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", show_default=NONE, help="Name of a node. Repeatable."),
-    ] = None,
+    node: Annotated[list[str] | None, option("NAME", "Name of a node. Repeatable.")] = None,
     nodes: Annotated[int, typer.Option(min=0, help="Number of nodes, named site-0, site-1, …")] = 0,
     days: Annotated[
         int, typer.Option(min=1, max=3650, help="Validity of the certificates in days.")
@@ -186,27 +175,16 @@ def certs_command(
         bool, typer.Option("--renew", help="Replace the server's certificate.")
     ] = False,
     key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            show_default=NONE,
-            help="Create only the key pair of this node. Run this at the site.",
-        ),
+        str | None, option("NAME", "Create only the key pair of this node. Run this at the site.")
     ] = None,
     peer: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            show_default=NONE,
-            help="Create only this site's key for secure aggregation. Run this at the site.",
-        ),
+        option("NAME", "Create only this site's key for secure aggregation. Run this at the site."),
     ] = None,
     classes: Annotated[
         str,
-        typer.Option(
-            metavar="LIST",
-            show_default=NONE,
-            help="With --peer: numbers of the classes whose means the site sends, such as 0-3,7.",
+        option(
+            "LIST", "With --peer: numbers of the classes whose means the site sends, such as 0-3,7."
         ),
     ] = "",
 ) -> None:
@@ -217,39 +195,38 @@ def certs_command(
     from fedhet.deployment import certs
     from fedhet.deployment.local import site_name
 
-    for option, name, others in (("--key", key, (peer, classes)), ("--peer", peer, (key,))):
+    for flag, name, others in (("--key", key, (peer, classes)), ("--peer", peer, (key,))):
         if name is not None and (renew or host or node or nodes or any(others)):
             raise SettingsError(
-                f"{option} cannot be combined with other options, because it creates only a key "
-                "pair"
+                f"{flag} cannot be combined with other options, because it creates only a key pair"
             )
     if classes and peer is None:
         raise SettingsError(f"--classes {classes}: expected --peer NAME with the site's name")
-    if peer is not None:
-        from fedhet.config import secure
-
-        private, public = secure.write_key(directory, peer, secure.class_numbers(classes))
-        say(f"wrote {private}")
-        say(f"wrote {public}")
-        say(f"next: send {public.name} to the other sites; keep {private.name} secret")
-        return
     if renew and (node or nodes):
         raise SettingsError(
             "--renew cannot be combined with --node or --nodes, because it replaces only the "
             "server's certificate"
         )
-    if key is not None:
-        for path in certs.make_node_key(directory / key):
-            say(f"wrote {path}")
-        say(f"next: register {key}.pub with the server; keep {key} secret")
-        return
-    if renew:
+    advice = ""
+    if peer is not None:
+        from fedhet.config import secure
+
+        written = secure.write_key(directory, peer, secure.class_numbers(classes))
+        private, public = (path.name for path in written)
+        advice = f"next: send {public} to the other sites; keep {private} secret"
+    elif key is not None:
+        written = certs.make_node_key(directory / key)
+        advice = f"next: register {key}.pub with the server; keep {key} secret"
+    elif renew:
         written = certs.renew(directory, host or [], days)
     else:
         names = [*(site_name(k) for k in range(nodes)), *(node or [])]
         written = certs.make(directory, host or [], names, days)
     for path in written:
         say(f"wrote {path}")
+    if advice:
+        say(advice)
+        return
     if not written:
         say(f"nothing to do: {directory} already contains all keys and certificates")
     for name in (certs.CA_CERTIFICATE, certs.SERVER_CERTIFICATE):
@@ -263,10 +240,7 @@ def peers_command(
         list[Path],
         typer.Argument(metavar="FILE…", help="Public files of all sites, or one peers file."),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", show_default=NONE, help="Peers file to write."),
-    ] = None,
+    out: Annotated[Path | None, option("FILE", "Peers file to write.")] = None,
     cap: Annotated[
         int,
         typer.Option(
@@ -386,12 +360,7 @@ def sites_command(
     ],
     ca: Authority,
     remove: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            show_default=NONE,
-            help="Unregister this site; its key is then rejected.",
-        ),
+        str | None, option("NAME", "Unregister this site; its key is then rejected.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -464,12 +433,7 @@ def doctor_command(
         typer.Argument(metavar="[DIR]", help="Also check the keys and certificates in DIR."),
     ] = None,
     server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            show_default=NONE,
-            help="Address of the control API of a server to check.",
-        ),
+        str | None, option("HOST:PORT", "Address of the control API of a server to check.")
     ] = None,
     ca: AuthorityOfServer = None,
     as_json: Json = False,

@@ -152,7 +152,13 @@ def complete_setting(incomplete: str) -> list[tuple[str, str]]:
     return [(f"{name}={each}", "") for each in choices if str(each).startswith(value)]
 
 
-# --- options for settings
+# --- options
+
+
+def option(metavar: str, text: str, *names: str, default: str = NONE, **more: Any) -> Any:
+    """Declare an option that is unset by default; the help shows `default` as its default value."""
+    return typer.Option(*names, metavar=metavar, show_default=default, help=text, **more)
+
 
 FLAGS = {
     "dataset": "data.dataset",
@@ -172,10 +178,10 @@ def _flag(name: str, metavar: str | None = None) -> Any:
     info = RunSettings.fields()[FLAGS[name]]
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     description = info.description or ""
-    return typer.Option(
-        help=f"{description[:1].upper()}{description[1:]}.",
-        show_default=as_text(info.default) or NONE,
-        metavar="|".join(choices) or metavar,
+    return option(
+        "|".join(choices) or metavar,
+        f"{description[:1].upper()}{description[1:]}.",
+        default=as_text(info.default) or NONE,
     )
 
 
@@ -185,21 +191,15 @@ Method = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME[,NAME]",
-        show_default=NONE,
+    option(
+        "NAME[,NAME]",
+        "Presets; later presets override earlier ones. See `fedhet presets`.",
         autocompletion=complete_preset,
-        help="Presets; later presets override earlier ones. See `fedhet presets`.",
     ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        show_default=NONE,
-        help="TOML file with settings, such as the config.toml of a run.",
-    ),
+    option("FILE", "TOML file with settings, such as the config.toml of a run.", "--config"),
 ]
 Dataset = Annotated[str | None, _flag("dataset", "NAME[:PATH]")]
 Clients = Annotated[str | None, _flag("clients", "INT")]
@@ -211,19 +211,17 @@ Strict = Annotated[bool | None, _flag("strict")]
 Out = Annotated[str | None, _flag("out", "DIR")]
 Pairs = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "KEY=VALUE",
+        "Set any setting; see `fedhet settings`. Repeatable.",
         "--set",
         "-s",
-        metavar="KEY=VALUE",
-        show_default=NONE,
-        help="Set any setting; see `fedhet settings`. Repeatable.",
         autocompletion=complete_setting,
     ),
 ]
-TRUST = typer.Option(
-    metavar="MODULE[,MODULE]",
-    show_default=NONE,
-    help="Modules that settings in DIR may import, in addition to those in FEDHET_TRUST.",
+TRUST = option(
+    "MODULE[,MODULE]",
+    "Modules that settings in DIR may import, in addition to those in FEDHET_TRUST.",
 )
 
 

@@ -14,7 +14,7 @@ import typer
 
 from fedhet.base.errors import SettingsError
 from fedhet.base.metrics import METRICS
-from fedhet.cli.options import NONE, TRUST, console, listing, loading, say
+from fedhet.cli.options import TRUST, console, listing, loading, option, say
 from fedhet.runs.records import KINDS, PROTOCOLS
 from fedhet.runs.units import printable, score
 
@@ -39,52 +39,50 @@ def compare_command(
     ),
     target: Annotated[
         float | None,
-        typer.Option(
-            metavar="NUMBER",
-            show_default="a score that all runs reach",
-            help="Target score for the bytes-to-target column, e.g. an accuracy of 0.7.",
+        option(
+            "NUMBER",
+            "Target score for the bytes-to-target column, e.g. an accuracy of 0.7.",
+            default="a score that all runs reach",
         ),
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option(
-            metavar="|".join(KINDS),
-            show_default="private if available",
-            help="Kind of model whose score orders the runs; methods may define additional kinds.",
+        option(
+            "|".join(KINDS),
+            "Kind of model whose score orders the runs; methods may define additional kinds.",
+            default="private if available",
         ),
     ] = None,
     protocol: Annotated[
         str | None,
-        typer.Option(
-            metavar="|".join(PROTOCOLS),
-            show_default="the method's headline",
-            help="Test set whose score orders the runs: the common test set, or the clients' own "
+        option(
+            "|".join(PROTOCOLS),
+            "Test set whose score orders the runs: the common test set, or the clients' own "
             "test splits.",
+            default="the method's headline",
         ),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME[:KIND]",
-            show_default="local if present, otherwise the first",
-            help="Baseline of the paired differences: a method, or the label of a run in the "
+        option(
+            "NAME[:KIND]",
+            "Baseline of the paired differences: a method, or the label of a run in the "
             "table. Append :KIND to select another kind of model.",
+            default="local if present, otherwise the first",
         ),
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(
-            metavar="|".join(METRICS),
-            show_default="the runs' headline metric, such as accuracy",
-            help="Metric to compare, among those recorded by the runs.",
+        option(
+            "|".join(METRICS),
+            "Metric to compare, among those recorded by the runs.",
+            default="the runs' headline metric, such as accuracy",
         ),
     ] = None,
     figures: Annotated[
         str,
-        typer.Option(
-            metavar="NAME[,NAME]",
-            show_default=NONE,
-            help="Method metrics to plot in addition to the accuracy, e.g. pseudo_error.",
+        option(
+            "NAME[,NAME]", "Method metrics to plot in addition to the accuracy, e.g. pseudo_error."
         ),
     ] = "",
     test: Annotated[
@@ -304,11 +302,7 @@ def privacy_command(
     ] = 1e-5,
     merge: Annotated[
         Path | None,
-        typer.Option(
-            metavar="COPY",
-            show_default=NONE,
-            help="Another copy of LEDGER, such as a backup, whose entries are added first.",
-        ),
+        option("COPY", "Another copy of LEDGER, such as a backup, whose entries are added first."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -18,7 +18,6 @@ import typer
 
 from fedhet.base.errors import SettingsError
 from fedhet.cli.options import (
-    NONE,
     TRUST,
     Backend,
     Clients,
@@ -35,6 +34,7 @@ from fedhet.cli.options import (
     complete_method,
     gather,
     loading,
+    option,
     read_seeds,
     say,
 )
@@ -63,29 +63,18 @@ def run_command(
     strict: Strict = None,
     out: Out = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            show_default=NONE,
-            help="Resume the run in DIR after its last complete round.",
-        ),
+        Path | None, option("DIR", "Resume the run in DIR after its last complete round.")
     ] = None,
     trust: Annotated[str | None, TRUST] = None,
     seed: Seed = None,
     seeds: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INT,INT…",
-            show_default=NONE,
-            help="Seeds; trains one run per seed and compares the runs.",
-        ),
+        str | None, option("INT,INT…", "Seeds; trains one run per seed and compares the runs.")
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            metavar="METHOD",
-            show_default=NONE,
-            help="Baseline method to train and show next to the run, such as local.",
+        option(
+            "METHOD",
+            "Baseline method to train and show next to the run, such as local.",
             autocompletion=complete_method,
         ),
     ] = None,
@@ -150,17 +139,14 @@ def sweep_command(
         ),
     ],
     seeds: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INT,INT…", show_default="0", help="Seeds; trains one run per value and seed."
-        ),
+        str | None, option("INT,INT…", "Seeds; trains one run per value and seed.", default="0")
     ] = None,
     figures: Annotated[
         str,
-        typer.Option(
-            metavar="NAME[,NAME]",
-            show_default="the first",
-            help="Method metrics to plot in addition to the accuracy.",
+        option(
+            "NAME[,NAME]",
+            "Method metrics to plot in addition to the accuracy.",
+            default="the first",
         ),
     ] = "",
     out: Annotated[

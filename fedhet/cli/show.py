@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedhet.cli.options import (
-    NONE,
     Clients,
     ConfigFile,
     Dataset,
@@ -27,6 +26,7 @@ from fedhet.cli.options import (
     listing,
     listings,
     loading,
+    option,
     say,
 )
 from fedhet.config import reference
@@ -176,36 +176,20 @@ def schema_command(
     ],
     target: Annotated[str, typer.Option(help="Label column.")],
     columns: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,NAME…",
-            help="Feature columns.",
-            show_default="all but the target",
-        ),
+        str, option("NAME,NAME…", "Feature columns.", default="all but the target")
     ] = "",
     exclude: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,NAME…",
-            help="Columns that are not features, such as the site.",
-            show_default=NONE,
-        ),
+        str, option("NAME,NAME…", "Columns that are not features, such as the site.")
     ] = "",
     categories: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,NAME…",
-            help="Columns to treat as categorical although they hold numbers, such as codes.",
-            show_default=NONE,
+        option(
+            "NAME,NAME…",
+            "Columns to treat as categorical although they hold numbers, such as codes.",
         ),
     ] = "",
     missing: Annotated[
-        str,
-        typer.Option(
-            metavar="MARK,MARK…",
-            help="Additional markers of missing values, such as -999.",
-            show_default=NONE,
-        ),
+        str, option("MARK,MARK…", "Additional markers of missing values, such as -999.")
     ] = "",
     task: Annotated[
         str,

@@ -30,9 +30,9 @@ from typing import IO, Any
 
 from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, nearest, one_line
-from fedhet.data.spec import DataSpec, check_max_bytes, reading
+from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
 from fedhet.data.tasks import find_task
-from fedhet.data.values import date_order, decimal_sign, label_text
+from fedhet.data.values import date_order, decimal_sign, is_missing, label_text
 
 LOG = logging.getLogger("fedhet")
 _FORMATS = (".csv", ".tsv", ".jsonl")
@@ -332,6 +332,18 @@ class Cells:
             raise missing_column_error(self.path, name, self.columns)
         return self.columns[name]
 
+    def owners(self) -> dict[str, Any]:
+        """Return `groups` and `group_names` of a `Dataset` from `data.by`, or {} if it is empty.
+
+        Raises DataError if the owner of a row is missing.
+        """
+        if not (by := self.spec.by.strip()):
+            return {}
+        owners = self.column(by)
+        if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
+            raise self.fault(by, absent[0], "values of the column data.by must not be missing")
+        return encode_owners(owners)
+
     def fault(self, column: str, row: int, fault: str) -> DataError:
         """Return the error for an invalid value."""
         where = f"{self.noun} {self.lines[row]}"
@@ -510,29 +522,13 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
     """
     with reading(path, "Parquet file", ""):
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        schema = pq.read_schema(path)
-        names = schema.names
-        types = pa.types
-        texts = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
-        repeated = [each.name for each in schema if any(is_text(each.type) for is_text in texts)]
-        metadata = pq.read_metadata(path)
-        groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
-        chunks = [group.column(k) for group in groups for k in range(group.num_columns)]
-        delta_encoded = {  # pyarrow cannot read these columns as dictionaries.
-            each.path_in_schema for each in chunks if any("DELTA" in e for e in each.encodings)
-        }
-        repeated = [name for name in repeated if name not in delta_encoded]
-        file = pq.ParquetFile(path, metadata=metadata, read_dictionary=repeated)
-        check_unique_columns(path, [name.strip() for name in names])
-        rows = metadata.num_rows
-        check_max_bytes(sum(group.total_byte_size for group in groups), spec, path)
-        check_max_bytes(size + _REFERENCE * rows * (len(names) + 1), spec, path)
+        file, schema, largest = _open_parquet(path, spec, size)
+        rows = file.metadata.num_rows
         columns: dict[str, list[str]] = {}
         unusable: dict[str, str] = {}
         typed = set()
-        for name in names:
+        for name in schema.names:
             value_type = schema.field(name).type
             key = name.strip() or "Unnamed: 0"
             if pa.types.is_dictionary(value_type):
@@ -552,17 +548,12 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
             if pa.types.is_nested(value_type) or pa.types.is_interval(value_type):
                 unusable[key] = f"values of type {value_type}"
                 continue
-            if (
-                pa.types.is_floating(value_type)
-                or pa.types.is_integer(value_type)
-                or pa.types.is_decimal(value_type)
-            ):
+            numeric = pa.types.is_floating, pa.types.is_integer, pa.types.is_decimal
+            if any(is_numeric(value_type) for is_numeric in numeric):
                 typed.add(key)
-            batch_size = 2**16
-            if name in delta_encoded:  # One DELTA_BYTE_ARRAY value may be as large as all pages.
-                sizes = [c.total_uncompressed_size for c in chunks if c.path_in_schema == name]
-                batch_size = max(1, min(batch_size, spec.max_bytes // max(1, *sizes)))
-            column = columns[key] = []
+            # One value with the encoding DELTA_BYTE_ARRAY may be as large as all pages.
+            batch_size = max(1, min(2**16, spec.max_bytes // largest.get(name, 1)))
+            column: list[str] = []
             distinct: dict[str, str] = {}
             for batch in file.iter_batches(batch_size=batch_size, columns=[name]):
                 values = batch.column(0)
@@ -575,13 +566,42 @@ def _read_parquet(path: Path, spec: DataSpec, size: int) -> Cells:
                     break
                 size += bytes_of(islice(reversed(distinct.values()), len(distinct) - before))
                 check_max_bytes(size, spec, path)
-            if key in unusable:
-                del columns[key]
+            else:
+                columns[key] = column
     if not rows:
         raise DataError(f"{path}: no rows found")
     return Cells(
         path, columns, range(1, rows + 1), spec, size, unusable=unusable, typed=frozenset(typed)
     )
+
+
+def _open_parquet(path: Path, spec: DataSpec, size: int) -> tuple[Any, Any, dict[str, int]]:
+    """Open a Parquet file, and check its size before any column is read.
+
+    Columns of texts are read as dictionaries, except delta-encoded columns, for which pyarrow does
+    not support this. Returns the file, its schema, and the size in bytes of the largest chunk of
+    each delta-encoded column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema, metadata, types = pq.read_schema(path), pq.read_metadata(path), pa.types
+    texts = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
+    groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
+    chunks = [group.column(k) for group in groups for k in range(group.num_columns)]
+    delta = {c.path_in_schema for c in chunks if any("DELTA" in each for each in c.encodings)}
+    largest = dict.fromkeys(delta, 1)
+    for chunk in chunks:
+        if (name := chunk.path_in_schema) in delta:
+            largest[name] = max(largest[name], chunk.total_uncompressed_size)
+    repeated = [each.name for each in schema if any(is_text(each.type) for is_text in texts)]
+    repeated = [name for name in repeated if name not in delta]
+    file = pq.ParquetFile(path, metadata=metadata, read_dictionary=repeated)
+    check_unique_columns(path, [name.strip() for name in schema.names])
+    check_max_bytes(sum(group.total_byte_size for group in groups), spec, path)
+    columns = len(schema.names)
+    check_max_bytes(size + _REFERENCE * metadata.num_rows * (columns + 1), spec, path)
+    return file, schema, largest
 
 
 def _texts(values: Any, distinct: dict[str, str]) -> list[str]:

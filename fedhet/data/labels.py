@@ -20,10 +20,10 @@ from fedhet.base.errors import DataError, nearest
 from fedhet.base.seeding import numpy_rng
 from fedhet.data.cells import Cells, find_rows, missing_column_error, read_table
 from fedhet.data.class_folders import TEST, TRAIN, UNLABELED, VALIDATION, Files, Scan
-from fedhet.data.spec import Dataset, DataSpec, Split, encode_owners, subset_rows
+from fedhet.data.spec import Dataset, DataSpec, Split, subset_rows
 from fedhet.data.tables import TableSchema
 from fedhet.data.tasks import Classification, find_task
-from fedhet.data.values import MAX_NUMBER, is_missing
+from fedhet.data.values import MAX_NUMBER
 from fedhet.kinds import Shape
 
 LOG = logging.getLogger("fedhet")
@@ -154,16 +154,12 @@ def read_label_tables(
             schema = TableSchema(target=target, classes=tuple(names))
         else:
             schema = infer_targets(cells, spec.replace(target=target))
-    task, owned = schema.task_object, dict[str, Any]()
+    task = schema.task_object
     targets = task.encode(schema, cells)
     # Draw the subset first, so that no other files are read.
     groups = task.strata(targets, schema.outputs)[1]
     rows = subset_rows(groups, spec.max_samples, numpy_rng(spec.seed, "max-samples"))
-    if by:
-        owners = cells.column(by)
-        if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
-            raise cells.fault(by, absent[0], "values of the column data.by must not be missing")
-        owned = encode_owners(owners)
+    if owned := cells.owners():
         owned["groups"] = owned["groups"][rows]
     x = files.read([paths[row] for row in rows], spec, like)
     train, test = Split(x, targets[rows]), None

@@ -12,7 +12,7 @@ import torch
 from fedhet.base.disk import expanded, read_toml_tables
 from fedhet.base.errors import DataError, StateError, error_reason
 from fedhet.data.cells import find_rows, read_table
-from fedhet.data.class_folders import TRAIN, UNLABELED, Scan, contains_samples, find_tree
+from fedhet.data.class_folders import TRAIN, UNLABELED, Files, Scan, contains_samples, find_tree
 from fedhet.data.images import IMAGES
 from fedhet.data.labels import find_label_tables, read_label_tables
 from fedhet.data.partition import hold_out
@@ -285,21 +285,7 @@ def _read(
         described = target_fields(shared) or {"classes": names or tuple(map(str, range(classes)))}
         return Dataset(f"{root}", train, test, kind=kind, **described), None, 0
     if rows is not None:
-        test_rows = find_rows(root, "test")
-        if stated is not TABLE and not (schema and schema.columns):
-            return read_texts(rows, test_rows, spec, names, classes, schema), None, 0
-        schema = schema or read_schema(root / SCHEMA)  # This reports the missing file.
-        if not schema.columns:
-            raise DataError(
-                f"{root / SCHEMA}: columns: expected the columns of a table, got only targets. Set "
-                "data.sample-kind to text if the rows are texts."
-            )
-        task = _check_targets(schema, root, classes, spec)
-        train = labeled_split(schema, read_table(rows, spec))
-        test = labeled_split(schema, read_table(test_rows, spec)) if test_rows else None
-        names, kind = schema.outputs, TABLE.name
-        table = Dataset(f"{root}", train, test, names, kind=kind, schema=schema, task=task)
-        return table, None, 0
+        return _read_rows(root, rows, spec, classes, names, schema), None, 0
 
     # A text file next to an image describes the image, so the samples are texts only if the tree
     # contains no images.
@@ -310,19 +296,56 @@ def _read(
             f"{root / CLASSES}: {reserved[0]!r} cannot be a class name, because it is reserved "
             f"for the directory of unlabeled {files.noun}"
         )
-    if label_tables := find_label_tables(root, files, spec):
-        if is_classification:
-            schema = None
-        like = declared.shape if declared and not texts else None
+    like = declared.shape if declared and not texts else None
+    if tables := find_label_tables(root, files, spec):
         of_site = spec.replace(by="", max_samples=0)
-        dataset = read_label_tables(label_tables, files, of_site, schema, names, like)
+        dataset = read_label_tables(tables, files, of_site, schema, names, like)
         if len(dataset.classes) != (classes or len(dataset.classes)):
             raise DataError(
-                f"{label_tables[TRAIN]}: expected {classes} different labels, one for each class "
-                f"of the run, got {len(dataset.classes)}. If some are missing, list all classes "
-                f"in the order of the run in {root / CLASSES}."
+                f"{tables[TRAIN]}: expected {classes} different labels, one for each class of the "
+                f"run, got {len(dataset.classes)}. If some are missing, list all classes in the "
+                f"order of the run in {root / CLASSES}."
             )
         return dataset, None, 0
+    return _read_tree(root, files, spec, classes, names, like, unlabeled=unlabeled)
+
+
+def _read_rows(
+    root: Path,
+    rows: Path,
+    spec: DataSpec,
+    classes: int,
+    names: tuple[str, ...],
+    schema: TableSchema | None,
+) -> Dataset:
+    """Read a site's texts or table from the row file `rows` and, if it exists, the test file."""
+    test_rows = find_rows(root, "test")
+    if sample_kind(spec) is not TABLE and not (schema and schema.columns):
+        return read_texts(rows, test_rows, spec, names, classes, schema)
+    schema = schema or read_schema(root / SCHEMA)  # This reports the missing file.
+    if not schema.columns:
+        raise DataError(
+            f"{root / SCHEMA}: columns: expected the columns of a table, got only targets. Set "
+            "data.sample-kind to text if the rows are texts."
+        )
+    task = _check_targets(schema, root, classes, spec)
+    train = labeled_split(schema, read_table(rows, spec))
+    test = labeled_split(schema, read_table(test_rows, spec)) if test_rows else None
+    kind, outputs = TABLE.name, schema.outputs
+    return Dataset(f"{root}", train, test, outputs, kind=kind, schema=schema, task=task)
+
+
+def _read_tree(
+    root: Path,
+    files: Files,
+    spec: DataSpec,
+    classes: int,
+    names: tuple[str, ...],
+    like: Shape | None,
+    *,
+    unlabeled: bool,
+) -> tuple[Dataset, Split | None, int]:
+    """Read a site's tree with one directory for each class; see `_read` for the result."""
     tree = find_tree(root, files, classes=names, all_classes=False)
     if len(tree.classes) != classes:
         raise DataError(
@@ -330,8 +353,7 @@ def _read(
             f"{len(tree.classes)}. If some are missing, list all classes in the order of the run "
             f"in {root / CLASSES}."
         )
-    dataset = tree.read(spec, declared.shape if declared and not texts else None)
-    paths = tree.unlabeled
+    dataset, paths = tree.read(spec, like), tree.unlabeled
     if paths is None:
         return dataset, None, 0
     if not unlabeled:

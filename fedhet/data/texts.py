@@ -35,7 +35,7 @@ from fedhet.data.labels import infer_targets
 from fedhet.data.spec import Dataset, DataSpec, Split, check_max_bytes, encode_owners, reading
 from fedhet.data.tables import TableSchema
 from fedhet.data.tasks import AUTO, MAX_CLASSES, Classification, find_task
-from fedhet.data.values import MANY_CLASSES, Words, class_words, is_missing
+from fedhet.data.values import MANY_CLASSES, Words, class_words
 from fedhet.kinds import PADDING, TEXT, Shape, text_shape
 
 LOG = logging.getLogger("fedhet")
@@ -293,7 +293,7 @@ def _read_texts_with_targets(
     """Read texts with targets from `data.target` or, if it is empty, `data.label-column`."""
     target = schema.target if schema else spec.target or spec.label_column
     spec = spec.replace(target=target)
-    rows, by = read_table(train, spec), spec.by.strip()
+    rows = read_table(train, spec)
     schema = schema or infer_targets(rows, spec)
     task = schema.task_object
 
@@ -303,11 +303,7 @@ def _read_texts_with_targets(
             raise cells.fault(", ".join(spec.text_column), empty[0], "the text is missing")
         return Split(tokenize(texts, spec, cells.path), task.encode(schema, cells))
 
-    owned = {}
-    if by:
-        owned = encode_owners(owners := rows.column(by))
-        if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
-            raise rows.fault(by, absent[0], "values of the column data.by must not be missing")
+    owned = rows.owners()
     return Dataset(
         spec.dataset, split(rows), split(read_table(test, spec)) if test else None, schema.outputs,
         kind=TEXT.name, shape=text_sample_shape(spec), **owned, schema=schema, task=task,

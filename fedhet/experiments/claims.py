@@ -70,6 +70,22 @@ def read_finished(folder: Path) -> list[TableResult]:
     return results
 
 
+def find_finished(
+    folder: Path | None, default: Path, names: Collection[str]
+) -> tuple[list[TableResult], str]:
+    """Return the finished tables among `names`, and a description of their directory.
+
+    The tables are read from `folder` or, if it is None, from `default`. If `default` contains none
+    of the tables, the tables included in fedhet are returned.
+    """
+    source = folder or default
+    found = [each for each in read_finished(source) if each.table in names]
+    if found or folder:
+        return found, f"the tables in {source}"
+    found = [each for each in read_finished(MEASURED) if each.table in names]
+    return found, "the tables that come with fedhet"
+
+
 @dataclass(frozen=True)
 class TestedClaim:
     """Claim of a paper, with the comparisons that test the claim at one size of a table."""

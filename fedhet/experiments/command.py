@@ -10,109 +10,98 @@ from typing import Annotated
 import typer
 
 from fedhet.base.errors import SettingsError
-from fedhet.cli.options import NONE, console, listing, loading, read_seeds
+from fedhet.cli.options import console, listing, loading, option, read_seeds
 from fedhet.cli.run import check_sweepable
 from fedhet.config.sources import parse_pairs
 
 LIST = resources.files("fedhet.experiments") / "list.json"
 """List of tables, precomputed by `make reference` because counting the runs takes seconds."""
-TableName = Annotated[
-    str | None,
-    typer.Argument(
-        help="A table, a paper such as felo (all of its tables), all, or field; lists the "
-        "tables if omitted. claims counts the claims that hold in finished tables."
-    ),
-]
-Size = Annotated[
-    str,
-    typer.Option(
-        metavar="tiny|small|paper",
-        help="Digits in minutes, the paper's data with small networks, or the paper's settings.",
-    ),
-]
-Seeds = Annotated[str, typer.Option(metavar="INT,INT…", help="Seeds of each cell.")]
 TABLES = Path("runs/tables")
-TablesOut = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        show_default=str(TABLES),
-        help="Directory of the runs and tables. For claims and --show: directory of finished "
-        "tables; defaults to the tables included in fedhet if it contains none.",
-    ),
-]
-Jobs = Annotated[
-    int, typer.Option(min=1, help="Number of runs to train in parallel, each in its own process.")
-]
-Pairs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        show_default=NONE,
-        help="Setting of all runs, such as data.data-dir or engine.backend. Repeatable.",
-    ),
-]
-KeepModels = Annotated[
-    bool,
-    typer.Option(
-        "--keep-models", help="Keep the models of finished runs in addition to their metrics."
-    ),
-]
-Show = Annotated[
-    bool,
-    typer.Option(
-        "--show",
-        help="Print finished tables with every comparison and note, without training.",
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the runs and their commands without training.")
-]
-TableMethods = Annotated[
-    str,
-    typer.Option(
-        "--methods",
-        metavar="NAME[,NAME]",
-        show_default="all",
-        help="Methods of the table field, including custom methods.",
-    ),
-]
-TableRows = Annotated[
-    str,
-    typer.Option(
-        "--rows",
-        metavar="WORDS[,WORDS]",
-        show_default="all",
-        help="Train only the rows whose names start with one of these words.",
-    ),
-]
-Latex = Annotated[
-    bool, typer.Option("--latex", help="Also write the tables as LaTeX, with booktabs rules.")
-]
-TableJson = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print the claims as a JSON list of {paper, table, size, claim, verdict}."
-    ),
-]
 
 
 def table_command(
-    name: TableName = None,
-    size: Size = "tiny",
-    seeds: Seeds = "0,1,2",
-    out: TablesOut = None,
-    jobs: Jobs = 1,
-    set_: Pairs = None,
-    keep_models: KeepModels = False,
-    dry_run: DryRun = False,
-    show: Show = False,
-    latex: Latex = False,
-    methods: TableMethods = "",
-    rows: TableRows = "",
-    as_json: TableJson = False,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A table, a paper such as felo (all of its tables), all, or field; lists the "
+            "tables if omitted. claims counts the claims that hold in finished tables."
+        ),
+    ] = None,
+    size: Annotated[
+        str,
+        typer.Option(
+            metavar="tiny|small|paper",
+            help="Digits in minutes, the paper's data with small networks, or the paper's "
+            "settings.",
+        ),
+    ] = "tiny",
+    seeds: Annotated[str, typer.Option(metavar="INT,INT…", help="Seeds of each cell.")] = "0,1,2",
+    out: Annotated[
+        Path | None,
+        option(
+            "DIR",
+            "Directory of the runs and tables. For claims and --show: directory of finished "
+            "tables; defaults to the tables included in fedhet if it contains none.",
+            default=str(TABLES),
+        ),
+    ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, help="Number of runs to train in parallel, each in its own process."),
+    ] = 1,
+    set_: Annotated[
+        list[str] | None,
+        option(
+            "KEY=VALUE",
+            "Setting of all runs, such as data.data-dir or engine.backend. Repeatable.",
+            "--set",
+            "-s",
+        ),
+    ] = None,
+    keep_models: Annotated[
+        bool,
+        typer.Option(
+            "--keep-models", help="Keep the models of finished runs in addition to their metrics."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the runs and their commands without training.")
+    ] = False,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show",
+            help="Print finished tables with every comparison and note, without training.",
+        ),
+    ] = False,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Also write the tables as LaTeX, with booktabs rules.")
+    ] = False,
+    methods: Annotated[
+        str,
+        option(
+            "NAME[,NAME]",
+            "Methods of the table field, including custom methods.",
+            "--methods",
+            default="all",
+        ),
+    ] = "",
+    rows: Annotated[
+        str,
+        option(
+            "WORDS[,WORDS]",
+            "Train only the rows whose names start with one of these words.",
+            "--rows",
+            default="all",
+        ),
+    ] = "",
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the claims as a JSON list of {paper, table, size, claim, verdict}.",
+        ),
+    ] = False,
 ) -> None:
     """Reproduce tables of papers next to the printed numbers, or create the table of all methods.
 

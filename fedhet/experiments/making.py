@@ -35,6 +35,7 @@ from fedhet.experiments.plan import (
     plan_field,
     read_field,
     read_table,
+    table_names,
     tables_of,
 )
 from fedhet.methods.registry import find_method
@@ -154,19 +155,16 @@ def show_result(result: paper.TableResult, table: PaperTable) -> None:
         console.print(printed(paper.claims(result)))
 
 
-def show_tables(word: str, directory: Path | None, default: Path) -> None:
+def show_tables(word: str, folder: Path | None, default: Path) -> None:
     """Print finished tables in full: numbers, comparisons, the claims' verdicts, and notes.
 
-    The tables are read from `directory` or, if it is None, from `default`. If `default` contains
-    none of the tables, the tables included in fedhet are printed. Raises StateError if no finished
-    table is found.
+    `claims.find_finished` selects the directory. Raises StateError if no finished table is found.
     """
-    names, source = tables_of(word), directory or default
-    results = [each for each in claims.read_finished(source) if each.table in names]
-    if not (results or directory):
-        results = [each for each in claims.read_finished(claims.MEASURED) if each.table in names]
+    results, _ = claims.find_finished(folder, default, tables_of(word))
     if not results:
-        raise StateError(f"{word}: no finished table found in {source}. Run `fedhet table {word}`.")
+        raise StateError(
+            f"{word}: no finished table found in {folder or default}. Run `fedhet table {word}`."
+        )
     for result in results:
         table = read_table(result.table)
         say(f"{table.title}. {table.source}. {result.about(table)}")
@@ -182,20 +180,16 @@ def show_tables(word: str, directory: Path | None, default: Path) -> None:
             say(f"- {note}")
 
 
-def show_claims(folder: Path | None, usual: Path, *, as_json: bool) -> None:
+def show_claims(folder: Path | None, default: Path, *, as_json: bool) -> None:
     """Print the number of claims by verdict in the finished tables, or all claims as JSON.
 
-    The tables are read from `folder` or, if it is None, from `usual`. If `usual` contains no
-    tables, the tables included in fedhet are used. Raises StateError if `folder` contains no
-    table.
+    `claims.find_finished` selects the directory. Raises StateError if `folder` contains no table.
     """
-    found, where = claims.read_finished(folder or usual), f"the tables in {folder or usual}"
+    found, where = claims.find_finished(folder, default, table_names())
     if folder and not found:
         raise StateError(
             f"{folder}: no finished table found. Run `fedhet table NAME --out {folder}`."
         )
-    if not found:
-        found, where = claims.read_finished(claims.MEASURED), "the tables that come with fedhet"
     tested = claims.claims_in(found)
     if as_json:
         listed = [

@@ -389,52 +389,84 @@ def compare(
     if test not in TESTS:
         raise SettingsError(f"--test: must be one of {', '.join(TESTS)}, got {test!r}")
     runs, notes = load_runs(dirs)
-    headlines = list(dict.fromkeys(run.headline_metric for run in runs if run.last_evaluated))
-    if metric is None and len(headlines) > 1:
-        raise SettingsError(
-            f"metric: expected runs with one headline metric, got {', '.join(headlines)}. Compare "
-            "runs of the same task, or select a metric."
-        )
-    metric = metric or (headlines or [ACCURACY])[0]
-    measured = {name for run in runs for name in run.metrics} - {*headlines}
-    if metric not in (known := [*(headlines or [ACCURACY]), *sorted(measured, key=in_order)]):
-        raise SettingsError(
-            f"metric: must be one of {', '.join(known)} for these runs, got {metric!r}. The "
-            "setting 'metrics' selects the metrics that a run measures."
-        )
-    compared = metric_of(metric)
-    sign = -1 if compared.lower_is_better else 1
-    in_range = target is None or compared.lowest < target <= compared.highest
-    if target is not None and (compared.is_fraction or not in_range):
-        if not 0 < target <= 100:
-            raise SettingsError(f"target: must be a fraction or a percentage, got {target!r}")
-        target = target / 100 if target > 1 else target
-    groups, group_notes = group_runs([run.with_metric(metric) for run in runs])
+    compared = choose_metric(runs, metric)
+    groups, group_notes = group_runs([run.with_metric(compared.name) for run in runs])
     columns = choose_columns(groups, kind, protocol)
+    sign = -1 if compared.lower_is_better else 1
 
     def rank(group: Group) -> tuple[float, str]:
         mean = sign * group.score(columns[0]).mean
         return (-mean if math.isfinite(mean) else math.inf), group.label
 
     ranked = sorted(groups, key=rank)
+    reached, label, basis = choose_target(ranked, columns[0], compared, target)
     pairs = pair_groups(ranked, columns[0], against, test)
     notes += [*group_notes, *cautions(ranked, columns[0])]
     faults = {pair.fault for pair in pairs}
     if pairs and "" not in faults:
         notes.append(f"no paired differences: {' or '.join(sorted(faults))}")
+    notes += [f"bytes to {label}: {basis}"] if basis else []
+    chosen = choose_metrics(figures, sorted({n for group in groups for n in group.method_metrics}))
+    return Comparison(
+        tuple(ranked), columns, reached, label, tuple(notes), chosen, pairs, compared, test
+    )
+
+
+def choose_metric(runs: Sequence[Run], name: str | None) -> Metric:
+    """Return the metric to compare, by default the headline metric of the runs.
+
+    Raises SettingsError if the runs have different headline metrics or lack the metric.
+    """
+    headlines = list(dict.fromkeys(run.headline_metric for run in runs if run.last_evaluated))
+    if name is None and len(headlines) > 1:
+        raise SettingsError(
+            f"metric: expected runs with one headline metric, got {', '.join(headlines)}. Compare "
+            "runs of the same task, or select a metric."
+        )
+    headlines = headlines or [ACCURACY]
+    name = name or headlines[0]
+    measured = {each for run in runs for each in run.metrics} - {*headlines}
+    if name not in (known := [*headlines, *sorted(measured, key=in_order)]):
+        raise SettingsError(
+            f"metric: must be one of {', '.join(known)} for these runs, got {name!r}. The "
+            "setting 'metrics' selects the metrics that a run measures."
+        )
+    return metric_of(name)
+
+
+def choose_target(
+    groups: Sequence[Group], column: Column, metric: Metric, target: float | None
+) -> tuple[float, str, str]:
+    """Return the target score, its text, and the basis of a target that was not given.
+
+    The default is 90 % of the lowest last score of any run or, if lower scores are better, 110 % of
+    the highest last score, so that all runs reach the target. The percentage is relative to the
+    metric's lowest possible value, or to 0 if the metric has no lower bound. A target above 1 is a
+    percentage if the metric is a fraction. Raises SettingsError if the target is out of range.
+    """
     basis = ""
     if target is None:
-        target = default_target(ranked, columns[0], compared)
-        bound = "110 % of the highest" if compared.lower_is_better else "90 % of the lowest"
-        above = f" above {compared.lowest:g}" if compared.lowest not in (0, -MAX_ERROR) else ""
-        basis = f"{bound} {compared.title}{above}, which all runs reach"
-    label = percent(target) if compared.is_fraction else score(target)
-    notes += [f"bytes to {label}: {basis}"] if basis else []
-    available_metrics = sorted({name for group in groups for name in group.method_metrics})
-    chosen = choose_metrics(figures, available_metrics)
-    return Comparison(
-        tuple(ranked), columns, target, label, tuple(notes), chosen, pairs, compared, test
-    )
+        bound = "110 % of the highest" if metric.lower_is_better else "90 % of the lowest"
+        above = f" above {metric.lowest:g}" if metric.lowest not in (0, -MAX_ERROR) else ""
+        basis = f"{bound} {metric.title}{above}, which all runs reach"
+        last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
+        if not last.count():
+            target = metric.lowest
+        elif metric.lower_is_better:
+            target = metric.lowest + 1.1 * (float(last.max()) - metric.lowest)
+            digits = 3 if target <= 0 else max(3, 3 - math.floor(math.log10(target)))
+            scale = float(10**digits)
+            target = math.ceil(target * scale) / scale
+        else:
+            worst = float(last.min())
+            lowest = metric.lowest if metric.lowest > -MAX_ERROR else worst - abs(worst)
+            target = lowest + 0.9 * (worst - lowest)
+            target = math.floor(target * 1000) / 1000 or target
+    elif metric.is_fraction or not metric.lowest < target <= metric.highest:
+        if not 0 < target <= 100:
+            raise SettingsError(f"target: must be a fraction or a percentage, got {target!r}")
+        target = target / 100 if target > 1 else target
+    return target, percent(target) if metric.is_fraction else score(target), basis
 
 
 def choose_columns(
@@ -480,26 +512,6 @@ def choose_metrics(names: str, available: Sequence[str]) -> tuple[str, ...]:
                 f"{', '.join(available) or 'none'}{nearest(name, available)}"
             )
     return chosen
-
-
-def default_target(groups: Sequence[Group], column: Column, metric: Metric) -> float:
-    """Return 90 % of the lowest last score of any run, so that all runs reach the target.
-
-    If lower scores are better, returns 110 % of the highest last score. The percentage is relative
-    to the metric's lowest possible value, or to 0 if the metric has no lower bound.
-    """
-    last = pd.Series([run.last(*column).mean for group in groups for run in group.runs])
-    if not last.count():
-        return metric.lowest
-    bound = float(last.max() if metric.lower_is_better else last.min())
-    if metric.lower_is_better:
-        target = metric.lowest + 1.1 * (bound - metric.lowest)
-        digits = 3 if target <= 0 else max(3, 3 - math.floor(math.log10(target)))
-        scale = float(10**digits)
-        return math.ceil(target * scale) / scale
-    lowest = metric.lowest if metric.lowest > -MAX_ERROR else bound - abs(bound)
-    target = lowest + 0.9 * (bound - lowest)
-    return math.floor(target * 1000) / 1000 or target
 
 
 def cautions(groups: Sequence[Group], column: Column) -> list[str]:

@@ -22,7 +22,7 @@ import contextlib
 import importlib
 import math
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ from fedhet.data.spec import (
 from fedhet.data.tables import TableSchema
 from fedhet.data.tasks import Classification, Regression, find_task
 from fedhet.data.texts import TEXTS, read_texts, read_windows
-from fedhet.data.values import is_missing
 from fedhet.kinds import IMAGE, KINDS, SIGNAL, TABLE, TEXT, Kind, kind_of_arrays
 
 # Limit labels, because the largest label determines the number of classes, and thus the memory.
@@ -161,17 +160,23 @@ def make_split(
 
 
 def infer_array_targets(
-    root: Path, arrays: Mapping[Path | str, npt.NDArray[Any]], spec: DataSpec
+    root: Path, arrays: Iterable[tuple[Path | str, npt.NDArray[Any]]], spec: DataSpec
 ) -> TableSchema | None:
     """Infer the schema of the targets in the training arrays `y`, or return None for classes.
 
-    `arrays` maps the source of each array, for messages, to the array. Raises DataError if an array
-    is invalid.
+    `arrays` yields the source of each array, for messages, and the array. Raises DataError if an
+    array is invalid.
     """
     if find_task(spec.task) is Classification:
         return None
-    tables = [array_cells(y, where, spec) for where, y in arrays.items()]
+    tables = [array_cells(y, where, spec) for where, y in arrays]
     return infer_targets(Cells.concatenate(root, tables, spec), tables[0].spec)
+
+
+def _targets_in(paths: Iterable[Path], spec: DataSpec) -> Iterator[tuple[Path, npt.NDArray[Any]]]:
+    """Yield each .npz file with its array `y`, which is read only when it is needed."""
+    for path in paths:
+        yield path, read_arrays(path, ("y",), spec)["y"]
 
 
 def target_fields(schema: TableSchema | None) -> dict[str, Any]:
@@ -257,8 +262,7 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
                 f"client, 0.npz to {clients - 1}.npz"
             )
     files = [root / part / f"{k}.npz" for k in range(clients) for part in _MIN_SAMPLES]
-    training = (file for file in files if file.parent.name == "train")
-    schema = _infer_npz_targets(root, training, spec)
+    schema = infer_array_targets(root, _targets_in(files[::2], spec), spec)
     splits: list[Split] = []
     for path in files:
         splits.append(read_npz(path, spec, kind, schema=schema))
@@ -278,14 +282,6 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
     if schema is None:
         described = {"classes": numbered_classes(split for _, split in pairs)}
     return Dataset(spec.dataset, train, common, parts=parts, kind=stated, **described)
-
-
-def _infer_npz_targets(root: Path, paths: Iterable[Path], spec: DataSpec) -> TableSchema | None:
-    """Infer the schema of the targets in the training files, or return None for classes."""
-    if find_task(spec.task) is Classification:
-        return None
-    arrays: dict[Path | str, Any] = {k: read_arrays(k, ("y",), spec)["y"] for k in paths}
-    return infer_array_targets(root, arrays, spec)
 
 
 _MIN_SAMPLES = {"train": 2, "test": 1}
@@ -323,7 +319,7 @@ def read_signals(directory: str, spec: DataSpec) -> Dataset:
                 f"{spec.by!r}"
             )
         return read_clients(directory, spec, SIGNAL)
-    schema = _infer_npz_targets(root, [path], spec)
+    schema = infer_array_targets(root, _targets_in([path], spec), spec)
     train, test = read_pair(root, spec, SIGNAL, schema=schema)
     owned = {}
     if spec.by:
@@ -378,11 +374,7 @@ def read_own_table(place: str, spec: DataSpec) -> Dataset:
     path, first, test = _located(place, ENDINGS)
     if first is not None:
         train = read_table(first, spec)
-        owned, by = {}, spec.by.strip()
-        if by:
-            owned = encode_owners(owners := train.column(by))
-            if absent := [row for row, owner in enumerate(owners) if is_missing(owner)]:
-                raise train.fault(by, absent[0], "values of the column data.by must not be missing")
+        owned = train.owners()
     else:
         test = None
         if spec.by:
@@ -520,7 +512,7 @@ def read_user_dataset(path: str, task: str, target: str) -> Dataset:
         return parts
     names = tuple(map(str, parts.get("classes") or ()))
     spec = DataSpec(task=task, target=target or ",".join(names))
-    schema = infer_array_targets(Path(name), {f"{name}: train": parts["train"][1]}, spec)
+    schema = infer_array_targets(Path(name), [(f"{name}: train", parts["train"][1])], spec)
     splits = {}
     for part in [each for each in ("train", "test") if parts.get(each) is not None]:
         where = f"{name}: {part}"
