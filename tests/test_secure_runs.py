@@ -241,7 +241,7 @@ def test_methods_that_need_single_replies_are_refused(method):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fraction": 0.5}, "'fraction': expected 1.0 with 'privacy.secure-aggregation', got 0.5"),
+        ({"fraction": 0.5}, "'fraction': expected 1 with 'privacy.secure-aggregation', got 0.5"),
         ({"defense.average": "median"}, "'defense.average': expected mean with"),
         ({"attack.kind": "sign-flip"}, "'attack.kind': expected none with"),
         ({"pace.mode": "asynchronous"}, "'pace.mode': expected synchronous with"),

@@ -142,11 +142,10 @@ def complete(given: GivenSettings) -> Config:
         defaults |= {k: models.group_norm_name(v) for k, v in defaults.items() if k in clients}
     unset = {k: v for k, v in defaults.items() if getattr(settings, k) == getattr(initial, k)}
     settings = settings.model_copy(update=unset)
+    problem = f"the task is {find_task(run.data.task).name}"
     for name, allowed in suitable.items():
-        if (value := getattr(settings, name)) not in allowed:
-            expected = " or ".join(str(each).lower() for each in allowed)
-            problem = f"the task is {find_task(run.data.task).name}"
-            raise invalid_setting(f"{method.table}.{kebab(name)}", value, expected, problem)
+        setting = f"{method.table}.{kebab(name)}"
+        _check_allowed(setting, getattr(settings, name), allowed, problem=problem)
 
     changes: dict[str, Any] = {}
     fixed = settings.fixed_rounds()
@@ -206,6 +205,16 @@ def _metrics_of_task(run: RunSettings, method: Method) -> tuple[str, ...]:
         problem += f" with 'data.loss' = {run.data.loss!r}" if odd[-1] in of_task else ""
         raise invalid_setting("metrics", odd[-1], expected, problem)
     return tuple(dict.fromkeys([task.metrics[0], *run.metrics]))
+
+
+def _check_allowed(
+    name: str, value: object, allowed: Sequence[object], switch: str = "", problem: str = ""
+) -> None:
+    """Check that the value of a setting is in `allowed`, as the setting `switch` requires."""
+    if value not in allowed:
+        texts = (f"{v:g}" if isinstance(v, float) else f"{v}".lower() or "empty" for v in allowed)
+        given = f" with '{switch}'" if switch else ""
+        raise invalid_setting(name, value, " or ".join(dict.fromkeys(texts)) + given, problem)
 
 
 def _check_models_and_data(config: Config) -> None:
@@ -272,37 +281,28 @@ def _check_privacy(config: Config) -> None:
     switch, epsilon = "privacy.noise-multiplier", run.privacy.noise_multiplier
     if run.privacy.epsilon:
         switch, epsilon = "privacy.epsilon", run.privacy.epsilon
-
-    def check(setting: str, value: object, allowed: Sequence[object], problem: str = "") -> None:
-        if value not in allowed:
-            expected = " or ".join(
-                f"{each:g}" if isinstance(each, float) else str(each).lower() for each in allowed
-            )
-            raise invalid_setting(setting, value, f"{expected} with '{switch}'", problem)
-
-    if run.data.held_out_clients:
-        problem = "the local epoch of held-out clients is not protected"
-        expected = f"0 with '{switch}'"
-        raise invalid_setting("data.held-out-clients", run.data.held_out_clients, expected, problem)
+    problem = "the local epoch of held-out clients is not protected"
+    _check_allowed("data.held-out-clients", run.data.held_out_clients, (0.0,), switch, problem)
     if method.spec.privacy.unsupported:
         problem = f"unsupported by {method.name} ({method.spec.privacy.unsupported})"
         raise invalid_setting(switch, epsilon, "0", problem)
     for name, needed in method.spec.privacy.needs.items():
-        check(f"{method.table}.{kebab(name)}", getattr(config.method_settings, name), needed)
+        setting = f"{method.table}.{kebab(name)}"
+        _check_allowed(setting, getattr(config.method_settings, name), needed, switch)
     if run.data.public_dataset == GENERATED:
         problem = "generated samples reveal values of the clients' samples"
         expected = f"another dataset, or 'data.public-fraction', with '{switch}'"
         raise invalid_setting("data.public-dataset", GENERATED, expected, problem)
     values = run.flat()
     for setting, needed in PRIVATE.items():
-        check(setting, values[setting], needed)
+        _check_allowed(setting, values[setting], needed, switch)
     for setting, model in _models_of_clients(config):
         suitable = models.group_norm_name(model)
         if suitable != model:
             problem = f"the batch norms of {model} mix the samples of a batch"
-            check(setting, model, (suitable,), problem)
+            _check_allowed(setting, model, (suitable,), switch, problem)
         elif model in models.WITHOUT_GRADIENTS:
-            check(setting, model, ("a neural network",))
+            _check_allowed(setting, model, ("a neural network",), switch)
 
 
 def _check_secure_aggregation(config: Config) -> None:
@@ -314,14 +314,12 @@ def _check_secure_aggregation(config: Config) -> None:
     if sums.unsupported:
         problem = f"unsupported by {method.name} ({sums.unsupported})"
         raise invalid_setting(setting, True, "false", problem)
-    values = run.flat() | {
-        f"{method.table}.{kebab(name)}": getattr(settings, name) for name in sums.needs
-    }
-    needs = {f"{method.table}.{kebab(name)}": allowed for name, allowed in sums.needs.items()}
-    for name, allowed in {**needs, **SUMMED}.items():
-        if values[name] not in allowed:
-            rule = " or ".join(dict.fromkeys(f"{value}".lower() or "empty" for value in allowed))
-            raise invalid_setting(name, values[name], f"{rule} with '{setting}'")
+    for name, allowed in sums.needs.items():
+        own = f"{method.table}.{kebab(name)}"
+        _check_allowed(own, getattr(settings, name), allowed, setting)
+    values = run.flat()
+    for name, allowed in SUMMED.items():
+        _check_allowed(name, values[name], allowed, setting)
     if run.clients < MIN_SUMMED:
         raise invalid_setting("clients", run.clients, f"at least {MIN_SUMMED} with '{setting}'")
 

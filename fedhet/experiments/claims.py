@@ -213,10 +213,13 @@ def _section(result: TableResult) -> str:
     part = re.split(r", (?=Table|Fig|Section)", table.source, maxsplit=1)[-1]
     hardware = "" if result.hardware == USUAL_HARDWARE else f"{result.hardware} "
     about = f"{part}. {result.about(table)} {hardware}{result.made}."
-    claims = [
-        f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({_tally(claim.counts)})."
-        for claim in claims_in([result])
-    ]
+    claims = []
+    for claim in claims_in([result]):
+        # Count the comparisons that hold, are within noise, and fail, as in "2/1/0".
+        tally = "/".join(str(claim.counts[outcome]) for outcome in OUTCOMES[:3])
+        if missing := claim.counts["not measured"]:
+            tally += f", {missing} not measured"
+        claims.append(f"- {escape_markdown(claim.says)}: **{WORDS[claim.verdict]}** ({tally}).")
     digits = 1 if table.unit == "percent" else 2
     listed = {name: value for name, value in result.settings.items() if name not in UNLISTED}
     is_default = result.seeds == USUAL_SEEDS and not listed
@@ -233,13 +236,6 @@ def _section(result: TableResult) -> str:
         f"{result.remark}\n" if result.remark else "",
     ]
     return "\n".join(filter(None, parts))
-
-
-def _tally(counts: Counter[str]) -> str:
-    """Return the numbers of comparisons that hold, are within noise, and fail, as in "2/1/0"."""
-    decided = "/".join(str(counts[outcome]) for outcome in OUTCOMES[:3])
-    missing = counts["not measured"]
-    return f"{decided}, {missing} not measured" if missing else decided
 
 
 def tables_listed() -> list[tuple[str, str, str, str]]:
