@@ -123,6 +123,31 @@ def assert_class_means(reply: Mapping[str, Array], features: Tensor, labels: Ten
         np.testing.assert_allclose(reply["features"][row], mean, rtol=1e-3, atol=1e-5)
 
 
+def assert_only_rows_per_class(
+    config: Config, directory: Path, field: str, width: int = 10, also: str = ""
+) -> None:
+    """Assert that both sides send only `classes` and a row of `field` for each of these classes.
+
+    The first instruction is empty. A client replies with the classes that it has, and may send the
+    field `also`.
+    """
+    server = Server(config, directory)
+    asked = server.ask(1)
+    assert not instruction_of(asked[0]).tensors
+    answers = server.answers(asked)
+    for proxy, result in answers:
+        reply = reply_of(result)
+        assert set(reply.tensors) == {"classes", field, *filter(None, [also])}
+        present = sorted(set(client_of(proxy).y.tolist()))
+        assert reply.tensors["classes"].tolist() == present
+        assert reply.tensors[field].shape == (len(present), width)
+        assert not reply.scalars
+    server.strategy.aggregate_fit(1, answers, [])
+    sent = instruction_of(server.ask(2)[0])
+    assert set(sent.tensors) == {"classes", field}
+    assert not sent.scalars
+
+
 def instruction_of(asked) -> Knowledge:
     """Return the knowledge in a client's instruction; `asked` is its proxy and its `FitIns`."""
     proxy, ins = asked

@@ -195,6 +195,28 @@ def test_sites_with_texts_of_their_own_give_the_numbers_of_a_simulation(tmp_path
     assert numbers[0] == numbers[1]
 
 
+def deployed_with_tables(simulated, table, config, root):
+    """Deploy `config` on three sites with the rows of the clients of a simulation on `table`.
+
+    The sites share the schema. Returns the summary and the directories of the sites.
+    """
+    folders = site_folders(table, simulated, root / "sites")
+    dataset = RunData.of(simulated.run).dataset
+    with LocalDeployment(root / "deployment", nodes=3) as deployment:
+        deployment.stop("site-0", "site-1", "site-2")  # started with partitions
+        for k, folder in enumerate(folders):
+            (folder / "schema.toml").write_text(dataset.schema.to_toml())
+            (folder / "classes.txt").unlink()
+            node = {"data": folder, "name": f"client-{k}", "model": config.run.models.pool[k]}
+            words = " ".join(f'{key}="{value}"' for key, value in node.items())
+            deployment.start_node(k, **{"node-config": words})
+        there = {"models.num-classes": len(dataset.classes), "data.sample-kind": "table"}
+        changes = {**config.flat(), **there, "engine.join-timeout": 300.0}
+        summary, said = to_the_end(deployment, resolve(changes), root / "run")
+    assert not any("left out" in line for line in said)
+    return summary, folders
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_path):
@@ -203,19 +225,7 @@ def test_sites_with_tables_of_their_own_give_the_numbers_of_a_simulation(tmp_pat
     table = {"dataset": f"table:{everyone}", "target": "died", "by": "ward", "max_samples": 0}
     common = {"clients": 3, "rounds": 3, "models": ["mlp", "mlp2", "mlp3"]}
     simulated = small("felo", **common, **table)
-    folders = site_folders(everyone, simulated, tmp_path / "sites")
-    schema = RunData.of(simulated.run).dataset.schema.to_toml()
-    with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
-        deployment.stop("site-0", "site-1", "site-2")  # started with partitions
-        for k, folder in enumerate(folders):
-            (folder / "schema.toml").write_text(schema)
-            (folder / "classes.txt").unlink()
-            node = {"data": folder, "name": f"client-{k}", "model": common["models"][k]}
-            words = " ".join(f'{key}="{value}"' for key, value in node.items())
-            deployment.start_node(k, **{"node-config": words})
-        there = {"models.num-classes": 2, "data.sample-kind": "table", "join_timeout": 300.0}
-        summary, said = to_the_end(deployment, small("felo", **common, **there), tmp_path / "run")
-    assert not any("left out" in line for line in said)
+    summary, _ = deployed_with_tables(simulated, everyone, small("felo", **common), tmp_path)
     assert summary["accuracy"] == run(simulated, tmp_path / "simulated")["accuracy"]
 
 
@@ -230,19 +240,7 @@ def test_sites_predict_numbers_as_in_a_simulation(tmp_path):
     common |= {"data.task": "regression", "early-stopping": 3, "keep-best": True}
     common["data.loss"] = "quantile"
     simulated = small("fml", **common, **table)
-    folders = site_folders(everyone, simulated, tmp_path / "sites")
-    schema = RunData.of(simulated.run).dataset.schema.to_toml()
-    with LocalDeployment(tmp_path / "deployment", nodes=3) as deployment:
-        deployment.stop("site-0", "site-1", "site-2")  # started with partitions
-        for k, folder in enumerate(folders):
-            (folder / "schema.toml").write_text(schema)
-            (folder / "classes.txt").unlink()
-            node = {"data": folder, "name": f"client-{k}", "model": common["models"][k]}
-            words = " ".join(f'{key}="{value}"' for key, value in node.items())
-            deployment.start_node(k, **{"node-config": words})
-        there = {"models.num-classes": 1, "data.sample-kind": "table", "join_timeout": 300.0}
-        summary, said = to_the_end(deployment, small("fml", **common, **there), tmp_path / "run")
-    assert not any("left out" in line for line in said)
+    summary, folders = deployed_with_tables(simulated, everyone, small("fml", **common), tmp_path)
     alone = run(simulated, tmp_path / "simulated")
     assert (summary["metric"], summary["accuracy"]) == ("rmse", {})
     assert summary["metrics"] == alone["metrics"]

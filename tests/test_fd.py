@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, small
+from federation import Server, small
 from hypothesis import given
 from hypothesis import strategies as st
 from rounds import (
@@ -11,6 +11,7 @@ from rounds import (
     SPACES,
     altered,
     assert_close,
+    assert_only_rows_per_class,
     clients,
     descend,
     fitted,
@@ -291,21 +292,7 @@ def test_a_label_space_of_its_own(tmp_path):
 
 
 def test_nothing_but_class_probabilities_travels(tmp_path):
-    server = Server(fd(models=["mlp", "cnn2", "cnn3"]), tmp_path)
-    asked = server.ask(1)
-    assert not instruction_of(asked[0]).tensors
-    answers = server.answers(asked)
-    for proxy, result in answers:
-        reply = reply_of(result)
-        assert set(reply.tensors) == {"classes", "probabilities"}
-        present = sorted(set(client_of(proxy).y.tolist()))
-        assert reply.tensors["classes"].tolist() == present
-        assert reply.tensors["probabilities"].shape == (len(present), 10)
-        assert not reply.scalars
-    server.strategy.aggregate_fit(1, answers, [])
-    sent = instruction_of(server.ask(2)[0])
-    assert set(sent.tensors) == {"classes", "probabilities"}
-    assert not sent.scalars
+    assert_only_rows_per_class(fd(models=["mlp", "cnn2", "cnn3"]), tmp_path, "probabilities")
 
 
 @pytest.mark.parametrize("average", ["median", "filter"])

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from federation import Server, client_of, small
+from federation import Server, small
 from rounds import (
     PLAIN,
     SPACES,
+    assert_only_rows_per_class,
     clients,
     descend,
     fitted,
@@ -18,7 +19,6 @@ from rounds import (
     normal,
     of_classes,
     opened,
-    reply_of,
     same,
     softmax,
     state_of,
@@ -183,18 +183,4 @@ def test_what_a_client_contributed_is_forgotten(tmp_path):
 
 
 def test_nothing_but_class_logits_travels(tmp_path):
-    server = Server(fedhe(models=["mlp", "cnn2", "cnn3"]), tmp_path)
-    asked = server.ask(1)
-    assert not instruction_of(asked[0]).tensors
-    answers = server.answers(asked)
-    for proxy, result in answers:
-        reply = reply_of(result)
-        assert set(reply.tensors) == {"classes", "logits"}
-        present = sorted(set(client_of(proxy).y.tolist()))
-        assert reply.tensors["classes"].tolist() == present
-        assert reply.tensors["logits"].shape == (len(present), 10)
-        assert not reply.scalars
-    server.strategy.aggregate_fit(1, answers, [])
-    sent = instruction_of(server.ask(2)[0])
-    assert set(sent.tensors) == {"classes", "logits"}
-    assert not sent.scalars
+    assert_only_rows_per_class(fedhe(models=["mlp", "cnn2", "cnn3"]), tmp_path, "logits")

@@ -7,6 +7,7 @@ from federation import Server, small
 from rounds import (
     PLAIN,
     SPACES,
+    assert_only_rows_per_class,
     clients,
     descend,
     fitted,
@@ -17,7 +18,6 @@ from rounds import (
     normal,
     of_classes,
     opened,
-    reply_of,
     state_of,
 )
 from torch import nn
@@ -246,18 +246,5 @@ def test_a_label_space_of_its_own(tmp_path):
 
 
 def test_nothing_but_prototypes_travels(tmp_path):
-    server = Server(
-        fedproto(models=["mlp", "cnn2", "cnn3"], **{"fedproto.feature-dim": 32}), tmp_path
-    )
-    asked = server.ask(1)
-    assert not instruction_of(asked[0]).tensors
-    answers = server.answers(asked)
-    for _, result in answers:
-        reply = reply_of(result)
-        assert set(reply.tensors) == {"classes", "features", "counts"}
-        assert reply.tensors["features"].shape == (len(reply.tensors["classes"]), 32)
-        assert not reply.scalars
-    server.strategy.aggregate_fit(1, answers, [])
-    sent = instruction_of(server.ask(2)[0])
-    assert set(sent.tensors) == {"classes", "features"}
-    assert not sent.scalars
+    config = fedproto(models=["mlp", "cnn2", "cnn3"], **{"fedproto.feature-dim": 32})
+    assert_only_rows_per_class(config, tmp_path, "features", width=32, also="counts")

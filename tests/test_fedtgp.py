@@ -10,13 +10,13 @@ from rounds import (
     PLAIN,
     assert_class_means,
     assert_close,
+    assert_only_rows_per_class,
     descend,
     features_from,
     fitted,
     instruction_of,
     learn,
     opened,
-    reply_of,
     same,
 )
 
@@ -428,17 +428,7 @@ def test_the_nearest_trained_prototype_is_judged(tmp_path):
 def test_nothing_but_prototypes_travels(tmp_path):
     """Unlike in FedProto, numbers of samples are not sent either."""
     config = fedtgp(models=["mlp", "cnn2", "cnn3"], **{"fedtgp.feature-dim": 32})
-    server = Server(config, tmp_path)
-    answers = server.answers(server.ask(1))
-    for _, result in answers:
-        reply = reply_of(result)
-        assert set(reply.tensors) == {"classes", "features"}
-        assert reply.tensors["features"].shape == (len(reply.tensors["classes"]), 32)
-        assert not reply.scalars
-    server.strategy.aggregate_fit(1, answers, [])
-    sent = instruction_of(server.ask(2)[0])
-    assert set(sent.tensors) == {"classes", "features"}
-    assert not sent.scalars
+    assert_only_rows_per_class(config, tmp_path, "features", width=32)
 
 
 def test_draws_are_of_seed_and_round_alone(tmp_path):
