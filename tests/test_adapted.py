@@ -197,7 +197,7 @@ def test_gradients_pass_through_weights_that_an_evaluation_read_first(base):
     assert all(p.grad.any() for p in model.parameters())
 
 
-def test_per_sample_gradients_are_right():
+def test_layers_with_adapters_support_per_sample_gradients():
     pytest.importorskip("opacus")
     check_supports_dp(trained(built(4)), "text", TEXT)
     check_supports_dp(trained(built(4, "vit")), "image", IMAGE)

@@ -84,7 +84,7 @@ def f32(*shape):
 # --- sound messages -------------------------------------------------------------------------
 
 
-def test_a_sound_message_passes():
+def test_a_sound_message_is_accepted():
     check(*sound())
 
 
@@ -101,7 +101,7 @@ def test_a_sound_message_passes():
         ({"weights/fc.weight": np.full((4, 2), np.float32(9.9e11))}, {}),
     ],
 )
-def test_the_edges_of_what_is_allowed(tensors, scalars):
+def test_values_at_the_edges_are_accepted(tensors, scalars):
     check(*changed(tensors, scalars))
 
 
@@ -371,7 +371,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("present", [(), ("classes", "features", "logits")])
-def test_felos_averages_come_together(present):
+def test_all_or_none_of_felos_averages_are_accepted(present):
     check({name: PARTS[name] for name in present}, {}, contract=FELO.instructions)
 
 

@@ -352,7 +352,7 @@ def test_a_spec_is_its_values() -> None:
         DataSpec(sed=4)  # type: ignore[call-arg]
 
 
-def test_valid_data_validates() -> None:
+def test_valid_data_is_accepted() -> None:
     RunData(DIGITS).validate()
     check(resolve({"clients": 8}))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from bases import make_bases
-from federation import Server, client_of, fast, run, small
+from federation import Server, client_of, fast, records, run, small
 from interruption import cut_and_resumed
 from rounds import PLAIN, altered, clients, instruction_of, learn, reply_of, same, state_of
 
@@ -20,6 +20,7 @@ from fedhet.inference.export import export
 from fedhet.methods.fedlora import with_rank
 from fedhet.methods.registry import find_method, method_names
 from fedhet.models import base_digest
+from fedhet.server.attacks import malicious_clients
 from fedhet.settings.defense import ROBUST
 
 RULES = ("average", "sparsity", "svd", "rank-partition", "freeze-a")
@@ -371,12 +372,16 @@ def test_a_run_learns_on_a_frozen_base(tmp_path):
 
 
 @pytest.mark.parametrize("average", [a for a in ROBUST if a in ("krum", "filter")])
-def test_robust_averages_choose_among_replies_of_differing_ranks(tmp_path, average):
+def test_robust_averages_exclude_a_poisoned_reply_among_differing_ranks(tmp_path, average):
     options = {
         "clients": 6, "defense.average": average, "defense.malicious-fraction": 0.2,
         "attack": "sign-flip", "attack.attackers": 1, "rounds": 1, "max_samples": 240,
     }  # fmt: skip
     run(federation(**options), tmp_path / "run")
+    record = records(tmp_path / "run")[-1]
+    (attacker,) = malicious_clients(0, record["asked"], 1)
+    assert f"an outlier ('defense.average' = '{average}')" in record["failed"][attacker]
+    assert len(record["answered"]) >= 4
 
 
 @pytest.mark.parametrize("encoding", ["int8", "float16"])

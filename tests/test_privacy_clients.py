@@ -440,7 +440,8 @@ def test_a_private_client_trains_for_no_newcomers_scores(tmp_path):
 def test_a_loss_that_is_not_finite_is_no_answer_of_one_sample(tmp_path):
     client = opened(private("fedavg"), tmp_path)
     client.samples.own.x[0] = 3e38
-    replied(client, 1, weights_for(client))
+    reply = replied(client, 1, weights_for(client))
+    assert all(np.isfinite(value).all() for value in reply.tensors.values())
 
 
 def test_a_site_that_asks_for_privacy_refuses_a_run_without():
