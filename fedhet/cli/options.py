@@ -155,7 +155,7 @@ def complete_setting(incomplete: str) -> list[tuple[str, str]]:
 # --- options
 
 
-def option(metavar: str, text: str, *names: str, default: str = NONE, **more: Any) -> Any:
+def option(metavar: str | None, text: str, *names: str, default: str = NONE, **more: Any) -> Any:
     """Declare an option that is unset by default; the help shows `default` as its default value."""
     return typer.Option(*names, metavar=metavar, show_default=default, help=text, **more)
 
