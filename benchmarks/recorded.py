@@ -25,8 +25,9 @@ from fedhet.client_runtime.node import read_node
 from fedhet.config.resolve import Config, resolve
 from fedhet.engines.simulate import InlineProxy
 from fedhet.runs.log import Watcher
-from fedhet.server.app import FederationServer, components
+from fedhet.server.app import components
 from fedhet.server.calls import DirectProxy
+from fedhet.server.pace import FederationServer
 from fedhet.wire.identity import client_name
 
 

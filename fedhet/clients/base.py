@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from fedhet.base.errors import FedhetError, MaskingError, UserModelError
 from fedhet.base.seeding import seeded, torch_generator
-from fedhet.client_runtime.codec import ClientCodec
 from fedhet.client_runtime.local_training import FixMatch, LocalTrainer, Predict, injected_faults
 from fedhet.client_runtime.masking import Masking
 from fedhet.client_runtime.node import Node
@@ -34,7 +33,7 @@ from fedhet.client_runtime.samples import (
     public_samples,
     write_record,
 )
-from fedhet.client_runtime.state import ClientState
+from fedhet.client_runtime.state import ClientCodec, ClientState
 from fedhet.config.resolve import Config
 from fedhet.data.spec import Split
 from fedhet.kinds import KINDS

@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -163,9 +164,11 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
-    """Return a description of how a sample depends on other samples, or "" if it does not."""
-    tested, secret, tolerance = copy.deepcopy(model).cpu().double(), SecretNoise(bytes(32)), 1e-6
-    buffers = [each.clone() for each in tested.buffers()]
+    """Return a description of how a sample depends on other samples, or "" if it does not.
+
+    Tests the model in float64, or in float32 if it supports only float32.
+    """
+    fault, secret = "", SecretNoise(bytes(32))
     with (
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
@@ -173,64 +176,100 @@ def _dependence(model: HetModel, kind: Kind, shape: Shape) -> str:
         _WithoutDropout(),
     ):
         warnings.simplefilter("ignore")
-        try:
-            fault = _dependence_on_random_inputs(
-                tested, kind, shape, secret, torch.float64, tolerance
-            )
-        except Exception:  # The model may support only float32.
-            tested, tolerance = copy.deepcopy(model).cpu().float(), 1e-3
+        for dtype, tolerance in ((torch.float64, 1e-6), (torch.float32, 1e-3)):
+            tested = copy.deepcopy(model).cpu().to(dtype)
             buffers = [each.clone() for each in tested.buffers()]
+            test = _RandomInputs(tested, kind, shape, secret, dtype, tolerance)
             try:
-                fault = _dependence_on_random_inputs(
-                    tested, kind, shape, secret, torch.float32, tolerance
-                )
+                fault = test.dependence_of_outputs() or test.dependence_of_gradients()
             except Exception as error:  # For example, batch norms reject a single sample.
                 fault = f"it fails on random samples ({type(error).__name__})"
-        pairs = zip(buffers, tested.buffers(), strict=True)
-        if not fault and any(_differ(before, after, tolerance) for before, after in pairs):
-            fault = "a forward pass changes its buffers"
+                continue
+            pairs = zip(buffers, tested.buffers(), strict=True)
+            if not fault and any(_differ(before, after, tolerance) for before, after in pairs):
+                fault = "a forward pass changes its buffers"
+            break
     return fault
 
 
-def _dependence_on_random_inputs(
-    model: HetModel,
-    kind: Kind,
-    shape: Shape,
-    secret: SecretNoise,
-    dtype: torch.dtype,
-    tolerance: float,
-) -> str:
-    """Return a description of how random samples depend on each other, or "" if they do not.
+@dataclass(frozen=True)
+class _RandomInputs:
+    """Test of a model on random samples, whose results must be equal up to rounding errors.
 
-    Compares the outputs of each sample alone, in batches of several sizes, in reverse order, next
-    to other samples, and on a repeated call. The outputs must be equal up to rounding errors.
-    Forward passes are tested in training and evaluation mode, and per-sample gradients in training
-    mode.
+    Each test returns a description of how the samples depend on each other, or "" if they do not.
     """
 
-    def inputs(count: int) -> Tensor:
-        size = (count, *(shape if kind.is_numeric else shape[1:2]))
-        noise = secret.add([torch.zeros(size, dtype=torch.float64)], 1.0, 1.0)[0]
-        if kind.is_numeric:
-            return noise.to(dtype)
-        return 1 + (noise.abs() * 1e4).long() % (shape[2] - 1)
+    model: HetModel
+    kind: Kind
+    shape: Shape
+    secret: SecretNoise
+    dtype: torch.dtype
+    tolerance: float
 
-    def set_mode(*, training: bool) -> None:
-        model.train(training)
-        for each in model.modules():
+    def dependence_of_outputs(self) -> str:
+        """Compare forward passes in training and evaluation mode.
+
+        Compares the outputs of each sample alone, in batches of several sizes, in reverse order,
+        next to other samples, and on a repeated call.
+        """
+        for training in (True, False):
+            self._set_mode(training=training)
+            where = f"in {'training' if training else 'evaluation'} mode"
+            with torch.no_grad():
+                for count in (2, 7, 40):
+                    x = self._inputs(count)
+                    expected, changed = self._outputs(x), x.clone()
+                    if len(expected) != count:
+                        return f"{count} samples have {len(expected)} outputs {where}"
+                    changed[1:] = self._inputs(count - 1) * (100 if self.kind.is_numeric else 1)
+                    pairs = (
+                        (expected[:1], self._outputs(x[:1])),
+                        (expected[-1:], self._outputs(x[-1:])),
+                        (expected.flip(0), self._outputs(x.flip(0))),
+                        (expected[:1], self._outputs(changed)[:1]),
+                    )
+                    if any(_differ(*pair, self.tolerance) for pair in pairs):
+                        return f"a sample's outputs depend on the other samples {where}"
+                    if _differ(expected, self._outputs(x), self.tolerance):
+                        return f"outputs depend on earlier calls or on random draws {where}"
+        return ""
+
+    def dependence_of_gradients(self) -> str:
+        """Compare a sample's gradient alone and next to other samples, in training mode."""
+        x = self._inputs(5)
+        changed = torch.cat([x[:1], self._inputs(3)])
+        self._set_mode(training=True)
+        alone = self._first_gradients(x[:1])
+        for batch in (x, changed):
+            gradients = zip(alone, self._first_gradients(batch), strict=True)
+            if any(_differ(*pair, self.tolerance) for pair in gradients):
+                return "a sample's gradient depends on the other samples"
+        return ""
+
+    def _inputs(self, count: int) -> Tensor:
+        size = (count, *(self.shape if self.kind.is_numeric else self.shape[1:2]))
+        noise = self.secret.add([torch.zeros(size, dtype=torch.float64)], 1.0, 1.0)[0]
+        if self.kind.is_numeric:
+            return noise.to(self.dtype)
+        return 1 + (noise.abs() * 1e4).long() % (self.shape[2] - 1)
+
+    def _set_mode(self, *, training: bool) -> None:
+        self.model.train(training)
+        for each in self.model.modules():
             if isinstance(each, nn.modules.dropout._DropoutNd):
                 each.eval()
 
-    def outputs(x: Tensor) -> Tensor:
-        features, logits = model.features_and_logits(x)
-        return torch.cat([features.flatten(1), logits.flatten(1), model(x).flatten(1)], dim=1)
+    def _outputs(self, x: Tensor) -> Tensor:
+        features, logits = self.model.features_and_logits(x)
+        return torch.cat([features.flatten(1), logits.flatten(1), self.model(x).flatten(1)], dim=1)
 
-    def first_gradients(x: Tensor) -> list[Tensor]:
+    def _first_gradients(self, x: Tensor) -> list[Tensor]:
         """Return the gradients of the first sample."""
+        model = self.model
         hooks = _opacus().grad_sample.GradSampleHooks(model, strict=False, loss_reduction="sum")
         try:
             logits = model(x)
-            weights = torch.arange(1.0, logits.shape[1] + 1, dtype=dtype)
+            weights = torch.arange(1.0, logits.shape[1] + 1, dtype=self.dtype)
             # The log softmax of a single output, as in regression, is always 0 and has no gradient.
             losses = logits.log_softmax(1) if logits.shape[1] > 1 else logits.square()
             (losses * weights).sum().backward()
@@ -239,36 +278,6 @@ def _dependence_on_random_inputs(
         finally:
             hooks.cleanup()
             model.zero_grad(set_to_none=True)
-
-    for training in (True, False):
-        set_mode(training=training)
-        where = f"in {'training' if training else 'evaluation'} mode"
-        with torch.no_grad():
-            for count in (2, 7, 40):
-                x = inputs(count)
-                expected, changed = outputs(x), x.clone()
-                if len(expected) != count:
-                    return f"{count} samples have {len(expected)} outputs {where}"
-                changed[1:] = inputs(count - 1) * (100 if kind.is_numeric else 1)
-                pairs = (
-                    (expected[:1], outputs(x[:1])),
-                    (expected[-1:], outputs(x[-1:])),
-                    (expected.flip(0), outputs(x.flip(0))),
-                    (expected[:1], outputs(changed)[:1]),
-                )
-                if any(_differ(*pair, tolerance) for pair in pairs):
-                    return f"a sample's outputs depend on the other samples {where}"
-                if _differ(expected, outputs(x), tolerance):
-                    return f"outputs depend on earlier calls or on random draws {where}"
-    x = inputs(5)
-    changed = torch.cat([x[:1], inputs(3)])
-    set_mode(training=True)
-    alone = first_gradients(x[:1])
-    for batch in (x, changed):
-        gradients = zip(alone, first_gradients(batch), strict=True)
-        if any(_differ(*pair, tolerance) for pair in gradients):
-            return "a sample's gradient depends on the other samples"
-    return ""
 
 
 def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:

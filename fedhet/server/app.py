@@ -2,137 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from flwr.common import Context, Parameters, Scalar
-from flwr.server import History, Server, ServerApp, ServerAppComponents, ServerConfig
+from flwr.common import Context
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.client_manager import ClientManager, SimpleClientManager
-from flwr.server.server import EvaluateResultsAndFailures, FitResultsAndFailures
 from flwr.serverapp import Grid
 from rich.console import Console
 
-from fedhet.base.errors import (
-    FedhetError,
-    SettingsError,
-    StateError,
-    describe_error,
-    error_location,
-)
+from fedhet.base.errors import FedhetError, SettingsError, describe_error
 from fedhet.config.resolve import Config, check_deployable, resolve_flower
 from fedhet.config.sources import CLIENTS, FOLLOW
 from fedhet.data.store import RunData
-from fedhet.methods.registry import shipped_names
 from fedhet.runs.display import line_display, round_lines
 from fedhet.runs.log import RunLog, Watcher, trackers_of
 from fedhet.runs.progress import status_file
 from fedhet.runs.records import Summary
 from fedhet.runs.units import console_for, log_error
-from fedhet.server.calls import UserCodeFault
+from fedhet.server.pace import FederationServer
 from fedhet.wire.identity import is_name
-
-FitRound = tuple[Parameters | None, dict[str, Scalar], FitResultsAndFailures] | None
-EvaluateRound = tuple[float | None, dict[str, Scalar], EvaluateResultsAndFailures] | None
-
 
 START_SECONDS, SETTLED_SECONDS = 60.0, 0.5
 """Maximum time to wait for the nodes of a simulation, and time without a new node after which all
 nodes are assumed to be registered, both in seconds."""
-CALLS_PER_WORKER = 2
-"""Concurrent calls per worker: while one client trains, the next client waits for the worker."""
-
-
-class _StoppedEarly(Exception):  # noqa: N818
-    """Raised to end Flower's loop over the rounds early."""
-
-
-class FederationServer(Server):
-    """Flower server that can resume runs, and close rounds without waiting for all clients.
-
-    As in Flower, a round consists of `configure_fit`, the clients' replies, and `aggregate_fit`,
-    followed by the corresponding steps for the evaluation.
-    """
-
-    def __init__(
-        self, config: Config, log: RunLog, manager: ClientManager, data: RunData | None = None
-    ) -> None:
-        strategy = config.method.strategy(config, log, data)
-        super().__init__(client_manager=manager, strategy=strategy)
-        self._method = strategy
-        self.set_max_workers(min(config.run.clients, CALLS_PER_WORKER * log.workers))
-        self._log = log
-
-    def fit(self, num_rounds: int, timeout: float | None) -> tuple[History, float]:
-        """Run the remaining rounds, and write the summary.
-
-        Raises FedhetError if a custom method failed, or if the run has no result because no client
-        replied or could be evaluated in the last rounds. The run's directory records the reason.
-        """
-        result: tuple[History, float] = (History(), 0.0)
-        self._method.collector.open(self.max_workers or 1)
-        with contextlib.closing(self._log):
-            try:
-                with contextlib.suppress(_StoppedEarly):
-                    result = super().fit(num_rounds - self._log.done, timeout)
-                if fault := self._log.missing_result():
-                    raise FedhetError(fault)
-            except Exception as error:
-                reported = self._reported(error)
-                self._log.fail(reported)
-                if reported is not error:
-                    raise reported from error
-                raise
-            finally:
-                self._method.collector.close()
-            self._log.finish()
-        return result
-
-    def _reported(self, error: Exception) -> Exception:
-        """Return the error to report.
-
-        If a custom method failed, the result is a StateError with a one-line message, and the
-        traceback is written to the log.
-        """
-        method = self._log.config.method
-        if isinstance(error, FedhetError) or method.name in shipped_names():
-            return error
-        fault = UserCodeFault.of(error)
-        logging.getLogger("flwr").error("%s", fault.traceback)
-        in_file = (self._log.directory / "flower.log").exists()
-        where = "The run's flower.log" if in_file else "The server's log"
-        place = error_location(error, method.modules[0])
-        reported = StateError(
-            f"method '{method.name}' failed on the server: {describe_error(error)}{place}. "
-            f"{where} holds the full traceback."
-        )
-        reported.add_note(fault.user_frames)
-        return reported
-
-    def fit_round(self, server_round: int, timeout: float | None) -> FitRound:
-        """Run the training of a round. Flower counts `server_round` from the last resume."""
-        number, method = self._log.done + server_round, self._method
-        if number > self._log.last_round:
-            raise _StoppedEarly
-        instructions = method.configure_fit(number, self.parameters, self.client_manager())
-        if not instructions and not method.collector.clients_at_work:
-            return None
-        replies = method.collector.fit(number, instructions, method.state.needed, timeout)
-        method.close_round(replies)
-        parameters, metrics = method.aggregate_fit(number, replies.results, replies.failures)
-        return parameters, metrics, (replies.results, replies.failures)
-
-    def evaluate_round(self, server_round: int, timeout: float | None) -> EvaluateRound:
-        """Run the evaluation of a round. Flower counts `server_round` from the last resume."""
-        number, method = self._log.done + server_round, self._method
-        instructions = method.configure_evaluate(number, self.parameters, self.client_manager())
-        if not instructions:
-            return None
-        replies = method.collector.evaluate(number, instructions, timeout)
-        loss, metrics = method.aggregate_evaluate(number, replies.results, replies.failures)
-        return loss, metrics, (replies.results, replies.failures)
 
 
 def components(

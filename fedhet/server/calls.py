@@ -18,7 +18,7 @@ import time
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -230,6 +230,31 @@ class CallOutcome:
         if not isinstance(reported, int | float):
             return 0.0
         return min(max(float(reported), 0.0), MAX_REPORTED)
+
+
+@dataclass
+class RoundResults:
+    """Replies received in a round, or in its evaluation, before it closed."""
+
+    results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    reply_rounds: dict[str, int] = field(default_factory=dict)
+    """Round of the instruction for each late reply among `results`, by client."""
+    at_work: set[str] = field(default_factory=set)
+    """Clients that are still working on an instruction, so their replies will be late."""
+    canceled: set[str] = field(default_factory=set)
+    """Clients that were not called because the round closed first."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time that each client took, in seconds of the run's clock."""
+    clock: float = math.nan
+    """Simulated seconds since the start of the run."""
+
+    def add(self, outcome: CallOutcome) -> None:
+        """Add the outcome of a call."""
+        if outcome.error is not None:
+            self.failures.append(outcome.error)
+        else:
+            self.results.append((outcome.call.recipient, outcome.result))
 
 
 class CallPool:

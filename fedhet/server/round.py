@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.server.client_proxy import ClientProxy
 from pydantic import TypeAdapter
 
 from fedhet.base.errors import (
@@ -26,7 +25,7 @@ from fedhet.base.errors import (
 from fedhet.base.metrics import ACCURACY, in_order, metric_of
 from fedhet.runs.measures import Measured, ScoreKey, relative, spread, summarize
 from fedhet.runs.records import ByMetric, RoundRecord, Seconds
-from fedhet.server.calls import CallOutcome
+from fedhet.server.calls import RoundResults
 from fedhet.server.members import ClientHealth, Outcome
 from fedhet.server.reply import Magnitudes, medians
 from fedhet.settings.run import RunSettings
@@ -43,31 +42,6 @@ class Selection:
     def names(self) -> list[str]:
         """The names of all selected clients, sorted."""
         return sorted((*self.training, *self.assisting))
-
-
-@dataclass
-class RoundResults:
-    """Replies received in a round, or in its evaluation, before it closed."""
-
-    results: list[tuple[ClientProxy, Any]] = field(default_factory=list)
-    failures: list[BaseException] = field(default_factory=list)
-    reply_rounds: dict[str, int] = field(default_factory=dict)
-    """Round of the instruction for each late reply among `results`, by client."""
-    at_work: set[str] = field(default_factory=set)
-    """Clients that are still working on an instruction, so their replies will be late."""
-    canceled: set[str] = field(default_factory=set)
-    """Clients that were not called because the round closed first."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Time that each client took, in seconds of the run's clock."""
-    clock: float = math.nan
-    """Simulated seconds since the start of the run."""
-
-    def add(self, outcome: CallOutcome) -> None:
-        """Add the outcome of a call."""
-        if outcome.error is not None:
-            self.failures.append(outcome.error)
-        else:
-            self.results.append((outcome.call.recipient, outcome.result))
 
 
 @dataclass

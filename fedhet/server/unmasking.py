@@ -231,40 +231,10 @@ class Unmasking:
         end, is_over = time.monotonic() + self._timeout, threading.Event()
         arrived: queue.SimpleQueue[tuple[str, Answer]] = queue.SimpleQueue()
 
-        def ask(name: str) -> Answer:
-            mine = [group for group in groups if name in group.survivors]
-            request: dict[str, Any] = {"run": self._run, "round": self._round}
-            request["survivors"] = {str(group.number): group.survivors for group in mine}
-            config: dict[str, Scalar] = {REVEAL: json.dumps(request)}
-            for group in mine:
-                field, position = f"{SHARES}/{group.number}", group.cohort.index(name)
-                boxes = (replies[peer].knowledge.tensors[field] for peer in group.survivors)
-                config[field] = b"".join(each[position].tobytes() for each in boxes)
-            self._state.count_sent(sum(map(len, config.values())))  # type: ignore[arg-type]
-            seconds = max(end - time.monotonic(), 1.0)
-            result = self._members[name].proxy.get_properties(
-                GetPropertiesIns(config), seconds, self._round
-            )
-            answer = result.properties
-            if result.status.code is not Code.OK or "error" in answer:
-                return {}, str(answer.get("error", result.status.message))
-            revealed, fault = {}, str(answer.get(FAULT, ""))
-            for group in mine:
-                lost = len(group.cohort) - len(group.survivors)
-                sizes = SHARE_BYTES * len(group.survivors), SECRET_BYTES * lost
-                values = [answer.get(f"{kind}/{group.number}") for kind in (SHARES, SEEDS)]
-                shares, seeds = (v if isinstance(v, bytes) else b"" for v in values)
-                if (len(shares), len(seeds)) == sizes:
-                    revealed[group.number] = shares, seeds
-                    self._state.count_received(sum(sizes))
-                elif values != [None, None]:
-                    fault = f"{SHARES}/{group.number}: expected {sizes[0]} and {sizes[1]} bytes"
-            return revealed, fault
-
         def attempt(name: str) -> None:
             while True:
                 try:
-                    answer = ask(name)
+                    answer = self._shares_of(name, groups, replies, end)
                     break
                 except Exception as error:  # Catch any error of the transport or of the client.
                     answer = {}, error_text(error)
@@ -295,6 +265,49 @@ class Unmasking:
             if len(seeds) == len(groups):
                 break
         is_over.set()
+        self._report_faults(answers, wrong)
+        for group in (each for each in groups if each not in seeds):
+            self._lost(group, reasons[group])
+        return {group: seeds[group] for group in groups if group in seeds}
+
+    def _shares_of(
+        self, name: str, groups: Sequence[Group], replies: Mapping[str, Reply], end: float
+    ) -> Answer:
+        """Send a survivor its encrypted shares, and return the shares and secrets that it reveals.
+
+        The request times out at `end`, as returned by `time.monotonic`.
+        """
+        mine = [group for group in groups if name in group.survivors]
+        request: dict[str, Any] = {"run": self._run, "round": self._round}
+        request["survivors"] = {str(group.number): group.survivors for group in mine}
+        config: dict[str, Scalar] = {REVEAL: json.dumps(request)}
+        for group in mine:
+            field, position = f"{SHARES}/{group.number}", group.cohort.index(name)
+            boxes = (replies[peer].knowledge.tensors[field] for peer in group.survivors)
+            config[field] = b"".join(each[position].tobytes() for each in boxes)
+        self._state.count_sent(sum(map(len, config.values())))  # type: ignore[arg-type]
+        seconds = max(end - time.monotonic(), 1.0)
+        result = self._members[name].proxy.get_properties(
+            GetPropertiesIns(config), seconds, self._round
+        )
+        answer = result.properties
+        if result.status.code is not Code.OK or "error" in answer:
+            return {}, str(answer.get("error", result.status.message))
+        revealed, fault = {}, str(answer.get(FAULT, ""))
+        for group in mine:
+            lost = len(group.cohort) - len(group.survivors)
+            sizes = SHARE_BYTES * len(group.survivors), SECRET_BYTES * lost
+            values = [answer.get(f"{kind}/{group.number}") for kind in (SHARES, SEEDS)]
+            shares, seeds = (v if isinstance(v, bytes) else b"" for v in values)
+            if (len(shares), len(seeds)) == sizes:
+                revealed[group.number] = shares, seeds
+                self._state.count_received(sum(sizes))
+            elif values != [None, None]:
+                fault = f"{SHARES}/{group.number}: expected {sizes[0]} and {sizes[1]} bytes"
+        return revealed, fault
+
+    def _report_faults(self, answers: Mapping[str, Answer], wrong: Mapping[str, set[str]]) -> None:
+        """Show a notice for each error message, and for each client that revealed wrong shares."""
         faults: dict[str, list[str]] = {}
         for name, (_, fault) in sorted(answers.items()):
             if fault:
@@ -306,9 +319,6 @@ class Unmasking:
                 f"round {self._round}: {name} revealed wrong shares of the masks of "
                 f"{', '.join(sorted(makers))}, or these clients sent wrong shares to {name}"
             )
-        for group in (each for each in groups if each not in seeds):
-            self._lost(group, reasons[group])
-        return {group: seeds[group] for group in groups if group in seeds}
 
     def _seeds(
         self, group: Group, answers: Mapping[str, Answer], wrong: dict[str, set[str]]

@@ -35,7 +35,15 @@ from fedhet.models import HetModel, build, evaluate_model
 from fedhet.runs.log import RunLog
 from fedhet.runs.measures import Measured, by_score_key, mean_metrics
 from fedhet.runs.storage import Checkpoint
-from fedhet.server.calls import NOTHING, Failures, NamedProxy, UserCodeFaults, name_of, reasons
+from fedhet.server.calls import (
+    NOTHING,
+    Failures,
+    NamedProxy,
+    RoundResults,
+    UserCodeFaults,
+    name_of,
+    reasons,
+)
 from fedhet.server.codec import Codec, InstructionEncoder, without_versions
 from fedhet.server.members import (
     HELD_OUT_KINDS,
@@ -47,7 +55,7 @@ from fedhet.server.members import (
 )
 from fedhet.server.pace import Collector
 from fedhet.server.reply import LateReplies, Reply, ReplySpool
-from fedhet.server.round import RoundResults, RoundState, Selection, track_divergence
+from fedhet.server.round import RoundState, Selection, track_divergence
 from fedhet.server.selection import ClientSampler
 from fedhet.server.steps import apply_steps, steps_of
 from fedhet.server.unmasking import Unmasking
