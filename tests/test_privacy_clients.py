@@ -524,7 +524,6 @@ KILLED = """
     from fedhet.wire.knowledge import Knowledge
     import fedhet.client_runtime.privacy as mechanisms
     import fedhet.client_runtime.state as states
-    import fedhet.privacy.ledger as ledgers
     from fedhet.privacy import sgd
 
     class At:
@@ -540,8 +539,8 @@ KILLED = """
     replied(opened(private("felo"), Path({state!r})), 1, Knowledge())
 """
 PLACES = {
-    "before it has paid": "(ledgers.os, 'write', True)",
-    "after it has paid": "(ledgers.os, 'fsync', False)",
+    "before it has paid": "(os, 'write', True)",
+    "after it has paid": "(os, 'fsync', False)",
     "before a step": "(sgd.PrivateOptimization, 'step', True)",
     "after a step": "(sgd.PrivateOptimization, 'step', False)",
     "before its class means": "(mechanisms, 'noised_means', True)",

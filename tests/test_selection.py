@@ -10,15 +10,17 @@ from federation import records, run, small
 from interruption import CutError, CutOff, resumed, same_but_for_the_name
 
 from fedhet.server.selection import (
+    ClientSampler,
     History,
     LastReply,
     oort,
     power_of_choice,
     preferred_seconds,
-    select_clients,
     utilities,
 )
 from fedhet.settings.engine import PaceSettings
+from fedhet.settings.run import RunSettings
+from fedhet.wire.identity import ClientInfo
 
 NAMES = [f"c{k:02d}" for k in range(20)]
 
@@ -91,13 +93,16 @@ def test_the_pacer_gives_more_time_when_rounds_are_worth_less():
 
 @pytest.mark.parametrize("select", ["random", "power-of-choice", "oort"])
 def test_as_many_as_asked_for_none_twice_whatever_the_order(select):
-    pace, samples = PaceSettings(select=select), dict.fromkeys(NAMES, 10.0)
-    history = History({name: LastReply(1, float(k), 1.0, 10) for k, name in enumerate(NAMES[:15])})
-    for count in (1, 7, 20, 30):
-        found = select_clients(pace, NAMES, samples, history, 3, count, rng())
+    history = {name: LastReply(1, float(k), 1.0, 10) for k, name in enumerate(NAMES[:15])}
+    members = [ClientInfo(name, "mlp", 10, 10, "image", (1, 8, 8)) for name in NAMES]
+    for count, more in ((1, 0.0), (7, 0.0), (20, 0.0), (20, 0.5)):
+        pace = PaceSettings(select=select, over_selection=more)
+        sampler = ClientSampler(RunSettings(pace=pace, fraction=count / len(NAMES)))
+        sampler.load_dict({"clients": history})
+        found = sampler.choose(3, members)
         assert found == sorted(set(found))
-        assert len(found) == min(count, 20)
-        assert found == select_clients(pace, NAMES[::-1], samples, history, 3, count, rng())
+        assert len(found) == count
+        assert found == sampler.choose(3, members[::-1])
 
 
 @pytest.mark.parametrize("select", ["power-of-choice", "oort"])

@@ -11,6 +11,7 @@ files are created, renamed and removed relative to a directory descriptor.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -18,13 +19,13 @@ import secrets
 import stat
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from fedhet.base.errors import SettingsError, StateError, error_reason, one_line
+from fedhet.base.errors import SettingsError, StateError, error_reason, error_text, one_line
 
 MAX_BYTES = 2**29
 MAX_TOML_BYTES = 2**20
@@ -225,6 +226,43 @@ class Folder:
             os.close(descriptor)
             raise StateError(f"cannot write {self.path / name}: expected a regular file")
         return descriptor
+
+    @contextlib.contextmanager
+    def appending(
+        self, name: str, max_bytes: int
+    ) -> Iterator[tuple[bytes, Callable[[bytes], None]]]:
+        """Lock a private file of lines, and yield its content and a function that appends lines.
+
+        The function syncs the lines to disk, or raises StateError and leaves the file unchanged. It
+        replaces an incomplete last line, which a killed process has left behind. At most
+        `max_bytes` + 1 bytes are read. Raises StateError if the file cannot be opened.
+        """
+        path = self.path / name
+        try:
+            file = self.open(name, os.O_RDWR | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise StateError(f"{path}: cannot write the file ({error.strerror})") from None
+
+        def append(lines: bytes) -> None:
+            complete = content.rfind(b"\n") + 1
+            os.ftruncate(file, complete)
+            try:
+                fault = "" if os.write(file, lines) == len(lines) else "the disk is full"
+                os.fsync(file)
+            except OSError as error:
+                fault = error_text(error)
+            if fault:
+                os.ftruncate(file, complete)
+                raise StateError(f"{path}: cannot write the file ({fault})")
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            content = os.pread(file, max_bytes + 1, 0)
+            yield content, append
+        finally:
+            os.close(file)
+        with self.opened() as directory:  # Sync the directory, because the file may be new.
+            os.fsync(directory)
 
     def rename(self, name: str, new: str) -> None:
         """Rename a file in the directory. Raises OSError or StateError if that fails."""

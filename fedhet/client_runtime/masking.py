@@ -12,9 +12,7 @@ vector. If these values differ between two sites, the masks of the sites therefo
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -373,7 +371,7 @@ class Ledger:
         if not self.path.exists():
             return set()
         with self.path.open("rb") as file:
-            requests, _ = self._parsed(file.read(MAX_LEDGER_BYTES + 1))
+            requests = self._parsed(file.read(MAX_LEDGER_BYTES + 1))
         return {each[1] for each in requests if (each[0], each[2]) == (run, kind)}
 
     def commit(
@@ -385,43 +383,22 @@ class Ledger:
         record is written. Raises MaskingError if another request for the round is recorded, and
         StateError if the file is damaged or cannot be written.
         """
-        try:
-            file = self._folder.open(self._name, os.O_RDWR | os.O_APPEND, 0o600)
-        except OSError as error:
-            raise StateError(f"{self.path}: cannot write the file ({error.strerror})") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            content = os.pread(file, MAX_LEDGER_BYTES + 1, 0)
-            requests, complete = self._parsed(content)
-            if (known := requests.get((run, round, kind))) is not None:
+        with self._folder.appending(self._name, MAX_LEDGER_BYTES) as (content, append):
+            if (known := self._parsed(content).get((run, round, kind))) is not None:
                 if known != digest:
                     raise _repeated(run, round, kind)
                 return False
             write()
-            line = f"{json.dumps([run, round, kind, digest])}\n".encode()
-            os.ftruncate(file, complete)  # No reply was sent for an incomplete line.
-            try:
-                fault = "" if os.write(file, line) == len(line) else "the disk is full"
-                os.fsync(file)
-            except OSError as error:
-                fault = error_text(error)
-            if fault:
-                os.ftruncate(file, complete)
-                raise StateError(f"{self.path}: cannot write the file ({fault})")
-        finally:
-            os.close(file)
-        with self._folder.opened() as directory:  # Sync the directory, because the file may be new.
-            os.fsync(directory)
+            append(f"{json.dumps([run, round, kind, digest])}\n".encode())
         return True
 
-    def _parsed(self, content: bytes) -> tuple[dict[tuple[str, int, str], str], int]:
-        """Return the digests of all complete lines, and the size of these lines in bytes."""
-        complete = content.rfind(b"\n") + 1
+    def _parsed(self, content: bytes) -> dict[tuple[str, int, str], str]:
+        """Return the digests of all complete lines; no reply was sent for an incomplete line."""
         requests: dict[tuple[str, int, str], str] = {}
         try:
             if len(content) > MAX_LEDGER_BYTES:
                 raise ValueError("too large")
-            for line in content[:complete].splitlines():
+            for line in content[: content.rfind(b"\n") + 1].splitlines():
                 run, round, kind, digest = json.loads(line)
                 requests[run, round, kind] = digest
         except (ValueError, TypeError, RecursionError) as error:
@@ -429,7 +406,7 @@ class Ledger:
                 f"{self.path}: damaged ({error_text(error)}), so this site sends no masked reply. "
                 "Replace the site's key with `fedhet certs DIR --peer NAME`, and remove the file."
             ) from None
-        return requests, complete
+        return requests
 
 
 def _repeated(run: str, round: int, kind: str) -> MaskingError:

@@ -8,12 +8,9 @@ never sent. A site also records runs without privacy, because they void the guar
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from fedhet.base.disk import Folder
-from fedhet.base.errors import StateError, error_text
+from fedhet.base.errors import StateError
 from fedhet.privacy.accounting import Release
 from fedhet.privacy.noise import CIPHER
 
@@ -87,9 +84,9 @@ class Ledger:
         """
         at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S")
         entries = [Entry(at=at, source=CIPHER, **fields, **asdict(each)) for each in releases]
-        with self._locked() as (past, append):
-            check(past)
-            append(entries)
+        with self._folder.appending(self._name, MAX_BYTES) as (content, append):
+            check(_parsed(content, self.path))
+            append(_lines(entries))
 
     def entries(self) -> list[Entry]:
         """Return all entries, or an empty list if the file does not exist.
@@ -116,45 +113,10 @@ class Ledger:
         occurs at least as often in the result. Returns the number of added entries. Raises
         StateError if the file cannot be used.
         """
-        with self._locked() as (entries, append):
-            missing = [*(Counter(others) - Counter(entries)).elements()]
-            append(missing)
-        return len(missing)
-
-    @contextmanager
-    def _locked(self) -> Iterator[tuple[list[Entry], Callable[[Sequence[Entry]], None]]]:
-        """Lock the file, and yield its entries and a function that appends entries atomically.
-
-        An incomplete last line is removed, because its release has not begun.
-        """
-        try:
-            file = self._folder.open(self._name, os.O_RDWR | os.O_APPEND, 0o600)
-        except OSError as error:
-            raise StateError(f"{self.path}: cannot write the file ({error.strerror})") from None
-
-        def append(entries: Sequence[Entry]) -> None:
-            lines = "".join(f"{each.model_dump_json()}\n" for each in entries).encode()
-            size = os.fstat(file).st_size
-            try:
-                fault = "" if os.write(file, lines) == len(lines) else "the disk is full"
-                os.fsync(file)
-            except OSError as error:
-                fault = error_text(error)
-            if fault:
-                os.ftruncate(file, size)
-                raise StateError(f"{self.path}: cannot write the file ({fault})")
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            content = os.pread(file, MAX_BYTES + 1, 0)
-            entries, complete = _parsed(content, self.path)
-            if complete < len(content):
-                os.ftruncate(file, complete)
-            yield entries, append
-        finally:
-            os.close(file)
-        with self._folder.opened() as directory:  # Sync the directory, because the file may be new.
-            os.fsync(directory)
+        with self._folder.appending(self._name, MAX_BYTES) as (content, append):
+            missing = Counter(others) - Counter(_parsed(content, self.path))
+            append(_lines(missing.elements()))
+        return missing.total()
 
 
 def read_ledger(path: Path) -> list[Entry]:
@@ -164,7 +126,7 @@ def read_ledger(path: Path) -> list[Entry]:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise StateError(f"{path}: cannot read the file ({error.strerror})") from None
-    return _parsed(content, path)[0]
+    return _parsed(content, path)
 
 
 def digest_of(x: Tensor, y: Tensor) -> str:
@@ -177,18 +139,22 @@ def digest_of(x: Tensor, y: Tensor) -> str:
     return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
 
 
-def _parsed(content: bytes, path: Path) -> tuple[list[Entry], int]:
-    """Return the entries of all complete lines, and the size of these lines in bytes.
+def _lines(entries: Iterable[Entry]) -> bytes:
+    return "".join(f"{each.model_dump_json()}\n" for each in entries).encode()
+
+
+def _parsed(content: bytes, path: Path) -> list[Entry]:
+    """Return the entries of all complete lines; the release of an incomplete line has not begun.
 
     Raises StateError if a line is damaged or the file is too large.
     """
     if len(content) > MAX_BYTES:
         raise StateError(f"{path}: must be at most {MAX_BYTES} bytes")
-    complete, entries = content.rfind(b"\n") + 1, []
-    for number, line in enumerate(content[:complete].splitlines(), 1):
+    entries = []
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
             entries.append(Entry.model_validate_json(line))
         except ValidationError:
             rule = "the consumed budget is unknown, so nothing more is released"
             raise StateError(f"{path}: line {number} is damaged; {rule}") from None
-    return entries, complete
+    return entries

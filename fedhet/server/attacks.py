@@ -177,47 +177,34 @@ class Attack:
         attackers = sorted(replies.keys() & targets)
         benign = benign or [replies[name] for name in attackers]
         poisoned = dict(replies)
-        for number, name in enumerate(attackers):
-
-            def craft(statistics: Benign, direction: Array, number: int = number) -> Array:
-                """Return the malicious update of attacker `number` (from 0)."""
-                if self.settings.kind == "lie":
-                    return lie(statistics, len(attackers))
-                far = far_vector(statistics.mean, self.settings.scale, direction)
-                if self.settings.kind == "paf":
-                    return paf(statistics, far)
-                return ofom(statistics, far, second=number % 2 == 1)
-
-            indices = (rows or {}).get(name, {})
-            poisoned[name] = self._poisoned(round, replies[name], benign, indices, craft)
-        return poisoned
-
-    def _poisoned(
-        self,
-        round: int,
-        honest: Knowledge,
-        benign: Sequence[Knowledge],
-        indices: Rows,
-        craft: Callable[[Benign, Array], Array],
-    ) -> Knowledge:
-        tensors = dict(honest.tensors)
-        for field in poisonable(self.contract):
-            ids, rows = ids_of(self.contract, field), None
-            if ids:
-                rows = honest.tensors[ids]
-            elif isinstance(field, TensorField) and field.axes:
-                rows = indices.get(str(field.axes[0]))
-            comparable = _comparable(field, honest, benign, ids)
-            for name, value in honest.tensors.items():
-                if _is_of(field, name) and np.issubdtype(value.dtype, np.floating):
+        for number, client in enumerate(attackers):
+            honest, tensors = replies[client], dict(replies[client].tensors)
+            for field in poisonable(self.contract):
+                ids, indices = ids_of(self.contract, field), None
+                if ids:
+                    indices = honest.tensors[ids]
+                elif isinstance(field, TensorField) and field.axes:
+                    indices = (rows or {}).get(client, {}).get(str(field.axes[0]))
+                comparable = _comparable(field, honest, benign, ids)
+                for name, value in honest.tensors.items():
+                    if not (_is_of(field, name) and np.issubdtype(value.dtype, np.floating)):
+                        continue
                     statistics = _statistics(name, honest, comparable, ids)
-                    crafted = craft(statistics, self._direction(round, name, value.shape, rows))
+                    direction = self._direction(round, name, value.shape, indices)
+                    far = far_vector(statistics.mean, self.settings.scale, direction)
+                    if self.settings.kind == "lie":
+                        crafted = lie(statistics, len(attackers))
+                    elif self.settings.kind == "paf":
+                        crafted = paf(statistics, far)
+                    else:
+                        crafted = ofom(statistics, far, second=number % 2 == 1)
                     if name.endswith(VARIANCES):  # A negative variance would make outputs NaN.
                         crafted = crafted.clip(min=0)
                     if isinstance(field, TensorField) and field.distribution:
                         crafted = nearby_distributions(crafted)
                     tensors[name] = crafted.astype(value.dtype)
-        return Knowledge(tensors, honest.scalars)
+            poisoned[client] = Knowledge(tensors, honest.scalars)
+        return poisoned
 
     def _direction(
         self, round: int, name: str, shape: tuple[int, ...], rows: Array | None

@@ -21,7 +21,6 @@ from fedhet.algorithms.rounds import clients_per_round, clients_to_sample
 from fedhet.base.seeding import numpy_rng
 from fedhet.server.reply import Reply
 from fedhet.server.round import Selection
-from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
 from fedhet.wire.identity import ClientInfo
 
@@ -161,26 +160,6 @@ def preferred_seconds(history: History) -> float:
     return float(np.quantile(seconds, quantile)) if seconds else 0.0
 
 
-def select_clients(
-    pace: PaceSettings,
-    names: Sequence[str],
-    samples: Mapping[str, float],
-    history: History,
-    round: int,
-    count: int,
-    rng: np.random.Generator,
-) -> list[str]:
-    """Select `count` clients from `names` by the strategy 'pace.select', sorted by name."""
-    ordered, count = sorted(names), min(count, len(names))
-    if pace.select == "power-of-choice":
-        selected = power_of_choice(ordered, samples, history, count, pace.candidates, rng)
-    elif pace.select == "oort":
-        selected = oort(ordered, history, round, count, rng)
-    else:
-        selected = [ordered[int(index)] for index in rng.permutation(len(ordered))[:count]]
-    return sorted(selected)
-
-
 class ClientSampler:
     """Sampler of each round's clients, with the history needed by 'pace.select'.
 
@@ -213,8 +192,16 @@ class ClientSampler:
         if self._pace.is_asynchronous:
             count = max(0, count - self._num_at_work)
         samples = {member.name: float(member.samples) for member in members}
+        names, count, history = sorted(samples), min(count, len(samples)), self._history
         rng = numpy_rng(self._run.seed, "sample", round)
-        return select_clients(self._pace, list(samples), samples, self._history, round, count, rng)
+        if self._pace.select == "power-of-choice":
+            candidates = self._pace.candidates
+            selected = power_of_choice(names, samples, history, count, candidates, rng)
+        elif self._pace.select == "oort":
+            selected = oort(names, history, round, count, rng)
+        else:
+            selected = [names[int(index)] for index in rng.permutation(len(names))[:count]]
+        return sorted(selected)
 
     def needed(self, selection: Selection) -> int:
         """Return the number of replies that the round needs, not counting over-selected clients."""
