@@ -34,7 +34,7 @@ from fedhet.base.seeding import torch_generator
 from fedhet.data.texts import configuration, encoder_directory
 from fedhet.kinds import IMAGE, Kind, Shape
 from fedhet.models.base import HetModel
-from fedhet.models.libraries import TextEncoder, config_size, with_layers
+from fedhet.models.libraries import TextEncoder, config_size, transformers_library, with_layers
 
 SCALE = 2.0
 """Default scaling factor s. It is the same for all ranks, so that clients of different ranks scale
@@ -201,7 +201,11 @@ class Adapted(nn.Module):
         self.name, self._width, self._features = name, width, features
         self.folder = encoder_directory(name.base)
         network = _share_frozen(_skeleton(self.folder), ())
-        layers = {path: each for path, each in network.named_modules() if _is_target(path, each)}
+        layers = {
+            path: each
+            for path, each in network.named_modules()
+            if isinstance(each, nn.Linear) and path.rpartition(".")[2] in TARGETS
+        }
         if not layers:
             names = ", ".join(sorted(TARGETS))
             raise ModelError(
@@ -326,10 +330,6 @@ def _weight_files(base: str) -> list[Path]:
     return files
 
 
-def _is_target(path: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and path.rpartition(".")[2] in TARGETS
-
-
 def _add_nested(root: nn.Module, path: str, module: nn.Module) -> None:
     """Register `module` under `path`, and create missing parents as empty modules."""
     *parents, last = path.split(".")
@@ -360,7 +360,8 @@ def _skeleton(folder: str) -> nn.Module:
     the weights of its projections without calling the layers. In evaluation mode, PyTorch's encoder
     layer does the same.
     """
-    transformers, name = _transformers(folder), Path(folder).name
+    model = f"base model {Path(folder).name!r}"
+    transformers = transformers_library(model, "lora")
     try:
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -368,11 +369,11 @@ def _skeleton(folder: str) -> nn.Module:
         with torch.device("meta"):
             network: nn.Module = transformers.AutoModel.from_config(config, trust_remote_code=False)
     except Exception as error:  # The library raises its own exceptions for faults in the directory.
-        raise ModelError(f"base model {name!r}: cannot be built ({error_reason(error)})") from error
+        raise ModelError(f"{model}: cannot be built ({error_reason(error)})") from error
     for path, module in network.named_modules():
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             raise ModelError(
-                f"base model {name!r}: adapters have no effect on layer '{path}', a PyTorch "
+                f"{model}: adapters have no effect on layer '{path}', a PyTorch "
                 f"{type(module).__name__}. Use a base model with separate projections, such as "
                 "BERT or ViT."
             )
@@ -398,7 +399,8 @@ def _base(folder: str, device: torch.device, dtype: torch.dtype) -> dict[str, Te
 
 def _loaded(folder: str) -> nn.Module:
     """Read a base model from safetensors, in float32. Raises ModelError if weights are missing."""
-    transformers, name = _transformers(folder), Path(folder).name
+    model = f"base model {Path(folder).name!r}"
+    transformers = transformers_library(model, "lora")
     # Silence the library, because it would also report unused weights. Missing weights are checked
     # below.
     verbosity = transformers.logging.get_verbosity()
@@ -413,29 +415,13 @@ def _loaded(folder: str) -> nn.Module:
                 output_loading_info=True,
             )
     except Exception as error:  # The library raises its own exceptions for faults in the directory.
-        raise ModelError(
-            f"base model {name!r}: cannot be loaded ({error_reason(error)})"
-        ) from error
+        raise ModelError(f"{model}: cannot be loaded ({error_reason(error)})") from error
     finally:
         transformers.logging.set_verbosity(verbosity)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(UNUSED))
     if missing:
         raise ModelError(
-            f"base model {name!r}: {len(missing)} weights not found in {folder}, such as "
-            f"{missing[0]}"
+            f"{model}: {len(missing)} weights not found in {folder}, such as {missing[0]}"
         )
     frozen: nn.Module = network.float().requires_grad_(False).eval()
     return frozen
-
-
-def _transformers(folder: str) -> Any:
-    try:
-        import transformers
-        from transformers.utils.logging import disable_progress_bar
-    except ImportError:
-        raise ModelError(
-            f"base model {Path(folder).name!r}: package 'transformers' not found. Install it with: "
-            "pip install 'fedhet[lora]'"
-        ) from None
-    disable_progress_bar()
-    return transformers

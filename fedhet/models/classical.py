@@ -108,12 +108,9 @@ class Refitted(nn.Module):
             # this class.
             self._fitted = int(labels[0])
             return
-        with _reproducible(self._seed):
-            try:
-                classifier = self._make()
-                classifier.fit(_flat(x), labels)
-            except Exception as error:
-                raise self._failed("cannot be fitted", error) from error
+        with self._using_estimator("cannot be fitted"):
+            classifier = self._make()
+            classifier.fit(_flat(x), labels)
         self._fitted = classifier
 
     def fit_later(self, x: Tensor, y: Tensor) -> None:
@@ -132,11 +129,8 @@ class Refitted(nn.Module):
             return torch.zeros(len(x), dtype=torch.int64, device=x.device)
         if isinstance(self._fitted, int):
             return torch.full((len(x),), self._fitted, device=x.device)
-        with _reproducible(self._seed):
-            try:
-                predicted = np.asarray(self._fitted.predict(_flat(x)))
-            except Exception as error:
-                raise self._failed("cannot predict", error) from error
+        with self._using_estimator("cannot predict"):
+            predicted = np.asarray(self._fitted.predict(_flat(x)))
         return torch.from_numpy(self._checked(predicted, len(x))).to(x.device)
 
     def probabilities(self, x: Tensor) -> Tensor:
@@ -150,14 +144,10 @@ class Refitted(nn.Module):
         fitted = self._fitted
         if isinstance(fitted, int) or not isinstance(fitted, Probabilistic):
             return one_hot
-        with _reproducible(self._seed):
-            try:
-                values = np.asarray(fitted.predict_proba(_flat(x)), np.float32)
-                labels = self._checked(np.asarray(fitted.classes_), values.shape[1])
-            except ModelError:
-                raise
-            except Exception as error:
-                raise self._failed("cannot predict", error) from error
+        with self._using_estimator("cannot predict"):
+            values = np.asarray(fitted.predict_proba(_flat(x)), np.float32)
+            classes, count = np.asarray(fitted.classes_), values.shape[1]
+        labels = self._checked(classes, count)
         # Rounding may move a float32 probability slightly outside [0, 1].
         if len(values) != len(x) or not (np.abs(values - 0.5) <= 0.5 + 1e-5).all():
             rule = f"[{len(x)}, {len(labels)}], from 0 to 1"
@@ -170,8 +160,28 @@ class Refitted(nn.Module):
         """Return one-hot logits [N, C]."""
         return nn.functional.one_hot(self.predict(x), self.classes).float()
 
-    def _failed(self, what: str, error: Exception) -> ModelError:
-        return self._error(f"model '{self.name}' {what}: {describe_error(error)}")
+    @contextlib.contextmanager
+    def _using_estimator(self, fault: str) -> Iterator[None]:
+        """Use one thread, seed the global random state, and silence warnings in the block.
+
+        Raises ModelError, which contains `fault`, if the block raises an error.
+        """
+        from threadpoolctl import threadpool_limits
+
+        with (
+            threadpool_limits(1),
+            preserve_global_rng(),
+            seeded(self._seed, "classical"),
+            warnings.catch_warnings(),
+        ):
+            random.seed(self._seed)
+            np.random.seed(self._seed % 2**32)
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            except Exception as error:
+                reason = f"model '{self.name}' {fault}: {describe_error(error)}"
+                raise self._error(reason) from error
 
     def _checked(self, predicted: Array, count: int) -> npt.NDArray[np.int64]:
         if predicted.shape != (count,) or predicted.dtype.kind not in "iu":
@@ -199,13 +209,10 @@ class RefittedRegressor(Refitted):
     def fit(self, x: Tensor, y: Tensor) -> None:
         """Fit new regressors to x [N, ...] and y [N, K]. Raises ModelError if a regressor fails."""
         self._pending = None
-        with _reproducible(self._seed):
-            try:
-                regressors = [self._make() for _ in range(self.classes)]
-                for regressor, target in zip(regressors, y.double().cpu().numpy().T, strict=True):
-                    regressor.fit(_flat(x), target)
-            except Exception as error:
-                raise self._failed("cannot be fitted", error) from error
+        with self._using_estimator("cannot be fitted"):
+            regressors = [self._make() for _ in range(self.classes)]
+            for regressor, target in zip(regressors, y.double().cpu().numpy().T, strict=True):
+                regressor.fit(_flat(x), target)
         self._regressors = regressors
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,34 +221,14 @@ class RefittedRegressor(Refitted):
             self.fit(*self._pending)
         values = np.zeros((len(x), self.classes), np.float32)
         for target, regressor in enumerate(self._regressors):
-            with _reproducible(self._seed):
-                try:
-                    values[:, target] = np.asarray(regressor.predict(_flat(x))).reshape(len(x))
-                except Exception as error:
-                    raise self._failed("cannot predict", error) from error
+            with self._using_estimator("cannot predict"):
+                values[:, target] = np.asarray(regressor.predict(_flat(x))).reshape(len(x))
         return torch.from_numpy(values).to(x.device)
 
 
 def _flat(x: Tensor) -> npt.NDArray[np.float32]:
     flat: npt.NDArray[np.float32] = scaled(x.detach().cpu()).float().flatten(1).numpy()
     return flat
-
-
-@contextlib.contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
-    """Use one thread, seed the global random state, and silence warnings."""
-    from threadpoolctl import threadpool_limits
-
-    with (
-        threadpool_limits(1),
-        preserve_global_rng(),
-        seeded(seed, "classical"),
-        warnings.catch_warnings(),
-    ):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        warnings.simplefilter("ignore")
-        yield
 
 
 def numeric_columns(x: Array) -> Array:

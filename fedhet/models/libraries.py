@@ -300,18 +300,10 @@ def _cached_encoder(name: str, device: torch.device) -> nn.Module:
 
 def _encoder(name: str) -> nn.Module:
     """Load a pretrained encoder from safetensors files, without running code from its directory."""
-    try:
-        from transformers import AutoModel
-        from transformers.utils.logging import disable_progress_bar
-    except ImportError:
-        raise ModelError(
-            f"encoder {name!r}: package 'transformers' not found. "
-            "Install it with: pip install 'fedhet[encoders]'"
-        ) from None
+    library = transformers_library(f"encoder {name!r}", "encoders")
     directory = encoder_directory(name)
-    disable_progress_bar()
     try:
-        network: nn.Module = AutoModel.from_pretrained(
+        network: nn.Module = library.AutoModel.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
     except Exception as error:  # transformers raises many exception types.
@@ -319,3 +311,17 @@ def _encoder(name: str) -> nn.Module:
             f"encoder {name!r}: {directory} cannot be loaded ({error_reason(error)})"
         ) from error
     return network.float()  # The file may be in half precision, but training needs float32.
+
+
+def transformers_library(model: str, extra: str) -> Any:
+    """Import transformers. Raises ModelError, which names `model` and `extra`, if it is missing."""
+    try:
+        import transformers
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError:
+        raise ModelError(
+            f"{model}: package 'transformers' not found. Install it with: "
+            f"pip install 'fedhet[{extra}]'"
+        ) from None
+    disable_progress_bar()
+    return transformers

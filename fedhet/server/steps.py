@@ -21,15 +21,9 @@ from fedhet.base.errors import KnowledgeError
 from fedhet.methods.spec import MethodSpec
 from fedhet.server.attacks import IN_THE_PAPER, Attack, ByzantineClients
 from fedhet.server.defense import Defense
-from fedhet.server.reply import (
-    STATISTICS_OF,
-    Magnitudes,
-    Reply,
-    from_outside,
-    part_of,
-)
+from fedhet.server.reply import STATISTICS_OF, Magnitudes, Reply, from_outside, part_of
 from fedhet.server.round import RoundState
-from fedhet.server.unmasking import Unmasking
+from fedhet.server.unmasking import SizesOf, Unmasking
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
 from fedhet.wire.contract import VARIANCES, Contract, Sizes, TensorField, WeightsField
@@ -39,8 +33,6 @@ from fedhet.wire.knowledge import Knowledge
 from fedhet.wire.masking import MASKED_CONTRACT
 
 Step = Callable[[Iterable[Reply]], Iterable[Reply]]
-SizesOf = Callable[[ClientInfo], Sizes]
-"""Function that returns the required sizes of the fields in a client's reply."""
 MakeInstruction = Callable[[ClientInfo], Knowledge]
 """Function that returns the instruction for a client in the current round."""
 Part = TypeVar("Part", bound=Hashable)

@@ -54,6 +54,7 @@ STATE = "secure-aggregation.json"
 ALL = "+all"
 """Name of the sum over all clients. Names of sums start with "+", unlike names of clients."""
 SizesOf = Callable[[ClientInfo], Sizes]
+"""Function that returns the required sizes of the fields in a client's reply."""
 Answer = tuple[dict[int, tuple[bytes, bytes]], str]
 """Shares and secrets that a client reveals for each lane, and its error message or ""."""
 
@@ -213,7 +214,13 @@ class Unmasking:
                 clients |= {*before.clients}
             sums[info.name] = Reply(info, knowledge, Measured({}), clients=tuple(sorted(clients)))
         for _, reply in sorted(sums.items()):
-            yield self._completed(reply, sizes)
+            # If a sum has no class rows, add empty tensors, as in a client's reply.
+            tensors: dict[str, Array] = {}
+            for number, lane in enumerate(self._sums):
+                layout = self._layout(Group(number, "", reply.clients), reply.client, sizes)
+                if layout.ids and lane.fields[0] not in reply.knowledge.tensors:
+                    tensors |= layout.empty()
+            yield reply.with_knowledge(reply.knowledge.replacing(tensors))
 
     def _lost(self, group: Group, reason: str) -> None:
         fields = ", ".join(self._sums[group.number].fields)
@@ -386,15 +393,6 @@ class Unmasking:
             )
         name = f"+{group.architecture}" if group.architecture else ALL
         return replace(info, name=name, samples=weight), Knowledge(tensors)
-
-    def _completed(self, reply: Reply, sizes: SizesOf) -> Reply:
-        """Return a sum. If it has no class rows, add empty tensors, as in a client's reply."""
-        tensors: dict[str, Array] = {}
-        for number, lane in enumerate(self._sums):
-            layout = self._layout(Group(number, "", reply.clients), reply.client, sizes)
-            if layout.ids and lane.fields[0] not in reply.knowledge.tensors:
-                tensors |= layout.empty()
-        return reply.with_knowledge(reply.knowledge.replacing(tensors))
 
     def _layout(self, group: Group, client: ClientInfo, sizes: SizesOf) -> Layout:
         lane, sites = self._sums[group.number], len(group.cohort)
