@@ -6,6 +6,9 @@ from typing import ClassVar
 from fedhet.algorithms import Part
 from fedhet.methods import fedavg
 
+EXTENDS = "fedavg"
+"""Method whose client FedSA-LoRA uses."""
+
 
 class FedSaSettings(fedavg.FedAvgSettings):
     """Settings of FedSA-LoRA, the same as for FedAvg."""
