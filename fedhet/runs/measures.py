@@ -284,7 +284,7 @@ def tail_of(
     The result is the average over the means of the evaluated rounds. If none of the last rounds was
     evaluated, the last evaluated round is used. The mean of a round includes all clients whose
     current models have been evaluated, even if they were not sampled (see
-    `fedhet.server.round.RoundState.close`).
+    `fedhet.server.round.RoundState.finish`).
     """
     means = {
         record.round: score.mean
