@@ -232,10 +232,14 @@ def config_of(method: str, pool: str, task: str, seed: int) -> Config:
 
 
 def execute(out: Path, each: Run) -> str:
-    """Execute a run unless it exists, and return its description."""
+    """Execute a run unless it exists, and return its description, with the error if it failed."""
     torch.set_num_threads(1)
-    run(config_of(*each), place(out, each))
-    return " ".join(map(str, each))
+    described = " ".join(map(str, each))
+    try:
+        run(config_of(*each), place(out, each))
+    except Exception as error:  # A failed run must not end the other runs.
+        return f"{described} FAILED: {error!r}"
+    return described
 
 
 def place(out: Path, run: Run) -> Path:
@@ -303,8 +307,10 @@ def main() -> None:
         pretrain(bases / "disks")
         os.environ[VARIABLE] = str(bases.resolve())
         work = partial(execute, chosen.out)
+        # Start the longest runs first, so that they do not run alone at the end.
+        wanted = sorted(runs(tasks, methods, seeds), key=lambda each: each[1] != "batch norm")
         with multiprocessing.get_context("spawn").Pool(chosen.workers) as pool:
-            for done in pool.imap_unordered(work, runs(tasks, methods, seeds)):
+            for done in pool.imap_unordered(work, wanted):
                 print(done, flush=True)
     print("\n".join(table(chosen.out, tasks, methods, seeds)))
 
