@@ -16,24 +16,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from fedhet.base.errors import FedhetError, SettingsError
-from fedhet.cli.options import (
-    Clients,
-    ConfigFile,
-    Dataset,
-    Method,
-    Models,
-    Out,
-    Pairs,
-    Preset,
-    Rounds,
-    Seed,
-    console,
-    gather,
-    listing,
-    loading,
-    option,
-    say,
-)
+from fedhet.cli import options
+from fedhet.cli.options import console, gather, listing, loading, option, say
 from fedhet.config.sources import validate
 
 if TYPE_CHECKING:
@@ -53,16 +37,16 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 def deploy_local_command(
     *,
-    method: Method,
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    models: Models = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    set_: Pairs = None,
-    out: Out = None,
+    method: options.Method,
+    preset: options.Preset = None,
+    config: options.ConfigFile = None,
+    dataset: options.Dataset = None,
+    clients: options.Clients = None,
+    models: options.Models = None,
+    rounds: options.Rounds = None,
+    seed: options.Seed = None,
+    set_: options.Pairs = None,
+    out: options.Out = None,
     keep: Annotated[
         Path | None,
         option(
@@ -114,15 +98,15 @@ def register_command(
 
 def submit_command(
     *,
-    method: Method,
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    models: Models = None,
-    rounds: Rounds = None,
-    seed: Seed = None,
-    set_: Pairs = None,
+    method: options.Method,
+    preset: options.Preset = None,
+    config: options.ConfigFile = None,
+    dataset: options.Dataset = None,
+    clients: options.Clients = None,
+    models: options.Models = None,
+    rounds: options.Rounds = None,
+    seed: options.Seed = None,
+    set_: options.Pairs = None,
     server: Server,
     ca: Authority,
     out: Annotated[

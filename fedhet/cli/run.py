@@ -17,27 +17,8 @@ from typing import Annotated
 import typer
 
 from fedhet.base.errors import SettingsError
-from fedhet.cli.options import (
-    TRUST,
-    Backend,
-    Clients,
-    ConfigFile,
-    Dataset,
-    Method,
-    Models,
-    Out,
-    Pairs,
-    Preset,
-    Rounds,
-    Seed,
-    Strict,
-    complete_method,
-    gather,
-    loading,
-    option,
-    read_seeds,
-    say,
-)
+from fedhet.cli import options
+from fedhet.cli.options import TRUST, complete_method, gather, loading, option, read_seeds, say
 from fedhet.config.sources import (
     GivenSettings,
     full_name,
@@ -51,22 +32,22 @@ from fedhet.settings.text import as_text, read_text
 
 def run_command(
     *,
-    method: Method = None,
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    models: Models = None,
-    rounds: Rounds = None,
-    set_: Pairs = None,
-    backend: Backend = None,
-    strict: Strict = None,
-    out: Out = None,
+    method: options.Method = None,
+    preset: options.Preset = None,
+    config: options.ConfigFile = None,
+    dataset: options.Dataset = None,
+    clients: options.Clients = None,
+    models: options.Models = None,
+    rounds: options.Rounds = None,
+    set_: options.Pairs = None,
+    backend: options.Backend = None,
+    strict: options.Strict = None,
+    out: options.Out = None,
     resume: Annotated[
         Path | None, option("DIR", "Resume the run in DIR after its last complete round.")
     ] = None,
     trust: Annotated[str | None, TRUST] = None,
-    seed: Seed = None,
+    seed: options.Seed = None,
     seeds: Annotated[
         str | None, option("INT,INT…", "Seeds; trains one run per seed and compares the runs.")
     ] = None,
@@ -122,15 +103,15 @@ def _announce(given: GivenSettings, suffix: str) -> None:
 
 def sweep_command(
     *,
-    method: Method,
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    models: Models = None,
-    rounds: Rounds = None,
-    set_: Pairs = None,
-    backend: Backend = None,
+    method: options.Method,
+    preset: options.Preset = None,
+    config: options.ConfigFile = None,
+    dataset: options.Dataset = None,
+    clients: options.Clients = None,
+    models: options.Models = None,
+    rounds: options.Rounds = None,
+    set_: options.Pairs = None,
+    backend: options.Backend = None,
     over: Annotated[
         list[str],
         typer.Argument(

@@ -13,22 +13,8 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Table
 
-from fedhet.cli.options import (
-    Clients,
-    ConfigFile,
-    Dataset,
-    Pairs,
-    Preset,
-    complete_method,
-    complete_preset,
-    console,
-    gather,
-    listing,
-    listings,
-    loading,
-    option,
-    say,
-)
+from fedhet.cli import options
+from fedhet.cli.options import console, gather, listing, loading, option, say
 from fedhet.config import reference
 from fedhet.config.sources import all_settings, defaults, preset_names, read_preset, validate
 from fedhet.methods.registry import all_methods, find_method
@@ -39,7 +25,9 @@ from fedhet.settings.schema import Schema, nest, table_of, unknown
 def methods_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="Method to describe in detail.", autocompletion=complete_method),
+        typer.Argument(
+            help="Method to describe in detail.", autocompletion=options.complete_method
+        ),
     ] = None,
 ) -> None:
     """List the methods, or describe the settings and messages of one method."""
@@ -89,7 +77,7 @@ def datasets_command() -> None:
 def presets_command(
     name: Annotated[
         str | None,
-        typer.Argument(help="Preset to show.", autocompletion=complete_preset),
+        typer.Argument(help="Preset to show.", autocompletion=options.complete_preset),
     ] = None,
 ) -> None:
     """List the presets, or show the settings of one preset."""
@@ -142,11 +130,11 @@ def _settings(settings: Mapping[str, FieldInfo]) -> Table:
 
 
 def partition_command(
-    preset: Preset = None,
-    config: ConfigFile = None,
-    dataset: Dataset = None,
-    clients: Clients = None,
-    set_: Pairs = None,
+    preset: options.Preset = None,
+    config: options.ConfigFile = None,
+    dataset: options.Dataset = None,
+    clients: options.Clients = None,
+    set_: options.Pairs = None,
 ) -> None:
     """Show the partition as the number of samples per client and class, or group of targets."""
     values = gather(None, preset, config, set_, dataset=dataset, clients=clients)
@@ -166,7 +154,7 @@ def partition_command(
         for client, row in data.label_counts().items()
     ]
     words = ("client", *(["owner"] if owners else []), "samples")
-    for table in listings((*words, *data.strata()[0]), rows, len(words), console.width):
+    for table in options.listings((*words, *data.strata()[0]), rows, len(words), console.width):
         console.print(table)
 
 

@@ -44,15 +44,6 @@ from fedhet.runs.units import (
 
 MAX_CURVES = 12
 """Maximum number of curves in a plot; only the best groups are shown."""
-COST_AXES = {
-    "bytes": ("costs", "bytes sent", "by bytes sent", "bytes sent, up and down", "bytes"),
-    "epsilon": (
-        "privacy", "epsilon", "by epsilon", "consumed epsilon, maximum over clients", "number",
-    ),
-    "clock": ("clock", "simulated time", "by simulated time", "simulated hours", "seconds"),
-}  # fmt: skip
-"""Cumulative costs against which the score is plotted, each with the name of its figure, its name
-in the alternative text, the end of the title, the axis label, and the unit."""
 COSTS = ("bytes_up", "bytes_down", "seconds", "start")
 TAIL_OF = "tail: mean over the last fifth of the rounds, for"
 PAIRED = (
@@ -369,7 +360,7 @@ def drawings(comparison: Comparison) -> list[Drawing]:
         ("finals", f"last {title} by group", _finals),
         ("curves", f"{title} over rounds", _by_round),
     ]
-    for cost, (name, words, *_) in COST_AXES.items():
+    for cost, (name, words, *_) in style.COST_AXES.items():
         if cost == "bytes" or any(group.total(cost).n for group in groups):
             panels.append((name, f"{title} by {words}", partial(_by_cost, cost=cost)))
     panels += [
@@ -419,7 +410,7 @@ def _by_round(ax: Axes, comparison: Comparison) -> None:
 
 
 def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
-    *_, title, label, unit = COST_AXES[cost]
+    _, words, label, unit = style.COST_AXES[cost]
     _draw(ax, comparison, lambda group: group.curve(comparison.headline), cost)
     ax.axhline(comparison.target, color=style.MUTED, **style.DOTTED)
     style.ticks(ax)
@@ -431,7 +422,7 @@ def _by_cost(ax: Axes, comparison: Comparison, cost: str) -> None:
         style.ticks(ax, style.in_hours, "x")
     style.panel(ax, mode="point", xUnit=unit)
     ax.set_xlabel(label)
-    style.set_title(ax, f"{comparison.title} {title}{_best(comparison)}")
+    style.set_title(ax, f"{comparison.title} by {words}{_best(comparison)}")
 
 
 def _best(comparison: Comparison) -> str:

@@ -222,15 +222,11 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
     total = float(run.totals[cost])
     if math.isnan(total) or not run.columns:
         return None
-    if cost == "epsilon":
-        name, title, unit = "privacy", "epsilon", "number"
-        label = "consumed epsilon, maximum over clients"
-        alt = f"{run.metric_title} by epsilon, up to {total:.3g}"
-    else:
-        name, title, unit = "clock", "simulated time", "seconds"
+    name, words, label, unit = style.COST_AXES[cost]
+    if cost == "clock":
         late = float(np.mean([len(record.late) for record in run.records]))
-        label = f"simulated hours  (on average {late:.3g} late clients per round)"
-        alt = f"{run.metric_title} by simulated time, up to {human_seconds(total)}"
+        label += f"  (on average {late:.3g} late clients per round)"
+    most = human_seconds(total) if cost == "clock" else f"{total:.3g}"
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
@@ -245,11 +241,11 @@ def _by_cost(run: Run, cost: str) -> Drawing | None:
         if cost == "clock":
             style.ticks(ax, style.in_hours, "x")
         style.panel(ax, mode="point", xUnit=unit)
-        where, name = TEST_SETS.get(run.headline, run.headline), _capitalized(run.metric_title)
-        style.set_title(ax, f"{name} by {title}: {where}")
+        where = TEST_SETS.get(run.headline, run.headline)
+        style.set_title(ax, f"{_capitalized(run.metric_title)} by {words}: {where}")
         ax.set_xlabel(label)
 
-    return Drawing(name, draw, alt)
+    return Drawing(name, draw, f"{run.metric_title} by {words}, up to {most}")
 
 
 def metrics(views: Sequence[tuple[str, Run]]) -> Drawing | None:

@@ -111,6 +111,13 @@ GAP = "\N{EN SPACE}"
 MAX_VALUES = 60_000
 """Maximum number of values per figure that a report includes for tooltips."""
 
+COST_AXES = {
+    "bytes": ("costs", "bytes sent", "bytes sent, up and down", "bytes"),
+    "epsilon": ("privacy", "epsilon", "consumed epsilon, maximum over clients", "number"),
+    "clock": ("clock", "simulated time", "simulated hours", "seconds"),
+}
+"""Cumulative costs against which the score is plotted, each with the name of its figure, its name
+in titles, the axis label, and the unit."""
 PANEL = {"mode": "x", "head": "round", "unit": "score", "xUnit": "number", "dots": True}
 """Default tooltip options of an Axes object. The mode "x" shows all curves at the nearest x,
 preceded by `head`; the mode "point" shows the nearest point. `dots` marks each value. The units are
