@@ -137,6 +137,7 @@ def _method(method: Method) -> str:
     modules = zip(("declaration", "server", "client"), (declaration, *method.modules), strict=True)
     code = [f"[{side}](../../{module.replace('.', '/')}.py)" for side, module in modules]
     needed, pool = _needs(spec), spec.pool(IMAGE)
+    extra = "; ".join(f"`{name}` ({title})" for name, title in spec.metrics.items())
     lines = [
         f"Requires: {needed}." if needed else "",
         tasks(method) if len(spec.tasks) > 1 else "",
@@ -145,7 +146,7 @@ def _method(method: Method) -> str:
         _messages(spec),
         defenses(method),
         privacy(method),
-        f"Extra metrics: {_metrics(spec)}." if spec.metrics else "",
+        f"Extra metrics: {extra}." if extra else "",
         f"Code: {', '.join(code)}.",
     ]
     parts = ["## Properties\n", *(f"- {line}" for line in lines if line)]
@@ -170,11 +171,6 @@ def _messages(spec: MethodSpec) -> str:
         sent.append(f"{sender} {names or 'nothing'}")
     fields = spec.instructions.fields or spec.replies.fields
     return f"{'; '.join(sent)}." if fields else "Neither the server nor the clients send fields."
-
-
-def _metrics(spec: MethodSpec) -> str:
-    """Return the names and titles of the metrics that the method defines, as text."""
-    return "; ".join(f"`{name}` ({title})" for name, title in spec.metrics.items())
 
 
 def _settings(settings: Mapping[str, FieldInfo]) -> str:
@@ -311,12 +307,10 @@ def field_rows(contract: Contract) -> list[tuple[str, str, str]]:
     ]
 
 
-def in_markdown(
-    head: tuple[str, ...], rows: Iterable[tuple[str, ...]], words: int | None = None
-) -> str:
-    """Format a Markdown table. Columns after the first `words` columns are right-aligned."""
-    rule = ("---" if words is None or place < words else "---:" for place in range(len(head)))
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, tuple(rule), *rows))
+def in_markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Format a Markdown table."""
+    lines = (head, ("---",) * len(head), *rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def with_run_config(pyproject: str) -> str:

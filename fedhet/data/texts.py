@@ -153,7 +153,8 @@ def _encode(spec: DataSpec, *, special: bool = True) -> Callable[[str], list[int
     if spec.tokenizer == WORDS:
         hashed = lru_cache(maxsize=2**17)(lambda word: hash_token(word, spec.vocabulary))
         return lambda text: [hashed(word) for word in words(text)]
-    tokenizer, padding = _tokenizer(spec.tokenizer), padding_token(spec.tokenizer)
+    tokenizer = _tokenizer(spec.tokenizer)
+    padding = int(configuration(spec.tokenizer).get("pad_token_id") or 0)  # 0 if there is none
     swapped = {padding: PADDING, PADDING: padding}
 
     def encode(text: str) -> list[int]:
@@ -199,11 +200,6 @@ def read_windows(train: Path, test: Path | None, spec: DataSpec) -> Dataset:
         kind=TEXT.name,
         shape=text_sample_shape(spec),
     )
-
-
-def padding_token(name: str) -> int:
-    """Return the padding token of an encoder's configuration, or 0 if there is none."""
-    return int(configuration(name).get("pad_token_id") or 0)
 
 
 @lru_cache(maxsize=4)

@@ -51,6 +51,8 @@ POLL_SECONDS = 5.0
 """Seconds between two checks that the server of a run still replies."""
 START_SECONDS = 15.0
 """Seconds for which a server may be unreachable after its start."""
+NUM_RUNS = 3
+"""Number of the last runs to show."""
 NUM_LOG_LINES = 8
 """Number of lines to show from the end of a run's log."""
 _FEDHET_ERROR = re.compile(r"fedhet\.base\.errors\.\w+: ")
@@ -460,12 +462,12 @@ def _unregister(connection: Connection, site: Site) -> None:
         client.UnregisterNode(UnregisterNodeRequest(node_id=site.node))
 
 
-def newest_runs(connection: Connection, limit: int = 3) -> list[DeployedRun]:
+def newest_runs(connection: Connection) -> list[DeployedRun]:
     """Return a server's last runs, newest first. Raises FedhetError if the request fails."""
     from flwr.proto.control_pb2 import ListRunsRequest, StreamLogsRequest
 
     with _client(connection) as client:
-        runs = client.ListRuns(ListRunsRequest(limit=limit)).run_dict.values()
+        runs = client.ListRuns(ListRunsRequest(limit=NUM_RUNS)).run_dict.values()
         deployed = []
         for run in sorted(runs, key=lambda run: run.pending_at, reverse=True):
             request = StreamLogsRequest(run_id=run.run_id, after_timestamp=0.0)

@@ -149,7 +149,8 @@ def collect(plan: Plan) -> Results:
     """Return the results of a plan's finished runs. Raises StateError if a run is damaged."""
     cells = {}
     for cell in plan.cells:
-        in_percent = plan.table.unit == "percent" and not is_amount(cell.metric)
+        is_amount = cell.metric.startswith(("figure/", "bytes/"))  # Others are accuracies.
+        in_percent = plan.table.unit == "percent" and not is_amount
         finished = {seed: run.directory for seed, run in cell.runs.items() if run.finished}
         values = {seed: _value(path, cell.metric) for seed, path in finished.items()}
         series = pd.Series(values, dtype=float).dropna() * (100.0 if in_percent else 1.0)
@@ -230,11 +231,6 @@ def _kendall(cells: Mapping[Place, tuple[PlannedCell, pd.Series]], column: str) 
         return NAN
     measured, printed = (pd.Series(values) for values in zip(*both, strict=True))
     return float(measured.corr(printed, method="kendall"))
-
-
-def is_amount(metric: str) -> bool:
-    """Return whether a metric is an amount, unlike accuracies and ratios of accuracies."""
-    return metric.startswith(("figure/", "bytes/"))
 
 
 def _value(path: Path, metric: str) -> float:

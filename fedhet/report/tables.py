@@ -267,11 +267,6 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"([\\|*_`\[])", r"\\\1", escaped)
 
 
-def escape_latex(text: str) -> str:
-    """Escape text for LaTeX."""
-    return text.translate(SPECIAL)
-
-
 def tabular(
     cells: Cells, better: Mapping[str, int] | None = None, marked: Collection[int] = ()
 ) -> str:
@@ -293,12 +288,12 @@ def tabular(
         daggers = marked if header == next(iter(better), "") else ()
         texts = []
         for row, cell in enumerate(column):
-            text = escape_latex(cell.text) + (DAGGER if row in daggers else "")
+            text = cell.text.translate(SPECIAL) + (DAGGER if row in daggers else "")
             style = "%s" if cell.value is None else styles.get(cell.value, "%s")
             texts.append(style.replace("%s", text))
         columns.append(texts)
     layout = "".join("l" if index < cells.words else "r" for index in range(len(columns)))
-    rows = [[escape_latex(header) for header in cells.headers], *zip(*columns, strict=True)]
+    rows = [[header.translate(SPECIAL) for header in cells.headers], *zip(*columns, strict=True)]
     head, *body = [" & ".join(row) + r" \\" for row in rows]
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule", *body]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
