@@ -251,7 +251,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path):
 
 def test_a_deployment_refuses_it_with_the_reason():
     config = federation()
-    why = "setting 'method': the data of all clients would have to leave their sites.*got 'central'"
+    why = "setting 'method': the data of all sites would have to leave the sites.*got 'central'"
     context = Context(1, 1, {}, RecordDict(), config.flat())
     with pytest.raises(SettingsError, match=why):
         server_app.server_fn(context)

@@ -189,7 +189,7 @@ def test_a_file_of_another_table_and_an_odd_outcome_are_refused(folder):
 def test_a_folder_without_tables_and_json_of_a_table_are_refused(tmp_path):
     with pytest.raises(StateError, match="no finished table found"):
         call("claims", "--out", tmp_path)
-    with pytest.raises(SettingsError, match="'--json': must be used with claims"):
+    with pytest.raises(SettingsError, match="'--json': supported only for `fedhet table claims`"):
         call("felo-2", "--json")
 
 

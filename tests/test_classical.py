@@ -326,8 +326,12 @@ def test_a_method_that_needs_gradients_refuses_before_the_run(method, own):
     with pytest.raises(SettingsError, match=rf"without gradients, .* sk-svm, .*cofed.*{method}"):
         resolve({"method": method, "models.pool": ["mlp", "sk-svm"]})
     name = own("nearest3", NEAREST_MEAN, "nearest_mean")
-    with pytest.raises(ModelError, match=f"model '{name}': gradients unsupported"):
+    with pytest.raises(
+        ModelError, match=f"model '{name}': a model without gradients is unsupported"
+    ):
         check(resolve({"method": method, "models.pool": ["mlp", name]}))
-    with pytest.raises(ModelError, match="model 'sk-svm': gradients unsupported"):
+    with pytest.raises(
+        ModelError, match="model 'sk-svm': a model without gradients is unsupported"
+    ):
         models.build("sk-svm", (4,), 2, seed=0)
     check(resolve({"method": "local", "models.pool": ["mlp", "sk-svm", name]}))

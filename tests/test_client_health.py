@@ -89,7 +89,7 @@ def test_what_a_client_that_left_contributed_is_dropped_and_it_may_come_back():
     found.update(1, {"b": "silent"}, NAMES)
     assert found.update(2, {}, ["a", "c"]) == []
     assert found.update(3, {}, ["a", "c"]) == ["b"]
-    assert notices == ["client b has left; its earlier contributions are dropped"]
+    assert notices == ["client b has left; its earlier contributions are discarded"]
     assert found.update(4, {}, ["a", "c"]) == [], "once"
     assert found.eligible(5, NAMES) == NAMES
     found.update(5, {"b": "silent"}, NAMES)

@@ -159,7 +159,7 @@ DATA = "data"
             "2 files of 7 bytes there, 1 file of 7 bytes here",
         ),
         ({"data": {DATA: None}}, "{data} differs: 2 files of 7 bytes there, nothing here"),
-        ({"data": {DATA: (2, 7, "d")}}, "the files have other names or sizes than here"),
+        ({"data": {DATA: (2, 7, "d")}}, "differs in the names or sizes of its files"),
         ({"modules": ("os", "nomod.x")}, "module 'nomod.x' not found"),
     ],
 )

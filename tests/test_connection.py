@@ -275,7 +275,7 @@ def test_a_taken_name_is_refused_unless_its_key_is_to_be_replaced(server, tmp_pa
     assert server.ask(("site-a", first)) == ["site-a is now registered"]
     before = server.keys()
     with pytest.raises(
-        FedhetError, match=r"another key is registered as 'site-a' at fed.*--replace"
+        FedhetError, match=r"a different key is registered as 'site-a' on fed.*--replace"
     ):
         server.ask(("site-b", public(tmp_path, "third")), ("site-a", second))
     assert server.keys() == before, "nothing is registered if one of the keys is refused"

@@ -186,7 +186,7 @@ def test_models_that_were_not_kept_are_named(tmp_path):
     config = small("local", rounds=5, clients=2, optimizer="sgd", lr=3.0, models="mlp", seed=1)
     run(config, tmp_path / "run")
     with pytest.raises(
-        StateError, match=r"models of round \d, the best round, not found.*keep-best=true"
+        StateError, match=r"the models of round \d, the best round, were not kept.*keep-best=true"
     ):
         open_client(tmp_path / "run", "client-0", best=True)
     state = next((tmp_path / "run" / "state").iterdir())

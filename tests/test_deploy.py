@@ -148,7 +148,7 @@ def check_names(deployment):
         list(control.register(place, [("client-1", keys / "site-1.pub")]))
     _, second = certs.make_node_key(keys / "second")
     before = [site.node for site in control.sites(place)]
-    with pytest.raises(FedhetError, match="another key is registered as 'client-2'"):
+    with pytest.raises(FedhetError, match="a different key is registered as 'client-2'"):
         list(control.register(place, [("client-2", second)]))
     assert list(control.register(place, [("client-0", keys / "site-0.pub")])) == [
         "client-0 is already registered with this key"

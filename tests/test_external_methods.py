@@ -311,7 +311,7 @@ def test_an_error_of_ones_own_strategy_is_one_line_with_its_place(run_failing, t
     method = f"{file.parent.name}.mine"
     told = (
         f"method '{method}' failed on the server: IndexError: list index out of range ({file}, "
-        f"line {line}). The run's flower.log holds the full traceback."
+        f"line {line}). The run's flower.log contains the full traceback."
     )
     assert f"fedhet: {told}" in said
     assert "return replies[7].nothing" in said

@@ -121,7 +121,7 @@ def test_methods_of_labeled_samples_leave_them_aside_and_say_so(site, caplog):
         assert (len(client.unlabeled), client.info.samples) == (0, 12)
     found[0].get_properties({})
     assert caplog.messages == [
-        "site-a: 6 unlabeled samples are not used, because local uses labeled samples only"
+        "site-a: 6 unlabeled samples are not used, because local uses only labeled samples"
     ]
 
 

@@ -194,7 +194,7 @@ def test_features_may_differ_more_than_weights(tmp_path):
     }  # fmt: skip
     (notice,) = notices
     assert notice == (
-        "client c's reply in round 3 is scaled down, because it exceeds the bound of "
+        "client c's reply in round 3 is scaled down, because it exceeds the limit of "
         "'defense.clip-factor': features by 2, statistics of weights by 5, weights by 5"
     )
 

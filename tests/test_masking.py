@@ -215,7 +215,7 @@ def test_shares_lie_on_a_polynomial_of_the_right_degree():
 
 @pytest.mark.parametrize("arguments", [(b"short", 1, 1), (bytes(32), 0, 3), (bytes(32), 4, 3)])
 def test_impossible_sharing_is_refused(arguments):
-    with pytest.raises(ValueError, match="expected 32 bytes"):
+    with pytest.raises(ValueError, match="expected a secret of 32 bytes"):
         shamir.split(*arguments)
 
 
@@ -695,7 +695,7 @@ def test_cohorts_that_break_the_rules_are_refused(tmp_path):
             kit.masked_with("site-00", {REQUEST: json.dumps(request)}, sent)
 
     refused([*names, "stranger"], "expected sites of the peers file, got stranger")
-    refused(names[1:], "expected this site, site-00, in it")
+    refused(names[1:], "expected a list that includes this site, site-00")
     refused(names[:2], "expected at least 3 sites, got 2")
     refused(names[::-1], "sorted list of different names")
     refused([*names, names[-1]], "sorted list of different names")

@@ -147,7 +147,7 @@ def test_a_site_with_the_classes_in_another_order_is_left_out(members, notices):
         Node("a", order=wrong), Node("b", order=right), Node("c", order=right), Node("d")
     )
     assert list(members.present(manager)) == ["b", "c", "d"]
-    assert "a is excluded: the names or the order of its classes differ" in notices[0]
+    assert "a is excluded: its class names or their order differ" in notices[0]
     manager.nodes |= {"e": Node("e", order=wrong), "f": Node("f", order=right)}
     assert list(members.present(manager)) == ["b", "c", "d", "f"]
 
@@ -193,7 +193,7 @@ def test_a_restarted_node_is_let_in_once_its_former_self_is_gone(members, notice
     members.present(manager)
     manager.nodes["new"] = Node("new", name="site-a")
     assert members.present(manager)["site-a"].proxy.cid == "old"
-    assert "another node has that name" in notices[-1]
+    assert "another node uses this name" in notices[-1]
     del manager.nodes["old"]
     assert members.present(manager)["site-a"].proxy.cid == "new"
 

@@ -120,7 +120,7 @@ def test_a_column_lists_the_labels_of_each_row(tmp_path, ending):
     schema = infer_schema(cells, spec("found"), lines.append)
     assert schema.outputs == ("bone", "heart", "lung")
     np.testing.assert_array_equal(labeled_split(schema, cells).y, np.float32(LISTED))
-    assert "found: lists of 3 labels; 1 are missing; write [] for a row without labels" in lines
+    assert "found: lists of 3 labels; 1 missing; write [] for a row without labels" in lines
     assert "lung: label, 2 of 4 rows" in lines
 
 
@@ -151,7 +151,7 @@ def test_classes_may_contain_semicolons(tmp_path):
         ("1,0\n2,2\n3,1", "p,q", r"line 3, column 'p': expected 0, 1, or a missing value, got '2'"),
         ("a;b,1\n[a,1", "p", r"line 3, column 'p': expected labels such as a;b"),
         ('"[[""a""]]",1\na,1', "p", r"line 2, column 'p': .*another list"),
-        ("0,1\n1,1\n1,0", "p", r"expected lists of labels, got 0 and 1"),
+        ("0,1\n1,1\n1,0", "p", r"expected lists of labels, got only 0 and 1"),
         ("0,1\n1,1\n1,0", "p,p", r"different labels, got 2 \(1 different\)"),
         ("0,1\n1,1\n1,0", "p,z", r"column 'z'"),
     ],

@@ -118,7 +118,7 @@ def test_of_two_keys_with_one_name_the_first_that_connects_takes_part(grid, join
         members.present(manager)
     grid.add(2, claims="site-a", registered="site-a")
     assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "1"}
-    assert notices == ["client site-a is excluded: another node has that name"]
+    assert notices == ["client site-a is excluded: another node uses this name"]
 
 
 def test_without_keys_the_first_has_the_name(grid, joining):
@@ -127,7 +127,7 @@ def test_without_keys_the_first_has_the_name(grid, joining):
     members.present(manager)
     grid.add(2, claims="site-a")
     assert {name: m.proxy.cid for name, m in members.present(manager).items()} == {"site-a": "1"}
-    assert "client site-a is excluded: another node has that name" in notices
+    assert "client site-a is excluded: another node uses this name" in notices
 
 
 def test_a_node_that_comes_back_under_another_name_is_no_new_voter(grid, joining):

@@ -212,7 +212,7 @@ def test_noise_that_is_given_is_kept():
 
 def test_what_no_noise_of_training_can_reach_is_refused():
     little = PrivacySettings(epsilon=1.0, class_noise=2.0)
-    with pytest.raises(SettingsError, match=r"'privacy.epsilon': 1 is too small for the rounds"):
+    with pytest.raises(SettingsError, match=r"'privacy.epsilon': 1 is too small for the number"):
         calibrate_noise(little, plan(), 1.0)
 
 

@@ -274,7 +274,7 @@ def test_cofeds_rounds_follow_from_its_settings():
     said = {"method": "cofed", "cofed.iterations": 4, "rounds": 7}
     refusal(
         lambda: resolve(said),
-        "'rounds': the settings of cofed determine the number of rounds, expected 5, got 7",
+        "'rounds': the number of rounds follows from the settings of cofed, expected 5, got 7",
     )
 
 

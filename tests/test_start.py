@@ -252,7 +252,7 @@ def test_ray_trains_if_it_saves_more_than_it_takes(two_cpus, monkeypatch):
         place = {"inline": "in this process", "ray": "on Ray"}[chosen]
         assert backend_of() == (chosen, f"training {place}: {about} {seconds} s of work")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    assert backend_of() == ("inline", "training in this process: Ray would have one worker")
+    assert backend_of() == ("inline", "training in this process: Ray would have only one worker")
 
 
 @pytest.mark.parametrize(

@@ -838,7 +838,7 @@ def test_public_targets_have_the_scale_of_the_clients(table, tmp_path):
     order = order_of(client)
     shape = tuple(data.dataset.shape)
     assert len(data.public_set("table", shape, None, order)) == 199
-    with pytest.raises(DataError, match="targets must have the names and the scale of the clients"):
+    with pytest.raises(DataError, match="targets must have the same names and scale"):
         data.public_set("table", shape, 1, order)
     own = RunData.of(on_table("fedmd", table).run)
     assert len(own.public_set("table", shape, 1, order)) > 0

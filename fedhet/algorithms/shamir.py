@@ -28,7 +28,10 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
         ValueError: If the secret has another size, or if `threshold` is not from 1 to `count`.
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= count:
-        raise ValueError(f"expected 32 bytes and 1 <= threshold <= {count}, got {threshold}")
+        raise ValueError(
+            f"expected a secret of 32 bytes and 1 <= threshold <= {count}, got "
+            f"{len(secret)} bytes and threshold {threshold}"
+        )
     polynomial = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     polynomial.append(int.from_bytes(secret, "big"))  # The constant term comes last.
     shares = []

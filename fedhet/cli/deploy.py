@@ -172,7 +172,7 @@ def certs_command(
         ),
     ] = "",
 ) -> None:
-    """Create a development CA, a server certificate and a key pair per node.
+    """Create a development CA, a server certificate, and a key pair for each node.
 
     Existing files are kept.
     """
@@ -243,7 +243,7 @@ def peers_command(
         ),
     ] = 0,
 ) -> None:
-    """Join the sites' public files to the peers file of secure aggregation, or show a peers file.
+    """Join the public files of all sites into a peers file for secure aggregation, or show it.
 
     Each site runs this command itself, with the same options. The sites then compare the digest by
     phone, because the server must not be able to replace the files.
@@ -265,9 +265,10 @@ def peers_command(
     rows = [(peer.name, secure.class_ranges(peer.classes), peer.key.hex()) for peer in peers.peers]
     console.print(listing("site", "classes", "key", rows=rows))
     needed = peers.threshold(len(peers.peers))
-    say(f"{plural(len(peers.peers), 'site')}, at most {peers.colluding} of them colluding")
+    say(f"{plural(len(peers.peers), 'site')}, of which at most {peers.colluding} may collude")
     say(
-        f"a round needs {peers.least} sites; with all sites, it tolerates {len(rows) - needed} lost"
+        f"a round needs {peers.least} sites; with all sites, it has a sum even if "
+        f"{len(rows) - needed} of them fail"
     )
     say(f"digest: {secure.readable(peers.digest)}")
     say("compare the digest with all other sites, by phone")
@@ -417,7 +418,7 @@ def doctor_command(
         typer.Argument(metavar="[DIR]", help="Also check the keys and certificates in DIR."),
     ] = None,
     server: Annotated[
-        str | None, option("HOST:PORT", "Address of the control API of a server to check.")
+        str | None, option("HOST:PORT", "Address of the control API of the server to check.")
     ] = None,
     ca: AuthorityOfServer = None,
     as_json: Json = False,

@@ -193,7 +193,7 @@ Preset = Annotated[
     str | None,
     option(
         "NAME[,NAME]",
-        "Presets; later presets override earlier ones. See `fedhet presets`.",
+        "Presets; a later preset overrides an earlier preset. See `fedhet presets`.",
         autocompletion=complete_preset,
     ),
 ]

@@ -25,7 +25,7 @@ Paper = Annotated[
     bool,
     typer.Option(
         "--paper",
-        help="Also write the figures as PDFs for a paper, 3.25 or 6.75 inches wide.",
+        help="Also write the figures as PDF files for a paper, 3.25 or 6.75 inches wide.",
     ),
 ]
 
@@ -66,8 +66,8 @@ def compare_command(
         str | None,
         option(
             "NAME[:KIND]",
-            "Baseline of the paired differences: a method, or the label of a run in the "
-            "table. Append :KIND to select another kind of model.",
+            "Baseline of the paired differences: a method, or the label of a run in the table. To "
+            "select another kind of model, append :KIND.",
             default="local if present, otherwise the first",
         ),
     ] = None,
@@ -75,7 +75,7 @@ def compare_command(
         str | None,
         option(
             "|".join(METRICS),
-            "Metric to compare, among those recorded by the runs.",
+            "Metric to compare, which the runs must have recorded.",
             default="the runs' headline metric, such as accuracy",
         ),
     ] = None,
@@ -181,7 +181,7 @@ Client = Annotated[str, typer.Argument(help="Client name, as in the results tabl
 Best = Annotated[
     bool,
     typer.Option(
-        "--best", help="Use the models of the best round (keep-best) instead of the last."
+        "--best", help="Use the models of the best round (keep-best) instead of the last round."
     ),
 ]
 Trust = Annotated[str, TRUST]
@@ -212,7 +212,7 @@ def predict_command(
     ] = 2**29,
     trust: Trust = "",
 ) -> None:
-    """Predict classes of samples, with probabilities, or numbers, using a client's model."""
+    """Predict classes with probabilities, or numbers, for samples, using a client's model."""
     with loading("PyTorch"):
         from fedhet.inference.client import (
             PredictedLabels,

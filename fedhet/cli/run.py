@@ -49,18 +49,18 @@ def run_command(
     trust: Annotated[str | None, TRUST] = None,
     seed: options.Seed = None,
     seeds: Annotated[
-        str | None, option("INT,INT…", "Seeds; trains one run per seed and compares the runs.")
+        str | None, option("INT,INT…", "Seeds; executes one run per seed, and compares the runs.")
     ] = None,
     against: Annotated[
         str | None,
         option(
             "METHOD",
-            "Baseline method to train and show next to the run, such as local.",
+            "Baseline method to run and to show next to the run, such as local.",
             autocompletion=complete_method,
         ),
     ] = None,
 ) -> None:
-    """Train a federation on this machine and write a report."""
+    """Run a simulation on this machine, and write a report."""
     values = gather(
         method, preset, config, set_, resume, trust, dataset=dataset, clients=clients,
         models=models, rounds=rounds, seed=seed, backend=backend, strict=strict, out=out,
@@ -120,7 +120,10 @@ def sweep_command(
         ),
     ],
     seeds: Annotated[
-        str | None, option("INT,INT…", "Seeds; trains one run per value and seed.", default="0")
+        str | None,
+        option(
+            "INT,INT…", "Seeds; executes one run per combination of values and seed.", default="0"
+        ),
     ] = None,
     figures: Annotated[
         str,
@@ -137,12 +140,12 @@ def sweep_command(
         int,
         typer.Option(
             min=0,
-            help="Number of runs to execute in parallel, each in its own process; 0 = as many as "
-            "the CPUs allow (with Ray, one).",
+            help="Number of runs to execute in parallel, each in its own process; 0 = one per CPU "
+            "(with Ray, one).",
         ),
     ] = 1,
 ) -> None:
-    """Train a run for each combination of setting values and write a report."""
+    """Execute a run for each combination of setting values, and write a report."""
     values = gather(
         method, preset, config, set_, dataset=dataset, clients=clients, models=models,
         rounds=rounds, backend=backend,

@@ -160,7 +160,7 @@ def partition_command(
 
 def schema_command(
     table: Annotated[
-        Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSON Lines, Parquet or .npz file.")
+        Path, typer.Argument(metavar="FILE", help="CSV, TSV, JSON Lines, Parquet, or .npz file.")
     ],
     target: Annotated[str, typer.Option(help="Label column.")],
     columns: Annotated[
@@ -173,7 +173,7 @@ def schema_command(
         str,
         option(
             "NAME,NAME…",
-            "Columns to treat as categorical although they hold numbers, such as codes.",
+            "Columns of numbers to treat as categories, such as codes.",
         ),
     ] = "",
     missing: Annotated[
@@ -186,14 +186,20 @@ def schema_command(
             "(predicts several labels)."
         ),
     ] = "auto",
-    decimal: Annotated[str, typer.Option(help="Decimal separator: auto, point or comma.")] = "auto",
+    decimal: Annotated[
+        str, typer.Option(help="Decimal separator: auto, point, or comma.")
+    ] = "auto",
     date_order: Annotated[
-        str, typer.Option(help="Date order other than ISO 8601: auto, dmy or mdy.")
+        str,
+        typer.Option(
+            help="Order of day, month, and year in dates other than ISO 8601: auto, dmy, or mdy."
+        ),
     ] = "auto",
     targets_only: Annotated[
         bool,
         typer.Option(
-            help="Describe only the targets, for images, signals and texts; implied by .npz files."
+            help="Describe only the targets, for images, signals, and texts; always set for .npz "
+            "files."
         ),
     ] = False,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")] = Path("schema.toml"),

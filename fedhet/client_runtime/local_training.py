@@ -102,7 +102,7 @@ class LocalTrainer:
         if not all(map(all_finite, models)) or not math.isfinite(loss or 0.0):
             raise StateError(
                 f"training diverged (loss {loss}). The client's last saved models are unchanged. "
-                "Try a smaller 'training.lr'."
+                "Reduce 'training.lr'."
             )
         self._save_optimizer(settings.optimizer)
         if settings.schedule == "plateau" and loss is not None:

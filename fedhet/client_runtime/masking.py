@@ -110,7 +110,7 @@ class Masking:
             self._nonce = bytes.fromhex(nonce)
             numbers = sorted(map(int, cohorts))
             if {*map(str, numbers)} != cohorts.keys():
-                raise ValueError("numbers in another form")
+                raise ValueError("numbers in a different form")
         except (AttributeError, TypeError, ValueError):
             raise MaskingError(f"{REQUEST}: expected a nonce and cohorts") from None
         valid = len(self._nonce) == 16 and numbers and numbers[0] >= 0
@@ -165,7 +165,7 @@ class Masking:
             if self._is_site and absent:
                 self._faults.append(
                     f"class {min(absent)}: listed for this site in the peers file, but the site "
-                    "has too few samples of it. List only classes with enough samples."
+                    "has too few samples of this class. List only classes with enough samples."
                 )
                 continue
             vector = layout.encode(sent.tensors, self._samples, self._peers.cap, rows)
@@ -283,7 +283,9 @@ class Masking:
                 f"{REQUEST}: cohort: expected sites of the peers file, got {', '.join(strangers)}"
             )
         if self._name not in names:
-            raise MaskingError(f"{REQUEST}: cohort: expected this site, {self._name}, in it")
+            raise MaskingError(
+                f"{REQUEST}: cohort: expected a list that includes this site, {self._name}"
+            )
         if len(names) < (least := peers.least if lane.within == "all" else peers.smallest):
             raise MaskingError(
                 f"{REQUEST}: cohort: expected at least {least} sites, got {len(names)}"

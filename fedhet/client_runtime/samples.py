@@ -81,7 +81,7 @@ class ClientSamples:
         """Log a warning if the method leaves unlabeled samples unused."""
         if self.num_unused_unlabeled:
             LOG.warning(
-                "%s: %d unlabeled samples are not used, because %s uses labeled samples only",
+                "%s: %d unlabeled samples are not used, because %s uses only labeled samples",
                 self.info.name,
                 self.num_unused_unlabeled,
                 method,

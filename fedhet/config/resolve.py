@@ -151,7 +151,7 @@ def complete(given: GivenSettings) -> Config:
     fixed = settings.fixed_rounds()
     if fixed is not None and run.rounds != fixed:
         if run.rounds != RunSettings().rounds:
-            problem = f"the settings of {run.method} determine the number of rounds"
+            problem = f"the number of rounds follows from the settings of {run.method}"
             raise invalid_setting("rounds", run.rounds, str(fixed), problem)
         changes["rounds"] = fixed
     data: dict[str, Any] = {}
@@ -420,7 +420,7 @@ def check_trainable(config: Config, dataset: Dataset) -> None:
 def check_deployable(config: Config) -> None:
     """Raise SettingsError if the settings are supported only in simulations."""
     if config.method.spec.simulation_only:
-        problem = "the data of all clients would have to leave their sites"
+        problem = "the data of all sites would have to leave the sites"
         expected = "another method in a deployment (or `fedhet run` to simulate)"
         raise invalid_setting("method", config.method.name, expected, problem)
     if (held_out := config.run.data.held_out_clients) != 0:

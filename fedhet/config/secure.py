@@ -339,10 +339,10 @@ def _peer(values: Any) -> Peer:
     except ValueError:
         public = b""
     if not isinstance(classes, list) or len({*map(repr, classes)}) < len(classes):
-        raise SettingsError(f"{name}: classes: expected a list without duplicates")
+        raise SettingsError(f"{name}: classes: expected a list without duplicatesf")
     for each in classes:
         if not isinstance(each, str) or not _CLASS.fullmatch(each):
-            rule = f'class numbers such as "0", up to {MAX_CLASSES - 1}'
+            rule = f'class numbers such as "0", at most {MAX_CLASSES - 1}'
             raise SettingsError(f"{name}: classes: expected {rule}, got {safe_repr(each)}")
     return Peer(name, public, tuple(sorted(classes, key=int)))
 

@@ -32,7 +32,7 @@ from fedhet.base.disk import parse_json
 from fedhet.base.errors import DataError, nearest, one_line
 from fedhet.data.spec import DataSpec, check_max_bytes, encode_owners, reading
 from fedhet.data.tasks import find_task
-from fedhet.data.values import date_order, decimal_sign, is_missing, label_text
+from fedhet.data.values import date_order, decimal_separator, is_missing, label_text
 
 LOG = logging.getLogger("fedhet")
 _FORMATS = (".csv", ".tsv", ".jsonl")
@@ -305,9 +305,9 @@ class Cells:
         return len(self.lines)
 
     @cached_property
-    def decimal_sign(self) -> str:
+    def decimal_separator(self) -> str:
         """Decimal separator in the columns, or "" if none or both are recognized."""
-        return self._agreed(decimal_sign)
+        return self._agreed(decimal_separator)
 
     @cached_property
     def date_order(self) -> str:

@@ -59,7 +59,7 @@ def array_cells(y: npt.NDArray[Any], where: Path | str, spec: DataSpec, target: 
     """
     if y.ndim not in (1, 2) or y.dtype.kind not in "biuf" or 0 in y.shape[1:]:
         raise DataError(
-            f"{where}: y must be numbers [N] or [N, K] with data.task = {spec.task!r}, got "
+            f"{where}: with data.task = {spec.task!r}, y must be numbers [N] or [N, K], got "
             f"{y.dtype} {list(y.shape)}"
         )
     numbers = y.reshape(len(y), -1).astype(np.float64)

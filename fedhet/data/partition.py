@@ -88,8 +88,8 @@ def hold_out(count: int, spec: DataSpec, name: str) -> tuple[Index, Index]:
     test = max(1, round(spec.test_fraction * count)) if spec.test_fraction else 0
     if count - test < _MIN_TRAIN:
         raise DataError(
-            f"{name}: expected at least {_MIN_TRAIN} training samples and 1 test sample with "
-            f"data.test-fraction = {spec.test_fraction}, got {count} samples. Raise "
+            f"{name}: with data.test-fraction = {spec.test_fraction}, expected at least "
+            f"{_MIN_TRAIN} training samples and 1 test sample, got {count} samples. Raise "
             "data.min-samples, or lower data.test-fraction."
         )
     places = numpy_rng(spec.seed, "split", name).permutation(count)

@@ -214,7 +214,8 @@ def site_data(
     dataset, unlabeled_split, num_unused = _read(root, classes, spec, unlabeled, declared)
     if type(dataset.task) is not find_task(spec.task):
         raise DataError(
-            f"{root}: data.task must be {dataset.task.name} for this data, got {spec.task!r}"
+            f"{root}: data.task must be {dataset.task.name}, the task of this data, got "
+            f"{spec.task!r}"
         )
     train, test = dataset.train, dataset.test
     if test is None:

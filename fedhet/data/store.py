@@ -129,7 +129,7 @@ class RunData:
         is_scaled = not isinstance(dataset.task, Classification)
         if dataset.test is not None and is_scaled and order not in ("", order_of(dataset)):
             LOG.warning(
-                "data.dataset = %s: the targets have another schema than the clients' data, so "
+                "data.dataset = %s: the schema of the targets differs from the clients' schema, so "
                 "the server does not use its test set",
                 self.spec.dataset,
             )
@@ -236,8 +236,9 @@ class RunData:
         is_scaled = classes is not None and not isinstance(public.task, Classification)
         if is_scaled and order not in ("", order_of(public)):
             raise DataError(
-                f"{where}: targets must have the names and the scale of the clients' targets, got "
-                "others. Set data.public-fraction to use samples of the same dataset."
+                f"{where}: targets must have the same names and scale as the clients' targets, got "
+                "different names or scales. Set data.public-fraction to use samples of the same "
+                "dataset."
             )
         return public.train
 

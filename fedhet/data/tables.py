@@ -271,7 +271,7 @@ def infer_column(
             target=target,
             decimal=spec.decimal,
             order=spec.date_order,
-            decimal_evidence=lambda: cells.decimal_sign,
+            decimal_evidence=lambda: cells.decimal_separator,
             order_evidence=lambda: cells.date_order,
         )
     except UnclearError as error:

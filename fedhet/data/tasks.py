@@ -419,7 +419,7 @@ class Regression(Task):
             raise ValueError(f"expected finite numbers, got {numbers}")
         if len(self.means) != len(self.deviations) or min((*self.deviations, self.delta)) <= 0:
             raise ValueError(
-                "expected a positive deviation for each mean, and a positive delta, got "
+                "expected a positive standard deviation for each mean, and a positive delta, got "
                 f"means = {self.means}, deviations = {self.deviations}, delta = {self.delta}"
             )
         levels, needed = self.quantiles, self.loss_name == QUANTILE
@@ -603,12 +603,12 @@ class MultiLabel(Task):
             if {*names} <= FLAGS.keys():
                 raise DataError(
                     f"{cells.path}: target column {spec.target!r}: expected lists of labels, got "
-                    "0 and 1. Set data.target to several such columns, or data.task to "
-                    "classification."
+                    "only 0 and 1. For several labels, list their columns in data.target. For one "
+                    "label, set data.task to classification."
                 )
             absent = np.array([row is None for row in lists], bool)[values.codes].sum()
             advice = "; write [] for a row without labels" if absent else ""
-            report(f"{spec.target}: lists of {len(names)} labels; {absent} are missing{advice}")
+            report(f"{spec.target}: lists of {len(names)} labels; {absent} missing{advice}")
         if not 1 <= len(names) <= MAX_LABELS or len({*names}) < len(names):
             raise DataError(
                 f"{cells.path}: data.target {spec.target!r}: expected 1 to {MAX_LABELS} different "
@@ -761,7 +761,7 @@ def label_list(text: str) -> list[str]:
         return [label for each in text.split(";") if (label := each.strip())]
     labels = [label_text(each) for each in parse_json(text)]
     if None in labels:
-        raise ValueError("expected labels in a list, got another list, an object, or null")
+        raise ValueError("expected a list of labels, got a nested list, an object, or null")
     return [label.strip() for label in labels if label is not None]
 
 

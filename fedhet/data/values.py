@@ -222,8 +222,8 @@ def parse_numbers(texts: Sequence[str], written: str, unit: str) -> Numbers:
     return numbers
 
 
-def decimal_sign(texts: Sequence[str]) -> str:
-    """Return the decimal sign of a column, "." or ",", or "" if it is ambiguous."""
+def decimal_separator(texts: Sequence[str]) -> str:
+    """Return the decimal separator of a column, "." or ",", or "" if it is ambiguous."""
     signed = [text for text in texts if "," in text or "." in text]
     if not any("," in text for text in signed):
         return ""
@@ -254,9 +254,9 @@ def _numbers(
 ) -> tuple[Numbers, str, str, str]:
     """Parse values as numbers, in the most frequent unit and the best-fitting notation.
 
-    `decimal` is the setting `data.decimal`; `evidence` returns the decimal sign of other columns.
-    Returns the numbers, the notation, the unit, and the evidence. Raises UnclearError if a comma
-    could separate either decimals or thousands.
+    `decimal` is the setting `data.decimal`; `evidence` returns the decimal separator of other
+    columns. Returns the numbers, the notation, the unit, and the evidence. Raises UnclearError if a
+    comma could separate either decimals or thousands.
     """
     plain = np.array([_plain(text) for text in texts], np.float64)
     sign, why = {"point": ".", "comma": ","}.get(decimal, ""), "all values are numbers"
@@ -277,7 +277,7 @@ def _numbers(
         unclear = (by_point != by_comma) & ~(np.isnan(by_point) & np.isnan(by_comma))
         first = next(iter(np.flatnonzero(unclear).tolist()), None)
         if first is not None and (seen := evidence()):
-            sign, why = seen, f"the decimal sign is {seen!r}, as in other columns"
+            sign, why = seen, f"the decimal separator is {seen!r}, as in other columns"
         elif first is None or _fits(found[_POINT]) == _fits(by_point):
             sign = "."
         else:
@@ -298,7 +298,7 @@ def _numbers(
 
 
 _SIGNED = {".": (_POINT, _POINT_GROUPS), ",": (_COMMA, _COMMA_GROUPS)}
-"""Notations for each decimal sign, without and with separators between thousands."""
+"""Notations for each decimal separator, without and with separators between thousands."""
 _GROUPED_BY_POINTS = re.compile(r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+").fullmatch
 
 # --- dates --------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def _dates(
     if len(other) > 1 and len(other) == len(texts) and not any(fits.values()):
         raise UnclearError(
             f"invalid date {texts[other[0]]!r}: expected a four-digit year and a valid day. "
-            "Correct it, or name the column in data.categories if it holds words.",
+            "Correct it, or add the column to data.categories if it contains words.",
             other[0],
         )
     if not other or set(fits.values()) == {_fits(iso)}:  # The other values are mistakes.
@@ -469,8 +469,8 @@ def merge_spellings(texts: Sequence[str], counts: Sequence[int], *, exact: bool)
     if not exact and len(groups) > 2 and groups.keys() <= _YES | _NO:
         mixed = ", ".join(repr(word) for word in sorted(texts))
         raise UnclearError(
-            f"several words for yes or no: {mixed}. Use one word for yes and one for no, or name "
-            "the column in data.categories if all words are different categories."
+            f"several words for yes or no: {mixed}. Use one word for yes and one word for no, or "
+            "add the column to data.categories if all words are different categories."
         )
     words: dict[str, str] = {}
     for key, spellings in groups.items():
@@ -589,7 +589,7 @@ def recognize(
         target: Whether the column is a numeric target, whose values must not be missing.
         decimal: Setting `data.decimal`.
         order: Setting `data.date-order`.
-        decimal_evidence: Function that returns the decimal sign in other columns, or "".
+        decimal_evidence: Function that returns the decimal separator in other columns, or "".
         order_evidence: Function that returns the date order in other columns, or "".
 
     Raises:

@@ -400,13 +400,14 @@ def register(
         current = next((site.name for site in registered if site.key == key), name)
         if current != name:
             raise FedhetError(
-                f"{path}: this key is registered as '{current}', expected '{name}'. Remove it with "
-                f"`fedhet sites {connection.address} --remove {current}`, and make a new key pair."
+                f"{path}: this key is registered as '{current}', expected '{name}'. Remove "
+                f"'{current}' with `fedhet sites {connection.address} --remove {current}`, and "
+                "create a new key pair."
             )
         if not replace and any(site.name == name and site.key != key for site in registered):
             raise FedhetError(
-                f"{path}: another key is registered as '{name}' at {connection.address}. Choose "
-                "another --name, or replace the other key with --replace."
+                f"{path}: a different key is registered as '{name}' on {connection.address}. "
+                "Choose another --name, or replace the registered key with --replace."
             )
     for name, path, key in requested:
         former = [site for site in registered if site.name == name]
@@ -417,7 +418,7 @@ def register(
         else:
             raise FedhetError(
                 f"{path}: this key was removed from the server and cannot be registered again. "
-                "Make a new key pair with `fedhet certs DIR --key NAME`."
+                "Create a new key pair with `fedhet certs DIR --key NAME`."
             )
         # Unregister last, so that the name always has a key, even if registering fails.
         for site in former:

@@ -132,7 +132,7 @@ def _cuda() -> Iterator[Finding]:
     if torch.version.cuda is None:
         yield ok("GPU", "PyTorch is built without CUDA")
     elif not torch.cuda.is_available():
-        yield ok("GPU", "no usable GPU: there is no device, or its driver is too old")
+        yield ok("GPU", "no usable GPU: no device was found, or the driver is too old")
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
@@ -157,7 +157,9 @@ def _ports() -> Iterator[Finding]:
     if not used:
         yield ok("ports", f"{', '.join(map(str, PORTS))} are free")
     for port in used:
-        text = f"{port} ({PORTS[port]}) is in use. Choose another port unless it already runs."
+        text = (
+            f"{port} ({PORTS[port]}) is in use. Choose another port unless the service runs there."
+        )
         yield warning("ports", text)
 
 
@@ -243,7 +245,7 @@ def check_server(address: str, authority: Path) -> Iterator[Finding]:
     except (OSError, http.client.HTTPException) as fault:
         yield error("server", f"{address} does not reply: {error_reason(fault)}")
         return
-    yield ok("server", f"{address} replies, with a certificate signed by {authority}")
+    yield ok("server", f"{address} replies with a certificate signed by {authority}")
     try:
         server_time = email.utils.parsedate_to_datetime(response.headers.get("Date") or "")
     except ValueError:

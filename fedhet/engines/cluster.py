@@ -383,7 +383,7 @@ def check_machines(machines: Sequence[Machine], needs: Needs, timeout: float) ->
     if lines:
         refusal = FedhetError(
             f"{sum(map(bool, faults_by_machine))} of {plural(len(machines), 'machine')} of the Ray "
-            f"cluster cannot take part, and nothing was trained; the first fault: {lines[0]}"
+            f"cluster cannot take part, so no client was trained; first fault: {lines[0]}"
         )
         for line in lines:
             refusal.add_note(line)

@@ -68,17 +68,17 @@ def faults(needs: Needs) -> list[str]:
         if found is None and expected is not None:
             lines.append(f"data {path} not found")
         elif found and expected and found != expected and found[:2] == expected[:2]:
-            lines.append(f"data {path} differs: the files have other names or sizes than here")
+            lines.append(f"data {path} differs in the names or sizes of its files")
         elif found and found != expected:
             lines.append(f"data {path} differs: {_summary(found)} there, {_summary(expected)} here")
     if not _has_device(needs.device):
         lines.append(
-            f"device {needs.device} not found, which the run uses here. Change 'engine.device', or "
-            "start Ray there with --num-cpus 0 to run no clients on that machine."
+            f"device {needs.device} not found, but the run uses it. Change 'engine.device', or "
+            "start Ray with --num-cpus 0 on this machine, so that it trains no clients."
         )
     lines += [
-        f"module '{module}' not found, which the run imports. Install it in the Python environment "
-        "of `ray start`."
+        f"module '{module}' not found, but the run imports it. Install it in the Python "
+        "environment of `ray start`."
         for module in needs.modules
         if not is_found(module)
     ]

@@ -304,7 +304,7 @@ def choose_backend(config: Config, data: RunData, directory: Path) -> tuple[str,
         cpus = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
         # In a child process, leave the other CPUs to parallel runs.
         workers = min(len(cpus), config.run.clients) if parent_process() is None else 1
-        backend, reason = "inline", "Ray would have one worker"
+        backend, reason = "inline", "Ray would have only one worker"
         if workers > 1:
             bound = RAY_SECONDS / (1 - 1 / workers)
             work = _seconds_of_work(config, data, directory, bound)

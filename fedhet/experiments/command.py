@@ -23,8 +23,8 @@ def table_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A table, a paper such as felo (all of its tables), all, or field; lists the "
-            "tables if omitted. claims counts the claims that hold in finished tables."
+            help="A table, a paper such as felo (all its tables), all, or field. claims = count "
+            "the claims that hold in finished tables. Without a name, the command lists the tables."
         ),
     ] = None,
     size: Annotated[
@@ -41,13 +41,13 @@ def table_command(
         option(
             "DIR",
             "Directory of the runs and tables. For claims and --show: directory of finished "
-            "tables; defaults to the tables included in fedhet if it contains none.",
+            "tables; if it contains none, the tables included in fedhet are used.",
             default=str(TABLES),
         ),
     ] = None,
     jobs: Annotated[
         int,
-        typer.Option(min=1, help="Number of runs to train in parallel, each in its own process."),
+        typer.Option(min=1, help="Number of runs to execute in parallel, each in its own process."),
     ] = 1,
     set_: Annotated[
         list[str] | None,
@@ -90,7 +90,7 @@ def table_command(
         str,
         option(
             "WORDS[,WORDS]",
-            "Train only the rows whose names start with one of these words.",
+            "Execute only the runs of rows whose names start with one of these words.",
             "--rows",
             default="all",
         ),
@@ -110,17 +110,17 @@ def table_command(
     over, several = parse_pairs(set_ or []), read_seeds(seeds)
     check_sweepable(over)
     if as_json and name != "claims":
-        raise SettingsError(f"'--json': must be used with claims, got {name!r}")
+        raise SettingsError(f"'--json': supported only for `fedhet table claims`, got {name!r}")
     if methods and name != "field":
-        raise SettingsError(f"'--methods': must be used with field, got {name!r}")
+        raise SettingsError(f"'--methods': supported only for `fedhet table field`, got {name!r}")
     if rows and name in (None, "claims", "field"):
-        raise SettingsError(f"'--rows': must be used with a paper's table, got {name!r}")
+        raise SettingsError(f"'--rows': supported only for the tables of papers, got {name!r}")
     if name is None:
         rows_listed = json.loads(LIST.read_text(encoding="utf-8"))
         console.print(listing("table", "description", "source", "runs per seed", rows=rows_listed))
         return
     if show and name in ("claims", "field"):
-        raise SettingsError(f"'--show': must be used with a paper's table, got {name!r}")
+        raise SettingsError(f"'--show': supported only for the tables of papers, got {name!r}")
     with loading():
         from fedhet.experiments import making
 

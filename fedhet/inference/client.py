@@ -288,8 +288,8 @@ def open_client(
     state = restored.state
     if best and not state.round:
         raise StateError(
-            f"{store.folder}: models of round {round}, the best round, not found. Train with --set "
-            "keep-best=true to keep them."
+            f"{store.folder}: the models of round {round}, the best round, were not kept. Use "
+            "--set keep-best=true in the next run."
         )
     return TrainedClient(record, config, state.round, state.participations, restored, trust)
 

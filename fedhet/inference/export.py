@@ -240,8 +240,8 @@ VALUES = {
     "number": "the number, without its unit",
     "date": "days since 1970-01-01, with the time of day as a fraction; UTC if no zone is given",
     "category": "the index in categories, from 0; -1 for any other word",
-    "missing": "NaN for an empty value and for the words in missing (any case); for numbers "
-    "and dates, also for the words in missing_numbers",
+    "missing": "NaN for an empty value and for the words in missing (in any case); for numbers and "
+    "dates, also for the words in missing_numbers",
 }
 """Description of the encoding of table values as numbers, by the kind of column."""
 FEATURES = (

@@ -51,7 +51,7 @@ def trainer(run: RunSettings) -> str:
 
 
 SPEC = MethodSpec(
-    title="one model trained on all clients' data: the upper bound, simulation only",
+    title="one model trained on all clients' data: the upper bound, for simulations only",
     paper="no paper",
     needs_task="loss",
     headline="common",

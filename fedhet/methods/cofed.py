@@ -33,8 +33,7 @@ class CofedSettings(MethodSettings):
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.3,
-        description="fraction of votes that a class must exceed to become a pseudolabel (alpha, "
-        "Eq. 18)",
+        description="fraction of votes above which a class becomes a pseudolabel (alpha, Eq. 18)",
     )
     credibility: Literal["equal", "samples"] | Weights = Field(
         "equal",
@@ -59,8 +58,8 @@ class CofedSettings(MethodSettings):
     )
     search: Literal["none", "grid"] = Field(
         "none",
-        description="hyperparameter search for each participant on held-out data, with the values "
-        "below (Section 5.2)",
+        description="hyperparameter search of each participant on held-out data, with the values "
+        "of the following settings (Section 5.2)",
     )
     search_optimizers: Optimizers = Field(
         ("adam", "sgd"), description="optimizers to try with search = grid"
@@ -75,8 +74,8 @@ class CofedSettings(MethodSettings):
     )
     search_updates: Factors = Field(
         (0.1, 2.0),
-        description="factors to try with search = grid: update learning rate relative to local "
-        "learning rate",
+        description="factors to try with search = grid: ratio of the learning rates of update "
+        "training and local training",
     )
     search_share: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2, description="fraction of the training data held out with search = grid"
@@ -97,8 +96,7 @@ def _passes(own: CofedSettings, training: TrainingSettings, rounds: int) -> tupl
 
 
 SPEC = MethodSpec(
-    title="pseudolabels for public data from a vote by the clients; supports any models and "
-    "label spaces",
+    title="pseudolabels for public data by a vote of the clients; any models and label spaces",
     paper="Cao et al., Cross-Silo Heterogeneous Model Federated Multitask Learning (CoFED)",
     headline="common",
     only_tasks="its clients vote on classes",

@@ -16,7 +16,7 @@ class CronusSettings(fedmd.SoftLabelSettings):
 
     loss: DigestLoss = Field(
         "cross-entropy",
-        description="loss against the consensus: cross-entropy, or mean absolute or squared error "
+        description="loss on the consensus: cross-entropy, or mean absolute or squared error "
         "of probabilities",
     )
     aggregation: Literal["filter", "median", "trimmed", "mean"] = Field(

@@ -20,13 +20,13 @@ class DsFlSettings(fedmd.SoftLabelSettings, fedmd.DigestSettings):
 
     loss: DigestLoss = Field(
         "cross-entropy",
-        description="loss against the consensus: cross-entropy, or mean absolute or squared error "
+        description="loss on the consensus: cross-entropy, or mean absolute or squared error "
         "of probabilities",
     )
     aggregation: Literal["era", "sa"] = Field(
         "era",
-        description="consensus: entropy reduction aggregation (era), or simple aggregation (sa), "
-        "the plain mean",
+        description="consensus: entropy reduction aggregation (era), or the plain mean (simple "
+        "aggregation, sa)",
     )
     temperature: Positive = Field(
         0.1,

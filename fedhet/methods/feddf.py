@@ -24,7 +24,7 @@ class FedDfSettings(FedAvgSettings):
 
 
 SPEC = MethodSpec(
-    title="one average per architecture, distilled from the ensemble on public data",
+    title="one averaged model per architecture, trained on public data to imitate the ensemble",
     paper="Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning",
     headline="common",
     needs_task="loss",

@@ -21,7 +21,7 @@ class FedGemsSettings(MethodSettings):
 
     server_model: ModelName = Field("gems-resnet56", description="server model")
     epsilon: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.75, description="weight of the loss on the labels in the losses (Eq. 2, 5 and 6)"
+        0.75, description="weight epsilon of the loss on the labels (Eqs. 2, 5, and 6)"
     )
     selective: bool = Field(
         True,
@@ -30,7 +30,8 @@ class FedGemsSettings(MethodSettings):
     )
     split: Literal["round", "batch"] = Field(
         "round",
-        description="when to split public samples into S1 to S3: before each round, or per batch",
+        description="when the public samples are divided into S1 to S3: before each round, or for "
+        "each batch",
     )
     self_training: bool = Field(
         True,
@@ -42,8 +43,8 @@ class FedGemsSettings(MethodSettings):
     )
     ensemble: Literal["weighted", "mean", "none"] = Field(
         "weighted",
-        description="combination of client logits on which the server trains: weighted (Eq. 4), "
-        "mean, or none (Table 5)",
+        description="combination of clients' logits from which the server learns: weighted mean "
+        "(Eq. 4), mean, or none (Table 5)",
     )
     tolerance: Positive = Field(
         0.25,
@@ -64,8 +65,8 @@ class FedGemsSettings(MethodSettings):
             default, value = type(self).model_fields[name].default, getattr(self, name)
             if not self.selective and value != default:
                 raise ValueError(
-                    f"setting 'fedgems.{kebab(name)}': expected {default!r} with "
-                    f"'fedgems.selective' = False, got {value!r}"
+                    f"setting 'fedgems.{kebab(name)}': with 'fedgems.selective' = false, expected "
+                    f"{default!r}, got {value!r}"
                 )
         return self
 
@@ -86,7 +87,7 @@ def selection_for(settings: FedGemsSettings, task: Task) -> Selection:
 
 
 SPEC = MethodSpec(
-    title="larger server model, selective distillation on labeled public data",
+    title="large server model with selective distillation on labeled public data",
     paper="Cheng et al., FedGEMS: Federated Learning of Larger Server Models",
     headline="common",
     needs_task="loss",
@@ -108,7 +109,8 @@ SPEC = MethodSpec(
                 "changed",
                 "uint8",
                 ("B",),
-                "one bit per public sample: 1 if `logits` has its row; absent = all rows",
+                "one bit per public sample, which is 1 if `logits` contains a row for the sample; "
+                "absent = all rows",
                 required=False,
                 needs=("logits",),
             ),
@@ -126,9 +128,9 @@ SPEC = MethodSpec(
     ),
     metrics={
         "s1": "S1, public samples that the server predicts correctly",
-        "s2": "S2, wrongly predicted samples with logits in the pool",
-        "s3": "S3, wrongly predicted samples without logits in the pool",
-        "asked": "samples requested from the clients",
+        "s2": "S2, incorrectly predicted public samples with stored logits",
+        "s3": "S3, incorrectly predicted public samples without stored logits",
+        "asked": "public samples requested from the clients",
         "nobody_right": "requested samples that no client predicts correctly",
         "upload_ratio": "fraction of the public set that is requested",
     },

@@ -32,13 +32,13 @@ class FedGenSettings(lg_fedavg.LgFedAvgSettings):
     )
     weighting: Literal["labels", "clients"] = Field(
         "labels",
-        description="weights of the clients in the ensemble: by number of samples per class, or "
-        "equal",
+        description="weights of the clients in the ensemble: in proportion to samples per class "
+        "(labels), or equal (clients)",
     )
     prior: Literal["counts", "uniform"] = Field(
         "counts",
-        description="probabilities of the generated classes: by number of samples on all "
-        "clients, or uniform over their classes",
+        description="probabilities of the generated classes: in proportion to the clients' numbers "
+        "of samples (counts), or uniform over the clients' classes",
     )
     noise_dim: Count = Field(32, description="dimension of the generator's noise")
     hidden_dim: Count = Field(128, description="width of the generator's hidden layer")
@@ -79,7 +79,7 @@ SPEC = replace(
     title="one head for all extractors, trained with a feature generator",
     paper="Zhu et al., Data-Free Knowledge Distillation for Heterogeneous Federated Learning",
     needs_task="classes",
-    only_tasks="its generator draws features of classes",
+    only_tasks="its generator produces features of classes",
     settings=FedGenSettings,
     sizes=gen_sizes,
     instructions=Contract(
@@ -114,5 +114,5 @@ SPEC = replace(
         needs={"weighting": ("clients",), "prior": ("uniform",)},
         reason="with other values, clients would send their numbers of samples per class",
     ),
-    sums=Sums(unsupported="the server trains on the heads of single clients"),
+    sums=Sums(unsupported="the server trains with the heads of individual clients"),
 )

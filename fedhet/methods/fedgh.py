@@ -42,5 +42,5 @@ SPEC = replace(
         "head_loss": "loss of the global head",
     },
     privacy=Protection(CLASS_SUMS, vectors=1),
-    sums=Sums(unsupported="the server trains on the class means of single clients"),
+    sums=Sums(unsupported="the server trains on the class means of individual clients"),
 )

@@ -28,16 +28,18 @@ class FedKdSettings(fedavg.FedAvgSettings):
     )
     intensity: Literal["batch", "sample"] = Field(
         "batch",
-        description="task losses by which the distillation losses are divided: batch means, or "
-        "losses per sample",
+        description="task losses in the denominator of the distillation losses: means over the "
+        "batch, or losses per sample",
     )
     intensity_learned: bool = Field(
         True,
-        description="whether to backpropagate through the task losses in the denominator (see "
-        "'intensity'); false = treat them as constants",
+        description="whether to backpropagate through the task losses in the denominator; false = "
+        "treat the denominator as a constant",
     )
     hidden_weight: NonNegative = Field(
-        1.0, description="weight of the distance between both models' features; 0 = no such loss"
+        1.0,
+        description="weight of the distance between the features of both models; 0 = no "
+        "feature distillation",
     )
 
 

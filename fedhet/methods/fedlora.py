@@ -22,10 +22,10 @@ class FedLoraSettings(FedAvgSettings):
 
     aggregation: Literal["auto", Aggregation] = Field(
         "auto",
-        description="aggregation of adapters: mean of zero-padded factors (average), the same "
-        "weighted by norms of updates (sparsity), SVD of averaged products (svd) or of products "
-        "averaged by rank level (rank-partition), or mean of B with a constant A (freeze-a); "
-        "auto = svd, or freeze-a with [privacy]",
+        description="aggregation of adapters: mean of zero-padded factors (average), mean of "
+        "zero-padded factors weighted by the norms of updates (sparsity), SVD of averaged products "
+        "(svd), SVD of products averaged per rank level (rank-partition), or mean of B with a "
+        "constant A (freeze-a); auto = svd, or freeze-a in private runs",
     )
     prune: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,

@@ -81,7 +81,7 @@ class FedMdSettings(DigestSettings):
     )
     loss: DigestLoss = Field(
         "mae",
-        description="loss against the consensus: mean absolute or squared error of logits, or "
+        description="loss on the consensus: mean absolute or squared error of logits, or "
         "cross-entropy",
     )
 

@@ -30,7 +30,7 @@ class FedProtoSettings(PrototypeSettings):
     )
     weighting: Literal["samples", "clients"] = Field(
         "samples",
-        description="weights of the clients in a prototype: by number of samples of the class, "
+        description="weights of the clients in a prototype: in proportion to samples of the class, "
         "or equal",
     )
 

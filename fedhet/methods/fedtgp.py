@@ -50,7 +50,7 @@ class FedTgpSettings(fedproto.PrototypeSettings):
 
 SPEC = replace(
     fedproto.SPEC,
-    title="FedProto with prototypes that the server trains to be separable",
+    title="FedProto with separable prototypes, which the server trains",
     paper="Zhang et al., FedTGP: Trainable Global Prototypes",
     late="kept",
     settings=FedTgpSettings,
@@ -73,5 +73,5 @@ SPEC = replace(
         needs={"distance": ("mse",)},
         reason="the distance of a class mean affects the gradient of every sample of the class",
     ),
-    sums=Sums(unsupported="the server trains on the class means of single clients"),
+    sums=Sums(unsupported="the server trains on the class means of individual clients"),
 )

@@ -24,7 +24,8 @@ class FedTypeSettings(MethodSettings):
         "fedavg", description="method of training and averaging the proxies"
     )
     moreau_beta: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="with pFedMe: weight of the new average in the server's proxy"
+        1.0,
+        description="with pFedMe: weight of the new average in the update of the server's proxy",
     )
     backward: Literal["conformal", "topk", "symmetric", "none"] = Field(
         "conformal",
@@ -49,7 +50,9 @@ class FedTypeSettings(MethodSettings):
         "mean", description="reduction of Eq. 3 over the labels of a set; sum = as in the paper"
     )
     labels: Literal["own", "all"] = Field(
-        "own", description="labels that a set may contain: the labels in the client's data, or all"
+        "own",
+        description="labels that a set may contain: only the labels in the client's data "
+        "(own), or all labels",
     )
     mode: Literal["training", "evaluation"] = Field(
         "training",
@@ -67,8 +70,8 @@ class FedTypeSettings(MethodSettings):
     eta: Literal["consensus", "one"] = Field("consensus", description="weight eta: Eq. 8, or 1")
     g: Literal["g1", "g2", "g3", "g4"] = Field(
         "g1",
-        description="form of the function g, which shrinks the sets if the proxy gets worse; g2 "
-        "is constant",
+        description="form of the function g, which shrinks the sets if the proxy's accuracy "
+        "decreases; g2 is constant",
     )
     shrinks: Literal["proxy", "both"] = Field(
         "proxy",
@@ -81,7 +84,7 @@ class FedTypeSettings(MethodSettings):
         description="number of ranks without RAPS penalty; auto = 1 (10 labels) to 5 (100 labels)",
     )
     theta: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="fraction of the sets that may miss the true label (theta)"
+        0.1, description="maximum fraction of the sets without the true label (theta)"
     )
     u: Literal["random"] | Share = Field(
         "random", description="RAPS randomization factor u: random, or a constant from 0 to 1"

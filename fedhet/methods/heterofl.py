@@ -29,7 +29,8 @@ class HeteroFlSettings(FedAvgSettings):
     )
     weighting: Literal["clients", "samples"] = Field(
         "clients",
-        description="weights of the clients in averages: equal, or by number of samples",
+        description="weights of the clients in averages: equal, or in proportion to numbers of "
+        "samples",
     )
     scaler: bool = Field(
         True,

@@ -22,8 +22,7 @@ class PFedBayesSettings(fedavg.FedAvgSettings):
     )
     noise: NonNegative = Field(
         0.001,
-        description="factor by which the noise of sampled weights is multiplied; 1 = as in the "
-        "paper",
+        description="factor for the noise of sampled weights; 1 = as in the paper",
     )
     steps: Count = Field(5, description="number of steps on the personal distribution, per batch")
 

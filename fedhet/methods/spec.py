@@ -177,7 +177,7 @@ class MethodSpec:
     needs_task: str = CLASSES
     """Property that a task must have, as in `Task.properties`: "loss" if the method needs only the
     loss and the divergence of a task, "classes", "likelihood", or the name of a task."""
-    only_tasks: str = "its losses and messages are defined for classes"
+    only_tasks: str = "its losses and messages are defined only for classes"
     """Reason for `needs_task`, as shown to users."""
     with_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Supported values of the method's settings in tasks with classes, by field of the settings.

@@ -18,7 +18,7 @@ class UmPfsslSettings(MethodSettings):
     helpers: Count = Field(5, description="length M of a helper list, including the client itself")
     replace: CountOrNone = Field(2, description="maximum number R of helpers replaced in a round")
     search_rounds: CountOrNone = Field(
-        30, description="number F of rounds in which clients search for helpers (t < F)"
+        30, description="number F of initial rounds in which clients search for helpers"
     )
     refresh: Literal["auto"] | Count = Field(
         "auto",
@@ -27,8 +27,7 @@ class UmPfsslSettings(MethodSettings):
     )
     warm_up: CountOrNone = Field(
         20,
-        description="epochs on labeled data alone in the warm-up of all clients, before round t "
-        "= 1",
+        description="epochs of the warm-up of all clients on labeled data, before round t = 1",
     )
     warm_up_steps: CountOrNone = Field(
         0, description="minimum number of optimizer steps in the warm-up; 0 = no minimum"
@@ -141,7 +140,7 @@ SPEC = MethodSpec(
                 "private model, if it is newer than the version in the pool",
                 required=False,
             ),
-            ScalarField("replaced", int, "helpers replaced in this round", low=0),
+            ScalarField("replaced", int, "number of helpers replaced in this round", low=0),
             ScalarField("relation", float, "mean Corr over the list", low=0, high=1),
             ScalarField(
                 "pseudo_error",
@@ -161,5 +160,5 @@ SPEC = MethodSpec(
     privacy=Protection(
         unsupported="helpers are selected by metrics computed on the client's samples"
     ),
-    sums=Sums(unsupported="the server forwards the models of single clients"),
+    sums=Sums(unsupported="the server forwards the models of individual clients"),
 )

@@ -22,20 +22,20 @@ class VeloSettings(felo.FeloSettings):
     )
     min_separation: Annotated[float, Field(ge=0, le=1)] = Field(
         0.9,
-        description="minimum fraction of synthetic features nearest to their class mean; below it, "
-        "class means are sent instead",
+        description="minimum fraction of synthetic features nearest to their class mean; if the "
+        "fraction is lower, the server sends class means",
     )
     memory: Count = Field(
         20,
-        description="maximum number of features per class that the server stores; it discards "
-        "the oldest",
+        description="maximum number of features per class that the server stores; the oldest "
+        "features are discarded",
     )
     latent_dim: Count = Field(16, description="dimension of the CVAE's latent variable Z")
     hidden_dim: Count = Field(128, description="width of the CVAE's hidden layers")
     deviation: Positive = Field(
         1.0,
-        description="standard deviation of the CVAE's Gaussian reconstruction, as a multiple of "
-        "the features' spread",
+        description="standard deviation of the CVAE's reconstruction, as a multiple of the "
+        "features' standard deviation",
     )
     epochs: Count = Field(50, description="epochs in each training of the CVAE")
     cvae_lr: Positive = Field(0.01, description="learning rate of the CVAE (Adam)")
@@ -70,5 +70,5 @@ SPEC = replace(
         "cvae_loss": "loss of the CVAE",
         "separation": "fraction of the CVAE's features that are nearest to their class mean",
     },
-    sums=Sums(unsupported="the server trains on the class means of single clients"),
+    sums=Sums(unsupported="the server trains on the class means of individual clients"),
 )

@@ -128,7 +128,7 @@ def is_classifier(result: object) -> bool:
 
 def no_gradients(name: str) -> str:
     """Return the error message for a model without gradients in a gradient-based method."""
-    return f"model '{name}': gradients unsupported, but required by this method or loss"
+    return f"model '{name}': a model without gradients is unsupported by this method or loss"
 
 
 def check_tensors(name: str, model: nn.Module, *, is_built: bool = True) -> None:

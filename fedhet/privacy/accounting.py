@@ -173,8 +173,8 @@ def _min_noise(releases: Callable[[float], list[Release]], epsilon: float, delta
     """Return the smallest noise, within 0.1 %, for which `releases` consume at most `epsilon`."""
     if epsilon_of(releases(MAX_NOISE), delta) > epsilon:
         raise SettingsError(
-            f"setting 'privacy.epsilon': {epsilon:.3g} is too small for the rounds of this run, "
-            "even with maximum training noise. Use fewer rounds or more noise in class sums."
+            f"setting 'privacy.epsilon': {epsilon:.3g} is too small for the number of rounds, even "
+            "with the maximum training noise. Use fewer rounds, or more noise in class sums."
         )
     low, high = MIN_NOISE, 1.0
     if epsilon_of(releases(low), delta) <= epsilon:

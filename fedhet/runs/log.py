@@ -259,7 +259,7 @@ class RunLog:
         if privacy.is_on:
             self.notice(privacy.describe_budget(self.config.run.rounds))
         if privacy.secure_aggregation:
-            self.notice("secure aggregation (experimental): the server only receives sums")
+            self.notice("secure aggregation (experimental): the server receives only sums")
         if warning := self.config.method.spec.warning:
             self.notice(warning)
 

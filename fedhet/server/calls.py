@@ -449,8 +449,8 @@ class UserCodeFaults:
             LOG.error("%s", fault.traceback)
             if self._strict:
                 error = StateError(
-                    f"a client's code failed: {fault.reason}. The run's flower.log holds the full "
-                    "traceback. Use --no-strict to continue without such clients."
+                    f"a client's code failed: {fault.reason}. The run's flower.log contains the "
+                    "full traceback. Use --no-strict to continue without such clients."
                 )
                 if fault.user_frames:
                     error.add_note(fault.user_frames)

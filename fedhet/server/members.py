@@ -330,7 +330,7 @@ class Members:
             name, node = member.info.name, member.proxy.cid
             if name in taken:
                 # Do not refuse the node: Flower may still list an old node of the same client.
-                self._notice(f"client {name} is excluded: another node has that name")
+                self._notice(f"client {name} is excluded: another node uses this name")
             elif not self._exclude(member, self._mismatch(member.info)):
                 taken.add(name)
                 self._members[node], self._names[node] = member, name
@@ -394,14 +394,15 @@ class Members:
         if info.order and self._order and info.order != self._order:
             if info.task != CLASSIFICATION.name:
                 return (
-                    "the names or the scale of its targets differ from other clients (schema.toml)"
+                    "the names or the scale of its targets differ from other clients' targets "
+                    "(schema.toml)"
                 )
-            return "the names or the order of its classes differ from other clients (classes.txt)"
+            return "its class names or their order differ from other clients' classes (classes.txt)"
         if self._model and info.model != self._model:
             return f"its model must be {self._model!r} as on all clients, got {info.model!r}"
         base = base_of(info.model)
         if info.base != (self._bases.get(base) or info.base):
-            return f"its base model {base!r} differs from that of other clients"
+            return f"its base model {base!r} differs from the base model of other clients"
         return ""
 
 
@@ -546,11 +547,11 @@ class ClientHealth:
             elif self._is_silent(name):
                 fault = (
                     f"has not replied in {self._silent[name][0]} consecutive rounds and is called "
-                    "less and less often ('engine.max-silences')"
+                    "less often ('engine.max-silences')"
                 )
             else:
                 fault = "has left"
-            self._notice(f"client {name} {fault}; its earlier contributions are dropped")
+            self._notice(f"client {name} {fault}; its earlier contributions are discarded")
         return forgotten
 
     def to_dict(self) -> dict[str, dict[str, int]]:

@@ -510,7 +510,7 @@ class FederationServer(Server):
         place = error_location(error, method.modules[0])
         reported = StateError(
             f"method '{method.name}' failed on the server: {describe_error(error)}{place}. "
-            f"{where} holds the full traceback."
+            f"{where} contains the full traceback."
         )
         reported.add_note(fault.user_frames)
         return reported

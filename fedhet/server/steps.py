@@ -231,8 +231,8 @@ def magnitude_errors(
         references = [*others, *([usual[part]] if part in usual else [])]
         if references and size > factor * max(*references, MIN_REFERENCE):
             fault = (
-                f"its root mean square is {size:.3g}, the other clients' {max(references):.3g}: "
-                f"more than 'engine.outlier-factor' = {factor:g} times as large"
+                f"its root mean square is {size:.3g}, more than 'engine.outlier-factor' = "
+                f"{factor:g} times the other clients' {max(references):.3g}"
             )
             errors.setdefault(name, KnowledgeError(name, part, fault))
     return errors
@@ -259,7 +259,7 @@ def clip(
             factors = ", ".join(f"{part} by {by:.3g}" for part, by in sorted(excess.items()))
             state.notice(
                 f"client {name}'s reply in round {state.record.round} is scaled down, because it "
-                f"exceeds the bound of 'defense.clip-factor': {factors}"
+                f"exceeds the limit of 'defense.clip-factor': {factors}"
             )
             yield reply.with_knowledge(scaled_down(reply.knowledge, excess))
         else:

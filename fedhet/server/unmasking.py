@@ -123,7 +123,7 @@ class Unmasking:
                     "privacy.secure-aggregation",
                     f"{count} clients with model {model}",
                     f"at least {MIN_SUMMED} clients with each model",
-                    "the weights of a model are summed over the clients that have it",
+                    "the weights of a model are summed over the clients with this model",
                 )
 
     def start(self, round: int, members: Mapping[str, Member], selected: Sequence[str]) -> set[str]:

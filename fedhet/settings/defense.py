@@ -22,11 +22,11 @@ class AttackSettings(Schema):
     kind: Literal["none", "paf", "lie", "ofom", "sign-flip", "scale", "alternating", "drift"] = (
         Field(
             "none",
-            description="poisoning attack. paf, lie, and ofom poison logits and weights of "
-            "clients that are redrawn each round. The others poison all values of the same "
-            "clients: multiply by -1 (sign-flip), by attack.scale (scale), or alternately by "
-            "attack.scale and -attack.scale (alternating), or add a vector that grows to "
-            "attack.scale times the reply's norm (drift)",
+            description="poisoning attack. paf, lie, and ofom poison the logits and weights of "
+            "clients that are drawn again in each round. The other attacks poison all values of "
+            "the same clients in all rounds: multiplication by -1 (sign-flip), by attack.scale "
+            "(scale), or alternately by attack.scale and -attack.scale (alternating), or addition "
+            "of a vector that grows to attack.scale times the reply's norm (drift)",
         )
     )
     attackers: CountOrNone = Field(
@@ -41,8 +41,8 @@ class AttackSettings(Schema):
     )
     direction: Literal["round", "run"] = Field(
         "round",
-        description="paf, ofom: how often the direction of the added vector is drawn: each round, "
-        "or once per run",
+        description="paf, ofom: when the direction of the added vector is drawn: in each round, or "
+        "once per run",
     )
 
     @model_validator(mode="after")
@@ -63,13 +63,13 @@ class DefenseSettings(Schema):
         "(docs/security.md)",
     )
     malicious_fraction: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.2, description="fraction of malicious clients that 'average' must tolerate"
+        0.2, description="maximum fraction of malicious clients that 'average' must tolerate"
     )
     clip_factor: NonNegative = Field(
         4.0,
-        description="maximum root mean square of weights, as a multiple of the median of the "
-        "other clients with the same architecture; larger weights are scaled down. The maximum "
-        "for features and logits is 2.5 times as high; 0 = no clipping",
+        description="maximum root mean square of weights, as a multiple of the median over the "
+        "other clients with the same architecture; larger weights are scaled down. The maximum for "
+        "features and logits is 2.5 times as high; 0 = no clipping",
     )
 
 
@@ -90,8 +90,8 @@ class PrivacySettings(Schema):
 
     epsilon: NonNegative = Field(
         0.0,
-        description="maximum privacy budget (epsilon) that a run consumes per client, from which "
-        "the noise is derived; 0 = no privacy, unless 'noise-multiplier' is set",
+        description="privacy budget (epsilon) that a run may consume per client, which determines "
+        "the noise; 0 = no privacy, unless 'noise-multiplier' is set",
     )
     delta: Delta = Field(
         1e-5,
@@ -99,29 +99,29 @@ class PrivacySettings(Schema):
     )
     noise_multiplier: NonNegative = Field(
         0.0,
-        description="noise of DP-SGD, as a multiple of 'max-grad-norm'; at least 0.3; 0 = "
-        "derived from 'epsilon'",
+        description="standard deviation of DP-SGD's noise, as a multiple of 'max-grad-norm', at "
+        "least 0.3; 0 = derived from 'epsilon'",
     )
     max_grad_norm: Positive = Field(1.0, description="clipping norm of per-sample gradients (L2)")
     class_clip: Positive = Field(
         5.0,
         description="methods based on class means: clipping norm (L2) of each sample's features or "
-        "logits before they are summed by class; the norm of fd's probabilities is at most 1",
+        "logits before the sum over a class; for fd, at most 1",
     )
     class_noise: NonNegative = Field(
         0.0,
-        description="methods based on class means: noise added to the sum of each class, in units "
-        "of 'class-clip', at least 1; 0 = derived from a quarter of 'epsilon', or 4 if "
-        "'noise-multiplier' is set",
+        description="methods based on class means: standard deviation of the noise added to each "
+        "class sum, as a multiple of 'class-clip', at least 1; 0 = derived from a quarter of "
+        "'epsilon', or 4 if 'noise-multiplier' is set",
     )
     count_noise: NonNegative = Field(
         0.0,
-        description="methods based on class means: noise added to the sample count of each class, "
-        "in samples, at least 1; 0 = twice 'class-noise'",
+        description="methods based on class means: standard deviation of the noise added to each "
+        "class's number of samples, at least 1; 0 = twice 'class-noise'",
     )
     secure_aggregation: bool = Field(
         False,
-        description="whether the server only receives sums over the clients (experimental); each "
+        description="whether the server receives only sums over the clients (experimental); each "
         "site needs the node settings 'peers' and 'peers-key'",
     )
 

@@ -33,8 +33,9 @@ class ComputeSettings(Schema):
     )
     precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="floating-point precision of training; auto = bfloat16 on GPUs and CPUs with "
-        "native support (AMX on a CPU), otherwise float32. Simulations record it in config.toml",
+        description="floating-point precision of training; auto = bfloat16 on GPUs with native "
+        "support and CPUs with AMX, otherwise float32. Simulations record the selected precision "
+        "in config.toml",
     )
     channels_last: Literal["auto", "true", "false"] = machine_field(
         "auto", "whether images use the channels-last memory format; auto = true except on mps"
@@ -58,7 +59,7 @@ class ComputeSettings(Schema):
     )
     sample_mb: CountOrNone = machine_field(
         4096,
-        "maximum size of the samples that a worker caches in GPU memory, in MB, and at most half "
+        "maximum size of the samples that a worker caches in GPU memory, in MB, but at most half "
         "of the free memory; other samples are copied batch by batch",
     )
 
@@ -68,20 +69,22 @@ class EngineSettings(ComputeSettings):
 
     backend: Literal["auto", "ray", "inline"] = machine_field(
         "auto",
-        "execution backend of simulations: this process (inline), or workers on this machine or "
-        "a cluster (ray); auto = ray only if it saves more than its start-up time",
+        "execution backend of simulations: this process (inline), or workers on this machine or a "
+        "cluster (ray); auto = ray if it saves more than its start-up time, otherwise inline",
     )
     track: Literal["none", "wandb", "mlflow", "prometheus"] = machine_field(
         "none", "experiment tracker that also receives the run's metrics (docs/guide.md)"
     )
     strict: bool = machine_field(
-        True, "whether to stop a simulation if user code of a client raises an error"
+        True,
+        "whether a simulation stops if a client's custom code raises an error; false = "
+        "exclude the client",
     )
     cpus_per_client: Positive = machine_field(1.0, "Ray: CPUs per worker")
     gpus_per_client: Annotated[float, Field(ge=0, le=1)] = machine_field(
         0.0,
-        "Ray: fraction of a GPU and of its memory per worker, if the device is a GPU; 0 = derived "
-        "from the size of the models, at least 1/8",
+        "Ray: fraction of a GPU and its memory per worker; 0 = derived from the size of the "
+        "models, at least 1/8",
     )
     ray_address: RayAddress = machine_field(
         "",
@@ -89,50 +92,50 @@ class EngineSettings(ComputeSettings):
         "empty = start a local cluster (docs/operation.md)",
     )
     join_timeout: Positive = machine_field(
-        120.0, "maximum wait for clients and cluster machines at the start, in seconds"
+        120.0, "maximum time to wait for clients and cluster machines at the start, in seconds"
     )
     min_clients: CountOrNone = machine_field(
-        0, "minimum number of clients required to start after 'join-timeout'; 0 = all"
+        0, "minimum number of clients with which a run starts after 'join-timeout'; 0 = all"
     )
     round_timeout: Positive = machine_field(
-        3600.0, "timeout after which a round continues without missing clients, in seconds"
+        3600.0,
+        "time after which a round continues without the clients that have not replied, in seconds",
     )
     in_flight: CountOrNone = machine_field(
         0,
-        "maximum number of concurrent client calls for methods with large client-specific "
-        "messages, which bounds the server's memory; 0 = number of workers, or all clients in a "
-        "deployment",
+        "methods with large messages: maximum number of concurrent client calls, which limits the "
+        "server's memory; 0 = number of workers, or all clients in a deployment",
     )
     max_payload_mb: Positive = machine_field(2048.0, "maximum size of a reply, in MB")
     samples_cap: NonNegative = Field(
         10.0,
-        description="upper bound for the number of samples by which a client is weighted, as a "
-        "multiple of the median over clients; 0 = no bound",
+        description="maximum number of samples that count toward a client's weight, as a multiple "
+        "of the median over clients; 0 = no limit",
     )
     min_samples_per_class: Count = Field(
         1,
-        description="methods based on class means: minimum number of samples for which a client "
-        "sends a class mean; 1 = the mean may be a single sample's features",
+        description="methods based on class means: minimum number of samples of a class whose mean "
+        "a client sends; 1 = a mean may equal the features of a single sample",
     )
     outlier_factor: NonNegative = Field(
         1000.0,
-        description="maximum root mean square of a field in a reply, as a multiple of the other "
-        "clients' median; larger replies are rejected; 0 = no limit",
+        description="maximum root mean square of a field in a reply, as a multiple of the median "
+        "over the other clients; a larger reply is rejected; 0 = no limit",
     )
     max_refusals: CountOrNone = Field(
         3,
-        description="consecutive rounds with a rejected reply after which a client is excluded; "
-        "0 = never",
+        description="number of consecutive rounds with a rejected reply after which a client is "
+        "excluded; 0 = never",
     )
     max_silences: CountOrNone = Field(
         2,
-        description="consecutive rounds without a reply after which a client is called less and "
-        "less often (backoff); 0 = no backoff",
+        description="number of consecutive rounds without a reply after which a client is called "
+        "less often (exponential backoff); 0 = no backoff",
     )
     max_divergences: CountOrNone = Field(
         3,
-        description="consecutive rounds with divergent training of the server's model after which "
-        "the run stops; 0 = never",
+        description="number of consecutive rounds with divergent training of the server's model "
+        "after which the run stops; 0 = never",
     )
 
     @model_validator(mode="after")
@@ -167,19 +170,19 @@ class PaceSettings(Schema):
 
     mode: Literal["synchronous", "asynchronous"] = Field(
         "synchronous",
-        description="aggregation mode; synchronous = rounds wait for their sampled clients; "
-        "asynchronous (FedBuff) = aggregate every 'min-replies' replies, with less weight for "
-        "stale replies",
+        description="aggregation mode; synchronous = a round waits for its sampled clients; "
+        "asynchronous (FedBuff) = aggregate whenever 'min-replies' replies have arrived, with "
+        "lower weights for stale replies",
     )
     over_selection: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,
-        description="additional clients to sample, as a fraction of the required clients, so that "
-        "a round need not wait for the slowest",
+        description="number of additional clients to sample, as a fraction of the required "
+        "clients, so that a round need not wait for the slowest client",
     )
     min_replies: Annotated[float, Field(gt=0, le=1e6), AfterValidator(_check_min_replies)] = Field(
         1.0,
-        description="replies required to close a round: a value <= 1 is a fraction of the required "
-        "clients, a value >= 2 is a number of clients",
+        description="number of replies required to close a round; a value <= 1 is a fraction of "
+        "the required clients",
     )
     grace: NonNegative = Field(
         0.0,
@@ -188,8 +191,8 @@ class PaceSettings(Schema):
     )
     timeout: Annotated[str, AfterValidator(_check_timeout)] = Field(
         "",
-        description="time after which a round closes regardless of the number of replies: seconds, "
-        "or a multiple of the typical round duration such as 3x; empty = no limit",
+        description="time after which a round closes regardless of the number of replies, in "
+        "seconds or as a multiple of the typical round duration, such as 3x; empty = no limit",
     )
     max_age: CountOrNone = Field(
         100,
@@ -200,17 +203,20 @@ class PaceSettings(Schema):
     )
     select: Literal["random", "power-of-choice", "oort"] = Field(
         "random",
-        description="client selection: uniformly at random, the highest loss among candidates "
-        "drawn by number of samples (power-of-choice), or by loss and speed (oort)",
+        description="client selection: uniformly at random (random), clients with the highest "
+        "losses among candidates drawn in proportion to their samples (power-of-choice), or fast "
+        "clients with high losses (oort)",
     )
     candidates: CountOrNone = Field(
-        0, description="power-of-choice: number of candidates; 0 = twice the number to select"
+        0,
+        description="power-of-choice: number of candidates; 0 = twice the number of clients to "
+        "select",
     )
     clock: str = Field(
         NO_CLOCK,
         description="clock of a simulation. none: real time; log-normal: simulated time with "
-        "random client speeds and bandwidths; FILE: a CSV file of measured devices "
-        "(docs/rounds.md)",
+        "random speeds and bandwidths of clients; FILE: simulated time with the measured devices "
+        "in a CSV file (docs/rounds.md)",
     )
     spread: Annotated[float, Field(ge=0, le=5)] = Field(
         1.0, description="clock = log-normal: standard deviation of the log speeds and bandwidths"
@@ -273,17 +279,17 @@ class WireSettings(Schema):
 
     encoding: Literal["float32", "float16", "int8", "top-k"] = Field(
         "float32",
-        description="encoding of weights and other large tensors: none (float32), half "
-        "precision, stochastic rounding to one byte (int8), or only the clients' largest weight "
-        "updates, with error feedback (top-k)",
+        description="encoding of weights and other large tensors: none (float32), half precision "
+        "(float16), stochastic rounding to one byte (int8), or only the largest changes of "
+        "clients' weights, with error feedback (top-k)",
     )
     keep: Annotated[float, Field(gt=0, le=0.5)] = Field(
         0.15,
-        description="top-k: fraction of each tensor's updates to send; a bit mask adds one bit per "
-        "element",
+        description="top-k: fraction of each tensor's changes that is sent; a bit mask adds one "
+        "bit per element",
     )
     resend: bool = Field(
         True,
-        description="float32: whether to resend weights to a client that already has them; does "
-        "not change results",
+        description="whether to resend weights to a client that already has them; does not change "
+        "the results",
     )

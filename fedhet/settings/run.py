@@ -67,26 +67,28 @@ class DataSettings(Schema):
 
     dataset: Annotated[str, A_DATASET] = Field(
         "digits",
-        description="name of a dataset, or a format and the path of the data such as npz:DIR (see "
-        "`fedhet datasets`)",
+        description="name of a dataset, or a format with a path, such as npz:DIR (see `fedhet "
+        "datasets`)",
     )
     sample_kind: SampleKind = Field(
         "auto",
-        description="kind of the samples; auto = the kind of 'dataset'. Must be set if sites load "
-        "their data from local directories",
+        description="kind of the samples; auto = the kind of 'dataset'. Required if sites read "
+        "tables, texts, or signals from local directories",
     )
     data_dir: Annotated[str, A_DIRECTORY] = machine_field(
         "data", "directory of torchvision datasets"
     )
     download: bool = machine_field(False, "whether to download missing datasets")
     partition: Literal["dirichlet", "iid", "shards", "classes", "superclasses"] = Field(
-        "dirichlet", description="scheme that partitions the training set among the clients"
+        "dirichlet",
+        description="partitioning scheme that divides the training set among the clients",
     )
     by: str = Field(
         "",
-        description="text:FILE, table:FILE, labels.csv, signal:DIR: column (array in train.npz) "
-        "with the owner of each sample. Each client is one owner; the owners with the most samples "
-        "are used, sorted by name; empty = use 'partition'",
+        description="text:FILE, table:FILE, labels.csv: column with the owner of each sample; "
+        "signal:DIR: array with the owners in train.npz. Each client is one owner. If there are "
+        "more owners than clients, the owners with the most samples are used; empty = use "
+        "'partition'",
     )
     alpha: Positive = Field(
         0.5, description="concentration of the Dirichlet distribution; smaller = more skewed"
@@ -95,8 +97,8 @@ class DataSettings(Schema):
     classes_per_client: Count = Field(2, description="partition = classes: classes per client")
     superclasses: Literal["cifar100"] | Annotated[tuple[Names, ...], Listed] = Field(
         (),
-        description="lists of classes to merge into superclasses, or cifar100 for the superclasses "
-        "of CIFAR-100; empty = no merging",
+        description="lists of classes that form superclasses, or cifar100 for the superclasses of "
+        "CIFAR-100; empty = no superclasses",
     )
     label_space: Range = Field(
         (6, 8), description="partition = superclasses: number of classes per client"
@@ -117,14 +119,13 @@ class DataSettings(Schema):
     )
     image_size: Side = Field(
         0,
-        description="imagefolder:DIR, hf:NAME: side length to which images are resized, in pixels; "
-        "0 = no resizing",
+        description="imagefolder:DIR, hf:NAME: side length of resized images, in pixels; 0 = no "
+        "resizing",
     )
     class_level: Annotated[int, Field(ge=0, le=4)] = Field(
         0,
-        description="imagefolder:PATH, text:PATH: depth of the directories that name the class, "
-        "below PATH or its train and test directories; 0 = 1 if the tree is unambiguous, otherwise "
-        "an error",
+        description="imagefolder:PATH, text:PATH: depth of the class directories below PATH or its "
+        "train and test directories; 0 = 1, or an error if the tree is ambiguous",
     )
     text_column: Names = Field(
         ("text",),
@@ -142,24 +143,24 @@ class DataSettings(Schema):
     )
     target: str = Field(
         "",
-        description="label column, comma-separated target columns, or a column that lists labels, "
-        "of a table:PATH or a labels.csv; texts: replaces 'label-column' if the task is not "
-        "classification; arrays: names of the targets",
+        description="table:PATH, labels.csv: label column, comma-separated target columns, or a "
+        "column with lists of labels; texts: the same, unless the task is classification "
+        "('label-column'); arrays: names of the targets",
     )
     loss: Literal["auto", "squared", "huber", "absolute", "quantile"] = Field(
         "auto",
-        description="regression: loss of the standardized targets; auto = squared. quantile: "
+        description="regression: loss on the standardized targets; auto = squared; quantile = "
         "predict the quantiles in 'quantiles'",
     )
     huber_delta: Positive = Field(
         1.0,
-        description="loss = huber: error, in standard deviations of the target, above which the "
-        "loss is linear",
+        description="loss = huber: error above which the loss is linear, in standard deviations of "
+        "the target",
     )
     quantiles: Quantiles = Field(
         (0.1, 0.5, 0.9),
-        description="loss = quantile: levels of the predicted quantiles, ascending. The level "
-        "closest to 0.5 is the prediction, and the first and last are the ends of an interval",
+        description="loss = quantile: ascending levels of the predicted quantiles. The quantile "
+        "closest to 0.5 is the prediction; the first and the last quantile form an interval",
     )
     columns: Names = Field(
         (),
@@ -168,8 +169,8 @@ class DataSettings(Schema):
     exclude: Names = Field((), description="table:PATH: columns that are not features")
     categories: Names = Field(
         (),
-        description="table:PATH: columns to treat as categorical although they hold numbers, such "
-        "as codes; may include the label column, also for texts",
+        description="table:PATH: columns of numbers that are treated as categories, such as codes; "
+        "may include the label column, also for texts",
     )
     missing: Names = Field(
         (), description="table:PATH: additional markers of missing values, such as -999"
@@ -185,8 +186,8 @@ class DataSettings(Schema):
     )
     tokenizer: str = Field(
         "words",
-        description="tokenizer of texts: words (hashes each word), or a directory in "
-        "$FEDHET_ENCODERS that contains the tokenizer.json of an encoder",
+        description="tokenizer of texts: words (a hash of each word), or a directory in "
+        "$FEDHET_ENCODERS with the tokenizer.json of an encoder",
     )
     vocabulary: Vocabulary = Field(
         8192, description="tokenizer = words: vocabulary size; must be the same at every site"
@@ -196,8 +197,8 @@ class DataSettings(Schema):
     )
     max_bytes: Bytes = machine_field(
         2 * 2**30,
-        "maximum size of a dataset in memory, in bytes; larger datasets are rejected before loading"
-        "",
+        "maximum size of a dataset in memory, in bytes; a larger dataset is rejected before it is "
+        "loaded",
     )
     max_samples: CountOrNone = Field(
         0, description="number of samples drawn from the training set; 0 = all"
@@ -207,9 +208,9 @@ class DataSettings(Schema):
     )
     public_dataset: Annotated[str, A_DATASET] = Field(
         "",
-        description="public data, owned by no client: a dataset in the format of 'dataset', "
-        "generated (for tables and texts), or unused (training samples not selected by "
-        "'max-samples'); empty = use 'public-fraction'",
+        description="public data, which no client owns: a value like 'dataset', generated (tables "
+        "and texts), or unused (training samples that 'max-samples' does not select); empty = use "
+        "'public-fraction'",
     )
     public_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
@@ -218,7 +219,7 @@ class DataSettings(Schema):
     )
     public_samples: CountOrNone = Field(
         0,
-        description="number of samples drawn from 'public-dataset', or generated; 0 = all",
+        description="number of public samples drawn from 'public-dataset' or generated; 0 = all",
     )
     labeled_alpha: NonNegative = Field(
         0.0,
@@ -228,8 +229,7 @@ class DataSettings(Schema):
     held_out_clients: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="fraction of clients held out from training; after the last round, they "
-        "evaluate the model that the method offers new clients, before and after one local epoch; "
-        "0 = none",
+        "evaluate the method's model for new clients, before and after one local epoch; 0 = none",
     )
     min_labeled: CountOrNone = Field(
         2,
@@ -260,13 +260,13 @@ class ModelSettings(Schema):
     )
     assignment: Literal["cycle", "shuffle"] = Field(
         "cycle",
-        description="assignment of the pool to the clients: cycle through it, or cycle and then "
-        "shuffle",
+        description="assignment of the pool to the clients: in turn (cycle), or in turn with a "
+        "subsequent shuffle",
     )
     num_classes: CountOrNone = Field(
         0,
-        description="number of classes; 0 = taken from the data. Must be set if sites load their "
-        "data from local directories",
+        description="number of classes; 0 = taken from the data. Required if sites read their data "
+        "from local directories",
     )
 
 
@@ -287,8 +287,8 @@ class TrainingSettings(Schema):
     weight_decay: NonNegative = Field(0.0, description="weight decay")
     schedule: Literal["constant", "cosine", "step", "plateau"] = Field(
         "constant",
-        description="schedule of the learning rate over the rounds; plateau = reduce it when the "
-        "training loss (on FedGEMS' server, the error on public data) stops improving",
+        description="learning rate schedule over the rounds; plateau = reduce the rate when the "
+        "training loss (on FedGEMS' server, the error on public data) stops decreasing",
     )
     warm_up_rounds: CountOrNone = Field(
         0,
@@ -296,42 +296,41 @@ class TrainingSettings(Schema):
     )
     milestones: Ascending = Field(
         (),
-        description="schedule = step: rounds after which the learning rate is reduced, ascending; "
-        "empty = after 1/2 and 3/4 of the rounds",
+        description="schedule = step: ascending list of rounds after which the learning rate is "
+        "reduced; empty = after 1/2 and 3/4 of the rounds",
     )
     decay: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.1, description="schedule = step, plateau: factor applied to the learning rate"
+        0.1, description="schedule = step, plateau: factor by which the learning rate is multiplied"
     )
     patience: CountOrNone = Field(
         10,
-        description="schedule = plateau: number of consecutive rounds without improvement to "
-        "tolerate before reducing the learning rate",
+        description="schedule = plateau: number of consecutive rounds without improvement before "
+        "the learning rate is reduced",
     )
     clip: NonNegative = Field(
         0.0,
-        description="maximum norm of the gradient of a step (gradient clipping); 0 = no clipping",
+        description="maximum norm of the gradient (gradient clipping); 0 = no clipping",
     )
     augment: Augmentation = Field(
         "none",
-        description="augmentation of training samples: translation of images by up to 1/8 with "
-        "black borders (crop), horizontal flip, both, both with two RandAugment operations, or "
-        "random deletion and swapping of tokens",
+        description="augmentation of training samples. crop: translation of images by up to 1/8, "
+        "with black borders; flip: horizontal flip; randaugment: crop, flip, and two RandAugment "
+        "operations; tokens: random deletion and swaps of tokens",
     )
     keep_optimizer: bool = Field(
         False, description="whether to keep the optimizer state of private models across rounds"
     )
     semi: Literal["none", "fixmatch"] = Field(
         "none",
-        description="semi-supervised learning from unlabeled images or texts; fixmatch = use "
-        "confident predictions for weakly augmented samples as labels of strongly augmented "
-        "samples",
+        description="semi-supervised learning from unlabeled images or texts; fixmatch = confident "
+        "predictions for weakly augmented samples become labels of strongly augmented samples",
     )
     semi_threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.95, description="fixmatch: minimum probability of a pseudo-label"
     )
     semi_weight: NonNegative = Field(
         1.0,
-        description="fixmatch: weight of the mean loss of unlabeled samples, relative to labeled "
+        description="fixmatch: weight of the unlabeled samples' mean loss, relative to labeled "
         "samples",
     )
 
@@ -375,12 +374,13 @@ class RunSettings(Schema):
     )
     early_stopping: CountOrNone = Field(
         0,
-        description="patience of early stopping: consecutive evaluations without improvement of "
-        "the headline score, after which one more round runs; 0 = no early stopping",
+        description="patience of early stopping: number of consecutive evaluations without "
+        "improvement of the headline metric, after which one more round runs; 0 = no early "
+        "stopping",
     )
     keep_best: bool = machine_field(
         False,
-        "whether to also keep the client models of the round with the best headline score",
+        "whether to also keep the client models from the round with the best headline metric",
     )
     metrics: Metrics = machine_field(
         (ACCURACY,),
@@ -392,7 +392,7 @@ class RunSettings(Schema):
         "", "run directory; empty = runs/<method>-<dataset>-s<seed>-<time>"
     )
     resume: bool = machine_field(
-        False, "whether to resume the run in 'out' after its last complete round, if any"
+        False, "whether to resume the run in 'out' after its last complete round, if it exists"
     )
     data: DataSettings = DataSettings()
     models: ModelSettings = ModelSettings()

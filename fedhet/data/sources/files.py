@@ -258,8 +258,8 @@ def read_clients(directory: str, spec: DataSpec, kind: Kind = IMAGE) -> Dataset:
         if odd := sorted(found ^ expected):
             fault = "file not found" if odd[0] in expected else "unexpected file"
             raise DataError(
-                f"{root / part / odd[0]}: {fault}, train and test must each contain one file per "
-                f"client, 0.npz to {clients - 1}.npz"
+                f"{root / part / odd[0]}: {fault}, expected one file per client in both train and "
+                f"test, 0.npz to {clients - 1}.npz"
             )
     files = [root / part / f"{k}.npz" for k in range(clients) for part in _MIN_SAMPLES]
     schema = infer_array_targets(root, _targets_in(files[::2], spec), spec)
