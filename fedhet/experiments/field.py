@@ -62,16 +62,16 @@ COSTS: Mapping[str, Callable[[float], str]] = {
 """Costs of a run, each with the function that formats it."""
 LEGEND = "Percent, mean over clients in the last round; mean ± standard deviation over seeds."
 RANKS = (
-    "Mean rank over cells (1 = best) of the methods that run in all of them, with the number of "
-    f"cells in parentheses. {MARK}: worse than the best method by more than Nemenyi's critical "
+    "Mean rank over cells (1 = best), for the methods that run in all cells; the number of cells "
+    f"is in parentheses. {MARK}: worse than the best method by more than Nemenyi's critical "
     f'difference at the level {ALPHA:g}. "Seeds apart": the critical difference if seeds counted '
     "as independent data sets. p: p-value of Friedman's test of equal methods."
 )
 COST = (
     "Means over the cells and seeds in which the method runs. To 90 %: until the accuracy first "
     "reaches 90 % of that of central in the same cell and seed, with the number of runs that reach "
-    "it in parentheses if not all do. Time is simulated if the runs have a simulated clock. "
-    "Seconds and peak memory are those of a run on this machine."
+    "it in parentheses if some runs do not reach it. Time is simulated if the runs have a "
+    "simulated clock. Seconds and peak memory were measured on this machine."
 )
 
 
