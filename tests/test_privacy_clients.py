@@ -651,7 +651,7 @@ def test_an_entry_that_no_accountant_takes_has_infinite_epsilon(tmp_path, call, 
         "all": (None, 1),
     }  # fmt: skip
     status, out, _ = call("privacy", str(tmp_path))
-    assert "a: 1 entries have infinite epsilon" in " ".join(out.split())
+    assert "a: 1 entry has infinite epsilon" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("limit", [{}, {"privacy": "epsilon=8 delta=1e-5"}])

@@ -350,8 +350,9 @@ def privacy_command(
     unbounded = {r["client"]: r["infinite"] for r in rows if r["infinite"]}
     for client, count in unbounded.items():
         say(
-            f"{client}: {count} entries have infinite epsilon, because their noise is too small or "
-            "could be removed in an earlier version. See docs/privacy.md."
+            f"{client}: {count} entr{'y has' if count == 1 else 'ies have'} infinite epsilon, "
+            "because the noise is too small or could be removed in an earlier version. See "
+            "docs/privacy.md."
         )
     for client in sorted({r["client"] for r in rows if not r["guarantee"]}):
         say(f"{client}: no privacy guarantee, because the ledger contains runs without privacy")

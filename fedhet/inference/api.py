@@ -41,7 +41,7 @@ from fedhet.runs.directory import is_complete
 from fedhet.runs.display import display_on
 from fedhet.runs.log import Watcher
 from fedhet.runs.records import NAN, Summary
-from fedhet.runs.units import score
+from fedhet.runs.units import plural, score
 from fedhet.server.app import run_directory
 from fedhet.settings.run import RunSettings
 from fedhet.settings.schema import flatten
@@ -477,7 +477,7 @@ class Result:
         state = "" if run.finished else ", unfinished"
         shown = f"{run.metric_title} ({run.headline}) {score(self.score)}"
         number = shown if run.headline else ""
-        progress = f"{len(run.clients)} clients, round {run.done} of {run.planned}{state}"
+        progress = f"{plural(len(run.clients), 'client')}, round {run.done} of {run.planned}{state}"
         return f"<Result of {run.method} on {run.dataset}: {progress}; {number or 'not evaluated'}>"
 
     def _repr_html_(self) -> str:

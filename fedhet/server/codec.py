@@ -26,6 +26,7 @@ from fedhet.base.metrics import ACCURACY, measured_names
 from fedhet.methods.registry import Method
 from fedhet.runs.measures import BUDGET_EXHAUSTED, Measured, read_measures
 from fedhet.runs.storage import Metadata
+from fedhet.runs.units import plural
 from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.members import Member
 from fedhet.server.reply import Reply, bytes_of, from_outside, open_payload
@@ -417,7 +418,7 @@ class Codec:
             elif age and self._method.spec.late == "refused":
                 why_unused = f"{self._method.name} cannot use late replies"
             elif age > self._max_age:
-                why_unused = f"it is {age} rounds old ('pace.max-age' = {self._max_age})"
+                why_unused = f"it is {plural(age, 'round')} old ('pace.max-age' = {self._max_age})"
             round = self._state.record.round - age
             if name not in result_of:
                 reason = why_silent.get(name, "did not reply in time")

@@ -27,6 +27,7 @@ from fedhet.data.tasks import CLASSIFICATION, task_for
 from fedhet.methods.spec import MethodSpec
 from fedhet.models import base_of, is_registered, shapes
 from fedhet.runs.records import HELD_OUT, HELD_OUT_EPOCH
+from fedhet.runs.units import plural
 from fedhet.server.calls import UserCodeFaults
 from fedhet.server.nodes import display_name, registered_name, retrying
 from fedhet.settings.engine import EngineSettings
@@ -234,7 +235,7 @@ class Members:
         required = engine.min_clients or wanted
         if manager.num_available() < wanted:
             count = manager.num_available()
-            self._notice(f"waiting for {wanted} clients, {count} connected")
+            self._notice(f"waiting for {plural(wanted, 'client')}, {count} connected")
             if not manager.wait_for(wanted, int(engine.join_timeout)):
                 count, seconds = manager.num_available(), engine.join_timeout
                 connected = f"{count} of {wanted} clients are connected after {seconds:g} s"
@@ -297,7 +298,7 @@ class Members:
         """Wait for `needed` members until the time limit, and return all present members."""
         end, present = time.monotonic() + self._timeout, self.present(manager)
         if len(present) < needed:
-            self._notice(f"waiting for {needed} clients, {len(present)} connected")
+            self._notice(f"waiting for {plural(needed, 'client')}, {len(present)} connected")
         while len(present) < needed and time.monotonic() < end:
             time.sleep(min(1.0, self._timeout / 10))
             present = self.present(manager)

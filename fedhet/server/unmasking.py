@@ -30,6 +30,7 @@ from fedhet.base.errors import StateError, error_text, one_line
 from fedhet.config.resolve import MIN_SUMMED, Config
 from fedhet.runs.measures import Measured
 from fedhet.runs.storage import KEPT_STATES
+from fedhet.runs.units import plural
 from fedhet.server.members import Member
 from fedhet.server.nodes import may_restart
 from fedhet.server.reply import Reply
@@ -121,7 +122,7 @@ class Unmasking:
             if count < MIN_SUMMED:
                 raise invalid_setting(
                     "privacy.secure-aggregation",
-                    f"{count} clients with model {model}",
+                    f"{plural(count, 'client')} with model {model}",
                     f"at least {MIN_SUMMED} clients with each model",
                     "the weights of a model are summed over the clients with this model",
                 )
