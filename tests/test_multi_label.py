@@ -150,7 +150,7 @@ def test_classes_may_contain_semicolons(tmp_path):
     [
         ("1,0\n2,2\n3,1", "p,q", r"line 3, column 'p': expected 0, 1, or a missing value, got '2'"),
         ("a;b,1\n[a,1", "p", r"line 3, column 'p': expected labels such as a;b"),
-        ('"[[""a""]]",1\na,1', "p", r"line 2, column 'p': .*another list"),
+        ('"[[""a""]]",1\na,1', "p", r"line 2, column 'p': .*nested list"),
         ("0,1\n1,1\n1,0", "p", r"expected lists of labels, got only 0 and 1"),
         ("0,1\n1,1\n1,0", "p,p", r"different labels, got 2 \(1 different\)"),
         ("0,1\n1,1\n1,0", "p,z", r"column 'z'"),

@@ -162,7 +162,7 @@ def test_the_least_class_noise_is_accounted_for_every_method():
 
 def test_an_entry_of_almost_no_noise_leaves_nothing_of_a_budget():
     spent = (Release(1e-154),)
-    with pytest.raises(SettingsError, match="too small for the rounds"):
+    with pytest.raises(SettingsError, match="too small for the number"):
         calibrate_noise(PrivacySettings(epsilon=1.0), plan(), 1.0, spent)
 
 
