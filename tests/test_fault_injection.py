@@ -7,27 +7,31 @@ import pytest
 from federation import records, run, small, without_times
 from test_permissions import PARTITION, SHIPPED
 
+from fedhet.algorithms.rounds import is_hit
 from fedhet.base.errors import SettingsError
+from fedhet.base.seeding import numpy_rng
 from fedhet.client_runtime.app import permitted
-from fedhet.client_runtime.local_training import drops_out, injected_faults, straggles
+from fedhet.client_runtime.local_training import injected_faults
 from fedhet.config.resolve import check_deployable
 
 ROUNDS = range(1, 1001)
 
 
-@pytest.mark.parametrize(("fate", "setting"), [(drops_out, "drop_outs"), (straggles, "stragglers")])
-def test_the_share_is_met_and_each_draw_is_its_own(fate, setting):
-    settings = small(**{setting: 0.2}).run
-    hit = {n: np.array([fate(settings, n, t) for t in ROUNDS]) for n in ("client-0", "client-1")}
+@pytest.mark.parametrize("fault", ["drop-out", "straggler"])
+def test_the_share_is_met_and_each_draw_is_its_own(fault):
+    hit = {
+        name: np.array([is_hit(0, name, number, fault, 0.2) for number in ROUNDS])
+        for name in ("client-0", "client-1")
+    }
     for found in hit.values():
         assert abs(found.mean() - 0.2) < 0.04  # three standard deviations
     both = (hit["client-0"] & hit["client-1"]).mean()
     assert abs(both - 0.04) < 0.015
     after = (hit["client-0"][1:] & hit["client-0"][:-1]).mean()
     assert abs(after - 0.04) < 0.015
-    again = small(**{setting: 0.2}, seed=1).run
-    assert [fate(again, "client-0", t) for t in ROUNDS] != hit["client-0"].tolist()
-    assert not any(fate(small().run, "client-0", t) for t in ROUNDS)
+    again = [is_hit(1, "client-0", number, fault, 0.2) for number in ROUNDS]
+    assert again != hit["client-0"].tolist()
+    assert not any(is_hit(0, "client-0", number, fault, 0.0) for number in ROUNDS)
 
 
 def test_whoever_drops_out_is_not_among_those_who_answer(tmp_path):
@@ -35,7 +39,10 @@ def test_whoever_drops_out_is_not_among_those_who_answer(tmp_path):
     run(config, tmp_path / "run")
     lost = 0
     for record in records(tmp_path / "run"):
-        fails = {n for n in record["asked"] if drops_out(config.run, n, record["round"])}
+        draws = {
+            n: numpy_rng(config.run.seed, n, record["round"], "drop-out") for n in record["asked"]
+        }
+        fails = {name for name, rng in draws.items() if rng.random() < 0.4}
         assert set(record["failed"]) == fails
         assert set(record["answered"]) == set(record["asked"]) - fails
         assert all("'pace.drop-outs'" in reason for reason in record["failed"].values())

@@ -17,11 +17,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
 import numpy as np
 
 from fedhet.algorithms.robust import max_malicious, min_replies
 from fedhet.base.arrays import Array
+from fedhet.base.seeding import numpy_rng
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings, TrainingSettings
 
@@ -29,6 +31,8 @@ MIN_GRACE = 10.0
 """Minimum grace period of an evaluation, in seconds."""
 RECENT = 20
 """Number of recent rounds from which the median duration is computed."""
+Fault = Literal["drop-out", "straggler"]
+"""Fault of a simulated client in a round (`pace.drop-outs`, `pace.stragglers`)."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ def clients_per_round(members: int, fraction: float) -> int:
 def clients_to_sample(needed: int, over_selection: float) -> int:
     """Return the number of clients to sample in a round that needs `needed` timely replies."""
     return math.ceil(round((1 + over_selection) * needed, 9))
+
+
+def is_hit(seed: int, client: str, round: int, fault: Fault, probability: float) -> bool:
+    """Return whether the simulation injects a fault, drawn with the given probability."""
+    return probability > 0 and bool(numpy_rng(seed, client, round, fault).random() < probability)
 
 
 def honest_majority(run: RunSettings) -> tuple[int, int, int]:

@@ -16,10 +16,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fedhet.algorithms.distillation import confident_labels, unlabeled_loss
-from fedhet.algorithms.rounds import Plateau, rate_factor
+from fedhet.algorithms.rounds import Plateau, is_hit, rate_factor
 from fedhet.base.arrays import group, grouped
 from fedhet.base.errors import DropOutError, StateError
-from fedhet.base.seeding import numpy_rng, torch_generator
+from fedhet.base.seeding import torch_generator
 from fedhet.base.transfer import rows_of
 from fedhet.client_runtime.state import ClientState
 from fedhet.data.spec import UNKNOWN, Split
@@ -296,16 +296,6 @@ class EpochMeans:
         return dict(zip(self._names, (self._sums / self._count).tolist(), strict=True))
 
 
-def drops_out(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether the simulation makes the client drop out of the round."""
-    return _is_hit(run, client, round, "drop-out", run.pace.drop_outs)
-
-
-def straggles(run: RunSettings, client: str, round: int) -> bool:
-    """Return whether the simulation makes the client a straggler in the round."""
-    return _is_hit(run, client, round, "straggler", run.pace.stragglers)
-
-
 @contextlib.contextmanager
 def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]:
     """Inject the faults configured by `pace.drop-outs` and `pace.stragglers` into the block.
@@ -314,15 +304,10 @@ def injected_faults(run: RunSettings, client: str, round: int) -> Iterator[None]
     (`fedhet.server.pace`), the clock adds this time instead. Raises DropOutError before the block
     if the client drops out of the round.
     """
-    if drops_out(run, client, round):
+    if is_hit(run.seed, client, round, "drop-out", run.pace.drop_outs):
         raise DropOutError(f"dropped out of round {round} ('pace.drop-outs')")
     started = time.perf_counter()
     yield
-    if straggles(run, client, round) and not run.pace.is_simulated:
+    straggles = is_hit(run.seed, client, round, "straggler", run.pace.stragglers)
+    if straggles and not run.pace.is_simulated:
         time.sleep((run.pace.slowdown - 1) * (time.perf_counter() - started))
-
-
-def _is_hit(run: RunSettings, client: str, round: int, fault: str, probability: float) -> bool:
-    if probability <= 0:
-        return False
-    return bool(numpy_rng(run.seed, client, round, fault).random() < probability)

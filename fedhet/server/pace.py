@@ -35,6 +35,7 @@ from fedhet.algorithms.rounds import (
     closing,
     closing_of_evaluation,
     honest_majority,
+    is_hit,
 )
 from fedhet.base.errors import (
     FedhetError,
@@ -110,8 +111,8 @@ class SimulatedClock:
             work: Number of training samples processed, counting repetitions.
             size: Total size of the instruction and the reply, in bytes.
         """
-        seconds, fraction = self.device(client).seconds(work, size), self._pace.stragglers
-        if fraction > 0 and numpy_rng(self._seed, client, round, "straggler").random() < fraction:
+        seconds = self.device(client).seconds(work, size)
+        if is_hit(self._seed, client, round, "straggler", self._pace.stragglers):
             seconds *= self._pace.slowdown
         return seconds
 
