@@ -265,7 +265,7 @@ def test_what_was_sent_to_train_is_remembered_until_it_is_forgotten(state):
     same, other = means(), means(counts=np.array([2, 2]))
     exchange.encode_all(1, {"a": same, "b": same})
     exchange.encode_all(1, {"a": other}, training=False)
-    exchange.encode(2, "a", other)
+    exchange.encode_all(2, {"a": other}, differences=False)
     assert exchange.remembered("a", 1)[0] is exchange.remembered("b", 1)[0] is same
     assert exchange.remembered("a", 2)[0] is other
     exchange.forget("a", 1)
@@ -278,7 +278,7 @@ def test_what_was_sent_to_train_is_remembered_until_it_is_forgotten(state):
 
 def test_nothing_is_remembered_unless_it_is_asked_for(exchange):
     exchange.encode_all(1, {"a": means()})
-    exchange.encode(2, "a", means())
+    exchange.encode_all(2, {"a": means()}, differences=False)
     exchange.forget("a", 1)
     assert exchange.remembered("a", 1)[0] is exchange.remembered("a", 2)[0] is None
 

@@ -29,7 +29,7 @@ from fedhet.runs.storage import Metadata
 from fedhet.runs.units import plural
 from fedhet.server.calls import Failures, name_of, reasons
 from fedhet.server.members import Member
-from fedhet.server.reply import Reply, bytes_of, from_outside, open_payload
+from fedhet.server.reply import Magnitudes, Reply, SpooledPayload, bytes_of, from_outside
 from fedhet.server.round import RoundState
 from fedhet.wire.encodings import Coder, Encoded, RngKey
 from fedhet.wire.identity import SERVER, ClientInfo
@@ -38,10 +38,12 @@ from fedhet.wire.knowledge import (
     Envelope,
     Knowledge,
     Packing,
+    decode,
     digest_of,
     encode,
     expect,
     payload_bytes,
+    read_arrays,
 )
 
 VERSIONS = "wire"
@@ -274,14 +276,6 @@ class Codec:
 
     # Methods for instructions, which convert Knowledge to Flower's Parameters.
 
-    def encode(self, round: int, client: str, knowledge: Knowledge) -> Parameters:
-        """Encode one client's training instruction, and count its bytes.
-
-        The weights are not sent as differences, because differences would depend on the other
-        clients.
-        """
-        return self.encode_all(round, {client: knowledge}, differences=False)[client]
-
     def encode_all(
         self,
         round: int,
@@ -436,15 +430,18 @@ class Codec:
     def decode(self, client: ClientInfo, result: FitRes) -> Reply:
         """Decode a client's reply, which may be late. Raises KnowledgeError if it is invalid."""
         payload, name = result.parameters, client.name
+        magnitudes: Magnitudes | None = None
         age = self._state.age_of(name)
         round = self._state.record.round - age
         with from_outside(name):
             self._state.count_received(bytes_of(payload))
             if result.status.code != Code.OK or "error" in result.metrics:
                 raise _reported_error(name, result.metrics, result.status.message)
-            envelope, knowledge, magnitudes = open_payload(
-                payload, name, self.bases_of(name), self._max_bytes
-            )
+            if isinstance(payload, SpooledPayload):
+                envelope, knowledge, magnitudes = payload.open()
+            else:
+                arrays = read_arrays(payload, name, self._max_bytes)
+                envelope, knowledge = decode(arrays, name, self.bases_of(name), self._max_bytes)
             expect(envelope, run=self._run, method=self._method.name, round=round, sender=name)
             metric_names = measured_names(self._metrics, client.classes // self._per_target)
             measured = read_measures(name, result.metrics, self._method.spec.kinds, metric_names)

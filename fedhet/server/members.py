@@ -424,10 +424,6 @@ class HeldOutClients:
         self.members = {name: member for name, member in members.items() if name in self.names}
         return {name: member for name, member in members.items() if name not in self.names}
 
-    def with_held_out(self, members: Mapping[str, Member]) -> dict[str, Member]:
-        """Return the given members and the held-out members."""
-        return {**members, **self.members}
-
     def instructions(
         self, instruction: Callable[[ClientInfo], Knowledge | None]
     ) -> dict[str, Knowledge]:

@@ -2,7 +2,7 @@
 
 A reply that contains weights is decoded and written to a file when it arrives. When its weights are
 used, they are mapped from the file one tensor at a time, so the server's memory does not grow with
-the number of clients. No other module needs to know whether a payload is in memory or on disk.
+the number of clients. Only the codec needs to know whether a payload is in memory or on disk.
 
 A late reply and the client's instruction are stored in the run's directory until a later round uses
 them. The client's update is the difference between the reply and the instruction. No late reply is
@@ -164,40 +164,6 @@ def from_outside(sender: str) -> Iterator[None]:
         raise KnowledgeError(sender, REPLY, fault) from error
 
 
-def open_payload(
-    payload: Parameters, sender: str, bases: Bases, max_bytes: int
-) -> tuple[Envelope, Knowledge, Magnitudes | None]:
-    """Open the payload of a reply, which may be in memory or on disk.
-
-    Args:
-        payload: Flower's parameters, or a payload that was written to the spool.
-        sender: Name of the client, for errors.
-        bases: Function that finds the base weights of the reply.
-        max_bytes: Maximum size of a payload in memory.
-
-    Returns:
-        The envelope, the content, and the magnitudes of the content (None if the payload is in
-        memory).
-
-    Raises:
-        KnowledgeError: If the payload is invalid or too large.
-    """
-    if isinstance(payload, SpooledPayload):
-        return payload.open()
-    envelope, knowledge, _ = _decode(payload, sender, bases, max_bytes)
-    return envelope, knowledge, None
-
-
-def _decode(
-    payload: Parameters, sender: str, bases: Bases, max_bytes: int
-) -> tuple[Envelope, Knowledge, bool]:
-    """Decode a payload, and also return whether its tensors are sent without an encoding."""
-    arrays = read_arrays(payload, sender, max_bytes)
-    envelope, knowledge = decode(arrays, sender, bases, max_bytes)
-    is_plain = [*map(id, knowledge.tensors.values())] == [*map(id, arrays[1:])]
-    return envelope, knowledge, is_plain
-
-
 def bytes_of(payload: Parameters) -> int:
     """Return the size of a payload as it was received, in bytes."""
     return payload.size if isinstance(payload, SpooledPayload) else payload_bytes(payload)
@@ -219,7 +185,7 @@ class ReplySpool:
             directory: Path of the directory, which is created with the first reply.
             max_bytes: Maximum size of a reply; a larger reply is not written.
             contract: Contract of the replies, which declares the tensors that are weights.
-            bases_of: Function that returns, for a client, the `bases` argument of `open_payload`.
+            bases_of: Function that returns, for a client, a function that finds base weights.
         """
         self._directory = Folder(directory, directory.parent, private=True)
         self._max_bytes, self._bases_of = max_bytes, bases_of
@@ -274,9 +240,11 @@ class SpooledPayload(Parameters):
         """Start and end of each array in the file."""
         try:
             with from_outside(client):
-                envelope, knowledge, is_plain = _decode(payload, client, bases, max_bytes)
+                arrays = read_arrays(payload, client, max_bytes)
+                envelope, knowledge = decode(arrays, client, bases, max_bytes)
                 magnitudes = magnitudes_of(knowledge)
-                if not is_plain:
+                # Write the decoded tensors if some tensors were sent with an encoding.
+                if [*map(id, knowledge.tensors.values())] != [*map(id, arrays[1:])]:
                     payload = ndarrays_to_parameters(encode(envelope, knowledge))
                 ends = list(accumulate(map(len, payload.tensors)))
                 self._offsets = list(zip([0, *ends], ends, strict=False))
@@ -299,7 +267,10 @@ class SpooledPayload(Parameters):
             raise
 
     def open(self) -> tuple[Envelope, Knowledge, Magnitudes]:
-        """Return the content, like `open_payload`. Raises KnowledgeError if it is invalid."""
+        """Return the envelope, the content, and the magnitudes of the content.
+
+        Raises KnowledgeError if the payload is invalid or too large.
+        """
         if self._content is None:
             raise KnowledgeError(self._path.name, *self._fault)
         size = self._offsets[-1][1] if self._offsets else 0

@@ -399,8 +399,12 @@ class HetStrategy(Strategy):
         return calls
 
     def _encode(self, round: int, client: ClientInfo) -> Parameters:
-        """Create and encode a large instruction, just before it is sent."""
-        return self._codec.encode(round, client.name, self.instruct(round, client))
+        """Create and encode a large instruction, just before it is sent.
+
+        The weights are not sent as differences, which would depend on the other clients.
+        """
+        instructions = {client.name: self.instruct(round, client)}
+        return self._codec.encode_all(round, instructions, differences=False)[client.name]
 
     def _proxy(self, member: Member, **options: Any) -> NamedProxy:
         """Return the proxy that sends a message to a member."""
@@ -485,7 +489,7 @@ class HetStrategy(Strategy):
             self._finish_round()
             return []
         payloads = self._codec.encode_all(server_round, instructions, training=False)
-        all_members, held_out = self._held_out.with_held_out(self.members), self._held_out.names
+        all_members, held_out = {**self.members, **self._held_out.members}, self._held_out.names
         calls: list[tuple[ClientProxy, EvaluateIns]] = [
             (
                 self._proxy(all_members[name]),
@@ -504,7 +508,7 @@ class HetStrategy(Strategy):
         self._code_faults.report(failures)
         for name, reason in sorted(reasons(failures).items()):
             self.state.skip_evaluation(name, reason, "silent")
-        all_members = self._held_out.with_held_out(self.members)
+        all_members = {**self.members, **self._held_out.members}
         result_of = {name_of(proxy): result for proxy, result in results}
         for name, result in sorted(result_of.items()):
             with self.state.skip_evaluation_on_error(name):
