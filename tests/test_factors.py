@@ -9,10 +9,12 @@ from rounds import altered, reply_of
 
 from fedhet.algorithms.weights import energy_kept, factors, min_rank
 from fedhet.base.errors import KnowledgeError
-from fedhet.server.reply import magnitudes_of
-from fedhet.server.steps import with_expanded_factors
+from fedhet.runs.measures import Measured
+from fedhet.server.reply import Reply, magnitudes_of
+from fedhet.server.steps import expand_factors
 from fedhet.wire.contract import Contract, Sizes, TensorField
 from fedhet.wire.factors import FactorsField, max_rank, packed, unpacked
+from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
 
 SENDER = "client-3"
@@ -164,7 +166,11 @@ def test_the_most_rank_is_the_last_that_saves():
 
 def test_products_are_made_when_they_are_used():
     tensors = sound()
-    whole = with_expanded_factors(Knowledge(tensors), CONTRACT, Sizes({}, {"update": SHAPES}))
+    client = ClientInfo("a", "mlp", 10, 10, "image", (1, 8, 8))
+    sizes = Sizes({}, {"update": SHAPES})
+    reply = Reply(client, Knowledge(tensors), Measured({}))
+    (expanded,) = expand_factors([reply], contract=CONTRACT, sizes=lambda client: sizes)
+    whole = expanded.knowledge
     assert list(whole.group("update")) == list(SHAPES)
     product = tensors[f"{CONV}/left"] @ tensors[f"{CONV}/right"]
     np.testing.assert_array_equal(whole.tensors[CONV], product.reshape(6, 2, 2, 2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from statistics import fmean
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from fedhet.server.round import RoundState
 from fedhet.server.unmasking import SizesOf, Unmasking
 from fedhet.settings.engine import PaceSettings
 from fedhet.settings.run import RunSettings
-from fedhet.wire.contract import VARIANCES, Contract, Sizes, TensorField, WeightsField
+from fedhet.wire.contract import VARIANCES, Contract, TensorField, WeightsField
 from fedhet.wire.factors import FactorsField, unpacked
 from fedhet.wire.identity import ClientInfo
 from fedhet.wire.knowledge import Knowledge
@@ -97,11 +97,6 @@ def steps_of(
     return steps
 
 
-def apply_steps(steps: Iterable[Step], replies: Iterable[Reply]) -> Iterable[Reply]:
-    """Pass replies through steps, one step after another."""
-    return reduce(lambda passed, step: step(passed), steps, replies)
-
-
 def check_contract(
     replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf, state: RoundState
 ) -> Iterator[Reply]:
@@ -118,25 +113,20 @@ def check_contract(
 def expand_factors(
     replies: Iterable[Reply], *, contract: Contract, sizes: SizesOf
 ) -> Iterator[Reply]:
-    """Replace low-rank factors in replies with the updates that they represent."""
-    for reply in replies:
-        expanded = with_expanded_factors(reply.knowledge, contract, sizes(reply.client))
-        yield reply.with_knowledge(expanded)
-
-
-def with_expanded_factors(knowledge: Knowledge, contract: Contract, sizes: Sizes) -> Knowledge:
-    """Replace the factors in a checked message with full updates, which are computed on access."""
-    tensors = knowledge.tensors
+    """Replace low-rank factors in checked replies with full updates, computed on access."""
     factored = [field.name for field in contract.fields if isinstance(field, FactorsField)]
-    sources: dict[str, Array | Callable[[], Array]] = {
-        name: partial(tensors.__getitem__, name)
-        for name in tensors
-        if name.partition("/")[0] not in factored
-    }
-    for field in factored:
-        updates = unpacked(knowledge.group(field), sizes.models[field])
-        sources |= {f"{field}/{name}": partial(updates.__getitem__, name) for name in updates}
-    return Knowledge(OnDemand(sources), knowledge.scalars)
+    for reply in replies:
+        tensors = reply.knowledge.tensors
+        sources: dict[str, Array | Callable[[], Array]] = {
+            name: partial(tensors.__getitem__, name)
+            for name in tensors
+            if name.partition("/")[0] not in factored
+        }
+        for field in factored:
+            shapes = sizes(reply.client).models[field]
+            updates = unpacked(reply.knowledge.group(field), shapes)
+            sources |= {f"{field}/{name}": partial(updates.__getitem__, name) for name in updates}
+        yield reply.with_knowledge(Knowledge(OnDemand(sources), reply.knowledge.scalars))
 
 
 class StaleUpdateRebase:

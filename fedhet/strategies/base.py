@@ -57,7 +57,7 @@ from fedhet.server.pace import Collector
 from fedhet.server.reply import LateReplies, Reply, ReplySpool
 from fedhet.server.round import RoundState, Selection, track_divergence
 from fedhet.server.selection import ClientSampler
-from fedhet.server.steps import apply_steps, steps_of
+from fedhet.server.steps import steps_of
 from fedhet.server.unmasking import Unmasking
 from fedhet.wire.contract import Sizes
 from fedhet.wire.encodings import Coder
@@ -433,12 +433,14 @@ class HetStrategy(Strategy):
         with self._spool.read():
             trained = {*self.state.selection.training, *self.state.reply_rounds}
             self.state.scores.mark_outdated(trained & {*self.state.expected})
-            replies = self._codec.decode_all(results, failures, self.members)
+            replies: Iterable[Reply] = self._codec.decode_all(results, failures, self.members)
             instruct = partial(self.instruct, server_round)
             steps = steps_of(
                 self.run, self.spec, self.sizes, self.state, self.members, instruct, self._unmasking
             )
-            accepted = list(apply_steps([*steps, self._accept], replies))
+            for step in (*steps, self._accept):
+                replies = step(replies)
+            accepted = list(replies)
             names = {name for reply in accepted for name in reply.clients or (reply.client.name,)}
             sums = [reply.client.name for reply in accepted if reply.clients]
             if self.state.finalize(sorted(names), sums):
