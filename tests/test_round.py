@@ -23,7 +23,6 @@ from fedhet.base.errors import KnowledgeError, StateError
 from fedhet.methods.registry import find_method
 from fedhet.runs.measures import Measured
 from fedhet.server import codec as exchanges
-from fedhet.server import reply as replies
 from fedhet.server import round as rounds
 from fedhet.server.calls import ClientFailureError, NamedProxy, reasons
 from fedhet.server.codec import Codec
@@ -123,17 +122,12 @@ def test_what_a_replys_content_exhausts_drops_it_alone(state, notices, error):
     "error",
     [MemoryError(), OverflowError("too far"), RecursionError("deep"), OSError("gone"), KeyError(1)],
 )
-@pytest.mark.parametrize(
-    ("module", "step"),
-    [(replies, "decode"), (replies, "read_arrays"), (exchanges, "read_measures")],
-)
-def test_whatever_goes_wrong_in_reading_names_the_sender(
-    exchange, monkeypatch, error, module, step
-):
+@pytest.mark.parametrize("step", ["decode", "read_arrays", "read_measures"])
+def test_whatever_goes_wrong_in_reading_names_the_sender(exchange, monkeypatch, error, step):
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(module, step, fails)
+    monkeypatch.setattr(exchanges, step, fails)
     with pytest.raises(KnowledgeError) as caught:
         decoded(exchange, answer(means()))
     assert (caught.value.sender, caught.value.field) == ("a", "reply")
