@@ -248,6 +248,7 @@ def test_a_killed_server_resumes_as_if_nothing_had_happened(deployment, tmp_path
     for process in [server, *psutil.Process(server.pid).children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    server.wait()  # until then, its port accepts connections
     assert not (tmp_path / "run" / "summary.json").exists()
     if clients_too:
         for k in range(3):
