@@ -37,8 +37,11 @@ from fedhet.runs.directory import read_validated
 
 MEASURED = Path(str(resources.files("fedhet.experiments") / "measured"))
 """Directory of the finished tables that are included in fedhet."""
-USUAL_HARDWARE = "Two cores of an AMD EPYC."
-"""Default hardware, which docs/tables.md names once instead of in each section."""
+USUAL_HARDWARE = {
+    "Two cores of an AMD EPYC.": "",
+    "Two cores of an AMD EPYC (AVX-512), bfloat16.": "In bfloat16.",
+}
+"""Text about the default hardware, which docs/tables.md names once instead of in each section."""
 USUAL_SEEDS = [0, 1, 2]
 """Default seeds. A section omits its command if the table has default seeds and settings."""
 UNLISTED = {"engine.backend", "data.data-dir", "engine.precision"}
@@ -211,8 +214,8 @@ def paper_part(results: Sequence[TableResult]) -> str:
 def _section(result: TableResult) -> str:
     table = read_table(result.table)
     part = re.split(r", (?=Table|Fig|Section)", table.source, maxsplit=1)[-1]
-    hardware = "" if result.hardware == USUAL_HARDWARE else f"{result.hardware} "
-    about = f"{part}. {result.about(table)} {hardware}{result.made}."
+    hardware = USUAL_HARDWARE.get(result.hardware, result.hardware)
+    about = " ".join(filter(None, (f"{part}.", result.about(table), hardware, f"{result.made}.")))
     claims = []
     for claim in claims_in([result]):
         # Count the comparisons that hold, are within noise, and fail, as in "2/1/0".
